@@ -1,0 +1,29 @@
+# The commands a newcomer needs. Each sets up its own virtual environment the first time.
+STACK ?= tinystories-growth
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup rehearse test test-slow lint
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gpufleet needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "Setting up .venv (once; about 5 GB with PyTorch, two to five minutes) ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[job,rehearsal,dev]'
+	@touch $@
+	@echo "Set up: $$($(BIN)/python --version), $$($(BIN)/python -c 'import importlib.metadata as m; print(", ".join(p + " " + m.version(p) for p in ("pulumi", "pulumi-aws", "torch")))')"
+
+rehearse: .venv/ready
+	@$(BIN)/gpufleet rehearse $(STACK)
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

@@ -1,0 +1,120 @@
+"""The definition of one experiment: what `stacks/<experiment>.yaml` says, as frozen dataclasses.
+
+Pure: no pulumi, no boto3, no clock. The same object feeds the bill, the resources and the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal
+
+from job.config import JobConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One run is one id: a new id is a new fleet on the same bucket."""
+
+    id: str
+    owner: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is trained, and in which container image."""
+
+    experiment: str
+    image: str  # repository:tag, or repository:tag@sha256:... once pinned
+    parameters: JobConfig  # the experiment's own typed config; the file holds only what differs from its defaults
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """Where it runs. One node; the set of types has no order, the fleet's strategy picks."""
+
+    region: str
+    zones: tuple[str, ...]
+    instance_types: tuple[str, ...]
+    capacity: Literal["spot", "on-demand"] = "spot"
+    ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """A gp3 volume. `snapshot` only for the data volume, which is mounted at /data."""
+
+    size_gib: int
+    iops: int = 3000
+    throughput_mibps: int = 125
+    snapshot: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keep:
+    """What outlives `pulumi destroy`: the whole bucket with its policy and lifecycle, or nothing."""
+
+    bucket: bool = True
+    days: int = 30  # objects of a run expire after this many days
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """Disks and inputs. `dataset` and `base_weights` are each a local folder or an s3:// prefix."""
+
+    dataset: str
+    base_weights: str | None = None
+    root: Disk = Disk(size_gib=100)
+    data: Disk | None = None
+    keep: Keep = Keep()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The bound of the run. Hours are billed hours, summed over attempts."""
+
+    max_usd: Decimal
+    max_hours: Decimal
+    deadline: datetime | None = None  # absolute, UTC; None = creation + max_hours + 24 h
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Assumptions behind the bill; each default is stated, with its source, where infra.cost uses it. None = that default."""
+
+    hazard_per_hour: Decimal | None = None  # fixes the interruption hazard instead of drawing it per simulated run
+    efficiency: Decimal | None = None  # share of the roofline (compute + optimizer traffic) a step reaches, in (0, 1]
+    step_ms: tuple[Decimal, ...] | None = None  # milliseconds per optimizer step, one per phase: measured elsewhere
+    setup_minutes: Decimal | None = None  # launch to first step: boot, image pull, staging
+    restart_minutes: Decimal | None = None  # the same for a replacement node
+    capacity_wait_minutes: Decimal | None = None  # mean wait for a replacement, not billed
+    notice_missed: Decimal | None = None  # probability that a notice is not handled
+    upload_gb_per_s: Decimal | None = None  # node to S3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interruptions:
+    """The rehearsal's interruptions, drawn from `seed`: how many with a notice and how many without."""
+
+    seed: int = 7
+    with_notice: int = 1
+    without_notice: int = 1
+    notice_s: int = 20  # AWS gives 120 s; the rehearsal does not wait that long
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackDefinition:
+    """One file of stacks/, validated."""
+
+    name: str  # tinystories-growth: the file's stem
+    source: Path
+    purpose: str  # the comment block that opens the file
+    run: Run
+    job: Job
+    fleet: Fleet
+    storage: Storage
+    limits: Limits
+    estimate: Estimate = Estimate()
+    interruptions: Interruptions = Interruptions()  # `rehearsal.interruptions`; the rest of `rehearsal` overlays the other sections

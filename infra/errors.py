@@ -1,0 +1,48 @@
+"""Everything a user can do wrong, as one tree.
+
+    GpufleetError                  shown to the user without a traceback; exit code 2
+    ├── DefinitionError            the definition file: every problem at once
+    ├── PriceMissing               a bill line without a price
+    └── AwsRefused                 AWS answered no, or something it needs is not there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class GpufleetError(Exception):
+    """A mistake or a refusal the user can act on. The message says where, what, what is allowed, what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing wrong in a definition file."""
+
+    path: str  # fleet.instance_types[0]
+    value: str  # as written in the file
+    allowed: str  # what would have been accepted
+    hint: str = ""  # nearest valid name, or what to do
+
+    def __str__(self) -> str:
+        hint = f" {self.hint}" if self.hint else ""
+        return f"{self.path}: {self.value!r} is not accepted; allowed: {self.allowed}.{hint}"
+
+
+class DefinitionError(GpufleetError):
+    """The definition file is wrong. Carries all its problems, in file order."""
+
+    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{source}: {count}, nothing was declared", *(f"  - {p}" for p in self.problems)]))
+
+
+class PriceMissing(GpufleetError):
+    """A bill line has no price in the catalog and is not on the list of what is not priced."""
+
+
+class AwsRefused(GpufleetError):
+    """AWS refused, or something a run needs does not exist. Says what, and what to do about it."""
