@@ -24,10 +24,13 @@ class Problem:
     value: str  # as written in the file
     allowed: str  # what would have been accepted
     hint: str = ""  # nearest valid name, or what to do
+    line: int | None = None  # in the definition file, where known
 
     def __str__(self) -> str:
+        where = f"line {self.line}, {self.path}" if self.line else self.path
+        wrong = f"{self.value!r} is not accepted" if self.value else "missing"
         hint = f" {self.hint}" if self.hint else ""
-        return f"{self.path}: {self.value!r} is not accepted; allowed: {self.allowed}.{hint}"
+        return f"{where}: {wrong}; allowed: {self.allowed}.{hint}"
 
 
 class DefinitionError(GpufleetError):
