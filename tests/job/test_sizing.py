@@ -1,0 +1,139 @@
+"""The numbers the bill and the trainer stand on, against workloads.md section 1 (2026-11-21)."""
+
+from dataclasses import replace
+
+import pytest
+
+from job import sizing
+from job.config import Batch, GrowthConfig, GrowthModel, Precision, TextData
+
+FULL = GrowthConfig()
+SMALL = replace(
+    FULL,
+    model=GrowthModel(vocab=512, layers=3, width=64, heads=4, ffn=256, new_layers=2),
+    data=TextData(sequence=64, source="generated-stories", stories=2000),
+    batch=Batch(sequences=8),
+    precision=Precision(compute="fp32", phase3_state="fp32"),
+)
+
+
+@pytest.mark.parametrize(
+    ("phase", "total", "active", "gflop_per_token"),
+    [
+        (0, 100_038_016, 100_038_016, 0.609),
+        (1, 371_640_256, 138_878_272, 0.842),
+        (2, 2_155_790_208, 693_264_000, 4.186),
+    ],
+)
+def test_full_size_counts_and_flops_are_to_the_digit(
+    phase: int, total: int, active: int, gflop_per_token: float
+) -> None:
+    size = sizing.phases(FULL)[phase]
+    assert (size.params_total, size.params_active) == (total, active)
+    assert round(size.flops_per_token / 1e9, 3) == gflop_per_token
+
+
+def test_rehearsal_counts_are_to_the_digit() -> None:
+    assert [p.params_total for p in sizing.phases(SMALL)] == [182_848, 879_232, 5_672_192]
+
+
+def test_phases_carry_steps_and_tokens() -> None:
+    assert [(p.name, p.steps, p.tokens_per_step) for p in sizing.phases(FULL)] == [
+        ("dense", 1000, 4096),
+        ("moe", 1000, 4096),
+        ("grown", 1000, 4096),
+    ]
+    assert sizing.total_steps(FULL) == 3000
+
+
+def test_state_and_traffic_follow_the_phase_3_key_only() -> None:
+    wide = replace(FULL, precision=Precision(phase3_state="fp32"))
+    assert [(p.state_bytes_per_param, p.optimizer_traffic_bytes_per_param) for p in sizing.phases(FULL)] == [
+        (16, 28),
+        (16, 28),
+        (8, 14),
+    ]
+    assert sizing.phases(wide)[2].state_bytes_per_param == 16
+    assert round(16 * sizing.phases(wide)[2].params_total / 1e9, 1) == 34.5
+
+
+@pytest.mark.parametrize(("state", "gigabytes"), [("bf16", [1.2, 4.5, 12.9]), ("fp32", [1.2, 4.5, 25.9])])
+def test_checkpoint_sizes(state: str, gigabytes: list[float]) -> None:
+    config = replace(FULL, precision=Precision(phase3_state=state))  # type: ignore[arg-type]
+    assert [round(sizing.checkpoint_bytes(config, i) / 1e9, 1) for i in range(3)] == gigabytes
+
+
+def test_export_sizes_start_in_fp32_and_end_in_the_state_dtype() -> None:
+    wide = sizing.export_bytes(replace(FULL, precision=Precision(phase3_state="fp32")))
+    assert [round(b / 1e9, 1) for b in wide.values()] == [0.4, 1.5, 1.5, 8.6, 8.6]
+    narrow = sizing.export_bytes(FULL)
+    assert round(narrow["phase3_start"] / 1e9, 1) == 8.6
+    assert round(narrow["phase3_end"] / 1e9, 1) == 4.3
+
+
+def test_phase_3_fits_24_gb_in_bf16_and_not_in_fp32() -> None:
+    assert sizing.choose_rung(FULL, 24.0) is not None
+    assert sizing.choose_rung(replace(FULL, precision=Precision(phase3_state="fp32")), 24.0) is None
+    assert sizing.choose_rung(replace(FULL, precision=Precision(phase3_state="fp32")), 48.0) is not None
+
+
+def test_the_ladder_cuts_the_batch_and_never_changes_it() -> None:
+    rungs = sizing.ladder(FULL)
+    assert [r.micro for r in rungs if not r.checkpointing] == [16, 12, 8, 4]
+    assert [r.micro for r in rungs if r.checkpointing] == [4, 2, 1]
+    assert [r.checkpointing for r in rungs] == sorted(r.checkpointing for r in rungs)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "micro", "plain"),
+    [(1, None, [1]), (8, None, [8, 6, 4, 2]), (16, 12, [12, 8, 4]), (16, 5, [5, 4]), (16, 64, [16, 12, 8, 4])],
+)
+def test_ladder_starts_at_the_asked_micro_batch(sequences: int, micro: int | None, plain: list[int]) -> None:
+    config = replace(FULL, batch=Batch(sequences=sequences, micro=micro))
+    assert [r.micro for r in sizing.ladder(config) if not r.checkpointing] == plain
+
+
+def test_a_smaller_gpu_takes_a_lower_rung_and_a_tiny_one_none() -> None:
+    top = sizing.choose_rung(FULL, 80.0)
+    assert top == sizing.Rung(micro=16)
+    lower = sizing.choose_rung(FULL, 20.5)
+    assert lower is not None
+    assert sizing.ladder(FULL).index(lower) > 0
+    assert sizing.choose_rung(FULL, 16.0) is None
+    assert sizing.choose_rung(FULL, 16.0, 0) == top  # the dense phase alone fits
+
+
+def test_out_of_memory_goes_to_a_rung_that_needs_less() -> None:
+    config, rung = FULL, sizing.Rung(micro=16)
+    seen = [sizing.memory(config, 2, 16).total_gb]
+    while (lower := sizing.lower_rung(config, rung, 2)) is not None:
+        seen.append(sizing.memory(config, 2, lower.micro, checkpointing=lower.checkpointing).total_gb)
+        rung = lower
+    assert seen == sorted(seen, reverse=True)
+    assert len(seen) > 2
+    assert rung == sizing.Rung(micro=1, checkpointing=True)
+
+
+def test_accumulating_keeps_gradients_beside_activations() -> None:
+    whole, cut = sizing.memory(FULL, 2, 16), sizing.memory(FULL, 2, 12)
+    assert cut.activations_gb < whole.activations_gb
+    parts = cut.weights_gb + cut.gradients_gb + cut.moments_gb + cut.activations_gb + cut.logits_gb
+    assert cut.total_gb == pytest.approx(parts)
+    assert whole.total_gb < whole.weights_gb + whole.moments_gb + whole.gradients_gb + whole.activations_gb
+
+
+def test_checkpointing_keeps_fewer_activations() -> None:
+    assert sizing.memory(FULL, 2, 8, checkpointing=True).activations_gb < sizing.memory(FULL, 2, 8).activations_gb
+
+
+def test_only_three_phases_exist() -> None:
+    with pytest.raises(ValueError, match="phase 3 does not exist"):
+        sizing.shape(FULL.model, 3)
+
+
+def test_problems_name_what_ranges_cannot() -> None:
+    bad = replace(
+        FULL, model=GrowthModel(width=832, heads=5, experts=2, top_k=3), optim=replace(FULL.optim, lr=(1e-3,))
+    )
+    assert sizing.problems(FULL) == []
+    assert [path for path, _ in sizing.problems(bad)] == ["model.heads", "model.top_k", "optim.lr"]
