@@ -1,0 +1,230 @@
+"""What must hold between the keys of a definition file, on the dataclasses that the schema built.
+
+Pure: the caller gives the moment and the catalog. Not here: single values (infra.rules), prices and the cap against
+p50 (infra.cost), anything that only AWS knows (`gpufleet doctor`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from infra.definition import Disk, Estimate, Fleet, Job, Limits, Run, Storage
+from infra.schema import Findings, nearest
+from job import sizing
+from job.config import JobConfig
+
+if TYPE_CHECKING:
+    from infra.catalog import Catalog, Instance
+
+ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
+IOPS_PER_GIB = 500  # gp3, EBS User Guide "General Purpose SSD volumes", read 2026-11
+MIBPS_PER_IOPS = 0.25  # the same
+BASE_IOPS = 3000  # included with any size
+MAX_ZONES = 6  # us-east-1 has the most
+MAX_TYPES = 20  # a choice: a longer list is no longer read by anyone
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=-]+)*/?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sections:
+    """A definition in its parts, before anything vouches for it."""
+
+    run: Run
+    job: Job
+    fleet: Fleet
+    storage: Storage
+    limits: Limits
+    estimate: Estimate
+
+
+def check(s: Sections, findings: Findings, *, now: datetime, catalog: Catalog, past_deadline: bool) -> None:
+    """Adds every contradiction in the file to `findings`."""
+    _model(s.job.parameters, findings)
+    _placement(s.fleet, findings, catalog)
+    if not findings.bad & {"job.experiment", "job.parameters"}:
+        _instances(s, findings, catalog)
+    _storage(s.storage, findings)
+    _limits(s.limits, findings, now, past_deadline)
+    _estimate(s, findings)
+
+
+def _model(config: JobConfig, findings: Findings) -> None:
+    model, optim, batch = config.model, config.optim, config.batch
+    at = "job.parameters"
+    phases = len(sizing.phases(config))
+    if model.width % model.heads:
+        fits = [heads for heads in range(1, model.width + 1) if model.width % (2 * heads) == 0]
+        closest = f"Nearest: {min(fits, key=lambda heads: abs(heads - model.heads))}." if fits else ""
+        findings.add(f"{at}.model.heads", f"a divisor of the width, {model.width}", closest)
+    elif model.width // model.heads % 2:
+        each = model.width // model.heads
+        findings.add(f"{at}.model.heads", f"an even width per head (rotary positions turn pairs), not {each}")
+    if model.top_k > model.experts:
+        findings.add(f"{at}.model.top_k", f"at most the number of experts, {model.experts}")
+    if batch.micro is not None and batch.micro > batch.sequences:
+        findings.add(f"{at}.batch.micro", f"at most the global batch, {batch.sequences} sequences")
+    if len(optim.lr) != phases:
+        findings.add(f"{at}.optim.lr", f"{phases} learning rates, one per phase", value=f"{len(optim.lr)} of them")
+    for index, rate in enumerate(optim.lr):
+        if not 0 < rate <= 1:
+            findings.add(f"{at}.optim.lr[{index}]", "a number above 0 and up to 1")
+    if len(optim.betas) != 2:
+        findings.add(f"{at}.optim.betas", "two numbers, beta1 and beta2", value=f"{len(optim.betas)} of them")
+    for index, beta in enumerate(optim.betas):
+        if not 0 <= beta < 1:
+            findings.add(f"{at}.optim.betas[{index}]", "a number from 0 to below 1")
+    if not config.eval.prompts:
+        findings.add(
+            f"{at}.eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off", value="an empty list"
+        )
+
+
+def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
+    regions = sorted(catalog.regions())
+    if fleet.region not in regions:
+        findings.add(
+            "fleet.region", "a region with prices in the catalog: " + ", ".join(regions), nearest(fleet.region, regions)
+        )
+    _count("fleet.zones", fleet.zones, MAX_ZONES, findings)
+    zones = sorted(catalog.zones(fleet.region)) if fleet.region in regions else []
+    for index, zone in enumerate(fleet.zones):
+        path = f"fleet.zones[{index}]"
+        if zone in fleet.zones[:index]:
+            findings.add(path, "each zone once (a fleet takes one subnet per zone)")
+        elif zones and zone not in zones:
+            other = next((region for region in regions if zone in catalog.zones(region)), None)
+            hint = f"{zone} is a zone of {other}." if other else nearest(zone, zones)
+            findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
+
+
+def _instances(s: Sections, findings: Findings, catalog: Catalog) -> None:
+    names = s.fleet.instance_types
+    _count("fleet.instance_types", names, MAX_TYPES, findings)
+    current = [kind for name in catalog.instance_types() if (kind := catalog.instance(name)) and not kind.left_ec2]
+    for index, name in enumerate(names):
+        path, kind = f"fleet.instance_types[{index}]", catalog.instance(name)
+        if name in names[:index]:
+            findings.add(path, "each instance type once: it is a set")
+        elif kind is None:
+            known = sorted(k.type for k in current)
+            family = [k for k in known if k.split(".")[0] == name.split(".")[0]] or sorted(
+                {k.split(".")[0] + ".*" for k in known}
+            )
+            findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), nearest(name, known))
+        elif kind.left_ec2:
+            instead = _instead(kind, s.job.parameters, current)
+            use = f"Use {instead} instead." if instead else ""
+            findings.add(
+                path, "a type that EC2 still offers", f"{name} left EC2 on {kind.left_ec2:%Y-%m-%d}. {use}".strip()
+            )
+        elif reason := _misfit(kind, s.job.parameters):
+            instead = _instead(kind, s.job.parameters, current)
+            use = f"The smallest that fits: {instead}." if instead else "No type in the catalog fits."
+            findings.add(path, f"a type on which every phase fits; {reason}", use)
+
+
+def _misfit(kind: Instance, config: JobConfig) -> str:
+    """Why the run config cannot run on this type, or nothing. A CPU run fits anywhere."""
+    if config.device == "cpu":
+        return ""
+    if config.precision.compute == "bf16" and not kind.gpu.bf16:
+        return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
+    for index, phase in enumerate(sizing.phases(config)):
+        if sizing.choose_rung(config, kind.gpu.memory_gb, index) is None:
+            micro = sizing.ladder(config)[-1]
+            need = sizing.memory(config, index, micro.micro, checkpointing=micro.checkpointing).total_gb
+            has = f"{kind.gpu.name} has {kind.gpu.memory_gb:g}"
+            return f"phase {phase.name} needs {need:.1f} GB at its smallest micro-batch, {has}"
+    return ""
+
+
+def _instead(kind: Instance, config: JobConfig, current: Sequence[Instance]) -> str:
+    """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits."""
+    fits = [
+        other
+        for other in current
+        if other.gpu.memory_gb >= kind.gpu.memory_gb and other.vcpu >= kind.vcpu and not _misfit(other, config)
+    ]
+    best = min(fits, key=lambda k: (k.gpu_count, k.gpu.memory_gb, k.vcpu, k.type), default=None)
+    return best.type if best else ""
+
+
+def _storage(storage: Storage, findings: Findings) -> None:
+    _disk("storage.root", storage.root, findings)
+    if storage.root.snapshot is not None:
+        findings.add(
+            "storage.root.snapshot", "no snapshot: the root disk comes from the AMI", "Put it under storage.data."
+        )
+    if storage.root.size_gib < ROOT_MINIMUM_GIB:
+        findings.add(
+            "storage.root.size_gib", f"at least {ROOT_MINIMUM_GIB} (GiB): the AMI's own snapshot is that large"
+        )
+    if storage.data is not None:
+        _disk("storage.data", storage.data, findings)
+    for name, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
+        if place is not None and (problem := _place_problem(place)):
+            findings.add(f"storage.{name}", "a folder inside the project, or s3://bucket/prefix", problem)
+
+
+def _disk(path: str, disk: Disk, findings: Findings) -> None:
+    most = max(BASE_IOPS, IOPS_PER_GIB * disk.size_gib)
+    if disk.iops > most:
+        least = -(-disk.iops // IOPS_PER_GIB)
+        findings.add(
+            f"{path}.iops",
+            f"at most {IOPS_PER_GIB} per GiB, {most:,} for {disk.size_gib} GiB",
+            f"It takes size_gib: {least}.",
+        )
+    if disk.throughput_mibps > MIBPS_PER_IOPS * disk.iops:
+        findings.add(
+            f"{path}.throughput_mibps",
+            f"at most {MIBPS_PER_IOPS:g} MiB/s per IOPS, {MIBPS_PER_IOPS * disk.iops:g} for {disk.iops:,} IOPS",
+            f"It takes iops: {int(disk.throughput_mibps / MIBPS_PER_IOPS)}.",
+        )
+
+
+def _place_problem(place: str) -> str:
+    """Why this is neither a folder of the project nor an s3:// prefix, or nothing."""
+    if place.startswith("s3://"):
+        return (
+            ""
+            if _BUCKET.fullmatch(place) and ".." not in place
+            else "After s3:// come a bucket name and plain folder names."
+        )
+    if ":" in place:
+        return "Only s3:// addresses are read; a local folder has no colon."
+    path = PurePosixPath(place)
+    if path.is_absolute() or ".." in path.parts or place.startswith("~"):
+        return "Write it relative to the project, as in data/tinystories."
+    return (
+        "" if place == place.strip() and "\\" not in place else "Write it with forward slashes and no blanks around it."
+    )
+
+
+def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bool) -> None:
+    if limits.deadline is None:
+        return
+    if limits.deadline <= now and not past_deadline:
+        findings.add(
+            "limits.deadline", f"a time after now, {now:%Y-%m-%dT%H:%M:%SZ}", "Move it, and give the run a new id."
+        )
+    elif limits.deadline > now + timedelta(days=366):
+        findings.add("limits.deadline", "a time within a year: it is what stops the fleet when everything else failed")
+
+
+def _estimate(s: Sections, findings: Findings) -> None:
+    steps, phases = s.estimate.step_ms, len(sizing.phases(s.job.parameters))
+    if steps is not None and len(steps) != phases and "job.experiment" not in findings.bad:
+        findings.add("estimate.step_ms", f"{phases} numbers (ms), one per phase", value=f"{len(steps)} of them")
+
+
+def _count(path: str, values: Sequence[str], most: int, findings: Findings) -> None:
+    if not values and not any(bad.startswith(path) for bad in findings.bad):
+        findings.add(path, f"a list of 1 to {most}", value="an empty list")
+    if len(values) > most:
+        findings.add(path, f"a list of 1 to {most}", value=f"{len(values)} of them")

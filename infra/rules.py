@@ -1,0 +1,65 @@
+"""What one key of a definition file may hold beyond its type, and why. The experiment's own bounds stand in job.config.
+
+docs/definition.md explains every key, and a test compares it with this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from infra.definition import Disk, Estimate, Fleet, Interruptions, Job, Keep, Limits, Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What one key may hold beyond its type: a closed range in `unit`, or a pattern in words."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    unit: str = ""
+    pattern: str = ""
+    allowed: str = ""  # the pattern in words
+    hint: str = ""  # what to do when it does not match
+
+
+# gp3: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; larger than the 2020 limits since 2025-09.
+RULES: dict[tuple[type[Any], str], Rule] = {
+    (Run, "id"): Rule(
+        pattern=r"(?!inputs$)[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?",
+        allowed="1 to 32 of a-z, 0-9 and inner hyphens, and not `inputs` (it is a folder in the bucket and a tag)",
+    ),
+    (Run, "owner"): Rule(
+        pattern=r"(?!aws:)[A-Za-z0-9_.:/=+@-]([A-Za-z0-9 _.:/=+@-]{0,126}[A-Za-z0-9_.:/=+@-])?",
+        allowed="1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, not starting with aws: (it is a tag)",
+    ),
+    (Job, "image"): Rule(
+        pattern=r"(?=.{1,255}$)[a-z0-9.-]+(:[0-9]+)?(/[a-z0-9._-]+)+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})(@sha256:[0-9a-f]{64})?",
+        allowed="registry/repository:tag, with @sha256: and 64 hexadecimal digits once pinned",
+        hint="Name the registry and a tag; gpufleet doctor --pin adds the digest.",
+    ),
+    (Fleet, "ami"): Rule(
+        pattern=r"unpinned|ami-([0-9a-f]{8}|[0-9a-f]{17})",
+        allowed="unpinned, or a literal ami-...",
+        hint="Write unpinned, then gpufleet doctor --pin; a maintain fleet resolves no parameters.",
+    ),
+    (Disk, "size_gib"): Rule(minimum=1, maximum=65_536, unit="GiB"),
+    (Disk, "iops"): Rule(minimum=3_000, maximum=80_000, unit="operations/s"),
+    (Disk, "throughput_mibps"): Rule(minimum=125, maximum=2_000, unit="MiB/s"),
+    (Disk, "snapshot"): Rule(pattern=r"snap-([0-9a-f]{8}|[0-9a-f]{17})", allowed="snap-... of the fleet's region"),
+    (Keep, "days"): Rule(minimum=1, maximum=3_650, unit="days"),
+    (Limits, "max_usd"): Rule(minimum=0.01, maximum=100_000, unit="USD"),
+    (Limits, "max_hours"): Rule(minimum=0.01, maximum=720, unit="hours"),
+    (Estimate, "hazard_per_hour"): Rule(minimum=0, maximum=100, unit="interruptions per node-hour"),
+    (Estimate, "efficiency"): Rule(minimum=0.001, maximum=1, unit="share of the roofline"),
+    (Estimate, "step_ms"): Rule(minimum=0.001, maximum=3_600_000, unit="ms"),
+    (Estimate, "setup_minutes"): Rule(minimum=0, maximum=240, unit="minutes"),
+    (Estimate, "restart_minutes"): Rule(minimum=0, maximum=240, unit="minutes"),
+    (Estimate, "capacity_wait_minutes"): Rule(minimum=0, maximum=10_080, unit="minutes"),
+    (Estimate, "notice_missed"): Rule(minimum=0, maximum=1, unit="probability"),
+    (Estimate, "upload_gb_per_s"): Rule(minimum=0.001, maximum=400, unit="GB/s"),
+    (Interruptions, "seed"): Rule(minimum=0, maximum=2**31 - 1),
+    (Interruptions, "with_notice"): Rule(minimum=0, maximum=10),
+    (Interruptions, "without_notice"): Rule(minimum=0, maximum=10),
+    (Interruptions, "notice_s"): Rule(minimum=1, maximum=120, unit="seconds"),
+}

@@ -1,0 +1,258 @@
+"""From a tree of text to the dataclasses of infra.definition, every problem collected on the way.
+
+What a key may hold stands in infra.rules, or, for the experiment's own parameters, in job.config's field metadata.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field, is_dataclass
+from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+from infra.definition import Estimate, Fleet, Job, Limits, Run, Storage
+from infra.errors import Problem
+from infra.rules import RULES, Rule
+from infra.yaml_tree import Items, Mapping, Node, Scalar, at
+from job.config import EXPERIMENTS, JobConfig
+
+SECTIONS: dict[str, type[Any]] = {
+    "run": Run,
+    "job": Job,
+    "fleet": Fleet,
+    "storage": Storage,
+    "limits": Limits,
+    "estimate": Estimate,
+}
+# One folder of keys per section: where a key written in the wrong place belongs.
+_HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
+_BAD: Any = object()
+
+
+@dataclass(slots=True)
+class Findings:
+    """The problems of one tree. A path reported once hides what follows from it."""
+
+    tree: Mapping
+    problems: list[Problem] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)
+
+    def add(self, path: str, allowed: str, hint: str = "", value: str | None = None) -> None:
+        """A problem at `path`, in the words of the file; where the file is silent, at the section above."""
+        if any(path == known or path.startswith((known + ".", known + "[")) for known in self.bad):
+            return
+        self.bad.add(path)
+        node = at(self.tree, path)
+        if node is not None:
+            written = value if value is not None else _written(node)
+            self.problems.append(Problem(path=node.path, value=written, allowed=allowed, hint=hint, line=node.line))
+            return
+        above, key = _parent(path)
+        parent = at(self.tree, above)
+        origin = f"{parent.path}.{key}".lstrip(".") if parent else path
+        line = parent.line if parent else None
+        self.problems.append(Problem(path=origin, value=value or "", allowed=allowed, hint=hint, line=line))
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """`Nearest: zones.`, or nothing."""
+    close = difflib.get_close_matches(word.lower(), sorted(names), n=1, cutoff=0.6)
+    return f"Nearest: {close[0]}." if close else ""
+
+
+def build(cls: type[Any], node: Node | None, path: str, findings: Findings) -> Any:
+    """The dataclass at `path`. A wrong or missing value is reported, and a placeholder stands in."""
+    entries: dict[str, Node] = {}
+    if isinstance(node, Mapping):
+        entries = node.entries
+    elif node is not None and not (isinstance(node, Scalar) and node.is_null):
+        findings.add(path, f"a section with the keys {', '.join(f.name for f in dataclasses.fields(cls))}")
+    names = [f.name for f in dataclasses.fields(cls)]
+    check_keys(entries, names, path, findings)
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for spec in dataclasses.fields(cls):
+        hint, rule, where = hints[spec.name], _rule(cls, spec), f"{path}.{spec.name}"
+        if cls is Job and spec.name == "parameters":
+            values["parameters"] = _parameters(entries, where, findings)
+            continue
+        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        value = _convert(hint, entries[spec.name], where, rule, findings) if spec.name in entries else _BAD
+        if value is not _BAD:
+            values[spec.name] = value
+        elif required:
+            findings.add(where, describe(hint, rule))
+            values[spec.name] = _placeholder(hint)
+    return cls(**values)
+
+
+def check_keys(entries: Mapping | dict[str, Node], names: list[str], path: str, findings: Findings) -> None:
+    """Reports every key that is not one of `names`, with the nearest, or with the section it belongs to."""
+    written = entries.entries if isinstance(entries, Mapping) else entries
+    for key in written:
+        if key in names:
+            continue
+        hint = nearest(key, names)
+        if not hint and key in _HOME:
+            hint = f"It belongs under {_HOME[key]}."
+        where = f"{path}.{key}" if path else key
+        findings.add(where, f"the keys {', '.join(names)}", hint, value=key)
+
+
+def describe(hint: Any, rule: Rule) -> str:
+    """What is allowed, in words: `a number from 0.01 to 720 (hours)`."""
+    hint, optional = _unwrap(hint)
+    if rule.pattern:
+        return rule.allowed
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each {describe(typing.get_args(hint)[0], rule)}"
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    words = {
+        int: "a whole number",
+        float: "a number",
+        Decimal: "a number",
+        bool: "true or false",
+        datetime: "a time with its zone, such as 2026-12-31T18:00:00Z",
+        str: "text",
+    }.get(hint, "a section")
+    if rule.minimum is not None or rule.maximum is not None:
+        words += f" from {_number(rule.minimum)} to {_number(rule.maximum)}"
+    if rule.unit:
+        words += f" ({rule.unit})"
+    return words + (", or nothing" if optional else "")
+
+
+def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> JobConfig:
+    experiment = entries.get("experiment")
+    name = experiment.text if isinstance(experiment, Scalar) else ""
+    if name in EXPERIMENTS:
+        config: JobConfig = build(EXPERIMENTS[name], entries.get("parameters"), where, findings)
+        return config
+    findings.add("job.experiment", "one of " + ", ".join(sorted(EXPERIMENTS)), nearest(name, EXPERIMENTS))
+    return next(iter(EXPERIMENTS.values()))()
+
+
+def _rule(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
+    bounds = spec.metadata
+    return RULES.get((cls, spec.name)) or Rule(minimum=bounds.get("minimum"), maximum=bounds.get("maximum"))
+
+
+def _unwrap(hint: Any) -> tuple[Any, bool]:
+    """The type without `| None`, and whether None is allowed."""
+    if isinstance(hint, types.UnionType):
+        (inner,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
+        return inner, True
+    return hint, False
+
+
+def _convert(hint: Any, node: Node, path: str, rule: Rule, findings: Findings) -> Any:
+    """The typed value, or _BAD after reporting why not."""
+    inner, optional = _unwrap(hint)
+    null = isinstance(node, Scalar) and node.is_null
+    if null and optional:
+        return None
+    if is_dataclass(inner) and isinstance(inner, type):
+        return build(inner, node, path, findings)
+    allowed = describe(hint, rule)
+    if typing.get_origin(inner) is tuple:
+        if not isinstance(node, Items):
+            findings.add(path, allowed, f"Write [{node.text}]." if isinstance(node, Scalar) and node.text else "")
+            return _BAD
+        arm = typing.get_args(inner)[0]
+        values = [_convert(arm, item, f"{path}[{index}]", rule, findings) for index, item in enumerate(node.items)]
+        return tuple(value for value in values if value is not _BAD)
+    if not isinstance(node, Scalar):
+        findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
+        return _BAD
+    if null:
+        findings.add(path, allowed, value="" if not node.text else node.text)
+        return _BAD
+    value, hint_text = _scalar(inner, node.text, rule)
+    if value is _BAD:
+        findings.add(path, allowed, hint_text, value=node.text or "''")
+    return value
+
+
+def _scalar(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        return (text, "") if text in choices else (_BAD, nearest(text, choices))
+    if hint is str:
+        if rule.pattern:
+            return (text, "") if re.fullmatch(rule.pattern, text) else (_BAD, rule.hint)
+        return (text, "") if text.strip() else (_BAD, "")
+    if hint is bool:
+        if text in ("true", "false"):
+            return text == "true", ""
+        meant = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(text.lower(), text.lower())
+        return _BAD, f"Write {meant}." if meant in ("true", "false") else ""
+    if hint is datetime:
+        return _time(text)
+    assert hint in (int, float, Decimal), hint
+    return _numeric(hint, text, rule)
+
+
+def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
+    if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text) or len(text) > 40:
+        return _BAD, "Write a plain number, without unit, sign or separator." if re.search(r"[0-9]", text) else ""
+    try:
+        value = Decimal(text)
+    except InvalidOperation:  # the pattern above should leave none
+        return _BAD, ""
+    if hint is int and value != value.to_integral_value():
+        return _BAD, ""
+    if hint is int and not re.fullmatch(r"[+-]?(0|[1-9][0-9]*)", text):
+        # 010 is 8 to YAML 1.1 and 10 to everyone else; 1e3 and 3.0 are floats to it.
+        return _BAD, f"Write {int(value)}." if abs(value) < 10**12 else ""
+    low, high = rule.minimum, rule.maximum
+    if (low is not None and value < Decimal(str(low))) or (high is not None and value > Decimal(str(high))):
+        return _BAD, ""
+    return hint(text) if hint is not Decimal else value, ""
+
+
+def _time(text: str) -> tuple[Any, str]:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return _BAD, ""
+    if re.fullmatch(r"[0-9-]+", text):
+        return _BAD, f"A date has no hour: write {text}T00:00:00Z."
+    if moment.tzinfo is None:
+        return _BAD, f"Say which time zone: {text}Z for UTC."
+    if moment.microsecond:
+        return _BAD, "Whole seconds only: the fleet's expiry has no fractions."
+    if not 2000 <= moment.year <= 2100:  # also keeps the conversion to UTC inside the calendar
+        return _BAD, ""
+    return moment.astimezone(UTC), ""
+
+
+def _placeholder(hint: Any) -> Any:
+    """Stands in for a value already reported, so that the rest of the file is still checked."""
+    inner, _ = _unwrap(hint)
+    if typing.get_origin(inner) is tuple:
+        return ()
+    if typing.get_origin(inner) is Literal:
+        return typing.get_args(inner)[0]
+    return {str: "", Decimal: Decimal(1), int: 1, float: 1.0, bool: False}.get(inner)
+
+
+def _parent(path: str) -> tuple[str, str]:
+    above, _, key = path.rpartition(".")
+    return above, key
+
+
+def _written(node: Node) -> str:
+    if isinstance(node, Scalar):
+        return node.text
+    return "a list" if isinstance(node, Items) else "a section"
+
+
+def _number(value: float | None) -> str:
+    return "any" if value is None else f"{value:,g}" if abs(value) < 1e6 and value != int(value) else f"{value:,.0f}"

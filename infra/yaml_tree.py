@@ -1,0 +1,238 @@
+"""YAML text to a tree in which every scalar is still text and every node knows where it was written.
+
+PyYAML only parses here; nothing is resolved, so `yes`, `3e-4`, `2026-11-21` and `3.10` reach the schema as written.
+What a definition file never needs is refused instead of interpreted: aliases, tags, several documents, deep nesting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import yaml
+
+from infra.errors import Problem
+
+MAX_BYTES = 256 * 1024  # a definition is about 2 kB
+MAX_DEPTH = 12
+NULLS = ("", "~", "null")  # written plain
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scalar:
+    """One value as written. `start` and `end` are its character offsets in the text, quotes included."""
+
+    path: str
+    line: int  # 1-based, of the key it belongs to
+    text: str
+    style: str | None = None  # None = plain; otherwise the quote or block character
+    start: int = 0
+    end: int = 0
+
+    @property
+    def is_null(self) -> bool:
+        return self.style is None and self.text in NULLS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Items:
+    """A list."""
+
+    path: str
+    line: int
+    items: list[Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mapping:
+    """A section. Its keys are unique."""
+
+    path: str
+    line: int
+    entries: dict[str, Node] = field(default_factory=dict)
+
+
+Node = Scalar | Items | Mapping
+
+
+class UnreadableError(Exception):
+    """The text is not a definition file's YAML at all. Carries the problems found up to there."""
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        super().__init__("; ".join(map(str, problems)))
+
+
+def decode(raw: bytes) -> str:
+    """The text of a file. Raises UnreadableError when it is too large or not UTF-8."""
+    if len(raw) > MAX_BYTES:
+        raise UnreadableError(
+            _problem(1, f"{len(raw)} bytes", f"at most {MAX_BYTES} bytes", "Is this a definition file?")
+        )
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        byte = raw[error.start : error.start + 1]
+        raise UnreadableError(_problem(line, repr(byte), "UTF-8 text", "Save the file as UTF-8.")) from None
+
+
+def read(text: str) -> Mapping:
+    """The tree of a file. Raises UnreadableError with every duplicate key, or with the first thing YAML cannot read."""
+    lines = text.splitlines()
+    problems: list[Problem] = []
+    try:
+        tree = _build(yaml.parse(text, Loader=yaml.SafeLoader), problems)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        character = text[error.position : error.position + 1]
+        raise UnreadableError(_problem(line, character, "printable UTF-8 text")) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        number = mark.line + 1 if mark else 1
+        written = lines[number - 1].strip() if number <= len(lines) else ""
+        hint = f"YAML says: {error.problem}."
+        if "\\t" in (error.problem or "") or "\t" in (lines[number - 1] if number <= len(lines) else ""):
+            hint = "Indent with spaces: YAML takes no tabs."
+        raise UnreadableError(_problem(number, written, "YAML, `key: value` lines indented by spaces", hint)) from None
+    if problems:
+        raise UnreadableError(*problems)
+    if not isinstance(tree, Mapping):
+        written = lines[tree.line - 1].strip() if tree and tree.line <= len(lines) else ""
+        raise UnreadableError(
+            _problem(tree.line if tree else 1, written, "sections (run:, job:, fleet:, ...)", "See stacks/")
+        )
+    return tree
+
+
+def merge(base: Node | None, overlay: Node) -> Node:
+    """`overlay` laid over `base`: sections key by key, everything else replaced. Nodes keep the path they came from."""
+    if not isinstance(base, Mapping) or not isinstance(overlay, Mapping):
+        return overlay
+    entries = dict(base.entries)
+    for key, node in overlay.entries.items():
+        entries[key] = merge(entries.get(key), node)
+    return replace(base, entries=entries)
+
+
+def at(tree: Node, path: str) -> Node | None:
+    """The node at `fleet.zones[1]`, or None."""
+    node: Node | None = tree
+    for part in path.replace("[", ".[").split("."):
+        if part.startswith("["):
+            index = int(part[1:-1])
+            node = node.items[index] if isinstance(node, Items) and index < len(node.items) else None
+        elif part:
+            node = node.entries.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def dump(tree: Mapping) -> str:
+    """The tree as YAML text that `read` reads back to the same tree; comments are gone."""
+    return yaml.serialize(_yaml_node(tree), Dumper=yaml.BaseDumper, width=120, allow_unicode=True)
+
+
+def _yaml_node(node: Node) -> yaml.Node:
+    if isinstance(node, Scalar):
+        return yaml.ScalarNode("tag:yaml.org,2002:str", node.text, style=node.style)
+    if isinstance(node, Items):
+        flow = all(isinstance(item, Scalar) for item in node.items)
+        return yaml.SequenceNode("tag:yaml.org,2002:seq", [_yaml_node(item) for item in node.items], flow_style=flow)
+    pairs = [(_yaml_node(Scalar(path="", line=0, text=key)), _yaml_node(child)) for key, child in node.entries.items()]
+    return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=not pairs)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A collection being read."""
+
+    node: Items | Mapping
+    key: str | None = None  # the pending key of a mapping
+    line: int = 0
+    duplicates: int = 0
+
+
+def _build(events: Iterator[yaml.Event], problems: list[Problem]) -> Node | None:
+    """A stack instead of recursion: nesting cannot exhaust Python's."""
+    stack: list[_Open] = []
+    root: Node | None = None
+    documents = 0
+    for event in events:
+        line = event.start_mark.line + 1 if event.start_mark else 1
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise UnreadableError(_problem(line, "---", "one document per file"))
+        elif isinstance(event, yaml.AliasEvent):
+            raise UnreadableError(
+                _problem(line, f"*{event.anchor}", "the value itself", "Aliases are not read: write it out.")
+            )
+        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+            node: Node = stack.pop().node
+            root = _attach(stack, node, root)
+        elif isinstance(event, yaml.NodeEvent):
+            tag = getattr(event, "tag", None)
+            if tag is not None:
+                raise UnreadableError(_problem(line, tag, "a value without a YAML tag", "Types come from the key."))
+            if stack and isinstance(stack[-1].node, Mapping) and stack[-1].key is None:
+                _open_key(stack[-1], event, line, problems)
+                continue
+            path, at_line = _position(stack, line)
+            if isinstance(event, yaml.ScalarEvent):
+                style = event.style or None
+                assert event.start_mark and event.end_mark  # PyYAML's parser always sets them
+                start, end = event.start_mark.index, event.end_mark.index
+                scalar = Scalar(path=path, line=at_line, text=event.value, style=style, start=start, end=end)
+                root = _attach(stack, scalar, root)
+            else:
+                kind = Mapping if isinstance(event, yaml.MappingStartEvent) else Items
+                stack.append(_Open(kind(path=path, line=at_line)))
+                if len(stack) > MAX_DEPTH:
+                    raise UnreadableError(_problem(line, "...", f"at most {MAX_DEPTH} levels of nesting"))
+    return root
+
+
+def _open_key(current: _Open, event: yaml.NodeEvent, line: int, problems: list[Problem]) -> None:
+    if not isinstance(event, yaml.ScalarEvent):
+        raise UnreadableError(_problem(line, "a list or section as a key", "a name as a key"))
+    name = event.value
+    assert isinstance(current.node, Mapping)
+    if name in current.node.entries:
+        path = _join(current.node.path, name)
+        first = current.node.entries[name].line
+        problems.append(
+            Problem(path=path, value=name, allowed="each key once", hint=f"First at line {first}.", line=line)
+        )
+        current.duplicates += 1
+        name = f"{name}#{current.duplicates}"
+    current.key, current.line = name, line
+
+
+def _position(stack: list[_Open], line: int) -> tuple[str, int]:
+    if not stack:
+        return "", line
+    current = stack[-1]
+    if isinstance(current.node, Items):
+        return f"{current.node.path}[{len(current.node.items)}]", line
+    return _join(current.node.path, current.key or ""), current.line
+
+
+def _attach(stack: list[_Open], node: Node, root: Node | None) -> Node | None:
+    if not stack:
+        return node
+    current = stack[-1]
+    if isinstance(current.node, Items):
+        current.node.items.append(node)
+    else:
+        assert current.key is not None
+        current.node.entries[current.key] = node
+        current.key = None
+    return root
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _problem(line: int, value: str, allowed: str, hint: str = "") -> Problem:
+    return Problem(path="the file", value=value, allowed=allowed, hint=hint, line=line)
