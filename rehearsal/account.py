@@ -1,0 +1,144 @@
+"""What an AWS account has before anything is declared, and the list of everything it has afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from moto.core.base_backend import BackendDict
+from moto.ec2.models import ec2_backends
+from moto.ec2.models.amis import Ami
+from moto.iam.models import iam_backends
+from moto.logs.models import logs_backends
+from moto.s3.models import s3_backends
+from moto.ssm.models import Parameter, ssm_backends
+
+# Names of the Deep Learning AMI's public parameters: AWS DLAMI release notes, 2026-11-21.
+AMI_PARAMETERS = {
+    "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id": (
+        "Deep Learning Base OSS Nvidia Driver GPU AMI (Amazon Linux 2023) 20261105",
+        "/dev/xvda",
+    ),
+    "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id": (
+        "Deep Learning Base OSS Nvidia Driver GPU AMI (Ubuntu 24.04) 20261105",
+        "/dev/sda1",
+    ),
+}
+AMAZON = "898082745236"  # owner of the Deep Learning AMIs
+SERVICE_ROLES = ("ec2fleet.amazonaws.com", "spot.amazonaws.com")
+SERVICE_ROLE_NAMES = {
+    "ec2fleet.amazonaws.com": "AWSServiceRoleForEC2Fleet",
+    "spot.amazonaws.com": "AWSServiceRoleForEC2Spot",
+}
+
+
+def seed(account: str) -> None:
+    """The service-linked roles that an account gets with its first fleet and its first Spot request."""
+    iam = iam_backends[account]["aws"]
+    for service in SERVICE_ROLES:
+        role = iam.create_service_linked_role(service, "", "")
+        role.name = SERVICE_ROLE_NAMES[service]
+
+
+def seed_region(account: str, region: str) -> None:
+    """The Deep Learning AMIs and the public parameters that name them."""
+    ec2, ssm = ec2_backends[account][region], ssm_backends[account][region]
+    for parameter, (name, device) in AMI_PARAMETERS.items():
+        image = ami_id(region, parameter)
+        ec2.amis[image] = Ami(
+            ec2,
+            image,
+            name=name,
+            description=name,
+            owner_id=AMAZON,
+            owner_alias="amazon",
+            public=True,
+            virtualization_type="hvm",
+            architecture="x86_64",
+            root_device_type="ebs",
+            root_device_name=device,
+            creation_date=datetime(2026, 11, 5, tzinfo=UTC),
+            region_name=f"{region}a",
+        )
+        ssm._parameters[parameter].append(
+            Parameter(
+                account,
+                parameter,
+                image,
+                "String",
+                None,
+                None,
+                None,
+                datetime(2026, 11, 5, tzinfo=UTC),
+                1,
+                "aws:ec2:image",
+            )
+        )
+
+
+def ami_id(region: str, parameter: str) -> str:
+    """The same id every time for a region and parameter."""
+    return "ami-0" + hashlib.sha256(f"{region} {parameter}".encode()).hexdigest()[:16]
+
+
+Resource = tuple[str, str]  # kind, id
+
+
+def inventory(
+    account: str, fleets: Callable[[str], list[tuple[str, dict[str, str]]]]
+) -> dict[Resource, dict[str, str]]:
+    """Everything in the account that still exists, with its tags: what would be billed or left behind."""
+    found: dict[Resource, dict[str, str]] = {}
+    for region, ec2 in list(ec2_backends[account].items()):
+        tables: dict[str, list[Any]] = {
+            "instance": [i for i in ec2.all_instances() if i.state != "terminated"],
+            "volume": list(ec2.volumes.values()),
+            "snapshot": [s for s in ec2.snapshots.values() if not s.from_ami],
+            "network-interface": list(ec2.enis.values()),
+            "elastic-ip": [a for addresses in [ec2.addresses] for a in addresses],
+            "launch-template": list(ec2.launch_templates.values()),
+            "vpc": list(ec2.vpcs.values()),
+            "subnet": [s for zone in ec2.subnets.values() for s in zone.values()],
+            "security-group": [g for groups in ec2.groups.values() for g in groups.values()],
+            "route-table": list(ec2.route_tables.values()),
+            "internet-gateway": list(ec2.internet_gateways.values()),
+            "nat-gateway": [n for n in ec2.nat_gateways.values() if n.state != "deleted"],
+            "vpc-endpoint": [e for e in ec2.vpc_end_points.values() if e.state != "deleted"],
+        }
+        for kind, resources in tables.items():
+            for resource in resources:
+                tags = {tag["key"]: tag["value"] for tag in ec2.describe_tags({"resource-id": [_id(resource)]})}
+                found[(kind, _id(resource))] = tags
+        found.update({("fleet", fleet): tags for fleet, tags in fleets(region)})
+    for bucket in s3_backends[account]["aws"].buckets.values():
+        found[("bucket", bucket.name)] = dict(s3_backends[account]["aws"].tagger.get_tag_dict_for_resource(bucket.arn))
+    iam = iam_backends[account]["aws"]
+    for role in iam.roles.values():
+        found[("role", role.name)] = dict(_tags(role))
+    for profile in iam.instance_profiles.values():
+        found[("instance-profile", profile.name)] = dict(_tags(profile))
+    for logs in list(logs_backends[account].values()):
+        for group in logs.groups.values():
+            found[("log-group", group.name)] = dict(logs.list_tags_log_group(group.name) or {})
+    return found
+
+
+def forget(account: str) -> None:
+    """Drops everything moto holds for the account."""
+    for backends in list(BackendDict._instances):
+        if account in backends:
+            backends[account].reset()
+            del backends[account]
+
+
+def _id(resource: Any) -> str:
+    return str(getattr(resource, "id", None) or getattr(resource, "allocation_id", ""))
+
+
+def _tags(resource: Any) -> dict[str, str]:
+    tags = resource.tags
+    if isinstance(tags, list):
+        return {tag["Key"]: tag["Value"] for tag in tags}
+    return {key: value["Value"] if isinstance(value, dict) else value for key, value in tags.items()}

@@ -1,0 +1,140 @@
+"""The AWS actions that moto lacks or answers wrongly, put in its place for accounts that belong to a Cloud.
+
+Each answers in the API's own spelling; moto's serializers write the protocol. Other accounts keep moto's behaviour.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from moto.core.responses import ActionResult
+from moto.ec2.responses import EC2Response
+from moto.servicequotas.responses import ServiceQuotasResponse
+
+if TYPE_CHECKING:
+    from rehearsal.cloud import Cloud
+
+CLOUDS: dict[str, Cloud] = {}  # by account: which Cloud answers
+
+
+def _params(response: Any) -> dict[str, Any]:
+    return {key: value for key, value in response.params.items() if value is not None}
+
+
+def _create_fleet(cloud: Cloud, response: Any) -> Any:
+    response.error_on_dryrun()
+    return ActionResult(cloud.fleets.create(response.region, _params(response)))
+
+
+def _modify_fleet(cloud: Cloud, response: Any) -> Any:
+    response.error_on_dryrun()
+    return ActionResult(cloud.fleets.modify(response.region, _params(response)))
+
+
+def _delete_fleets(cloud: Cloud, response: Any) -> Any:
+    params = _params(response)
+    terminate = bool(params.get("TerminateInstances"))
+    return ActionResult(cloud.fleets.delete(response.region, list(params.get("FleetIds") or []), terminate))
+
+
+def _describe_fleets(cloud: Cloud, response: Any) -> Any:
+    return ActionResult(cloud.fleets.describe(response.region, _params(response).get("FleetIds")))
+
+
+def _describe_fleet_instances(cloud: Cloud, response: Any) -> Any:
+    return ActionResult(cloud.fleets.describe_instances(response.region, str(_params(response).get("FleetId"))))
+
+
+def _describe_fleet_history(cloud: Cloud, response: Any) -> Any:
+    return ActionResult(cloud.fleets.describe_history(response.region, _params(response)))
+
+
+def _describe_spot_price_history(cloud: Cloud, response: Any) -> Any:
+    params = _params(response)
+    filters = {f["Name"]: f["Values"] for f in params.get("Filters") or []}
+    kinds = params.get("InstanceTypes") or filters.get("instance-type") or []
+    zones = [params["AvailabilityZone"]] if params.get("AvailabilityZone") else filters.get("availability-zone")
+    at = cloud.clock.now()
+    wanted = {"instance-type": kinds, **({"location": zones} if zones else {})}
+    offered = response.ec2_backend.describe_instance_type_offerings("availability-zone", wanted)
+    history = [
+        {
+            "InstanceType": offer["InstanceType"],
+            "AvailabilityZone": offer["Location"],
+            "ProductDescription": "Linux/UNIX",
+            "SpotPrice": str(cloud.spot_price(offer["InstanceType"], offer["Location"])),
+            "Timestamp": at,
+        }
+        for offer in offered
+    ]
+    return ActionResult({"SpotPriceHistory": history})
+
+
+def _terminate_instances(cloud: Cloud, response: Any) -> Any:
+    result = _MOTO["terminate_instances"](response)
+    cloud.fleets.tick()
+    return result
+
+
+def _quota(cloud: Cloud, code: str) -> dict[str, Any]:
+    name = cloud.QUOTA_NAMES[code]
+    return {
+        "ServiceCode": "ec2",
+        "QuotaCode": code,
+        "QuotaName": name,
+        "Value": cloud.quotas[code],
+        "Unit": "None",
+        "Adjustable": True,
+    }
+
+
+def _get_service_quota(cloud: Cloud, response: Any) -> Any:
+    asked = json.loads(response.body)
+    if asked.get("ServiceCode") != "ec2" or asked.get("QuotaCode") not in cloud.quotas:
+        return _MOTO["get_service_quota"](response)
+    return json.dumps({"Quota": _quota(cloud, asked["QuotaCode"])})
+
+
+def _list_service_quotas(cloud: Cloud, response: Any) -> Any:
+    asked = json.loads(response.body)
+    codes = cloud.quotas if asked.get("ServiceCode") == "ec2" else ()
+    return json.dumps({"Quotas": [_quota(cloud, code) for code in codes]})
+
+
+_MOTO: dict[str, Callable[[Any], Any]] = {}  # what each action did before
+
+
+def _replace(cls: type[Any], action: Callable[[Cloud, Any], Any]) -> None:
+    name = action.__name__.removeprefix("_")
+    before = getattr(cls, name, None)
+    if before is not None:
+        _MOTO[name] = before
+
+    @functools.wraps(action)
+    def answer(response: Any) -> Any:
+        cloud = CLOUDS.get(response.current_account)
+        if cloud is not None:
+            return action(cloud, response)
+        if before is None:
+            raise NotImplementedError(f"{name} has not been implemented")
+        return before(response)
+
+    setattr(cls, name, answer)
+
+
+for _action in (
+    _create_fleet,
+    _modify_fleet,
+    _delete_fleets,
+    _describe_fleets,
+    _describe_fleet_instances,
+    _describe_fleet_history,
+    _describe_spot_price_history,
+    _terminate_instances,
+):
+    _replace(EC2Response, _action)
+for _action in (_get_service_quota, _list_service_quotas):
+    _replace(ServiceQuotasResponse, _action)

@@ -1,0 +1,40 @@
+"""The embedded AWS's time: the machine's own, or one that a test moves by hand."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where the embedded AWS reads the time."""
+
+    def now(self) -> datetime:
+        """The present moment, aware, UTC."""
+        ...
+
+
+class SystemClock:
+    """The machine's clock; a Cloud with this one moves by itself."""
+
+    def now(self) -> datetime:
+        return datetime.now(UTC)
+
+
+class ManualClock:
+    """A clock that stands still until told to advance; call `cloud.tick()` afterwards."""
+
+    def __init__(self, start: datetime = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)) -> None:
+        self._now = start
+
+    def now(self) -> datetime:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Moves the clock forward."""
+        self._now += timedelta(seconds=seconds)
+
+
+def stamp(moment: datetime) -> str:
+    """The moment as AWS writes it: UTC, whole seconds, Z."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,287 @@
+"""The embedded AWS: moto on a loopback port, and around it what moto lacks.
+
+    with Cloud(folder) as cloud:
+        boto3.client("ec2", endpoint_url=cloud.endpoint, ...)   # or set cloud.environment() and use any SDK
+
+Each Cloud is an account of its own, so several can live in one process. With the system clock a thread drives it; with
+a ManualClock it stands still between calls of `tick()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # hundreds of images nobody here asks for
+
+from moto.ec2.models import ec2_backends
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import BaseWSGIServer, make_server
+
+from infra.catalog import load_catalog
+from infra.errors import PriceMissing
+from rehearsal import account
+from rehearsal.actions import CLOUDS
+from rehearsal.clock import Clock, SystemClock
+from rehearsal.fleet import FleetController
+from rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
+from rehearsal.imds import Imds
+from rehearsal.launch import Instance, Launcher
+
+_ACCOUNTS = itertools.count(111_122_223_333)
+TICK_S = 0.1
+
+
+class Cloud:
+    """One embedded AWS account, from __enter__ to __exit__."""
+
+    QUOTA_NAMES = {  # Service Quotas codes and names, AWS documentation, 2026-11-21
+        "L-3819A6DF": "All G and VT Spot Instance Requests",
+        "L-DB2E81BA": "Running On-Demand G and VT instances",
+        "L-7212CCBC": "All P4, P3 and P2 Spot Instance Requests",
+        "L-C4BD4855": "All P5 Spot Instance Requests",
+        "L-417A185B": "Running On-Demand P instances",
+        "L-34B43A08": "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests",
+        "L-1216C47A": "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances",
+    }
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        clock: Clock | None = None,
+        launch: Callable[[Instance], None] | None = None,
+        end: Callable[[Instance], None] | None = None,
+        notice_s: float = 120.0,
+        relaunch_delay_s: float = 5.0,
+        retry_s: float = 30.0,
+        region: str = "us-east-2",
+        port: int = 0,
+    ) -> None:
+        self.root = root
+        self.clock: Clock = clock or SystemClock()
+        self.region = region
+        self.account = f"{next(_ACCOUNTS):012d}"
+        self.quotas = dict.fromkeys(self.QUOTA_NAMES, 384.0)
+        self.launcher = Launcher(self.account, quota_vcpus=self._quota, spot_price=self.spot_price)
+        self.fleets = FleetController(
+            self.launcher,
+            self.clock,
+            on_launch=self._launched,
+            on_end=self._ended,
+            notice_s=notice_s,
+            relaunch_delay_s=relaunch_delay_s,
+            retry_s=retry_s,
+        )
+        self.endpoint = ""
+        self._launch, self._end = launch, end
+        self._port = port
+        self._imds: dict[str, Imds] = {}
+        self._seeded: set[str] = set()
+        self._seeding = threading.Lock()
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._gate: Gate | None = None
+        self._server: BaseWSGIServer | None = None
+        self._baseline: set[account.Resource] = set()
+
+    def __enter__(self) -> Cloud:
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        CLOUDS[self.account] = self
+        account.seed(self.account)
+        self._gate = Gate(DomainDispatcherApplication(create_backend_app), self.account, self._seed)
+        self._server = make_server("127.0.0.1", self._port, self._gate, threaded=True, request_handler=_QuietHandler)
+        self.endpoint = self._gate.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self._seed(self.region)
+        self._start(functools.partial(self._server.serve_forever, poll_interval=0.05))
+        if isinstance(self.clock, SystemClock):
+            self._start(self._drive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        assert self._server is not None
+        self._server.shutdown()
+        for thread in self._threads:
+            thread.join()
+        self._server.server_close()
+        for instance in list(self.fleets.instances.values()):
+            if not instance.ended_at:
+                self._ended(instance)
+        for imds in self._imds.values():
+            imds.close()
+        del CLOUDS[self.account]
+        account.forget(self.account)
+
+    # For those who use it -------------------------------------------------------------------------------------------
+
+    def environment(self) -> dict[str, str]:
+        """The variables with which any SDK, the AWS CLI and our own program talk to this Cloud and to nothing else."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": USER_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": self.region,
+            "AWS_DEFAULT_REGION": self.region,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "GPUFLEET_REGISTRY_ENDPOINT": self.endpoint,
+        }
+
+    def client(self, service: str, region: str | None = None) -> Any:
+        """A boto3 client of this Cloud with the user's dummy credentials."""
+        import boto3
+
+        return boto3.client(
+            service,
+            region_name=region or self.region,
+            endpoint_url=self.endpoint,
+            aws_access_key_id=USER_KEY,
+            aws_secret_access_key=SECRET,
+        )
+
+    def instances(self) -> list[Instance]:
+        """Every instance a fleet ever launched here, in order; `ended_at` says which are gone."""
+        return list(self.fleets.instances.values())
+
+    def interrupt(self, instance_id: str, notice_s: float | None = None) -> None:
+        """AWS takes the instance back: the notice is there now, the end comes after `notice_s`."""
+        self.fleets.notice(instance_id, self.fleets.notice_s if notice_s is None else notice_s)
+
+    def kill(self, instance_id: str) -> None:
+        """The instance is gone without any notice."""
+        self.launcher.terminate(instance_id)
+        self.tick()
+
+    def rebalance(self, instance_id: str) -> None:
+        """A rebalance recommendation."""
+        self.fleets.rebalance(instance_id)
+
+    def shut_down(self, instance_id: str) -> None:
+        """The instance's own operating system shut down: what follows is what the launch template says."""
+        if self.fleets.instances[instance_id].shutdown_behavior == "terminate":
+            self.launcher.terminate(instance_id)
+        else:
+            self.launcher.stop(instance_id)
+        self.tick()
+
+    def tick(self) -> None:
+        """Brings everything to where the clock says it must be."""
+        self.fleets.tick()
+
+    def deny(self, action: str, *, node: bool = False) -> None:
+        """Refuses an action from now on: to the user, or to the nodes' role."""
+        assert self._gate is not None
+        self._gate.denied.add((NODE_KEY if node else USER_KEY, action))
+
+    def allow(self, action: str) -> None:
+        """Takes back every `deny` of the action."""
+        assert self._gate is not None
+        self._gate.denied -= {(NODE_KEY, action), (USER_KEY, action)}
+
+    def calls(self, action: str) -> int:
+        """How often the action was asked for, S3 left out."""
+        assert self._gate is not None
+        return sum(name == action for _, name in self._gate.calls)
+
+    def no_capacity(self, instance_type: str = "*", zone: str = "*") -> None:
+        """From now on nothing launches there."""
+        self.launcher.no_capacity.add((instance_type, zone))
+
+    def deregister_ami(self, image: str) -> None:
+        """The AMI is gone; fleets that name it launch nothing more."""
+        ec2_backends[self.account][self.region].amis.pop(image, None)
+
+    def metadata(self, instance_id: str) -> Imds:
+        """The instance's metadata service."""
+        return self._imds[instance_id]
+
+    def metadata_endpoint(self, instance_id: str) -> str:
+        """What AWS_EC2_METADATA_SERVICE_ENDPOINT must be on that instance."""
+        return self._imds[instance_id].endpoint
+
+    def spot_price(self, instance_type: str, zone: str) -> Decimal:
+        """Dollars per hour in the zone: the catalog's price where it has one."""
+        return _spot_price(instance_type, zone)
+
+    def inventory(self) -> dict[account.Resource, dict[str, str]]:
+        """All that exists now, AWS's own furniture included."""
+        return account.inventory(self.account, self._fleet_tags)
+
+    def leftovers(self, tags: Mapping[str, str] | None = None) -> dict[account.Resource, dict[str, str]]:
+        """What exists beyond what the account came with; with `tags`, only what carries all of them."""
+        wanted = dict(tags or {}).items()
+        return {
+            key: has for key, has in self.inventory().items() if key not in self._baseline and wanted <= has.items()
+        }
+
+    # Inside ---------------------------------------------------------------------------------------------------------
+
+    def _fleet_tags(self, region: str) -> list[tuple[str, dict[str, str]]]:
+        fleets = self.fleets.fleets.values()
+        return [(f.id, f.tags) for f in fleets if f.region == region and f.state != "deleted"]
+
+    def _seed(self, region: str) -> None:
+        with self._seeding:
+            if region and region not in self._seeded and region not in ("aws", "aws-global"):
+                before = set(self.inventory())
+                account.seed_region(self.account, region)
+                self._seeded.add(region)
+                self._baseline |= set(self.inventory()) - before if self._baseline else set(self.inventory())
+
+    def _launched(self, instance: Instance) -> None:
+        self._imds[instance.id] = Imds.of(instance, self.account, self.clock, NODE_KEY, SECRET)
+        if self._launch is not None:
+            self._launch(instance)
+
+    def _ended(self, instance: Instance) -> None:
+        instance.ended_at = instance.ended_at or self.clock.now()
+        if self._end is not None:
+            self._end(instance)
+        self._imds[instance.id].close()
+
+    def _quota(self, instance_type: str, spot: bool) -> float:
+        family = instance_type[:1]
+        if family in "gv":
+            code = "L-3819A6DF" if spot else "L-DB2E81BA"
+        elif family == "p":
+            code = ("L-C4BD4855" if instance_type.startswith("p5") else "L-7212CCBC") if spot else "L-417A185B"
+        else:
+            code = "L-34B43A08" if spot else "L-1216C47A"
+        return self.quotas[code]
+
+    def _start(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _drive(self) -> None:
+        while not self._stop.wait(TICK_S):
+            self.tick()
+
+
+class _QuietHandler(MotoRequestHandler):
+    def log(self, type: str, message: str, *args: Any) -> None:
+        """Nothing: a request is not news here."""
+
+
+@functools.lru_cache
+def _spot_price(instance_type: str, zone: str) -> Decimal:
+    """In this account zone a is az1, b is az2, and so on: accounts differ, and each is as good as another here."""
+    try:
+        prices = load_catalog().spot(instance_type, zone[:-1])
+    except PriceMissing:
+        return Decimal("0.5000")
+    by_zone = {price.zone: price.price.amount for price in prices}
+    return by_zone.get(f"az{ord(zone[-1]) - ord('a') + 1}", max(by_zone.values()))

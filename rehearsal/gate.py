@@ -1,0 +1,111 @@
+"""What stands before moto: nobody but the dummy account comes in, and tests may have an action refused.
+
+The user and the node have an access key each, so that an action can be refused to the node alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import parse_qs
+
+from rehearsal import registry
+
+USER_KEY = "AKIAREHEARSALUSER000"
+NODE_KEY = "ASIAREHEARSALNODE000"
+SECRET = "rehearsal-only-no-account-has-this"  # not a secret: the fake checks no signature
+
+_CREDENTIAL = re.compile(r"Credential=([^/,\s]+)/[^/]*/([^/]*)/([^/]*)/")
+
+
+class Gate:
+    """WSGI middleware around moto's application."""
+
+    def __init__(self, app: Callable[..., Iterable[bytes]], account: str, seed_region: Callable[[str], None]) -> None:
+        self.app = app
+        self.account = account
+        self.seed_region = seed_region
+        self.endpoint = ""  # set once the port is known
+        self.denied: set[tuple[str, str]] = set()  # (access key, action)
+        self.calls: list[tuple[str, str]] = []  # (access key, action), S3 left out
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        path = str(environ.get("PATH_INFO", ""))
+        authorization = str(environ.get("HTTP_AUTHORIZATION", ""))
+        if path.startswith(("/v2/", "/token")) and not authorization.startswith("AWS4"):
+            return _send(start, environ, *registry.answer(path, authorization, self.endpoint))
+        key, region, service = _credential(environ, authorization)
+        if key not in (USER_KEY, NODE_KEY):
+            return _send(start, environ, *_refusal(service, key))
+        if service != "s3":
+            self.seed_region(region)
+            action = _action(environ)
+            self.calls.append((key, action))
+            if (key, action) in self.denied:
+                text = f"You are not authorized to perform this operation: {action} (refused by the rehearsal)"
+                return _send(start, environ, *_error(service, "403 Forbidden", "UnauthorizedOperation", text))
+        environ["HTTP_X_MOTO_ACCOUNT_ID"] = self.account
+        return self.app(environ, start)
+
+
+def _credential(environ: dict[str, Any], authorization: str) -> tuple[str, str, str]:
+    match = _CREDENTIAL.search(authorization)
+    if match is not None:
+        return match[1], match[2], match[3]
+    query = parse_qs(str(environ.get("QUERY_STRING", "")))
+    scope = query.get("X-Amz-Credential", [""])[0].split("/")
+    return (scope[0], scope[2], scope[3]) if len(scope) == 5 else ("", "", "s3")
+
+
+def _action(environ: dict[str, Any]) -> str:
+    target = str(environ.get("HTTP_X_AMZ_TARGET", ""))
+    if target:
+        return target.rpartition(".")[2]
+    if not str(environ.get("CONTENT_TYPE", "")).startswith("application/x-www-form-urlencoded"):
+        return ""
+    body = _body(environ)
+    return parse_qs(body.decode("utf-8", "replace")).get("Action", [""])[0]
+
+
+def _body(environ: dict[str, Any]) -> bytes:
+    """The request's body, left in place for the next reader."""
+    import io
+
+    body: bytes = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    environ["wsgi.input"] = io.BytesIO(body)
+    return body
+
+
+def _refusal(service: str, key: str) -> tuple[str, dict[str, str], bytes]:
+    code = {
+        "s3": "InvalidAccessKeyId",
+        "ec2": "AuthFailure",
+        "iam": "InvalidClientTokenId",
+        "sts": "InvalidClientTokenId",
+    }.get(service, "UnrecognizedClientException")
+    who = f"The access key {key[:4]}... is" if key else "No access key was sent, and only the rehearsal's own is"
+    text = f"{who} not of this embedded AWS: it accepts only the dummy credentials that `gpufleet cloud` prints. Nothing was done."
+    return _error(service, "403 Forbidden", code, text)
+
+
+def _error(service: str, status: str, code: str, text: str) -> tuple[str, dict[str, str], bytes]:
+    """An error in the shape that the service's SDKs read."""
+    if service == "ec2":
+        body = f"<Response><Errors><Error><Code>{code}</Code><Message>{text}</Message></Error></Errors><RequestID>0</RequestID></Response>"
+    elif service in ("iam", "sts"):
+        body = f"<ErrorResponse><Error><Type>Sender</Type><Code>{code}</Code><Message>{text}</Message></Error></ErrorResponse>"
+    elif service == "s3":
+        body = f"<Error><Code>{code}</Code><Message>{text}</Message></Error>"
+    else:
+        body = json.dumps({"__type": code, "message": text})
+        return status, {"Content-Type": "application/x-amz-json-1.1", "x-amzn-ErrorType": code}, body.encode()
+    return status, {"Content-Type": "text/xml"}, f'<?xml version="1.0" encoding="UTF-8"?>\n{body}'.encode()
+
+
+def _send(
+    start: Callable[..., Any], environ: dict[str, Any], status: str, headers: dict[str, str], body: bytes
+) -> Iterable[bytes]:
+    start(status, [*headers.items(), ("Content-Length", str(len(body)))])
+    return [b"" if environ.get("REQUEST_METHOD") == "HEAD" else body]

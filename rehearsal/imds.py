@@ -1,0 +1,210 @@
+"""A node's instance metadata service, version 2 only, with the faults a supervisor must survive.
+
+imds = Imds(instance_id="i-0", instance_type="g5.2xlarge", zone="us-east-2a", launched_at=...)
+imds.notice(at)                     # spot/instance-action from now on
+imds.fault = "500"                  # on the notice paths; see Fault
+imds.endpoint                       # for AWS_EC2_METADATA_SERVICE_ENDPOINT
+imds.close()
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
+
+from rehearsal.clock import Clock, SystemClock, stamp
+from rehearsal.launch import Instance
+
+Fault = Literal["500", "garbage", "bad-time", "slow", "silent", "401"]
+NOTICE_PATHS = ("spot/instance-action", "events/recommendations/rebalance")
+
+
+class Imds:
+    """One metadata service on a loopback port, from construction to `close()`."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: str = "i-0123456789abcdef0",
+        instance_type: str = "g5.2xlarge",
+        zone: str = "us-east-2a",
+        launched_at: datetime | None = None,
+        account: str = "111122223333",
+        image: str = "ami-00000000000000000",
+        spot: bool = True,
+        profile: str | None = "node",
+        access_key: str = "ASIA",
+        secret_key: str = "secret",
+        tags: dict[str, str] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.clock: Clock = clock or SystemClock()
+        self.instance_id = instance_id
+        self.instance_type = instance_type
+        self.zone = zone
+        self.region = zone[:-1]
+        self.launched_at = launched_at or self.clock.now()
+        self.account = account
+        self.image = image
+        self.spot = spot
+        self.profile = profile
+        self.access_key, self.secret_key = access_key, secret_key
+        self.tags = dict(tags or {})
+        self.fault: Fault | None = None  # on the two notice paths only, so that credentials still come
+        self.slow_s = 30.0  # how long a slow answer takes
+        self.requests: list[tuple[datetime, str, int]] = []  # when, path, status
+        self._notice: Callable[[], datetime | None] = lambda: None
+        self._rebalance: Callable[[], datetime | None] = lambda: None
+        self._tokens: set[str] = set()
+        self._closed = threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, instance: Instance, account: str, clock: Clock, access_key: str, secret_key: str) -> Imds:
+        """The metadata service of a fleet's instance: notices are the instance's own."""
+        imds = cls(
+            instance_id=instance.id,
+            instance_type=instance.type,
+            zone=instance.zone,
+            launched_at=instance.launched_at,
+            account=account,
+            image=instance.image,
+            spot=instance.spot,
+            profile=instance.profile,
+            access_key=access_key,
+            secret_key=secret_key,
+            tags=instance.tags if instance.tags_in_metadata else {},
+            clock=clock,
+        )
+        imds._notice = lambda: instance.terminate_at if instance.notice_at else None
+        imds._rebalance = lambda: instance.rebalance_at
+        return imds
+
+    def notice(self, at: datetime) -> None:
+        """From now on: the instance will be terminated at `at`."""
+        self._notice = lambda: at
+
+    def rebalance(self, at: datetime) -> None:
+        """From now on: a rebalance recommendation made at `at`."""
+        self._rebalance = lambda: at
+
+    def withdraw(self) -> None:
+        """No notice and no recommendation any more."""
+        self._notice = self._rebalance = lambda: None
+
+    def close(self) -> None:
+        """Nobody answers from now on. Safe to call twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
+    def __enter__(self) -> Imds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def new_token(self) -> str:
+        token = uuid.uuid4().hex
+        self._tokens.add(token)
+        return token
+
+    def read(self, path: str, token: str | None) -> tuple[int, str]:
+        """(status, body) of a GET."""
+        if token not in self._tokens or self.fault == "401":
+            return 401, "401 - Unauthorized"
+        if self.fault is not None and path.removeprefix("/latest/meta-data/") in NOTICE_PATHS:
+            if self.fault in ("slow", "silent"):
+                self._closed.wait(self.slow_s)
+            return {
+                "500": (500, "500 - Internal Server Error"),
+                "garbage": (200, "<html>\x00 not what you asked for"),
+                "bad-time": (200, json.dumps({"action": "terminate", "time": "soon", "noticeTime": "soon"})),
+            }.get(self.fault, (404, "404 - Not Found"))
+        body = self._document(path.removeprefix("/latest/"))
+        return (404, "404 - Not Found") if body is None else (200, body)
+
+    def _document(self, path: str) -> str | None:
+        notice, rebalance = self._notice(), self._rebalance()
+        fixed = {
+            "meta-data/instance-id": self.instance_id,
+            "meta-data/instance-type": self.instance_type,
+            "meta-data/instance-life-cycle": "spot" if self.spot else "on-demand",
+            "meta-data/ami-id": self.image,
+            "meta-data/placement/availability-zone": self.zone,
+            "meta-data/placement/region": self.region,
+            "meta-data/tags/instance": "\n".join(self.tags) if self.tags else None,
+            "meta-data/iam/security-credentials": self.profile,
+            "meta-data/spot/instance-action": notice and json.dumps({"action": "terminate", "time": stamp(notice)}),
+            "meta-data/spot/termination-time": notice and stamp(notice),
+            "meta-data/events/recommendations/rebalance": rebalance and json.dumps({"noticeTime": stamp(rebalance)}),
+            "dynamic/instance-identity/document": json.dumps(
+                {
+                    "accountId": self.account,
+                    "architecture": "x86_64",
+                    "availabilityZone": self.zone,
+                    "imageId": self.image,
+                    "instanceId": self.instance_id,
+                    "instanceType": self.instance_type,
+                    "pendingTime": stamp(self.launched_at),
+                    "region": self.region,
+                    "version": "2017-09-30",
+                },
+                indent=2,
+            ),
+        }
+        fixed.update({f"meta-data/tags/instance/{key}": value for key, value in self.tags.items()})
+        if self.profile:
+            fixed[f"meta-data/iam/security-credentials/{self.profile}"] = json.dumps(
+                {
+                    "Code": "Success",
+                    "Type": "AWS-HMAC",
+                    "LastUpdated": stamp(self.launched_at),
+                    "AccessKeyId": self.access_key,
+                    "SecretAccessKey": self.secret_key,
+                    "Token": "session",
+                    "Expiration": stamp(max(self.clock.now(), SystemClock().now()) + timedelta(hours=6)),
+                }
+            )
+        return fixed.get(path.rstrip("/"))
+
+
+def _handler(imds: Imds) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            asked = self.path == "/latest/api/token" and self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
+            self._answer(*((200, imds.new_token()) if asked else (400, "400 - Bad Request")))
+
+        def do_GET(self) -> None:
+            self._answer(*imds.read(self.path, self.headers.get("X-aws-ec2-metadata-token")))
+
+        def _answer(self, status: int, body: str) -> None:
+            imds.requests.append((imds.clock.now(), self.path, status))
+            if imds.fault == "silent" and self.command == "GET":
+                return  # the connection closes without a word
+            data = body.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            try:
+                self.wfile.write(data)
+            except (BrokenPipeError, ConnectionResetError):
+                return  # the reader gave up, as a reader with a timeout must
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: a poll is not news."""
+
+    return Handler

@@ -1,0 +1,322 @@
+"""How a fleet's instance comes to be in moto: pools, the checks that AWS makes at a launch, disks, tags, user-data."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from decimal import Decimal
+from typing import Any
+
+from moto.ec2.exceptions import EC2ClientError
+from moto.ec2.models import ec2_backends
+from moto.ec2.models.instance_types import INSTANCE_TYPES
+from moto.ec2.utils import convert_tag_spec
+from moto.iam.models import iam_backends
+
+FLEET_ROLE = "AWSServiceRoleForEC2Fleet"
+USER_DATA_LIMIT = 16 * 1024  # bytes before base64 (EC2 User Guide, run commands at launch, 2026-11-21)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """One place where the fleet may launch: an instance type in a subnet, with the template's values merged in."""
+
+    type: str
+    zone: str
+    subnet: str
+    template: Any  # moto's LaunchTemplateVersion
+    spec: Mapping[str, Any]  # template data with the override laid over it
+    price: Decimal | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Instance:
+    """One node as the fleet sees it. Times are the Cloud's clock."""
+
+    id: str
+    fleet_id: str
+    region: str
+    type: str
+    zone: str
+    image: str
+    spot: bool
+    spot_request: str | None
+    user_data: str  # decoded
+    profile: str | None  # instance profile name
+    shutdown_behavior: str  # stop | terminate
+    tags: dict[str, str] = field(default_factory=dict)
+    tags_in_metadata: bool = False
+    launched_at: datetime
+    notice_at: datetime | None = None
+    terminate_at: datetime | None = None
+    rebalance_at: datetime | None = None
+    ended_at: datetime | None = None
+
+
+class LaunchFailed(Exception):
+    """AWS could not launch: (event type, sub-type, description) for the fleet's history."""
+
+    def __init__(self, *events: tuple[str, str, str]) -> None:
+        super().__init__(events[0][2])
+        self.events = events
+
+
+class Launcher:
+    """Launches and ends instances in moto for one account."""
+
+    def __init__(
+        self,
+        account: str,
+        *,
+        quota_vcpus: Callable[[str, bool], float],
+        spot_price: Callable[[str, str], Decimal],
+    ) -> None:
+        self.account = account
+        self.quota_vcpus = quota_vcpus
+        self.spot_price = spot_price
+        self.no_capacity: set[tuple[str, str]] = set()  # (instance type or *, zone or *)
+
+    def pools(self, region: str, configs: list[dict[str, Any]]) -> list[Pool]:
+        """Every pool the configs name. Raises EC2ClientError for a template or subnet that is not there."""
+        backend = ec2_backends[self.account][region]
+        pools = []
+        for config in configs:
+            asked = config.get("LaunchTemplateSpecification") or {}
+            if asked.get("LaunchTemplateId"):
+                template = backend.get_launch_template(template_id=asked["LaunchTemplateId"])
+            else:
+                template = backend.get_launch_template_by_name(name=asked.get("LaunchTemplateName"))
+            version = template.get_version(asked.get("Version") or "$Default")
+            for override in config.get("Overrides") or [{}]:
+                spec = {**version.data, **override}
+                interfaces = spec.get("NetworkInterfaces") or [{}]
+                subnets = str(spec.get("SubnetId") or interfaces[0].get("SubnetId") or "")
+                for subnet_id in filter(None, subnets.replace(" ", "").split(",")):
+                    subnet = backend.get_subnet(subnet_id)
+                    kind = str(spec.get("InstanceType") or "")
+                    price = self.spot_price(kind, subnet.availability_zone)
+                    pool = Pool(
+                        type=kind,
+                        zone=subnet.availability_zone,
+                        subnet=subnet_id,
+                        template=version,
+                        spec=spec,
+                        price=price,
+                    )
+                    pools.append(pool)
+        return pools
+
+    def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> Instance:
+        """One instance in the first pool that has capacity. Raises LaunchFailed with what the history will say."""
+        if FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
+            raise LaunchFailed(("error", "iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist"))
+        if not pools:
+            raise LaunchFailed(
+                ("error", "spotFleetRequestConfigurationInvalid", "The request names no subnet to launch in")
+            )
+        failures = []
+        for pool in pools:
+            why = self._obstacle(region, pool, spot)
+            if why is None:
+                return self._run(region, fleet_id, spot, pool, now)
+            if why == "quota":
+                if spot:
+                    raise LaunchFailed(("error", "spotInstanceCountLimitExceeded", "Max spot instance count exceeded"))
+                why = "You have requested more vCPU capacity than your current vCPU limit allows (VcpuLimitExceeded)"
+            label = f"{pool.type}, {pool.spec.get('ImageId')}, Linux/UNIX, {pool.zone}"
+            failures.append(
+                (
+                    "information",
+                    "launchSpecTemporarilyBlacklisted",
+                    f"{label}: {why}. It will not be retried for at least 13 minutes",
+                )
+            )
+        last = failures[-1][2]
+        raise LaunchFailed(
+            *failures,
+            (
+                "error",
+                "allLaunchSpecsTemporarilyBlacklisted",
+                f"Several attempts to launch instances have failed. {last}",
+            ),
+        )
+
+    def terminate(self, instance_id: str) -> None:
+        """Ends the instance in moto, its disks and interfaces with it."""
+        instance = self._find(instance_id)
+        if instance is not None and instance.state != "terminated":
+            instance.terminate()
+
+    def stop(self, instance_id: str) -> None:
+        """Stops the instance in moto: what an OS shutdown does where the template does not say terminate."""
+        instance = self._find(instance_id)
+        if instance is not None and instance.state == "running":
+            instance.stop()
+
+    def running(self, instance_id: str) -> bool:
+        """Whether moto still has it pending or running."""
+        instance = self._find(instance_id)
+        return instance is not None and instance.state in ("pending", "running")
+
+    def running_vcpus(self, region: str, types: Callable[[str], bool]) -> int:
+        """vCPUs of the running instances whose type passes."""
+        backend = ec2_backends[self.account][region]
+        live = [i for i in backend.all_instances() if i.state in ("pending", "running")]
+        return sum(vcpus(i.instance_type) for i in live if types(i.instance_type))
+
+    def _find(self, instance_id: str) -> Any | None:
+        for backend in ec2_backends[self.account].values():
+            for instance in backend.all_instances():
+                if instance.id == instance_id:
+                    return instance
+        return None
+
+    def _obstacle(self, region: str, pool: Pool, spot: bool) -> str | None:
+        backend = ec2_backends[self.account][region]
+        if pool.spec.get("ImageId") not in backend.amis:
+            return f"The image id '[{pool.spec.get('ImageId')}]' does not exist (InvalidAMIID.NotFound)"
+        offered = backend.describe_instance_type_offerings(
+            "availability-zone", {"location": [pool.zone], "instance-type": [pool.type]}
+        )
+        if not offered:
+            return f"{pool.type} is not offered in {pool.zone} (Unsupported)"
+        if self.running_vcpus(region, lambda kind: kind[:1] == pool.type[:1]) + vcpus(pool.type) > self.quota_vcpus(
+            pool.type, spot
+        ):
+            return "quota"
+        if self.no_capacity & {(pool.type, pool.zone), (pool.type, "*"), ("*", pool.zone), ("*", "*")}:
+            return "There is no Spot capacity available that matches your request (InsufficientInstanceCapacity)"
+        profile = _profile_name(pool.spec)
+        if profile is not None and profile not in {
+            p.name for p in iam_backends[self.account]["aws"].instance_profiles.values()
+        }:
+            return (
+                f"Value ({profile}) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile name"
+            )
+        return None
+
+    def _run(self, region: str, fleet_id: str, spot: bool, pool: Pool, now: datetime) -> Instance:
+        backend, spec = ec2_backends[self.account][region], pool.spec
+        tags = convert_tag_spec(spec.get("TagSpecifications") or [])
+        interface = (spec.get("NetworkInterfaces") or [{}])[0]
+        behavior = str(spec.get("InstanceInitiatedShutdownBehavior") or "stop")
+        reservation = backend.run_instances(
+            image_id=spec["ImageId"],
+            count=1,
+            user_data=spec.get("UserData"),
+            security_group_names=[],
+            security_group_ids=list(spec.get("SecurityGroupIds") or interface.get("Groups") or []),
+            instance_type=pool.type,
+            is_instance_type_default=False,
+            region_name=region,
+            subnet_id=pool.subnet,
+            associate_public_ip=interface.get("AssociatePublicIpAddress"),
+            iam_instance_profile=spec.get("IamInstanceProfile"),
+            metadata_options=spec.get("MetadataOptions"),
+            instance_initiated_shutdown_behavior=behavior,
+            lifecycle="spot" if spot else None,
+            block_device_mappings=[],
+            tags={"instance": {**tags.get("instance", {}), **_aws_tags(fleet_id, pool)}},
+        )
+        made = reservation.instances[0]
+        made.launch_time = now
+        _attach_disks(backend, made, spec, {} if spot else tags.get("volume", {}))
+        for nic in made.nics.values():
+            nic.delete_on_termination = True
+            nic.add_tags(tags.get("network-interface", {}))
+        metadata = spec.get("MetadataOptions") or {}
+        user_data = spec.get("UserData")
+        return Instance(
+            id=made.id,
+            fleet_id=fleet_id,
+            region=region,
+            type=pool.type,
+            zone=pool.zone,
+            image=str(spec["ImageId"]),
+            spot=spot,
+            spot_request=f"sir-{uuid.uuid4().hex[:8]}" if spot else None,
+            user_data=user_data.decode() if user_data is not None else "",
+            profile=_profile_name(spec),
+            shutdown_behavior=behavior,
+            tags={tag["key"]: tag["value"] for tag in made.get_tags()},
+            tags_in_metadata=metadata.get("InstanceMetadataTags") == "enabled",
+            launched_at=now,
+        )
+
+
+def refuse_at_create(launcher: Launcher, region: str, request: dict[str, Any]) -> dict[str, str]:
+    """The fleet's own tags, after every check that makes CreateFleet itself fail."""
+    kind = str(request.get("Type") or "maintain")
+    tags: dict[str, str] = {}
+    for entry in request.get("TagSpecifications") or []:
+        if entry.get("ResourceType") != "fleet" and kind != "instant":
+            raise EC2ClientError(
+                "InvalidParameterValue",
+                f"'{entry.get('ResourceType')}' is not a valid taggable resource type for a fleet of type {kind}",
+            )
+        tags.update({tag["Key"]: tag.get("Value", "") for tag in entry.get("Tags") or []})
+    backend = ec2_backends[launcher.account][region]
+    pools = launcher.pools(region, list(request.get("LaunchTemplateConfigs") or []))
+    for pool in pools:
+        image = str(pool.spec.get("ImageId") or "")
+        if image.startswith("resolve:ssm:") and kind != "instant":
+            raise EC2ClientError(
+                "InvalidAMIID.Malformed",
+                f'Invalid id: "{image}": only a fleet of type instant may name a Systems Manager parameter',
+            )
+        if image not in backend.amis:
+            raise EC2ClientError("InvalidAMIID.NotFound", f"The image id '[{image}]' does not exist")
+        user_data = pool.spec.get("UserData")
+        if user_data is not None and len(user_data.decode().encode()) > USER_DATA_LIMIT:
+            raise EC2ClientError("InvalidUserData.Malformed", "User data is limited to 16384 bytes")
+    for config in request.get("LaunchTemplateConfigs") or []:
+        zones: dict[tuple[str, str], str] = {}
+        for pool in launcher.pools(region, [config]):
+            if zones.setdefault((pool.type, pool.zone), pool.subnet) != pool.subnet:
+                raise EC2ClientError(
+                    "InvalidFleetConfiguration", f"A fleet cannot use two subnets in one zone ({pool.zone})"
+                )
+    return tags
+
+
+def vcpus(instance_type: str) -> int:
+    """vCPUs of a type, as moto's own table says."""
+    return int(INSTANCE_TYPES[instance_type]["VCpuInfo"]["DefaultVCpus"])
+
+
+def _profile_name(spec: Mapping[str, Any]) -> str | None:
+    profile = spec.get("IamInstanceProfile") or {}
+    name = profile.get("Name") or str(profile.get("Arn") or "").rpartition("/")[2]
+    return name or None
+
+
+def _aws_tags(fleet_id: str, pool: Pool) -> dict[str, str]:
+    return {
+        "aws:ec2:fleet-id": fleet_id,
+        "aws:ec2launchtemplate:id": pool.template.template.id,
+        "aws:ec2launchtemplate:version": str(pool.template.number),
+    }
+
+
+def _attach_disks(backend: Any, instance: Any, spec: Mapping[str, Any], tags: dict[str, str]) -> None:
+    """The image's root disk and the template's, which lie over it. Spot volumes take no template tags (UG, June 2023)."""
+    root = backend.amis[instance.image_id].root_device_name
+    disks: dict[str, dict[str, Any]] = {root: {"VolumeSize": 40, "VolumeType": "gp3", "DeleteOnTermination": True}}
+    for mapping in spec.get("BlockDeviceMappings") or []:
+        disk = {key: value for key, value in (mapping.get("Ebs") or {}).items() if value is not None}
+        disks[mapping["DeviceName"]] = {**disks.get(mapping["DeviceName"], {}), **disk}
+    for device, disk in disks.items():
+        volume = backend.create_volume(
+            size=disk.get("VolumeSize"),
+            zone_name=instance.availability_zone,
+            snapshot_id=disk.get("SnapshotId"),
+            encrypted=bool(disk.get("Encrypted")),
+            kms_key_id=disk.get("KmsKeyId"),
+            volume_type=disk.get("VolumeType"),
+            iops=disk.get("Iops"),
+            throughput=disk.get("Throughput"),
+        )
+        volume.add_tags(tags)
+        backend.attach_volume(volume.id, instance.id, device, bool(disk.get("DeleteOnTermination")))

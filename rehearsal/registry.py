@@ -1,0 +1,57 @@
+"""The public image registry, as far as resolving a tag to a digest goes (OCI distribution specification 1.1)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+
+# Tags of aws/deep-learning-containers that exist (its releases, 2026-11-21). Repositories of other owners: any tag.
+KNOWN_TAGS = {"deep-learning-containers/pytorch": {"2.13-cu133-amzn2023"}}
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+_PATH = re.compile(r"^/v2/(?P<name>.+)/manifests/(?P<reference>[^/]+)$")
+
+
+def digest(name: str, tag: str) -> str:
+    """The digest that name:tag resolves to here."""
+    return "sha256:" + hashlib.sha256(_manifest(name, tag)).hexdigest()
+
+
+def answer(path: str, authorization: str, endpoint: str) -> tuple[str, dict[str, str], bytes]:
+    """(status, headers, body) for a GET or HEAD under /v2/ or /token/."""
+    if path.startswith("/token"):
+        return "200 OK", {"Content-Type": "application/json"}, json.dumps({"token": "anonymous"}).encode()
+    if not authorization.startswith("Bearer "):
+        challenge = f'Bearer realm="{endpoint}/token/",service="public.ecr.aws",scope="aws"'
+        return _error("401 Unauthorized", "UNAUTHORIZED", "Not Authorized", {"WWW-Authenticate": challenge})
+    if path == "/v2/":
+        return "200 OK", {"Content-Type": "application/json"}, b"{}"
+    match = _PATH.match(path)
+    if match is None:
+        return _error("404 Not Found", "UNSUPPORTED", f"{path} is not stood in for; only manifests are")
+    name, reference = match["name"], match["reference"]
+    known = KNOWN_TAGS.get(name)
+    tags = {digest(name, tag): tag for tag in known or ()}
+    tag = tags.get(reference, reference)
+    if (known is not None and tag not in known) or tag.startswith("sha256:"):
+        return _error("404 Not Found", "MANIFEST_UNKNOWN", f"Requested image not found: {name}:{reference}")
+    body = _manifest(name, tag)
+    return "200 OK", {"Content-Type": MANIFEST, "Docker-Content-Digest": digest(name, tag)}, body
+
+
+def _manifest(name: str, tag: str) -> bytes:
+    config = hashlib.sha256(f"{name}:{tag}".encode()).hexdigest()
+    document = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "config": {"digest": f"sha256:{config}", "size": 0},
+        "layers": [],
+    }
+    return json.dumps(document).encode()
+
+
+def _error(
+    status: str, code: str, text: str, headers: dict[str, str] | None = None
+) -> tuple[str, dict[str, str], bytes]:
+    body = json.dumps({"errors": [{"code": code, "message": text}]}).encode()
+    return status, {"Content-Type": "application/json", **(headers or {})}, body
