@@ -26,6 +26,15 @@ AMI_PARAMETERS = {
         "/dev/sda1",
     ),
 }
+QUOTAS = {  # Service Quotas codes and names, AWS documentation, 2026-11-21
+    "L-3819A6DF": "All G and VT Spot Instance Requests",
+    "L-DB2E81BA": "Running On-Demand G and VT instances",
+    "L-7212CCBC": "All P4, P3 and P2 Spot Instance Requests",
+    "L-C4BD4855": "All P5 Spot Instance Requests",
+    "L-417A185B": "Running On-Demand P instances",
+    "L-34B43A08": "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests",
+    "L-1216C47A": "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances",
+}
 AMAZON = "898082745236"  # owner of the Deep Learning AMIs
 SERVICE_ROLES = ("ec2fleet.amazonaws.com", "spot.amazonaws.com")
 SERVICE_ROLE_NAMES = {
@@ -63,7 +72,7 @@ def seed_region(account: str, region: str) -> None:
             region_name=f"{region}a",
         )
         ssm._parameters[parameter].append(
-            Parameter(
+            Parameter(  # type: ignore[abstract]
                 account,
                 parameter,
                 image,
@@ -81,6 +90,15 @@ def seed_region(account: str, region: str) -> None:
 def ami_id(region: str, parameter: str) -> str:
     """The same id every time for a region and parameter."""
     return "ami-0" + hashlib.sha256(f"{region} {parameter}".encode()).hexdigest()[:16]
+
+
+def quota_code(instance_type: str, *, spot: bool) -> str:
+    """The quota that counts this type's vCPUs."""
+    if instance_type[:1] in "gv":
+        return "L-3819A6DF" if spot else "L-DB2E81BA"
+    if instance_type[:1] == "p":
+        return ("L-C4BD4855" if instance_type.startswith("p5") else "L-7212CCBC") if spot else "L-417A185B"
+    return "L-34B43A08" if spot else "L-1216C47A"
 
 
 Resource = tuple[str, str]  # kind, id
@@ -127,7 +145,8 @@ def inventory(
 
 def forget(account: str) -> None:
     """Drops everything moto holds for the account."""
-    for backends in list(BackendDict._instances):
+    every: list[Any] = list(BackendDict._instances)  # type: ignore[misc]
+    for backends in every:
         if account in backends:
             backends[account].reset()
             del backends[account]

@@ -14,6 +14,8 @@ from moto.core.responses import ActionResult
 from moto.ec2.responses import EC2Response
 from moto.servicequotas.responses import ServiceQuotasResponse
 
+from rehearsal.account import QUOTAS
+
 if TYPE_CHECKING:
     from rehearsal.cloud import Cloud
 
@@ -80,7 +82,7 @@ def _terminate_instances(cloud: Cloud, response: Any) -> Any:
 
 
 def _quota(cloud: Cloud, code: str) -> dict[str, Any]:
-    name = cloud.QUOTA_NAMES[code]
+    name = QUOTAS[code]
     return {
         "ServiceCode": "ec2",
         "QuotaCode": code,

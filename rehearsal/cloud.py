@@ -31,7 +31,7 @@ from infra.errors import PriceMissing
 from rehearsal import account
 from rehearsal.actions import CLOUDS
 from rehearsal.clock import Clock, SystemClock
-from rehearsal.fleet import FleetController
+from rehearsal.controller import FleetController
 from rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
 from rehearsal.imds import Imds
 from rehearsal.launch import Instance, Launcher
@@ -42,16 +42,6 @@ TICK_S = 0.1
 
 class Cloud:
     """One embedded AWS account, from __enter__ to __exit__."""
-
-    QUOTA_NAMES = {  # Service Quotas codes and names, AWS documentation, 2026-11-21
-        "L-3819A6DF": "All G and VT Spot Instance Requests",
-        "L-DB2E81BA": "Running On-Demand G and VT instances",
-        "L-7212CCBC": "All P4, P3 and P2 Spot Instance Requests",
-        "L-C4BD4855": "All P5 Spot Instance Requests",
-        "L-417A185B": "Running On-Demand P instances",
-        "L-34B43A08": "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests",
-        "L-1216C47A": "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances",
-    }
 
     def __init__(
         self,
@@ -70,7 +60,7 @@ class Cloud:
         self.clock: Clock = clock or SystemClock()
         self.region = region
         self.account = f"{next(_ACCOUNTS):012d}"
-        self.quotas = dict.fromkeys(self.QUOTA_NAMES, 384.0)
+        self.quotas = dict.fromkeys(account.QUOTAS, 384.0)  # vCPUs, by quota code
         self.launcher = Launcher(self.account, quota_vcpus=self._quota, spot_price=self.spot_price)
         self.fleets = FleetController(
             self.launcher,
@@ -252,14 +242,7 @@ class Cloud:
         self._imds[instance.id].close()
 
     def _quota(self, instance_type: str, spot: bool) -> float:
-        family = instance_type[:1]
-        if family in "gv":
-            code = "L-3819A6DF" if spot else "L-DB2E81BA"
-        elif family == "p":
-            code = ("L-C4BD4855" if instance_type.startswith("p5") else "L-7212CCBC") if spot else "L-417A185B"
-        else:
-            code = "L-34B43A08" if spot else "L-1216C47A"
-        return self.quotas[code]
+        return self.quotas[account.quota_code(instance_type, spot=spot)]
 
     def _start(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, daemon=True)

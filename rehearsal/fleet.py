@@ -1,26 +1,13 @@
-"""The EC2 Fleet that moto lacks: a state machine on an injected clock.
-
-Follows the AWS column of the table in docs/rehearsal.md: a maintain fleet replaces what ends, ModifyFleet and expiry
-terminate with a notice, a deleted fleet settles, and everything that goes wrong at a launch is an event, not an error
-of CreateFleet. Decides nothing about protocols: requests and answers are dicts in the EC2 API's own spelling.
-"""
+"""One EC2 Fleet: the request that made it, where it stands, and how DescribeFleets shows it."""
 
 from __future__ import annotations
 
-import threading
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
-from decimal import Decimal
+from datetime import datetime
 from typing import Any
 
-from moto.ec2.exceptions import EC2ClientError
-
-from rehearsal.clock import Clock
-from rehearsal.launch import Instance, Launcher, LaunchFailed, Pool, refuse_at_create
-
-LINGER = timedelta(hours=48)  # a deleted fleet stays in the API two days (EC2 User Guide, fleet states, 2026-11-21)
+from rehearsal.launch import Instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,315 +52,40 @@ class Fleet:
     def configs(self) -> list[dict[str, Any]]:
         return list(self.request.get("LaunchTemplateConfigs") or [])
 
-
-class FleetController:
-    """All fleets of one Cloud. Every public method is safe to call from any thread."""
-
-    def __init__(
-        self,
-        launcher: Launcher,
-        clock: Clock,
-        *,
-        on_launch: Callable[[Instance], None],
-        on_end: Callable[[Instance], None],
-        notice_s: float,
-        relaunch_delay_s: float,
-        retry_s: float,
-    ) -> None:
-        self.launcher = launcher
-        self.clock = clock
-        self.on_launch = on_launch
-        self.on_end = on_end
-        self.notice_s = notice_s
-        self.relaunch_delay_s = relaunch_delay_s
-        self.retry_s = retry_s
-        self.expired_state = (
-            "deleted"  # which state AWS gives an expired fleet is unverified; "active" is the other guess
-        )
-        self.fleets: dict[str, Fleet] = {}
-        self.instances: dict[str, Instance] = {}
-        self.lock = threading.RLock()
-
-    # The EC2 API's actions ------------------------------------------------------------------------------------------
-
-    def create(self, region: str, request: dict[str, Any]) -> dict[str, Any]:
-        """CreateFleet. Refuses what AWS refuses at once; everything else shows in the history."""
-        with self.lock:
-            tags = refuse_at_create(self.launcher, region, request)
-            now = self.clock.now()
-            capacity = request.get("TargetCapacitySpecification") or {}
-            fleet = Fleet(
-                id=f"fleet-{uuid.uuid4()}",
-                region=region,
-                request=request,
-                tags=tags,
-                created=now,
-                target=int(capacity.get("TotalTargetCapacity") or 0),
-                excess=str(request.get("ExcessCapacityTerminationPolicy") or "termination"),
-            )
-            self.fleets[fleet.id] = fleet
-            self._event(fleet, "fleetRequestChange", "submitted")
-            return {"FleetId": fleet.id}
-
-    def modify(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """ModifyFleet: total capacity (0 included), launch template configs, excess policy. Only maintain, only active."""
-        with self.lock:
-            fleet = self._get(region, str(request.get("FleetId")))
-            if fleet.type != "maintain":
-                raise EC2ClientError(
-                    "UnsupportedOperation", f"{fleet.id} is of type {fleet.type}; only maintain can be modified"
-                )
-            if fleet.state not in ("submitted", "active") or fleet.expired:
-                raise EC2ClientError(
-                    "FleetNotInModifiableState", f"The fleet {fleet.id} is {fleet.state} and cannot be modified"
-                )
-            self._event(fleet, "fleetRequestChange", "modify_in_progress")
-            capacity = request.get("TargetCapacitySpecification") or {}
-            if capacity.get("TotalTargetCapacity") is not None:
-                fleet.target = int(capacity["TotalTargetCapacity"])
-            if request.get("LaunchTemplateConfigs"):
-                fleet.request["LaunchTemplateConfigs"] = request["LaunchTemplateConfigs"]
-            if request.get("ExcessCapacityTerminationPolicy"):
-                fleet.excess = str(request["ExcessCapacityTerminationPolicy"])
-            self._event(fleet, "fleetRequestChange", "modify_succeeded")
-            self.tick()
-            return {"Return": True}
-
-    def delete(self, region: str, fleet_ids: list[str], terminate: bool) -> dict[str, Any]:
-        """DeleteFleets, one answer per fleet. Works also when the node is long dead."""
-        done: list[dict[str, Any]] = []
-        failed: list[dict[str, Any]] = []
-        with self.lock:
-            for fleet_id in fleet_ids:
-                fleet = self.fleets.get(fleet_id)
-                if fleet is None or fleet.region != region:
-                    failed.append(_undeleted(fleet_id, "fleetIdDoesNotExist", "The fleet ID does not exist"))
-                    continue
-                if fleet.state in ("deleted", "deleted_terminating"):
-                    failed.append(_undeleted(fleet_id, "fleetNotInDeletableState", f"The fleet is {fleet.state}"))
-                    continue
-                previous, fleet.state = fleet.state, "deleted_terminating" if terminate else "deleted_running"
-                self._event(fleet, "fleetRequestChange", fleet.state)
-                done.append({"FleetId": fleet_id, "CurrentFleetState": fleet.state, "PreviousFleetState": previous})
-                if terminate:
-                    for node in self.living(fleet_id):
-                        self.launcher.terminate(node.id)
-            return {"SuccessfulFleetDeletions": done, "UnsuccessfulFleetDeletions": failed}
-
-    def describe(self, region: str, fleet_ids: list[str] | None) -> dict[str, Any]:
-        """DescribeFleets, deleted ones included while they linger. Unlike tags, states are always current."""
-        with self.lock:
-            self.tick()
-            wanted = [self._get(region, i) for i in fleet_ids] if fleet_ids else self.fleets.values()
-            return {"Fleets": [self._data(fleet) for fleet in wanted if fleet.region == region]}
-
-    def describe_instances(self, region: str, fleet_id: str) -> dict[str, Any]:
-        """DescribeFleetInstances: the running ones only."""
-        with self.lock:
-            self.tick()
-            self._get(region, fleet_id)
-            active = [
-                {
-                    "InstanceId": i.id,
-                    "InstanceType": i.type,
-                    "InstanceHealth": "healthy",
-                    "SpotInstanceRequestId": i.spot_request,
-                }
-                for i in self.living(fleet_id)
-            ]
-            return {"FleetId": fleet_id, "ActiveInstances": active}
-
-    def describe_history(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DescribeFleetHistory from StartTime on, optionally one EventType of instance-change, fleet-change, service-error."""
-        kinds = {
-            "instance-change": ("instanceChange",),
-            "fleet-change": ("fleetRequestChange",),
-            "service-error": ("error",),
-        }
-        with self.lock:
-            self.tick()
-            fleet = self._get(region, str(request.get("FleetId")))
-            start = request.get("StartTime")
-            if start is None:
-                raise EC2ClientError("MissingParameter", "The request must contain the parameter StartTime")
-            allowed = kinds.get(str(request.get("EventType") or ""))
-            records = [
-                {
-                    "EventType": event.type,
-                    "Timestamp": event.at,
-                    "EventInformation": {
-                        "EventSubType": event.sub_type,
-                        "EventDescription": event.description or None,
-                        "InstanceId": event.instance_id,
-                    },
-                }
-                for event in fleet.history
-                if event.at >= start.replace(tzinfo=event.at.tzinfo, microsecond=0)
-                and (not allowed or event.type in allowed)
-            ]
-            return {
-                "FleetId": fleet.id,
-                "HistoryRecords": records,
-                "LastEvaluatedTime": self.clock.now(),
-                "StartTime": start,
-            }
-
-    # What happens without a request ---------------------------------------------------------------------------------
-
-    def tick(self) -> None:
-        """Brings every fleet to where the clock says it must be."""
-        with self.lock:
-            now = self.clock.now()
-            for fleet in list(self.fleets.values()):
-                self._reap(fleet, now)
-                self._expire(fleet, now)
-                if fleet.state == "submitted":
-                    fleet.state = "active"
-                    self._event(fleet, "fleetRequestChange", "active")
-                self._shrink(fleet, now)
-                self._fill(fleet, now)
-                self._settle(fleet, now)
-
-    def notice(self, instance_id: str, seconds: float) -> None:
-        """An interruption notice now, the end after `seconds`."""
-        with self.lock:
-            self._notify(self.instances[instance_id], self.clock.now(), seconds)
-
-    def rebalance(self, instance_id: str) -> None:
-        """A rebalance recommendation now; nothing follows by itself."""
-        with self.lock:
-            self.instances[instance_id].rebalance_at = self.clock.now()
-
-    def living(self, fleet_id: str) -> list[Instance]:
-        """The fleet's instances that have not ended."""
-        return [i for i in self.instances.values() if i.fleet_id == fleet_id and not i.ended_at]
-
-    def _reap(self, fleet: Fleet, now: datetime) -> None:
-        for node in self.living(fleet.id):
-            if node.terminate_at and node.terminate_at <= now:
-                self.launcher.terminate(node.id)
-            if not self.launcher.running(node.id):
-                node.ended_at = now
-                self._event(fleet, "instanceChange", "terminated", instance_id=node.id)
-                fleet.next_launch = now + timedelta(seconds=self.relaunch_delay_s)
-                self.on_end(node)
-
-    def _expire(self, fleet: Fleet, now: datetime) -> None:
-        until = fleet.request.get("ValidUntil")
-        if (
-            until is None
-            or fleet.expired
-            or fleet.state not in ("submitted", "active")
-            or until.replace(tzinfo=now.tzinfo) > now
-        ):
-            return
-        fleet.expired = True
-        self._event(fleet, "fleetRequestChange", "expired")
-        if fleet.request.get("TerminateInstancesWithExpiration"):
-            for node in self.living(fleet.id):
-                self._notify(node, now, self.notice_s)
-
-    def _shrink(self, fleet: Fleet, now: datetime) -> None:
-        if fleet.state != "active" or fleet.expired or fleet.excess != "termination":
-            return
-        staying = [node for node in self.living(fleet.id) if node.terminate_at is None]
-        for node in staying[fleet.target :]:
-            self._notify(node, now, self.notice_s)
-
-    def _fill(self, fleet: Fleet, now: datetime) -> None:
-        if fleet.state != "active" or fleet.expired or (fleet.next_launch and now < fleet.next_launch):
-            return
-        if fleet.excess == "no-termination" and fleet.launched >= fleet.target:
-            return  # neither interrupted nor hand-terminated instances are replaced (API reference, ModifyFleet)
-        if fleet.type != "maintain" and fleet.launched >= fleet.target:
-            return
-        while len(self.living(fleet.id)) < fleet.target:
-            try:
-                node = self.launcher.launch(fleet.region, fleet.id, fleet.spot, self._pools(fleet), now)
-            except LaunchFailed as failure:
-                for kind, sub_type, description in failure.events:
-                    self._event_once(fleet, kind, sub_type, description)
-                fleet.next_launch = now + timedelta(seconds=self.retry_s)
-                return
-            fleet.launched += 1
-            self.instances[node.id] = node
-            described = f'{{"instanceType":"{node.type}","image":"{node.image}","productDescription":"Linux/UNIX","availabilityZone":"{node.zone}"}}'
-            self._event(fleet, "instanceChange", "launched", described, node.id)
-            self.on_launch(node)
-
-    def _settle(self, fleet: Fleet, now: datetime) -> None:
-        if self.living(fleet.id):
-            return
-        over = fleet.expired and fleet.state == "active" and self.expired_state == "deleted"
-        if over or fleet.state in ("deleted_terminating", "deleted_running"):
-            fleet.state, fleet.deleted_at = "deleted", now
-            self._event(fleet, "fleetRequestChange", "deleted")
-        if fleet.deleted_at and now - fleet.deleted_at > LINGER:
-            del self.fleets[fleet.id]
-
-    def _pools(self, fleet: Fleet) -> list[Pool]:
-        """The fleet's pools, cheapest first; those that were interrupted lately come last, as deeper pools do on AWS."""
-        pools = self.launcher.pools(fleet.region, fleet.configs)
-        ended = [(i.type, i.zone) for i in self.instances.values() if i.fleet_id == fleet.id and i.notice_at]
-        return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price or Decimal(0)))
-
-    def _notify(self, node: Instance, now: datetime, seconds: float) -> None:
-        if node.ended_at or node.terminate_at:
-            return
-        node.notice_at, node.terminate_at = now, now + timedelta(seconds=seconds)
-        self._event(self.fleets[node.fleet_id], "instanceChange", "termination_notified", instance_id=node.id)
-
-    def _get(self, region: str, fleet_id: str) -> Fleet:
-        fleet = self.fleets.get(fleet_id)
-        if fleet is None or fleet.region != region:
-            raise EC2ClientError("InvalidFleetId.NotFound", f"The fleet ID '{fleet_id}' does not exist")
-        return fleet
-
-    def _event(self, fleet: Fleet, kind: str, sub_type: str, text: str = "", instance_id: str | None = None) -> None:
-        fleet.history.append(Event(self.clock.now(), kind, sub_type, text, instance_id))
-
-    def _event_once(self, fleet: Fleet, kind: str, sub_type: str, text: str) -> None:
-        if not any((e.type, e.sub_type, e.description) == (kind, sub_type, text) for e in fleet.history):
-            self._event(fleet, kind, sub_type, text)
-
-    def _data(self, fleet: Fleet) -> dict[str, Any]:
-        """FleetData of DescribeFleets."""
-        request, living = fleet.request, self.living(fleet.id)
+    def data(self, living: Sequence[Instance]) -> dict[str, Any]:
+        """FleetData of DescribeFleets, given the fleet's instances that have not ended."""
+        request = self.request
         pending = [n for n in living if n.terminate_at]
-        if any(e.type == "error" for e in fleet.history) and not living:
+        if any(e.type == "error" for e in self.history) and not living:
             activity = "error"
-        elif pending and len(living) > fleet.target:
+        elif pending and len(living) > self.target:
             activity = "pending_termination"
         else:
-            activity = "fulfilled" if len(living) >= fleet.target else "pending_fulfillment"
+            activity = "fulfilled" if len(living) >= self.target else "pending_fulfillment"
         fulfilled = float(len(living))
         data = {
-            "FleetId": fleet.id,
-            "FleetState": fleet.state,
+            "FleetId": self.id,
+            "FleetState": self.state,
             "ActivityStatus": activity,
-            "CreateTime": fleet.created,
-            "Type": fleet.type,
-            "ExcessCapacityTerminationPolicy": fleet.excess,
+            "CreateTime": self.created,
+            "Type": self.type,
+            "ExcessCapacityTerminationPolicy": self.excess,
             "FulfilledCapacity": fulfilled,
-            "FulfilledOnDemandCapacity": 0.0 if fleet.spot else fulfilled,
+            "FulfilledOnDemandCapacity": 0.0 if self.spot else fulfilled,
             "TargetCapacitySpecification": {
                 "OnDemandTargetCapacity": 0,
                 "SpotTargetCapacity": 0,
                 **(request.get("TargetCapacitySpecification") or {}),
-                "TotalTargetCapacity": fleet.target,
+                "TotalTargetCapacity": self.target,
             },
-            "LaunchTemplateConfigs": fleet.configs,
+            "LaunchTemplateConfigs": self.configs,
             "TerminateInstancesWithExpiration": bool(request.get("TerminateInstancesWithExpiration")),
             "ReplaceUnhealthyInstances": bool(request.get("ReplaceUnhealthyInstances")),
-            "ValidFrom": request.get("ValidFrom") or fleet.created,
+            "ValidFrom": request.get("ValidFrom") or self.created,
             "ValidUntil": request.get("ValidUntil"),
             "SpotOptions": request.get("SpotOptions"),
             "OnDemandOptions": request.get("OnDemandOptions"),
             "Context": request.get("Context"),
-            "Tags": [{"Key": key, "Value": value} for key, value in fleet.tags.items()],
+            "Tags": [{"Key": key, "Value": value} for key, value in self.tags.items()],
         }
         return {key: value for key, value in data.items() if value is not None}
-
-
-def _undeleted(fleet_id: str, code: str, message: str) -> dict[str, Any]:
-    return {"FleetId": fleet_id, "Error": {"Code": code, "Message": message}}

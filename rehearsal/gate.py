@@ -5,6 +5,7 @@ The user and the node have an access key each, so that an action can be refused 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -71,8 +72,6 @@ def _action(environ: dict[str, Any]) -> str:
 
 def _body(environ: dict[str, Any]) -> bytes:
     """The request's body, left in place for the next reader."""
-    import io
-
     body: bytes = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
     environ["wsgi.input"] = io.BytesIO(body)
     return body
@@ -86,18 +85,21 @@ def _refusal(service: str, key: str) -> tuple[str, dict[str, str], bytes]:
         "sts": "InvalidClientTokenId",
     }.get(service, "UnrecognizedClientException")
     who = f"The access key {key[:4]}... is" if key else "No access key was sent, and only the rehearsal's own is"
-    text = f"{who} not of this embedded AWS: it accepts only the dummy credentials that `gpufleet cloud` prints. Nothing was done."
+    text = (
+        f"{who} not of this embedded AWS. It takes only the dummy keys that `gpufleet cloud` prints; nothing was done."
+    )
     return _error(service, "403 Forbidden", code, text)
 
 
 def _error(service: str, status: str, code: str, text: str) -> tuple[str, dict[str, str], bytes]:
     """An error in the shape that the service's SDKs read."""
+    error = f"<Code>{code}</Code><Message>{text}</Message>"
     if service == "ec2":
-        body = f"<Response><Errors><Error><Code>{code}</Code><Message>{text}</Message></Error></Errors><RequestID>0</RequestID></Response>"
+        body = f"<Response><Errors><Error>{error}</Error></Errors><RequestID>0</RequestID></Response>"
     elif service in ("iam", "sts"):
-        body = f"<ErrorResponse><Error><Type>Sender</Type><Code>{code}</Code><Message>{text}</Message></Error></ErrorResponse>"
+        body = f"<ErrorResponse><Error><Type>Sender</Type>{error}</Error></ErrorResponse>"
     elif service == "s3":
-        body = f"<Error><Code>{code}</Code><Message>{text}</Message></Error>"
+        body = f"<Error>{error}</Error>"
     else:
         body = json.dumps({"__type": code, "message": text})
         return status, {"Content-Type": "application/x-amz-json-1.1", "x-amzn-ErrorType": code}, body.encode()

@@ -138,7 +138,7 @@ class Imds:
 
     def _document(self, path: str) -> str | None:
         notice, rebalance = self._notice(), self._rebalance()
-        fixed = {
+        fixed: dict[str, str | None] = {
             "meta-data/instance-id": self.instance_id,
             "meta-data/instance-type": self.instance_type,
             "meta-data/instance-life-cycle": "spot" if self.spot else "on-demand",
@@ -147,9 +147,13 @@ class Imds:
             "meta-data/placement/region": self.region,
             "meta-data/tags/instance": "\n".join(self.tags) if self.tags else None,
             "meta-data/iam/security-credentials": self.profile,
-            "meta-data/spot/instance-action": notice and json.dumps({"action": "terminate", "time": stamp(notice)}),
-            "meta-data/spot/termination-time": notice and stamp(notice),
-            "meta-data/events/recommendations/rebalance": rebalance and json.dumps({"noticeTime": stamp(rebalance)}),
+            "meta-data/spot/instance-action": None
+            if notice is None
+            else json.dumps({"action": "terminate", "time": stamp(notice)}),
+            "meta-data/spot/termination-time": None if notice is None else stamp(notice),
+            "meta-data/events/recommendations/rebalance": (
+                None if rebalance is None else json.dumps({"noticeTime": stamp(rebalance)})
+            ),
             "dynamic/instance-identity/document": json.dumps(
                 {
                     "accountId": self.account,

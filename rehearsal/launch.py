@@ -55,7 +55,7 @@ class Instance:
     ended_at: datetime | None = None
 
 
-class LaunchFailed(Exception):
+class LaunchFailedError(Exception):
     """AWS could not launch: (event type, sub-type, description) for the fleet's history."""
 
     def __init__(self, *events: tuple[str, str, str]) -> None:
@@ -87,7 +87,7 @@ class Launcher:
             if asked.get("LaunchTemplateId"):
                 template = backend.get_launch_template(template_id=asked["LaunchTemplateId"])
             else:
-                template = backend.get_launch_template_by_name(name=asked.get("LaunchTemplateName"))
+                template = backend.get_launch_template_by_name(name=str(asked.get("LaunchTemplateName")))
             version = template.get_version(asked.get("Version") or "$Default")
             for override in config.get("Overrides") or [{}]:
                 spec = {**version.data, **override}
@@ -109,11 +109,13 @@ class Launcher:
         return pools
 
     def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> Instance:
-        """One instance in the first pool that has capacity. Raises LaunchFailed with what the history will say."""
+        """One instance in the first pool that has capacity. Raises LaunchFailedError with what the history will say."""
         if FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
-            raise LaunchFailed(("error", "iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist"))
+            raise LaunchFailedError(
+                ("error", "iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
+            )
         if not pools:
-            raise LaunchFailed(
+            raise LaunchFailedError(
                 ("error", "spotFleetRequestConfigurationInvalid", "The request names no subnet to launch in")
             )
         failures = []
@@ -123,7 +125,9 @@ class Launcher:
                 return self._run(region, fleet_id, spot, pool, now)
             if why == "quota":
                 if spot:
-                    raise LaunchFailed(("error", "spotInstanceCountLimitExceeded", "Max spot instance count exceeded"))
+                    raise LaunchFailedError(
+                        ("error", "spotInstanceCountLimitExceeded", "Max spot instance count exceeded")
+                    )
                 why = "You have requested more vCPU capacity than your current vCPU limit allows (VcpuLimitExceeded)"
             label = f"{pool.type}, {pool.spec.get('ImageId')}, Linux/UNIX, {pool.zone}"
             failures.append(
@@ -134,7 +138,7 @@ class Launcher:
                 )
             )
         last = failures[-1][2]
-        raise LaunchFailed(
+        raise LaunchFailedError(
             *failures,
             (
                 "error",
@@ -301,7 +305,7 @@ def _aws_tags(fleet_id: str, pool: Pool) -> dict[str, str]:
 
 
 def _attach_disks(backend: Any, instance: Any, spec: Mapping[str, Any], tags: dict[str, str]) -> None:
-    """The image's root disk and the template's, which lie over it. Spot volumes take no template tags (UG, June 2023)."""
+    """The image's root disk and the template's over it. Spot volumes take no template tags (User Guide, June 2023)."""
     root = backend.amis[instance.image_id].root_device_name
     disks: dict[str, dict[str, Any]] = {root: {"VolumeSize": 40, "VolumeType": "gp3", "DeleteOnTermination": True}}
     for mapping in spec.get("BlockDeviceMappings") or []:
