@@ -105,7 +105,7 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
 def _instances(s: Sections, findings: Findings, catalog: Catalog) -> None:
     names = s.fleet.instance_types
     _count("fleet.instance_types", names, MAX_TYPES, findings)
-    current = [kind for name in catalog.instance_types() if (kind := catalog.instance(name)) and not kind.left_ec2]
+    current = _launchable(s.fleet.region, catalog)
     for index, name in enumerate(names):
         path, kind = f"fleet.instance_types[{index}]", catalog.instance(name)
         if name in names[:index]:
@@ -120,12 +120,23 @@ def _instances(s: Sections, findings: Findings, catalog: Catalog) -> None:
             instead = _instead(kind, s.job.parameters, current)
             use = f"Use {instead} instead." if instead else ""
             findings.add(
-                path, "a type that EC2 still offers", f"{name} left EC2 on {kind.left_ec2:%Y-%m-%d}. {use}".strip()
+                path, "a type that EC2 still offers", f"{name} left EC2 by {kind.left_ec2:%Y-%m-%d}. {use}".strip()
+            )
+        elif kind.regions is not None and s.fleet.region in catalog.regions() and s.fleet.region not in kind.regions:
+            findings.add(
+                path, f"a type offered in {s.fleet.region}", f"{name} is offered in {', '.join(kind.regions)}."
             )
         elif reason := _misfit(kind, s.job.parameters):
             instead = _instead(kind, s.job.parameters, current)
             use = f"The smallest that fits: {instead}." if instead else "No type in the catalog fits."
             findings.add(path, f"a type on which every phase fits; {reason}", use)
+
+
+def _launchable(region: str, catalog: Catalog) -> list[Instance]:
+    """What could stand in the file instead; in any region while the file's own is wrong."""
+    kinds = [kind for name in catalog.instance_types() if (kind := catalog.instance(name)) and not kind.left_ec2]
+    known = region in catalog.regions()
+    return [kind for kind in kinds if not known or kind.regions is None or region in kind.regions]
 
 
 def _misfit(kind: Instance, config: JobConfig) -> str:
@@ -134,11 +145,12 @@ def _misfit(kind: Instance, config: JobConfig) -> str:
         return ""
     if config.precision.compute == "bf16" and not kind.gpu.bf16:
         return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
+    name = kind.gpu.name if kind.gpu_share == 1 else f"a slice of {kind.gpu.name}"
     for index, phase in enumerate(sizing.phases(config)):
-        if sizing.choose_rung(config, kind.gpu.memory_gb, index) is None:
+        if sizing.choose_rung(config, kind.gpu_memory_gb, index) is None:
             micro = sizing.ladder(config)[-1]
             need = sizing.memory(config, index, micro.micro, checkpointing=micro.checkpointing).total_gb
-            has = f"{kind.gpu.name} has {kind.gpu.memory_gb:g}"
+            has = f"{name} has {kind.gpu_memory_gb:g}"
             return f"phase {phase.name} needs {need:.1f} GB at its smallest micro-batch, {has}"
     return ""
 
@@ -148,9 +160,9 @@ def _instead(kind: Instance, config: JobConfig, current: Sequence[Instance]) -> 
     fits = [
         other
         for other in current
-        if other.gpu.memory_gb >= kind.gpu.memory_gb and other.vcpu >= kind.vcpu and not _misfit(other, config)
+        if other.gpu_memory_gb >= kind.gpu_memory_gb and other.vcpu >= kind.vcpu and not _misfit(other, config)
     ]
-    best = min(fits, key=lambda k: (k.gpu_count, k.gpu.memory_gb, k.vcpu, k.type), default=None)
+    best = min(fits, key=lambda k: (k.gpu_count, k.gpu_memory_gb, k.vcpu, k.type), default=None)
     return best.type if best else ""
 
 

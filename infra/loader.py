@@ -198,8 +198,15 @@ def _overlaid(tree: Mapping) -> Mapping:
     entries: dict[str, Node] = dict(tree.entries)
     for name in OVERLAID:
         if name in overlay.entries:
-            entries[name] = merge(entries.get(name), overlay.entries[name])
+            entries[name] = merge(entries.get(name), _laid_over(name, overlay.entries[name]))
     return replace(tree, entries=entries)
+
+
+def _laid_over(section: str, overlay: Node) -> Node:
+    """Of `job` only the parameters: the rehearsal runs the same experiment in the same image."""
+    if section != "job" or not isinstance(overlay, Mapping):
+        return overlay
+    return replace(overlay, entries={key: node for key, node in overlay.entries.items() if key == "parameters"})
 
 
 def _overlay_problems(overlay: Node) -> list[Problem]:

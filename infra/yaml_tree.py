@@ -180,7 +180,8 @@ def _build(events: Iterator[yaml.Event], problems: list[Problem]) -> Node | None
             path, at_line = _position(stack, line)
             if isinstance(event, yaml.ScalarEvent):
                 style = event.style or None
-                assert event.start_mark and event.end_mark  # PyYAML's parser always sets them
+                assert event.start_mark is not None, "PyYAML's parser always sets marks"
+                assert event.end_mark is not None
                 start, end = event.start_mark.index, event.end_mark.index
                 scalar = Scalar(path=path, line=at_line, text=event.value, style=style, start=start, end=end)
                 root = _attach(stack, scalar, root)

@@ -1,0 +1,288 @@
+"""What one key accepts, and what is said about the rest. The files here are stacks/ files with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from infra.errors import DefinitionError, Problem
+from infra.loader import load
+
+NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
+MINIMAL = """\
+# A minimal definition. Bound: one hour.
+run: {id: r1, owner: you}
+job: {experiment: tinystories-growth, image: registry.example/team/image:1}
+fleet: {region: us-east-2, zones: [us-east-2a], instance_types: [g5.2xlarge]}
+storage: {dataset: data/x}
+limits: {max_usd: 3.00, max_hours: 1}
+"""
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(text: str) -> Path:
+        path = tmp_path / "growth-test.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def changed(section: str, line: str) -> str:
+    """The minimal file with `line` added to `section`, replacing what the section said about the same key."""
+    key = line.partition(":")[0]
+    sections = []
+    for entry in MINIMAL.splitlines():
+        name, _, rest = entry.partition(": {")
+        if name != section:
+            sections.append(entry)
+            continue
+        pairs = [pair for pair in _pairs(rest.rstrip("}")) if pair.partition(":")[0] != key]
+        sections.append(f"{section}: {{{', '.join([*pairs, line])}}}")
+    text = "\n".join(sections)
+    return text if f"{section}: {{" in text else f"{text}\n{section}: {{{line}}}"
+
+
+def _pairs(text: str) -> list[str]:
+    pairs, depth, start = [], 0, 0
+    for index, character in enumerate(text + ","):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(character, 0)
+        if character == "," and not depth:
+            pairs.append(text[start:index].strip())
+            start = index + 1
+    return pairs
+
+
+def problems(path: Path) -> tuple[Problem, ...]:
+    with pytest.raises(DefinitionError) as caught:
+        load(path, now=NOW)
+    return caught.value.problems
+
+
+def test_a_minimal_file_loads_with_its_types(write: Write) -> None:
+    definition = load(write(MINIMAL), now=NOW)
+    assert definition.name == "growth-test"
+    assert definition.purpose == "A minimal definition. Bound: one hour."
+    assert definition.limits.max_usd == Decimal("3.00")
+    assert definition.fleet.zones == ("us-east-2a",)
+    assert definition.storage.keep.bucket is True
+    assert definition.job.parameters.steps_per_phase == 1000
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "read"),
+    [
+        pytest.param(
+            "job", "parameters: {optim: {lr: [3e-4, 1.0E-4, .00008]}}", "(0.0003, 0.0001, 8e-05)", id="floats"
+        ),
+        pytest.param("run", "id: 007", "'007'", id="text that looks like a number"),
+        pytest.param("run", "owner: yes", "'yes'", id="text that looks like a truth value"),
+        pytest.param("run", "owner: 2026-11-21", "'2026-11-21'", id="text that looks like a date"),
+        pytest.param("limits", "max_usd: 3.10", "Decimal('3.10')", id="money keeps its cents"),
+        pytest.param("limits", "deadline: 2026-11-22T10:00:00+02:00", "hour=8", id="time zone"),
+        pytest.param("limits", "deadline:", "deadline=None", id="nothing where nothing is allowed"),
+        pytest.param("storage", "keep: {bucket: false}", "bucket=False", id="truth"),
+        pytest.param("storage", "keep:", "Keep(bucket=True, days=30)", id="an empty section is its defaults"),
+        pytest.param("job", 'image: "registry.example:5000/a/b:1"', "registry.example:5000/a/b:1", id="port"),
+        pytest.param("storage", "data: {size_gib: 500, snapshot: snap-0123456789abcdef0}", "snap-0", id="snapshot"),
+        pytest.param("storage", "dataset: s3://my-bucket/tokens/v1/", "s3://my-bucket/tokens/v1/", id="prefix"),
+        pytest.param(
+            "storage", "root: {size_gib: 160, iops: 80000, throughput_mibps: 2000}", "iops=80000", id="gp3 top"
+        ),
+    ],
+)
+def test_values_mean_what_the_key_says(write: Write, section: str, line: str, read: str) -> None:
+    definition = load(write(changed(section, line)), now=NOW)
+    if read == "hour=8":
+        assert definition.limits.deadline == datetime(2026, 11, 22, 8, tzinfo=UTC)
+    else:
+        assert read in repr(definition)
+
+
+REFUSED = [
+    # section, line, path, a word of the allowed range, a word of the hint, why
+    ("limits", "max_hour: 2", "limits.max_hour", "max_hours", "Nearest: max_hours.", "unknown key"),
+    ("run", "max_usd: 3", "run.max_usd", "id, owner", "It belongs under limits.", "key of another section"),
+    ("job", "parameters: {model: {widht: 8}}", "job.parameters.model.widht", "width", "Nearest: width.", "deep typo"),
+    ("storage", "keep: {bucket: yes}", "storage.keep.bucket", "true or false", "Write true.", "yes"),
+    ("storage", "keep: {bucket: Off}", "storage.keep.bucket", "true or false", "Write false.", "off"),
+    ("storage", "keep: {bucket: 1}", "storage.keep.bucket", "true or false", "", "one as a truth value"),
+    ("storage", "keep: {days: 0}", "storage.keep.days", "from 1 to 3,650 (days)", "", "no retention"),
+    ("limits", "max_hours: 0", "limits.max_hours", "from 0.01 to 720 (hours)", "", "zero hours"),
+    ("limits", "max_hours: 2h", "limits.max_hours", "hours", "without unit", "a unit"),
+    ("limits", "max_usd: $3", "limits.max_usd", "USD", "without unit", "a currency sign"),
+    ("limits", "max_usd: -1", "limits.max_usd", "from 0.01", "", "negative money"),
+    ("limits", "max_usd: .nan", "limits.max_usd", "a number", "", "not a number"),
+    ("limits", "max_usd: 1_000", "limits.max_usd", "a number", "separator", "underscores"),
+    ("limits", "max_usd:", "limits.max_usd", "a number", "", "an empty value"),
+    ("limits", "max_usd: [3]", "limits.max_usd", "a number", "", "a list for a number"),
+    ("limits", "deadline: 2026-12-01", "limits.deadline", "2026-12-31T18:00:00Z", "T00:00:00Z", "a date"),
+    ("limits", "deadline: 2026-12-01T10:00:00", "limits.deadline", "zone", "Z for UTC", "a time without zone"),
+    ("limits", "deadline: 2026-12-01T10:00:00.5Z", "limits.deadline", "zone", "Whole seconds", "fractions"),
+    ("limits", "deadline: 0001-01-01T00:00:00+23:00", "limits.deadline", "zone", "", "the calendar's edge"),
+    ("limits", "deadline: 2026-11-21T11:59:59Z", "limits.deadline", "after now, 2026-11-21", "new id", "past"),
+    ("limits", "deadline: 2028-01-01T00:00:00Z", "limits.deadline", "within a year", "", "too far"),
+    ("job", "parameters: {steps_per_phase: 3e-4}", "job.parameters.steps_per_phase", "whole number", "", "3e-4 steps"),
+    (
+        "job",
+        "parameters: {steps_per_phase: 1e3}",
+        "job.parameters.steps_per_phase",
+        "whole number",
+        "Write 1000.",
+        "1e3",
+    ),
+    ("job", "parameters: {steps_per_phase: 010}", "job.parameters.steps_per_phase", "whole", "Write 10.", "octal"),
+    ("job", "parameters: {steps_per_phase: 0x10}", "job.parameters.steps_per_phase", "whole", "plain", "hexadecimal"),
+    ("job", "parameters: {steps_per_phase: ١٠}", "job.parameters.steps_per_phase", "whole number", "", "other digits"),
+    ("job", "parameters: {optim: {lr: 3e-4}}", "job.parameters.optim.lr", "a list", "Write [3e-4].", "no list"),
+    ("job", "parameters: {optim: {lr: [3e-4, 1e-4]}}", "job.parameters.optim.lr", "3 learning", "", "two of three"),
+    ("job", "parameters: {optim: {lr: [3e-4, 1e999, 0]}}", "job.parameters.optim.lr[1]", "up to 1", "", "infinity"),
+    ("job", "parameters: {precision: {compute: fp16}}", "job.parameters.precision.compute", "bf16, fp32", "", "fp16"),
+    ("job", "parameters: {model: {heads: 9}}", "job.parameters.model.heads", "divisor of the width, 832", "8", "heads"),
+    (
+        "job",
+        "parameters: {model: {width: 24}}",
+        "job.parameters.model.heads",
+        "an even width",
+        "",
+        "odd width per head",
+    ),
+    ("job", "parameters: {model: {top_k: 9}}", "job.parameters.model.top_k", "experts, 8", "", "top_k"),
+    ("job", "parameters: {batch: {micro: 32}}", "job.parameters.batch.micro", "global batch, 16", "", "micro"),
+    ("job", "parameters: {eval: {prompts: []}}", "job.parameters.eval.prompts", "at least one", "", "no prompt"),
+    ("job", "experiment: tinystory-growth", "job.experiment", "tinystories-growth", "Nearest", "experiment"),
+    ("job", "image: pytorch:2.13", "job.image", "registry/repository:tag", "registry", "no registry"),
+    ("job", "image: registry.example/a/b", "job.image", "registry/repository:tag", "tag", "no tag"),
+    ("job", "image: registry.example/a/b:1@sha256:12", "job.image", "64 hexadecimal", "", "short digest"),
+    ("fleet", "region: us-east2", "fleet.region", "us-east-2", "Nearest: us-east-2.", "unknown region"),
+    ("fleet", "zones: [us-east-1a]", "fleet.zones[0]", "zones of us-east-2", "us-east-1", "another region's zone"),
+    ("fleet", "zones: [us-east-2a, us-east-2a]", "fleet.zones[1]", "each zone once", "", "a zone twice"),
+    ("fleet", "zones: []", "fleet.zones", "a list of 1 to 6", "", "no zone"),
+    ("fleet", "zones: us-east-2a", "fleet.zones", "a list", "Write [us-east-2a].", "a zone that is no list"),
+    ("fleet", "instance_types: [p3.2xlarge]", "fleet.instance_types[0]", "still offers", "Use g5.2xlarge", "p3"),
+    ("fleet", "instance_types: [g4dn.2xlarge]", "fleet.instance_types[0]", "bf16", "g5.2xlarge", "no bf16"),
+    ("fleet", "instance_types: [g5.2xlrage]", "fleet.instance_types[0]", "g5.2xlarge", "Nearest: g5.2xlarge.", "typo"),
+    ("fleet", "instance_types: [c7i.large]", "fleet.instance_types[0]", "g5.*", "", "no GPU"),
+    ("fleet", "instance_types: [g5.2xlarge, g5.2xlarge]", "fleet.instance_types[1]", "a set", "", "a type twice"),
+    (
+        "fleet",
+        "instance_types: [p4de.24xlarge]",
+        "fleet.instance_types[0]",
+        "offered",
+        "us-east-1, us-west-2",
+        "not in the region",
+    ),
+    ("fleet", "capacity: spto", "fleet.capacity", "spot, on-demand", "Nearest: spot.", "capacity"),
+    ("fleet", "ami: 'resolve:ssm:/x'", "fleet.ami", "ami-", "doctor --pin", "a parameter as AMI"),
+    ("storage", "root: {size_gib: 74}", "storage.root.size_gib", "at least 75", "", "smaller than the AMI"),
+    ("storage", "root: {size_gib: 65537}", "storage.root.size_gib", "65,536 (GiB)", "", "larger than gp3"),
+    ("storage", "root: {size_gib: 100, iops: 50001}", "storage.root.iops", "500 per GiB, 50,000", "101", "IOPS ratio"),
+    ("storage", "root: {size_gib: 100, throughput_mibps: 751}", "storage.root.throughput_mibps", "750", "3004", "rate"),
+    ("storage", "root: {size_gib: 100, snapshot: snap-01234567}", "storage.root.snapshot", "AMI", "data", "root snap"),
+    ("storage", "data: {iops: 3000}", "storage.data.size_gib", "whole number from 1", "", "a disk without size"),
+    ("storage", "dataset: s3:/bucket/x", "storage.dataset", "s3://bucket/prefix", "colon", "one slash"),
+    ("storage", "dataset: s3://Bucket/x", "storage.dataset", "s3://", "bucket name", "capital letters"),
+    ("storage", "dataset: /home/me/data", "storage.dataset", "inside the project", "relative", "absolute path"),
+    ("storage", "dataset: ../data", "storage.dataset", "inside the project", "relative", "above the project"),
+    ("run", "id: R1", "run.id", "a-z, 0-9", "", "capital run id"),
+    ("run", "id: inputs", "run.id", "not `inputs`", "", "the inputs folder"),
+    ("run", "id: " + "r" * 33, "run.id", "1 to 32", "", "a long run id"),
+    ("run", "owner: 'aws:me'", "run.owner", "not starting with aws:", "", "a reserved tag"),
+    ("estimate", "step_ms: [30, 60]", "estimate.step_ms", "3 numbers (ms)", "", "a phase missing"),
+    ("estimate", "efficiency: 45", "estimate.efficiency", "from 0.001 to 1", "", "per cent"),
+    ("rehearsal", "interruptions: {notice_s: 0}", "rehearsal.interruptions.notice_s", "from 1 to 120", "", "no notice"),
+    ("rehearsal", "run: {id: x}", "rehearsal.run", "job, fleet", "", "another identity"),
+    ("rehearsal", "job: {image: x}", "rehearsal.job.image", "parameters", "", "another image"),
+    ("rehearsal", "limits: {max_hours: 0}", "rehearsal.limits.max_hours", "hours", "", "a wrong overlay"),
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "path", "allowed", "hint"),
+    [pytest.param(*case[:5], id=case[5]) for case in REFUSED],
+)
+def test_a_wrong_value_is_named_with_its_path_range_and_way_out(
+    write: Write, section: str, line: str, path: str, allowed: str, hint: str
+) -> None:
+    text = changed(section, line)
+    found = {problem.path: problem for problem in problems(write(text))}
+    assert path in found, list(found)
+    problem = found[path]
+    assert allowed in problem.allowed
+    assert hint in problem.hint
+    assert problem.line is not None
+    assert text.splitlines()[problem.line - 1].startswith(section)
+
+
+def test_one_mistake_gives_one_problem(write: Write) -> None:
+    for section, line, *_ in REFUSED:
+        found = problems(write(changed(section, line)))
+        expected = 2 if "1e999, 0" in line else 1
+        assert len(found) == expected, (line, found)
+
+
+def test_all_problems_of_a_file_are_reported_together_in_file_order(write: Write) -> None:
+    text = MINIMAL.replace("r1", "R 1").replace("[us-east-2a]", "[us-east-1a, us-east-2z]").replace("3.00", "three")
+    text += "rehearsal: {limits: {max_hours: 0}}\nlimit: {}\n"
+    paths = [problem.path for problem in problems(write(text))]
+    assert paths == [
+        "run.id",
+        "fleet.zones[0]",
+        "fleet.zones[1]",
+        "limits.max_usd",
+        "rehearsal.limits.max_hours",
+        "limit",
+    ]
+
+
+def test_a_gpu_with_too_little_memory_is_refused_with_the_phase_and_the_smallest_that_fits(write: Write) -> None:
+    parameters = "parameters: {precision: {phase3_state: fp32}}"
+    (problem,) = problems(write(changed("job", parameters)))
+    assert problem.path == "fleet.instance_types[0]"
+    assert "phase grown needs" in problem.allowed
+    assert "A10G has 24" in problem.allowed
+    assert "g6e." in problem.hint
+
+
+def test_missing_sections_are_named_with_every_required_key(write: Write) -> None:
+    paths = {problem.path for problem in problems(write("run: {id: r1}\n"))}
+    assert paths == {
+        "run.owner",
+        "job.experiment",
+        "job.image",
+        "fleet.region",
+        "fleet.zones",
+        "fleet.instance_types",
+        "storage.dataset",
+        "limits.max_usd",
+        "limits.max_hours",
+    }
+
+
+def test_a_past_deadline_is_accepted_for_a_run_that_is_over(write: Write) -> None:
+    path = write(changed("limits", "deadline: 2026-11-21T11:00:00Z"))
+    definition = load(path, now=NOW, past_deadline=True)
+    assert definition.limits.deadline == datetime(2026, 11, 21, 11, tzinfo=UTC)
+
+
+def test_the_files_name_must_suit_a_bucket(tmp_path: Path) -> None:
+    path = tmp_path / "My_Stack.yaml"
+    path.write_text(MINIMAL)
+    (problem,) = problems(path)
+    assert problem.path == "the file's name"
+    assert problem.value == "My_Stack"
+
+
+def test_the_message_is_one_line_per_problem(write: Write) -> None:
+    with pytest.raises(DefinitionError) as caught:
+        load(write(changed("limits", "max_hours: 0")), now=NOW)
+    first, second = str(caught.value).splitlines()
+    assert first.endswith("growth-test.yaml: 1 problem, nothing was declared")
+    assert second == ("  - line 6, limits.max_hours: '0' is not accepted; allowed: a number from 0.01 to 720 (hours).")
