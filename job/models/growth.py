@@ -1,0 +1,200 @@
+"""The model of tinystories-growth: a GPT-2-style decoder whose FFN is dense (phase 0) or a mixture of experts (1, 2).
+
+Unusual here:
+- the head is the embedding table (tied): `embed.weight` is stored once; no buffers, so a state dict is weights only;
+- master weights may be wider than the compute dtype: each product casts its own weight to the activations' dtype,
+  there is no autocast; router, softmax and loss are at least fp32;
+- on GPUs before sm_90 training may drop (token, expert) pairs beyond a static capacity; evaluation never does.
+
+Knows nothing of training: no optimizer, no schedule, no accumulation. Legend: B batch, T sequence, V vocabulary,
+L layers, E experts, d width. The layers are in blocks.py, the experts' products in routing.py.
+
+| parameter                                      | initialisation                          | group    |
+| ---------------------------------------------- | --------------------------------------- | -------- |
+| embed.weight (also the head)                   | normal, 0.02                            | no decay |
+| q, k, v, up weights                            | normal, 0.02                            | decay    |
+| o, down weights (write to the residual stream) | normal, 0.02 / sqrt(2 x layers)         | decay    |
+| router.weight                                  | normal, model.router_std                | decay    |
+| norm weights / norm biases                     | 1 / 0                                   | no decay |
+| every other bias                               | 0                                       | no decay |
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from job import sizing
+from job.config import JobConfig
+from job.models.blocks import Block, Dispatch, Experts, Norm, at_least_fp32, rotations
+from job.models.routing import Routing
+
+INIT_STD = 0.02
+
+
+class Output(NamedTuple):
+    """What a forward pass gives. The trainer divides `loss_sum` by the tokens of the whole global batch, and weights
+    `aux_loss` by this micro-batch's share of it.
+    """
+
+    logits: Tensor | None  # [B, T, V] in the compute dtype; only without targets
+    loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over tokens; only with targets
+    aux_loss: (
+        Tensor | None
+    )  # scalar: load-balance term, mean over layers, 1 when even, coefficient not applied; dense: None
+    expert_load: Tensor | None  # [L, E] int64: (token, choice) pairs sent to each expert; dense: None
+    router_entropy: Tensor | None  # [L] nats, mean over tokens; dense: None
+
+
+def build(
+    config: JobConfig,
+    phase_index: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> Growth:
+    """A freshly initialised model of a phase. `dtype` of the parameters: by default the phase's state dtype.
+
+    Drawn on the CPU from `generator` (default: seeded with config.seed), so that it is the same on every device.
+    On device "meta" nothing is drawn.
+    """
+    with torch.device("meta"):
+        module = Growth(config, phase_index)
+    module = module.to(dtype or state_dtype(config, phase_index))
+    if torch.device(device).type != "meta":
+        module = module.to_empty(device=device)
+        initialise(module, config, generator or torch.Generator().manual_seed(config.seed))
+    _choose_dispatch(module, torch.device(device))
+    return module
+
+
+def load(
+    config: JobConfig, phase_index: int, state: dict[str, Tensor], *, device: torch.device | str = "cpu"
+) -> Growth:
+    """A model holding `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError when they do not fit."""
+    module = build(config, phase_index, device="meta")
+    try:
+        module.load_state_dict({name: tensor.to(device) for name, tensor in state.items()}, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"phase {phase_index}: the weights do not fit this run config: {error}") from error
+    for parameter in module.parameters():
+        parameter.requires_grad_(True)
+    _choose_dispatch(module, torch.device(device))
+    return module
+
+
+def state_dtype(config: JobConfig, phase_index: int) -> torch.dtype:
+    """Of weights, gradients and moments."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[sizing.state_dtype(config, phase_index)]
+
+
+def parameter_groups(module: nn.Module, config: JobConfig) -> list[dict[str, Any]]:
+    """Two AdamW groups, in the order of the state dict: matrices with weight decay, everything else without."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        matrix = name.endswith("weight") and "norm" not in name and not name.startswith("embed")
+        (decayed if matrix else plain).append(parameter)
+    return [{"params": decayed, "weight_decay": config.optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+class Growth(nn.Module):
+    """One phase's model. `compute_dtype`, `checkpointing` and `set_capacity` may be changed at any time."""
+
+    def __init__(self, config: JobConfig, phase_index: int) -> None:
+        super().__init__()
+        if problems := sizing.problems(config):
+            raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))
+        self.shape = s = sizing.shape(config.model, phase_index)
+        self.compute_dtype = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
+        self.embed = nn.Embedding(s.vocab, s.width)
+        self.blocks = nn.ModuleList(Block(s) for _ in range(s.layers))
+        self.norm = Norm(s.width)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
+        """Logits without targets, the summed loss with them. Tokens and targets are int64."""
+        x_BTd = self.embed(tokens_BT).to(self.compute_dtype)
+        cos_TD, sin_TD = rotations(tokens_BT.shape[1], self.shape.width // self.shape.heads, x_BTd)
+        routings: list[Routing] = []
+        for block in self.blocks:
+            x_BTd, routing = block(x_BTd, cos_TD, sin_TD)
+            if routing is not None:
+                routings.append(routing)
+        x_BTd = self.norm(x_BTd)
+        logits = loss_sum = None
+        if targets_BT is None:
+            logits = F.linear(x_BTd, self.embed.weight.to(x_BTd.dtype))
+        else:
+            loss_sum = self.loss(x_BTd, targets_BT)
+        if not routings:
+            return Output(logits, loss_sum, None, None, None)
+        return Output(
+            logits,
+            loss_sum,
+            torch.stack([r.balance for r in routings]).mean(),
+            torch.stack([r.load for r in routings]),
+            torch.stack([r.entropy for r in routings]),
+        )
+
+    def loss(self, x_BTd: Tensor, targets_BT: Tensor) -> Tensor:
+        """Cross-entropy summed over tokens. Not F.linear_cross_entropy, which holds no logits: it rounds the sum to
+        the compute dtype (bf16: 3200.0 for 3198.3), does not compile, and 24 GB suffice without it.
+        """
+        logits = F.linear(x_BTd, self.embed.weight.to(x_BTd.dtype)).flatten(0, 1)
+        return F.cross_entropy(logits.to(at_least_fp32(logits.dtype)), targets_BT.flatten(), reduction="sum")
+
+    @property
+    def checkpointing(self) -> bool:
+        """Activation checkpointing in training mode: products and attention are kept, the rest is recomputed."""
+        return bool(self.blocks[0].checkpointing)
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.checkpointing = on
+
+    @property
+    def capacity(self) -> float | None:
+        """Rows per expert over the even share, where padded; None where no row is ever dropped."""
+        ffn = self.blocks[0].ffn
+        return ffn.capacity if isinstance(ffn, Experts) and ffn.dispatch == "padded" else None
+
+    def set_dispatch(self, dispatch: Dispatch, capacity: float = sizing.CAPACITY) -> None:
+        """How the expert product runs: `grouped` drops nothing, `padded` drops what exceeds `capacity` in training."""
+        for block in self.blocks:
+            if isinstance(block.ffn, Experts):
+                block.ffn.dispatch, block.ffn.capacity = dispatch, capacity
+
+
+@torch.no_grad()
+def initialise(module: Growth, config: JobConfig, generator: torch.Generator) -> None:
+    """The table at the top of this file, drawn on the CPU in fp32."""
+    for name, parameter in module.named_parameters():
+        std = initial_std(name, module.shape.layers, config.model.router_std)
+        if std is None:
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+        else:
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+
+def initial_std(name: str, layers: int, router_std: float) -> float | None:
+    """Standard deviation of a matrix by its name in the state dict; None for norms and biases."""
+    if "norm" in name or not name.endswith("weight"):
+        return None
+    if name.endswith("router.weight"):
+        return router_std
+    if name.endswith(("o.weight", "down.weight")):
+        return INIT_STD / math.sqrt(2 * layers)
+    return INIT_STD
+
+
+def _choose_dispatch(module: Growth, device: torch.device) -> None:
+    """grouped_mm is fast on CPU and from sm_90; before, it loops and waits for the host (torch 2.11 to 2.15)."""
+    slow = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+    module.set_dispatch("padded" if slow else "grouped")

@@ -1,0 +1,114 @@
+"""Rows to experts and back: two ways to run the same mixture, static shapes, no wait for the host.
+
+Both move rows with `rearrange`, a gather whose gradient is a gather too: deterministic on every device. Legend as in
+blocks.py; S = N x K (token, choice) pairs, sorted by expert.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """What one layer's router did. All on the device; nothing is read back."""
+
+    load: Tensor  # [E] int64, (token, choice) pairs per expert
+    balance: Tensor  # scalar: E x sum(share of pairs x mean probability), 1 when even (Switch Transformer, eq. 4)
+    entropy: Tensor  # scalar, nats: of the full softmax, mean over tokens
+
+    @classmethod
+    def of(cls, logits_NE: Tensor, chosen_NK: Tensor) -> Routing:
+        """From the router's logits and the experts chosen."""
+        experts = logits_NE.shape[-1]
+        load_E = (chosen_NK.flatten()[:, None] == torch.arange(experts, device=chosen_NK.device)).sum(0)
+        log_NE = logits_NE.log_softmax(-1)
+        probability_NE = log_NE.exp()
+        balance = experts * (load_E / chosen_NK.numel() * probability_NE.mean(0)).sum()
+        return cls(load_E, balance, -(probability_NE * log_NE).sum(-1).mean().detach())
+
+
+def grouped_experts(x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E: Tensor, w: list[Tensor]) -> Tensor:
+    """Dropless: pairs sorted by expert, one grouped product per Linear. `w`: up weight and bias, down weight, bias."""
+    order_S, place_S = _sort(chosen_NK)
+    rows_Sd = rearrange(_repeat(x_Nd, chosen_NK), order_S, None, place_S, None)
+    ends_E = load_E.cumsum(0).to(torch.int32)
+    # the bias of each row's expert as a product with 0/1: exact, and its gradient is a product too
+    one_SE = F.one_hot(chosen_NK.flatten().index_select(0, order_S), load_E.numel()).to(x_Nd.dtype)
+    hidden_Sh = F.gelu(F.grouped_mm(rows_Sd, w[0].transpose(-2, -1), offs=ends_E) + one_SE @ w[1])
+    result_Sd = F.grouped_mm(hidden_Sh, w[2].transpose(-2, -1), offs=ends_E) + one_SE @ w[3]
+    return _combine(rearrange(result_Sd, place_S, None, order_S, None), weights_NK)
+
+
+def padded_experts(
+    x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E: Tensor, w: list[Tensor], capacity: float | None
+) -> Tensor:
+    """Every expert gets C rows. Pairs beyond C are dropped: they add nothing. `capacity` None: C = N, none dropped."""
+    order_S, place_S = _sort(chosen_NK)
+    rows = rows_per_expert(x_Nd.shape[0], chosen_NK.shape[1], load_E.numel(), capacity)
+    start_E = load_E.cumsum(0) - load_E
+    within_EC = torch.arange(rows, device=x_Nd.device).expand(load_E.numel(), rows)
+    filled_M = (within_EC < load_E[:, None]).flatten()
+    pair_M = order_S.index_select(0, (start_E[:, None] + within_EC).flatten().clamp_max(order_S.numel() - 1))
+    expert_S = chosen_NK.flatten()
+    offset_S = place_S - start_E.index_select(0, expert_S)
+    kept_S = offset_S < rows
+    slot_S = expert_S * rows + offset_S.clamp_max(rows - 1)
+
+    rows_ECd = rearrange(_repeat(x_Nd, chosen_NK), pair_M, filled_M, slot_S, kept_S).view(load_E.numel(), rows, -1)
+    hidden_ECh = F.gelu(torch.baddbmm(w[1][:, None], rows_ECd, w[0].transpose(-2, -1)))
+    result_ECd = torch.baddbmm(w[3][:, None], hidden_ECh, w[2].transpose(-2, -1))
+    return _combine(rearrange(result_ECd.flatten(0, 1), slot_S, kept_S, pair_M, filled_M), weights_NK)
+
+
+def rows_per_expert(tokens: int, top_k: int, experts: int, capacity: float | None) -> int:
+    """C: the even share times `capacity`, at most one row per token."""
+    if capacity is None:
+        return tokens
+    return min(tokens, math.ceil(capacity * tokens * top_k / experts))
+
+
+class _Rearrange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, there: Tensor, there_mask: Tensor | None, back: Tensor, back_mask: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(back, back_mask)
+        return _gather(x, there, there_mask)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _gather(gradients[0], *ctx.saved_tensors), None, None, None, None
+
+
+def rearrange(x: Tensor, there: Tensor, there_mask: Tensor | None, back: Tensor, back_mask: Tensor | None) -> Tensor:
+    """`x[there]`, rows where `there_mask` is False zero. The gradient is `g[back]` masked likewise: `back` must name
+    where each row of x went, and `back_mask` whether it went anywhere.
+    """
+    y: Tensor = _Rearrange.apply(x, there, there_mask, back, back_mask)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _gather(x: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
+    rows = x.index_select(0, index)
+    return rows if mask is None else rows.masked_fill(~mask[:, None], 0)
+
+
+def _sort(chosen_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """The pairs' order by expert (stable), and each pair's place in it."""
+    order_S = chosen_NK.flatten().argsort(stable=True)
+    place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(order_S.numel(), device=order_S.device))
+    return order_S, place_S
+
+
+def _repeat(x_Nd: Tensor, chosen_NK: Tensor) -> Tensor:
+    """Each token's row once per choice: [S, d]."""
+    return x_Nd[:, None].expand(-1, chosen_NK.shape[1], -1).flatten(0, 1)
+
+
+def _combine(rows_Sd: Tensor, weights_NK: Tensor) -> Tensor:
+    return (rows_Sd.view(*weights_NK.shape, -1) * weights_NK[..., None]).sum(1)
