@@ -72,7 +72,7 @@ class Cloud:
             retry_s=retry_s,
         )
         self.endpoint = ""
-        self._launch, self._end = launch, end
+        self.launch, self.end = launch, end  # called for every instance that starts and that is gone
         self._port = port
         self._imds: dict[str, Imds] = {}
         self._seeded: set[str] = set()
@@ -232,13 +232,13 @@ class Cloud:
 
     def _launched(self, instance: Instance) -> None:
         self._imds[instance.id] = Imds.of(instance, self.account, self.clock, NODE_KEY, SECRET)
-        if self._launch is not None:
-            self._launch(instance)
+        if self.launch is not None:
+            self.launch(instance)
 
     def _ended(self, instance: Instance) -> None:
         instance.ended_at = instance.ended_at or self.clock.now()
-        if self._end is not None:
-            self._end(instance)
+        if self.end is not None:
+            self.end(instance)
         self._imds[instance.id].close()
 
     def _quota(self, instance_type: str, spot: bool) -> float:

@@ -46,6 +46,7 @@ class Instance:
     user_data: str  # decoded
     profile: str | None  # instance profile name
     shutdown_behavior: str  # stop | terminate
+    volumes: dict[str, str | None] = field(default_factory=dict)  # disks besides the root: snapshot by device name
     tags: dict[str, str] = field(default_factory=dict)
     tags_in_metadata: bool = False
     launched_at: datetime
@@ -226,7 +227,7 @@ class Launcher:
         )
         made = reservation.instances[0]
         made.launch_time = now
-        _attach_disks(backend, made, spec, {} if spot else tags.get("volume", {}))
+        volumes = _attach_disks(backend, made, spec, {} if spot else tags.get("volume", {}))
         for nic in made.nics.values():
             nic.delete_on_termination = True
             nic.add_tags(tags.get("network-interface", {}))
@@ -244,6 +245,7 @@ class Launcher:
             user_data=user_data.decode() if user_data is not None else "",
             profile=_profile_name(spec),
             shutdown_behavior=behavior,
+            volumes=volumes,
             tags={tag["key"]: tag["value"] for tag in made.get_tags()},
             tags_in_metadata=metadata.get("InstanceMetadataTags") == "enabled",
             launched_at=now,
@@ -304,7 +306,7 @@ def _aws_tags(fleet_id: str, pool: Pool) -> dict[str, str]:
     }
 
 
-def _attach_disks(backend: Any, instance: Any, spec: Mapping[str, Any], tags: dict[str, str]) -> None:
+def _attach_disks(backend: Any, instance: Any, spec: Mapping[str, Any], tags: dict[str, str]) -> dict[str, str | None]:
     """The image's root disk and the template's over it. Spot volumes take no template tags (User Guide, June 2023)."""
     root = backend.amis[instance.image_id].root_device_name
     disks: dict[str, dict[str, Any]] = {root: {"VolumeSize": 40, "VolumeType": "gp3", "DeleteOnTermination": True}}
@@ -324,3 +326,4 @@ def _attach_disks(backend: Any, instance: Any, spec: Mapping[str, Any], tags: di
         )
         volume.add_tags(tags)
         backend.attach_volume(volume.id, instance.id, device, bool(disk.get("DeleteOnTermination")))
+    return {device: disk.get("SnapshotId") for device, disk in disks.items() if device != root}

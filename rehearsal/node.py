@@ -1,0 +1,157 @@
+"""Rehearsed nodes: each launched instance runs its user-data with bash, in a folder of its own.
+
+The script, the AWS CLI, curl and Python are real; stand-ins come first on the PATH for what a laptop must not do
+(rehearsal/standins/README.md). A node has no keys in its environment: like on EC2, its role's come from the metadata
+service. Ending an instance kills every process of its node at once, as losing the machine would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from moto.ec2.models.instance_types import INSTANCE_TYPES
+
+from infra.errors import GpufleetError
+from rehearsal.cloud import Cloud
+from rehearsal.launch import Instance
+
+STANDINS = Path(__file__).parent / "standins"
+NEEDED = ("bash", "curl", "tar")
+POLL_S = 0.05
+
+
+@dataclass(kw_only=True, slots=True)
+class Node:
+    """A running node: its folder is the machine's root."""
+
+    instance: Instance
+    root: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def log(self) -> Path:
+        """What the user-data script printed, as cloud-init keeps it."""
+        return self.root / "var" / "log" / "cloud-init-output.log"
+
+    @property
+    def container_log(self) -> Path:
+        """What the container printed."""
+        return self.root / "opt" / "gpufleet" / "container.log"
+
+
+class NodeRunner:
+    """Runs a node for every instance that the cloud launches, until `close`."""
+
+    def __init__(self, cloud: Cloud, folder: Path) -> None:
+        missing = [name for name in NEEDED if shutil.which(name) is None]
+        if missing:
+            raise GpufleetError(
+                f"a rehearsal runs the node's real script, which needs {', '.join(missing)}: please install"
+            )
+        self.cloud = cloud
+        self.folder = folder
+        self.nodes: dict[str, Node] = {}
+        self._watchers: list[threading.Thread] = []
+        self._closed = threading.Event()
+        cloud.launch, cloud.end = self.launch, self.end
+
+    def launch(self, instance: Instance) -> None:
+        """Boots the instance."""
+        root = self.folder / instance.id
+        for name in ("dev", "etc", "run", "root", "tmp", "var/log", "var/lib/cloud/instance"):
+            (root / name).mkdir(parents=True)
+        _disks(root, instance)
+        script = root / "var/lib/cloud/instance/user-data.txt"
+        script.write_text(instance.user_data, encoding="utf-8")
+        script.chmod(0o755)
+        with (root / "var/log/cloud-init-output.log").open("wb") as log:
+            process = subprocess.Popen(
+                ["bash", str(script)],
+                cwd=root,
+                env=self._environment(instance, root),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        node = Node(instance=instance, root=root, process=process)
+        self.nodes[instance.id] = node
+        watcher = threading.Thread(target=self._watch, args=(node,), daemon=True)
+        watcher.start()
+        self._watchers.append(watcher)
+
+    def end(self, instance: Instance) -> None:
+        """The machine is gone: no process of it runs after this returns."""
+        node = self.nodes[instance.id]
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(node.process.pid, signal.SIGKILL)
+        for pid in _marked(instance.id):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        node.process.wait()
+
+    def close(self) -> None:
+        """Ends every node."""
+        self._closed.set()
+        for node in self.nodes.values():
+            self.end(node.instance)
+        for watcher in self._watchers:
+            watcher.join()
+
+    def _watch(self, node: Node) -> None:
+        """Passes on to the cloud that the node's operating system shut down."""
+        request = node.root / "run" / "shutdown"
+        while not self._closed.wait(POLL_S) and node.instance.ended_at is None:
+            if request.exists():
+                self.cloud.shut_down(node.instance.id)
+                return
+
+    def _environment(self, instance: Instance, root: Path) -> dict[str, str]:
+        python = Path(sys.executable)
+        return {
+            "PATH": os.pathsep.join([str(STANDINS), str(python.parent), os.environ.get("PATH", os.defpath)]),
+            "HOME": str(root / "root"),
+            "TMPDIR": str(root / "tmp"),
+            "LANG": "C.UTF-8",
+            "GPUFLEET_ROOT": str(root),
+            "GPUFLEET_NODE": instance.id,
+            "GPUFLEET_PYTHON": str(python),
+            "AWS_ENDPOINT_URL": self.cloud.endpoint,
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.cloud.metadata_endpoint(instance.id),
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+
+
+def _disks(root: Path, instance: Instance) -> None:
+    """Disks are empty files: instance store by the instance type, the data volume by its device name."""
+    store = INSTANCE_TYPES[instance.type].get("InstanceStorageInfo") or {}
+    lines = []
+    for number in range(1, 1 + sum(disk["Count"] for disk in store.get("Disks", []))):
+        device = root / "dev" / f"nvme{number}n1"
+        device.touch()
+        lines.append(f"{device} Amazon EC2 NVMe Instance Storage\n")
+    (root / "etc" / "disks").write_text("".join(lines))
+    for name, snapshot in instance.volumes.items():
+        device = root / name.lstrip("/")
+        device.touch()
+        if snapshot:
+            device.with_name(device.name + ".fs").write_text("xfs\n")
+
+
+def _marked(instance_id: str) -> list[int]:
+    """Processes that left the node's process group; their environment names the node. Linux only: elsewhere none do."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"GPUFLEET_NODE={instance_id}\0".encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+    return found

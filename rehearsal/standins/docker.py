@@ -1,0 +1,261 @@
+"""The container runtime of a rehearsed node: `docker run` without images, namespaces or root.
+
+The command runs with the project's Python in the node's process group. Host folders stand in for mounts: a container
+path at the start of an argument or of an environment value becomes the host's. The environment is the container's own,
+so that nothing leaks in from the laptop. Output goes to standard output and, with --log-driver awslogs, to CloudWatch
+Logs. Options that change nothing here are accepted by name; an unknown one is an error, never ignored.
+"""
+
+# ruff: noqa: T201 - a command speaks by printing
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(os.environ["GPUFLEET_ROOT"])
+CONTAINERS = ROOT / "run" / "docker"
+DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
+
+
+def main(words: list[str]) -> int:
+    command, rest = (words[0], words[1:]) if words else ("", [])
+    commands = {"run": run, "pull": pull, "stop": stop, "rm": remove, "ps": listing, "info": info}
+    if command not in commands:
+        print(f"docker: '{command}' is not stood in for in a rehearsal", file=sys.stderr)
+        return DAEMON_ERROR
+    return commands[command](rest)
+
+
+def run(words: list[str]) -> int:
+    options = _run_options().parse_args(words)
+    name = options.name or "container"
+    record = CONTAINERS / name
+    if record.exists():
+        print(f'docker: Conflict. The container name "/{name}" is already in use.', file=sys.stderr)
+        return DAEMON_ERROR
+    if options.gpus and not _has_gpu():
+        print('docker: could not select device driver "" with capabilities: [[gpu]].', file=sys.stderr)
+        return DAEMON_ERROR
+    mounts = _mounts(options.volume)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(ROOT / "root"),
+        "LANG": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",  # the code is mounted read-only
+        "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
+        **_environment(options.env, mounts),
+    }
+    logs = _logs(options)
+    if isinstance(logs, str):
+        print(f"docker: failed to initialize logging driver: {logs}", file=sys.stderr)
+        return DAEMON_ERROR
+    argv = [_inside(word, mounts) for word in options.command]
+    if argv[0] in ("python", "python3"):
+        argv[0] = os.environ["GPUFLEET_PYTHON"]
+    child = subprocess.Popen(
+        argv,
+        cwd=_inside(options.workdir, mounts) if options.workdir else str(ROOT),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: child.send_signal(received))
+    CONTAINERS.mkdir(parents=True, exist_ok=True)
+    record.write_text(str(child.pid))
+    assert child.stdout is not None
+    for line in child.stdout:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+        if logs is not None:
+            logs.write(line)
+    code = child.wait()
+    if logs is not None:
+        logs.close()
+    if options.rm:
+        record.unlink()
+    return 128 - code if code < 0 else code
+
+
+def pull(words: list[str]) -> int:
+    """Nothing is pulled: 15 GB are not for a laptop. What a registry would refuse is refused."""
+    image = words[-1]
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._/:-]*(:[\w.-]+)?@sha256:[0-9a-f]{64}", image):
+        print(f"docker: {image} names no digest", file=sys.stderr)
+        return 1
+    print(image)
+    return 0
+
+
+def stop(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="docker stop")
+    parser.add_argument("-t", "--time", "--timeout", type=float, default=10)
+    parser.add_argument("container")
+    options = parser.parse_args(words)
+    try:
+        pid = int((CONTAINERS / options.container).read_text())
+    except FileNotFoundError:
+        print(f"Error response from daemon: No such container: {options.container}", file=sys.stderr)
+        return 1
+    deadline = time.monotonic() + options.time
+    if _alive(pid):
+        os.kill(pid, signal.SIGTERM)
+    while _alive(pid):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    print(options.container)
+    return 0
+
+
+def remove(words: list[str]) -> int:
+    for name in (word for word in words if not word.startswith("-")):
+        (CONTAINERS / name).unlink(missing_ok=True)
+        print(name)
+    return 0
+
+
+def listing(words: list[str]) -> int:
+    for record in sorted(CONTAINERS.glob("*")):
+        if _alive(int(record.read_text())):
+            print(record.name)
+    return 0
+
+
+def info(words: list[str]) -> int:
+    print("Server Version: stand-in of the rehearsal")
+    return 0
+
+
+class CloudWatchLogs:
+    """The awslogs driver, non-blocking: what cannot be sent is dropped, never waited for."""
+
+    def __init__(self, client: Any, group: str, stream: str) -> None:
+        self._client, self._group, self._stream = client, group, stream
+        self._lines: queue.Queue[tuple[int, str] | None] = queue.Queue(maxsize=50_000)
+        self._thread = threading.Thread(target=self._send, daemon=True)
+        self._thread.start()
+
+    def write(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip("\n")
+        if text and not self._lines.full():
+            self._lines.put((int(time.time() * 1000), text))
+
+    def close(self) -> None:
+        self._lines.put(None)
+        self._thread.join(timeout=5)
+
+    def _send(self) -> None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        more = True
+        while more:
+            batch = [self._lines.get()]
+            time.sleep(0.5)
+            while not self._lines.empty():
+                batch.append(self._lines.get())
+            more = None not in batch
+            events = [{"timestamp": entry[0], "message": entry[1]} for entry in batch if entry is not None]
+            if events:
+                try:
+                    self._client.put_log_events(logGroupName=self._group, logStreamName=self._stream, logEvents=events)
+                except (BotoCoreError, ClientError) as error:
+                    print(f"awslogs: {len(events)} lines dropped: {error}", file=sys.stderr)
+
+
+def _logs(options: argparse.Namespace) -> CloudWatchLogs | str | None:
+    """The log driver, None without one, or why the container cannot start."""
+    if options.log_driver != "awslogs":
+        return None
+    settings = dict(option.split("=", 1) for option in options.log_opt)
+    import botocore.session
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    client = botocore.session.get_session().create_client("logs", region_name=settings["awslogs-region"])
+    group, stream = settings["awslogs-group"], settings["awslogs-stream"]
+    try:
+        client.create_log_stream(logGroupName=group, logStreamName=stream)
+    except (BotoCoreError, ClientError) as error:
+        return str(error)
+    return CloudWatchLogs(client, group, stream)
+
+
+def _run_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="docker run", allow_abbrev=False)
+    for flag in ("--init", "--rm"):
+        parser.add_argument(flag, action="store_true")
+    for option in (
+        "--name",
+        "--stop-timeout",
+        "--ipc",
+        "--network",
+        "--log-driver",
+        "--gpus",
+        "--shm-size",
+        "--restart",
+    ):
+        parser.add_argument(option)
+    for option in ("--ulimit", "--log-opt"):
+        parser.add_argument(option, action="append", default=[])
+    parser.add_argument("-v", "--volume", action="append", default=[])
+    parser.add_argument("-e", "--env", action="append", default=[])
+    parser.add_argument("-w", "--workdir")
+    parser.add_argument("image")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _mounts(volumes: list[str]) -> dict[str, str]:
+    """Host folder by container path, longest path first."""
+    mounts = {}
+    for volume in volumes:
+        host, container = volume.split(":")[:2]
+        if not host.startswith(f"{ROOT}/"):
+            raise SystemExit(f"docker: {host} is outside this node ({ROOT})")
+        Path(host).mkdir(parents=True, exist_ok=True)
+        mounts[container] = host
+    return dict(sorted(mounts.items(), key=lambda pair: -len(pair[0])))
+
+
+def _inside(text: str, mounts: dict[str, str]) -> str:
+    """The text with a leading container path turned into the host's."""
+    for container, host in mounts.items():
+        if text == container or text.startswith(container + "/"):
+            return host + text[len(container) :]
+    return text
+
+
+def _environment(settings: list[str], mounts: dict[str, str]) -> dict[str, str]:
+    result = {}
+    for setting in settings:
+        name, given, value = setting.partition("=")
+        if given or name in os.environ:
+            result[name] = _inside(value if given else os.environ[name], mounts)
+    return result
+
+
+def _has_gpu() -> bool:
+    return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
