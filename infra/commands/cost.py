@@ -1,0 +1,49 @@
+"""`gpufleet cost STACK`: the bill of a definition, without Pulumi, credentials or network."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from infra.catalog import load_catalog
+from infra.cost.bill import price, problems
+from infra.cost.table import render
+from infra.definition import StackDefinition
+from infra.errors import DefinitionError
+from infra.loader import find, load, not_ready
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Command-line arguments."""
+    parser.add_argument("stack", help="a stack's name, or the path of a definition file")
+    parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/bill.md")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the bill. A definition that its own bill forbids is shown first and then raised as DefinitionError."""
+    root = Path.cwd()
+    now = datetime.now(UTC)
+    definition = load(find(args.stack, root), now=now)
+    missing = not_ready(definition, root)
+    bill = price(definition, load_catalog(), dataset_bytes=_dataset_bytes(definition, root), not_ready=missing)
+    if args.json:
+        sys.stdout.write(json.dumps(bill.to_json(), indent=2) + "\n")
+    else:
+        sys.stdout.write(render(bill, today=now.date()))
+    if found := problems(definition, bill):
+        sys.stdout.flush()
+        raise DefinitionError(str(definition.source), found)
+    return 0
+
+
+def _dataset_bytes(definition: StackDefinition, root: Path) -> int | None:
+    """Of the prepared dataset; None where there is none yet, or it lies in S3."""
+    folder = root / definition.storage.dataset
+    if definition.storage.dataset.startswith("s3://") or not (folder / "dataset.json").is_file():
+        return None
+    from job.prepare import read_manifest  # here: without a dataset there is nothing to read
+
+    return sum(file.bytes for file in read_manifest(folder).files)

@@ -1,0 +1,233 @@
+"""The bill of one run: what it costs if nothing interrupts it, what interruptions add, what it is likely to end at.
+
+Lines are exact and price the run without interruptions; one more line, `interruptions`, makes their sum the p50 of the
+simulation. It can be negative: AWS does not charge an interrupted first hour. The bill knows no clock: the same
+definition, catalog and inputs give the same bill on any day (its table may say how old the prices are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from decimal import Decimal
+from typing import Any
+
+from infra.catalog import Catalog
+from infra.cost import doubts, lines, options, record, risk
+from infra.cost.fit import Fit, Notice
+from infra.cost.lines import Line
+from infra.cost.options import Capacity, TypeCost
+from infra.cost.side import Quantiles, Side, exact, half_speed, price_side, usd_at_hazards
+from infra.definition import StackDefinition
+from infra.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cap:
+    """The bound of the definition, and how likely the run is to meet it."""
+
+    max_usd: Decimal
+    max_hours: Decimal
+    probability: float  # that the run is stopped before its work is done
+    first: str  # limits.max_usd or limits.max_hours: the one that stops it
+    at_hours: Decimal  # node-hours at which it does
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What stays in the bucket after `pulumi destroy`, until it expires."""
+
+    what: str
+    gb: Decimal
+    usd_per_month: Decimal
+    days: int
+    parts: tuple[tuple[str, Decimal], ...]  # (name, GB)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """Everything a researcher may ask before spending a cent."""
+
+    stack: str
+    run: str
+    region: str
+    zones: tuple[str, ...]  # the definition's, by name
+    capacity: Capacity
+    lines: tuple[Line, ...]  # of the chosen capacity, `interruptions` last; their sum is usd.p50
+    usd: Quantiles
+    hours: Quantiles
+    spot: Side | None
+    on_demand: Side | None
+    interruptions_expected: float
+    hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
+    usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); spot only
+    half_speed: Quantiles  # USD if every step takes twice as long
+    break_even_hazard: float | None  # None: spot is cheaper at any hazard up to 10, or has nothing to compare with
+    types: tuple[TypeCost, ...]  # every listed type, in the file's order
+    fits: tuple[Fit, ...]
+    notice: tuple[Notice, ...]
+    cap: Cap
+    kept: Kept
+    not_priced: tuple[str, ...]
+    warnings: tuple[str, ...]
+    prices_as_of: date  # the oldest of its lines
+    calibrated: bool
+    disk_usd_per_hour: Decimal
+    ipv4_usd_per_hour: Decimal
+
+    @property
+    def chosen(self) -> Side:
+        side = self.spot if self.capacity == "spot" else self.on_demand
+        assert side is not None  # price() raises without it
+        return side
+
+    def to_json(self) -> dict[str, Any]:
+        """The bill for programs; docs/bill.md documents the keys. Same definition and catalog, same bytes."""
+        return record.to_json(self)
+
+    def outputs(self) -> dict[str, str]:
+        """Dollars per line and in total, for stack outputs: a later preview then shows each change."""
+        return record.outputs(self)
+
+    def rates(self) -> dict[str, Any]:
+        """`rates` of run.json: USD per node-hour by type; spot by zone name, at the dearest zone of the region."""
+        return record.rates(self)
+
+    def extras(self) -> dict[str, str]:
+        """`extras` of run.json: what the job's meter adds to compute."""
+        return record.extras(self)
+
+    def predicted(self) -> list[dict[str, Any]]:
+        """`predicted` of run.json: per phase, on the priced type."""
+        return record.predicted(self)
+
+
+def price(
+    definition: StackDefinition,
+    catalog: Catalog,
+    *,
+    dataset_bytes: int | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    not_ready: Sequence[str] = (),
+    runs: int = risk.RUNS,
+) -> Bill:
+    """The bill of `definition`. Without `dataset_bytes` or `inputs` (as in run.json) the dataset's size is assumed.
+
+    `not_ready` are sentences to show among the warnings. Raises PriceMissing when a needed price is not in the catalog,
+    DefinitionError when the job fits no listed type.
+    """
+    if dataset_bytes is None and inputs and inputs.get("dataset"):
+        dataset_bytes = sum(int(file["bytes"]) for file in inputs["dataset"]["files"])
+    types, capacity = options.type_costs(definition, catalog), definition.fleet.capacity
+    if options.dearest(types, capacity) is None:
+        raise options.refuse(definition, types)
+    spot = price_side(definition, catalog, types, "spot", dataset_bytes=dataset_bytes, runs=runs)
+    on_demand = price_side(definition, catalog, types, "on-demand", dataset_bytes=dataset_bytes, runs=runs)
+    chosen = spot if capacity == "spot" else on_demand
+    assert chosen is not None
+    disk, ipv4 = lines.per_hour(definition, catalog)
+    bill = Bill(
+        stack=definition.name,
+        run=definition.run.id,
+        region=definition.fleet.region,
+        zones=definition.fleet.zones,
+        capacity=capacity,
+        lines=(*chosen.lines, _interruptions(chosen)),
+        usd=chosen.usd,
+        hours=chosen.hours,
+        spot=spot,
+        on_demand=on_demand,
+        interruptions_expected=chosen.interruptions,
+        hazard=definition.estimate.hazard_per_hour,
+        usd_at_hazard=usd_at_hazards(chosen) if capacity == "spot" else (),
+        half_speed=half_speed(chosen),
+        break_even_hazard=_break_even(spot, on_demand),
+        types=types,
+        fits=tuple(phase for option in types for phase in option.fits),
+        notice=tuple(phase for option in types for phase in option.notices),
+        cap=_cap(definition, chosen),
+        kept=_kept(definition, catalog, dataset_bytes),
+        not_priced=lines.NOT_PRICED,
+        warnings=(),
+        prices_as_of=min(line.as_of for line in chosen.lines),
+        calibrated=False,
+        disk_usd_per_hour=disk,
+        ipv4_usd_per_hour=ipv4,
+    )
+    return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes), *not_ready))
+
+
+def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
+    """Why this definition must not be declared at this bill: a limit below p50, a listed type on which the job does not
+    fit, or which has no price.
+    """
+    found = options.fit_problems(definition, bill.types)
+    for index, option in enumerate(bill.types):
+        if option.why:
+            path, allowed = f"fleet.instance_types[{index}]", "types with a known price and speed"
+            found.append(Problem(path=path, value=option.type, allowed=allowed, hint=option.why))
+    limits, usd, hours = definition.limits, bill.chosen.needed_usd, bill.chosen.needed_hours
+    if limits.max_usd < usd.p50:
+        allowed, hint = f"at least the p50 of the bill, {usd.p50:.2f}", f"Nine runs in ten need at most {usd.p90:.2f}."
+        found.append(Problem(path="limits.max_usd", value=str(limits.max_usd), allowed=allowed, hint=hint))
+    if limits.max_hours < hours.p50:
+        allowed = f"at least the p50 of the bill, {hours.p50:.2f}"
+        hint = f"Nine runs in ten need at most {hours.p90:.2f} node-hours."
+        found.append(Problem(path="limits.max_hours", value=str(limits.max_hours), allowed=allowed, hint=hint))
+    return found
+
+
+def _interruptions(side: Side) -> Line:
+    amount = side.usd.p50 - side.total
+    drawn = f"p50 of {side.runs} simulated runs less the lines above" if side.runs > 1 else "none on demand"
+    return Line(
+        name="interruptions",
+        quantity=Decimal(1),
+        unit="run",
+        unit_price=amount,
+        amount=amount,
+        source=drawn,
+        as_of=side.price.as_of,
+    )
+
+
+def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
+    if spot is None or on_demand is None:
+        return None
+    return risk.break_even(spot.exposure, float(on_demand.total))
+
+
+def _cap(definition: StackDefinition, chosen: Side) -> Cap:
+    by_money, by_hours = chosen.exposure.hours_at_cap()
+    return Cap(
+        max_usd=definition.limits.max_usd,
+        max_hours=definition.limits.max_hours,
+        probability=chosen.probability_stopped,
+        first="limits.max_usd" if by_money < by_hours else "limits.max_hours",
+        at_hours=exact(min(by_money, by_hours)),
+    )
+
+
+def _kept(definition: StackDefinition, catalog: Catalog, dataset_bytes: int | None) -> Kept:
+    keep, nothing = definition.storage.keep, Decimal("0.0000")
+    if not keep.bucket:
+        return Kept(what="nothing: the bucket goes with the stack", gb=nothing, usd_per_month=nothing, days=0, parts=())
+    held = lines.stored(definition, dataset_bytes)
+    named = {
+        "dataset": held.dataset,
+        "checkpoints": held.checkpoints,
+        "exports": held.exports,
+        "final weights": held.final,
+        "reports and logs": held.small,
+    }
+    parts = tuple((name, exact(gb)) for name, gb in named.items() if gb)
+    total = sum((gb for _, gb in parts), nothing)
+    monthly = catalog.price("s3_storage", definition.fleet.region).amount
+    return Kept(
+        what=f"bucket, at most {total:.1f} GB: {', '.join(name for name, _ in parts)}; expires after {keep.days} days",
+        gb=total,
+        usd_per_month=(total * monthly).quantize(lines.CENT_100),
+        days=keep.days,
+        parts=parts,
+    )

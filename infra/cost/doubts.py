@@ -1,0 +1,77 @@
+"""What a reader of the bill should doubt, one sentence each. Static: no clock, so the bill is the same every day."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from infra.cost import fit
+from infra.definition import StackDefinition
+
+if TYPE_CHECKING:
+    from infra.cost.bill import Bill
+
+_IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
+_SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
+
+
+def warnings(definition: StackDefinition, bill: Bill, dataset_bytes: int | None) -> Iterator[str]:
+    """In the order a reader needs them."""
+    yield (
+        f"uncalibrated: {bill.chosen.runtime.basis}; p10 to p90 cover interruptions, not an error of the speed"
+        f" (at half the speed p50 is {bill.half_speed.p50:.2f} USD)"
+    )
+    cap = bill.cap
+    needed = bill.chosen.needed_usd
+    if needed.p50 <= cap.max_usd < needed.p90:
+        yield (
+            f"limits.max_usd {cap.max_usd} lies between p50 {needed.p50:.2f} and p90 {needed.p90:.2f}: "
+            f"{cap.probability:.0%} of runs stop before they are done"
+        )
+    elif cap.probability >= 0.01:
+        yield f"{cap.probability:.0%} of runs stop at {cap.first} before they are done"
+    yield from _types(definition, bill)
+    for notice in bill.notice:
+        if not notice.fits:
+            yield (
+                f"{notice.type}, phase {notice.phase}: save and upload take {notice.total_s:.0f} s, a notice gives"
+                f" {fit.NOTICE_S:.0f} s: up to one checkpoint interval is lost at each interruption"
+            )
+    storage = next(line.amount for line in bill.lines if line.name == "S3 storage")
+    if 2 * storage > bill.usd.p50 and definition.storage.keep.bucket:
+        yield (
+            f"{storage / bill.usd.p50:.0%} of p50 is keeping the bucket for storage.keep.days: {bill.kept.days};"
+            " delete what you do not need, or keep it for fewer days"
+        )
+    guessed = [line.name for line in bill.lines if line.inferred]
+    if guessed:
+        yield f"inferred prices, not read from AWS for {bill.region}: {', '.join(guessed)}"
+    if dataset_bytes is None and not definition.storage.dataset.startswith("s3://"):
+        yield "the dataset is not prepared; its size is assumed from the number of stories"
+
+
+def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
+    needs_gb = fit.scratch_gb(definition.job.parameters)
+    for option in bill.types:
+        instance = option.instance
+        if instance is None:
+            continue
+        if instance.gpu_count > 1:
+            yield f"{option.type} has {instance.gpu_count} GPUs, this job uses one"
+        room_gb = instance.nvme_gb or (definition.storage.root.size_gib - _IMAGE_AND_SYSTEM_GIB) * 1.073741824
+        if needs_gb > room_gb:
+            yield (
+                f"{option.type}: checkpoints and exports may need {needs_gb:.0f} GB of scratch, there are about"
+                f" {room_gb:.0f}; raise storage.root.size_gib"
+            )
+        if option.spot and bill.capacity == "spot":
+            low, high = option.spot[0], option.spot[-1]
+            if high.price.amount >= _SPREAD * low.price.amount:
+                yield (
+                    f"{option.type}: spot zones differ, {low.price.amount} ({low.zone}) to {high.price.amount}"
+                    f" ({high.zone}); the bill stands on the dearest"
+                )
+            if option.on_demand and high.price.amount >= option.on_demand.amount:
+                yield f"{option.type}: spot in {high.zone} costs as much as on demand"
+    if len(bill.types) > 1 and definition.estimate.step_ms is not None:
+        yield "estimate.step_ms is taken for every listed type, though they differ in speed"

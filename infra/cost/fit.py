@@ -1,0 +1,156 @@
+"""Does the job fit: GPU memory per type and phase, host memory, and save + upload inside the notice.
+
+Says the nearest change that would fit; never changes anything itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from infra.catalog import Catalog, Instance
+from infra.cost.runtime import SHA256_GB_S, Runtime, scratch_rate, upload_rate
+from infra.definition import Disk, Estimate
+from infra.errors import PriceMissing
+from job import sizing
+from job.config import JobConfig
+
+NOTICE_S = 120.0  # AWS: two minutes, best effort
+POLL_S = 5.0  # the supervisor looks this often
+_HOST_RESERVE_GB = 4.0  # operating system, container, trainer: assumption
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """One phase on one instance type. `why` and `nearest` are empty when it fits."""
+
+    type: str
+    phase: str
+    fits: bool
+    needs_gb: float  # predicted peak at the chosen rung, or at the last one when none fits
+    has_gb: float
+    micro: int
+    checkpointing: bool
+    why: str = ""
+    nearest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """From the notice to a published manifest, worst case: the step has just begun."""
+
+    type: str
+    phase: str
+    checkpoint_gb: float
+    step_s: float
+    save_s: float
+    hash_s: float
+    upload_s: float
+
+    @property
+    def total_s(self) -> float:
+        return POLL_S + self.step_s + self.save_s + self.hash_s + self.upload_s
+
+    @property
+    def fits(self) -> bool:
+        return self.total_s <= NOTICE_S
+
+
+def fits(config: JobConfig, instance: Instance, catalog: Catalog, region: str) -> tuple[Fit, ...]:
+    """One Fit per phase. A run uses one rung throughout, the highest that holds every phase."""
+    whole = sizing.choose_rung(config, instance.gpu_memory_gb)
+    return tuple(_fit(config, instance, index, whole, catalog, region) for index in range(len(sizing.phases(config))))
+
+
+def notices(config: JobConfig, instance: Instance, runtime: Runtime, estimate: Estimate, root: Disk) -> list[Notice]:
+    """One Notice per phase."""
+    found = []
+    for index, phase in enumerate(runtime.phases):
+        size_gb = sizing.checkpoint_bytes(config, index) / 1e9
+        found.append(
+            Notice(
+                type=instance.type,
+                phase=phase.name,
+                checkpoint_gb=size_gb,
+                step_s=phase.step_ms / 1e3,
+                save_s=size_gb / scratch_rate(instance, root),
+                hash_s=size_gb / SHA256_GB_S,
+                upload_s=size_gb / upload_rate(instance, estimate),
+            )
+        )
+    return found
+
+
+def scratch_gb(config: JobConfig) -> float:
+    """Local disk a run may need: best, last, last but one, one being written (x 1.2), exports and final weights."""
+    exports = sizing.export_bytes(config)
+    largest = max(sizing.checkpoint_bytes(config, index) for index in range(len(sizing.phases(config))))
+    return (largest * 4.2 + sum(exports.values()) + list(exports.values())[-1]) / 1e9
+
+
+def _fit(
+    config: JobConfig, instance: Instance, index: int, whole: sizing.Rung | None, catalog: Catalog, region: str
+) -> Fit:
+    rung = whole or sizing.choose_rung(config, instance.gpu_memory_gb, index)
+    shown = rung or sizing.ladder(config)[-1]
+    needs = sizing.memory(config, index, shown.micro, checkpointing=shown.checkpointing)
+    why = _why(config, instance, index, rung, needs)
+    return Fit(
+        type=instance.type,
+        phase=sizing.phases(config)[index].name,
+        fits=not why,
+        needs_gb=needs.total_gb + sizing.DEVICE_RESERVE_GB,
+        has_gb=instance.gpu_memory_gb,
+        micro=shown.micro,
+        checkpointing=shown.checkpointing,
+        why=why,
+        nearest=_nearest(config, instance, catalog, region) if why else "",
+    )
+
+
+def _why(config: JobConfig, instance: Instance, index: int, rung: sizing.Rung | None, needs: sizing.Memory) -> str:
+    if config.device == "cpu":
+        return ""  # a rehearsal on a laptop: no GPU is used
+    if config.precision.compute == "bf16" and not instance.gpu.bf16:
+        return f"{instance.gpu.name} has no bf16"
+    if rung is None:
+        state = needs.weights_gb + needs.gradients_gb + needs.moments_gb
+        return (
+            f"needs {needs.total_gb + sizing.DEVICE_RESERVE_GB:.1f} GB even at the smallest micro-batch with activation"
+            f" checkpointing (weights, gradients and moments alone {state:.1f}), has {instance.gpu_memory_gb:.1f}"
+        )
+    host_gb = instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
+    staged_gb = sizing.checkpoint_bytes(config, index) / 1e9
+    if staged_gb > host_gb:
+        return f"host memory: a checkpoint is staged there, {staged_gb:.1f} GB, {host_gb:.1f} GB are free"
+    return ""
+
+
+def _nearest(config: JobConfig, instance: Instance, catalog: Catalog, region: str) -> str:
+    """The narrow state if that is enough, else the cheapest type of the region that holds the job as it is."""
+    if config.precision.phase3_state == "fp32" and (instance.gpu.bf16 or config.precision.compute == "fp32"):
+        narrow = replace(config, precision=replace(config.precision, phase3_state="bf16"))
+        if _holds(narrow, instance):
+            return "job.parameters.precision.phase3_state: bf16"
+    priced = []
+    for type_ in catalog.instance_types():
+        other = catalog.instances[type_]
+        if other.left_ec2 or not _holds(config, other):
+            continue
+        try:
+            price = catalog.on_demand(type_, region)
+        except PriceMissing:
+            continue
+        priced.append((price.amount, other))
+    if not priced:
+        return f"no type of {region} holds it; a smaller model or batch"
+    amount, best = min(priced, key=lambda pair: pair[0])
+    return f"{best.type} ({best.gpu.name}, {best.gpu_memory_gb:g} GB, {amount:f} USD/h on demand)"
+
+
+def _holds(config: JobConfig, instance: Instance) -> bool:
+    if config.precision.compute == "bf16" and not instance.gpu.bf16:
+        return False
+    if sizing.choose_rung(config, instance.gpu_memory_gb) is None:
+        return False
+    largest = max(sizing.checkpoint_bytes(config, index) for index in range(len(sizing.phases(config))))
+    return largest / 1e9 <= instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB

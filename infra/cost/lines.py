@@ -1,0 +1,160 @@
+"""The lines of a bill: one small function per charge. Amounts are exact decimals, rounded once, to 1/100 cent.
+
+What a line counts is an upper bound where the run decides (checkpoints kept, saves made); docs/bill.md explains each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import date
+from decimal import ROUND_HALF_EVEN, Decimal
+
+from infra.catalog import Catalog, Price
+from infra.cost.runtime import Runtime
+from infra.definition import Disk, StackDefinition
+from job import sizing
+
+MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
+CENT_100 = Decimal("0.0001")
+FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
+KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones
+PART_BYTES = 64 * 1024**2  # each part of a multipart upload is a PUT
+SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
+LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
+LOG_LINE_BYTES = 250
+UNKEPT_DAYS = 1  # a bucket that goes with the stack: assumed destroyed within a day
+BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
+
+NOT_PRICED = (
+    "taxes, support plans, credits, savings plans and free tiers (nothing is deducted for them)",
+    "data coming in: image pull, packages, dataset download are free; S3 in the region through a free gateway endpoint",
+    "storage of the log group (0.03 USD/GB-month, megabytes) and API calls made by gpufleet, pulumi or the console",
+    "a dataset, base weights or disk snapshot that exists already: its own storage is not this run's",
+    "a kept bucket beyond its days, if objects are added to it by hand",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One charge. `amount` is quantity x unit_price, rounded to 4 decimals."""
+
+    name: str
+    quantity: Decimal
+    unit: str
+    unit_price: Decimal
+    amount: Decimal
+    source: str
+    as_of: date
+    inferred: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """What a run leaves in its bucket, GB."""
+
+    dataset: float
+    checkpoints: float
+    exports: float
+    final: float
+    small: float = SMALL_FILES_GB
+
+    @property
+    def total(self) -> float:
+        return self.dataset + self.checkpoints + self.exports + self.final + self.small
+
+
+def line(name: str, quantity: float, price: Price) -> Line:
+    """A line with its quantity rounded to a millionth first, so that amount = quantity x unit price can be checked."""
+    exact = Decimal(f"{quantity:.6f}")
+    return Line(
+        name=name,
+        quantity=exact,
+        unit=price.unit,
+        unit_price=price.amount,
+        amount=(exact * price.amount).quantize(CENT_100, rounding=ROUND_HALF_EVEN),
+        source=price.source,
+        as_of=price.as_of,
+        inferred=price.status == "inferred",
+    )
+
+
+def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
+    """Upper bound of what lies in the bucket when the run has ended."""
+    config = definition.job.parameters
+    exports = sizing.export_bytes(config)
+    last = len(sizing.phases(config)) - 1
+    return Stored(
+        dataset=dataset_gb(definition, dataset_bytes),
+        checkpoints=KEPT_CHECKPOINTS * sizing.checkpoint_bytes(config, last) / 1e9,
+        exports=sum(exports.values()) / 1e9,
+        final=list(exports.values())[-1] / 1e9,
+    )
+
+
+def dataset_gb(definition: StackDefinition, dataset_bytes: int | None) -> float:
+    """What the stack puts into its own bucket; nothing for a dataset that lies in S3 already."""
+    if definition.storage.dataset.startswith("s3://"):
+        return 0.0
+    if dataset_bytes is None:
+        return definition.job.parameters.data.stories * BYTES_PER_STORY / 1e9
+    return dataset_bytes / 1e9
+
+
+def node_lines(definition: StackDefinition, catalog: Catalog, node_hours: float, compute: Price) -> list[Line]:
+    """What a running node costs: compute, its disks, its address. A start is billed for 60 s at least."""
+    node_hours = max(node_hours, 60 / 3600)
+    storage, region = definition.storage, definition.fleet.region
+    found = [line("compute", node_hours, compute), *_disk("root disk", storage.root, node_hours, catalog, region)]
+    if storage.data:
+        found += _disk("data disk", storage.data, node_hours, catalog, region)
+    found.append(line("public IPv4", node_hours, catalog.price("public_ipv4", region)))
+    return found
+
+
+def bucket_lines(
+    definition: StackDefinition, catalog: Catalog, runtime: Runtime, dataset_bytes: int | None
+) -> list[Line]:
+    """What does not depend on how long the node lives: storage until expiry, requests, transfer, logs."""
+    region, config, keep = definition.fleet.region, definition.job.parameters, definition.storage.keep
+    held = stored(definition, dataset_bytes)
+    days = keep.days if keep.bucket else UNKEPT_DAYS
+    writes = sum(
+        phase.saves * (math.ceil(sizing.checkpoint_bytes(config, i) / PART_BYTES) + 2)
+        for i, phase in enumerate(runtime.phases)
+    )
+    writes += (held.exports + held.final + held.dataset) * 1e9 / PART_BYTES + 100
+    writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
+    reads = (held.final + held.dataset) * 1e9 / PART_BYTES + 100
+    logs_gb = LOG_GB_PER_BOOT + sizing.total_steps(config) / config.log.every * LOG_LINE_BYTES / 1e9
+    return [
+        line("S3 storage", held.total * days * 24 / float(MONTH_H), catalog.price("s3_storage", region)),
+        line("S3 write requests", writes / 1000, catalog.price("s3_write_requests", region)),
+        line("S3 read requests", reads / 1000, catalog.price("s3_read_requests", region)),
+        line("transfer of results", held.final + held.small, catalog.price("transfer_out", region)),
+        line("logs", logs_gb, catalog.price("logs_ingestion", region)),
+    ]
+
+
+def _disk(name: str, disk: Disk, node_hours: float, catalog: Catalog, region: str) -> list[Line]:
+    """gp3 by GiB-second: size always, IOPS and throughput only above what is included."""
+    months = node_hours / float(MONTH_H)
+    found = [line(name, disk.size_gib * months, catalog.price("ebs_gp3_storage", region))]
+    if disk.iops > FREE_IOPS:
+        price = catalog.price("ebs_gp3_iops", region)
+        found.append(line(f"{name} IOPS above {FREE_IOPS}", (disk.iops - FREE_IOPS) * months, price))
+    if disk.throughput_mibps > FREE_MIBPS:
+        price = catalog.price("ebs_gp3_throughput", region)
+        found.append(line(f"{name} MiB/s above {FREE_MIBPS}", (disk.throughput_mibps - FREE_MIBPS) * months, price))
+    return found
+
+
+def per_hour(definition: StackDefinition, catalog: Catalog) -> tuple[Decimal, Decimal]:
+    """(disks, address) in USD per node-hour, for the job's meter."""
+    storage, region = definition.storage, definition.fleet.region
+    monthly = Decimal(0)
+    for disk in filter(None, (storage.root, storage.data)):
+        monthly += disk.size_gib * catalog.price("ebs_gp3_storage", region).amount
+        monthly += max(0, disk.iops - FREE_IOPS) * catalog.price("ebs_gp3_iops", region).amount
+        monthly += max(0, disk.throughput_mibps - FREE_MIBPS) * catalog.price("ebs_gp3_throughput", region).amount
+    return (monthly / MONTH_H).quantize(Decimal("0.000001")), catalog.price("public_ipv4", region).amount

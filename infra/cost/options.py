@@ -1,0 +1,125 @@
+"""What each listed instance type would mean: does the job fit, how long, at which hourly price.
+
+The fleet may pick any listed type in any listed zone, so the bill stands on the dearest one and shows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infra.catalog import Catalog, Instance, Price, SpotPrice
+from infra.cost import fit
+from infra.cost import runtime as runtimes
+from infra.definition import StackDefinition
+from infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
+
+Capacity = Literal["spot", "on-demand"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TypeCost:
+    """One listed instance type. `why` says what is missing when it cannot be priced."""
+
+    type: str
+    instance: Instance | None = None
+    runtime: runtimes.Runtime | None = None
+    fits: tuple[fit.Fit, ...] = ()
+    notices: tuple[fit.Notice, ...] = ()
+    spot: tuple[SpotPrice, ...] = ()  # cheapest zone first
+    on_demand: Price | None = None
+    why: str = ""
+
+    def hourly(self, capacity: Capacity) -> Price | None:
+        """The dearest price per node-hour that the fleet can meet."""
+        if capacity == "on-demand":
+            return self.on_demand
+        return self.spot[-1].price if self.spot else None
+
+    @property
+    def holds_the_job(self) -> bool:
+        return bool(self.fits) and all(phase.fits for phase in self.fits)
+
+
+def type_costs(definition: StackDefinition, catalog: Catalog) -> tuple[TypeCost, ...]:
+    """Every listed type, in the file's order."""
+    return tuple(_type_cost(definition, catalog, type_) for type_ in definition.fleet.instance_types)
+
+
+def dearest(types: Sequence[TypeCost], capacity: Capacity) -> TypeCost | None:
+    """The type on which the uninterrupted run costs most compute, among those that hold the job when any does."""
+
+    def usd(option: TypeCost) -> float:
+        price, runtime = option.hourly(capacity), option.runtime
+        return float(price.amount) * runtime.total_s if price and runtime else -1.0
+
+    holding = [option for option in types if option.holds_the_job] or list(types)
+    found = max(holding, key=usd, default=None)
+    return found if found and usd(found) >= 0 else None
+
+
+def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetError:
+    """Why no listed type can be priced, as the error to raise."""
+    problems = fit_problems(definition, types)
+    if problems:
+        return DefinitionError(str(definition.source), problems)
+    reasons = "; ".join(dict.fromkeys(option.why for option in types if option.why))
+    if all(option.runtime for option in types):
+        return PriceMissing(f"{reasons}. Choose another type or region, or fleet.capacity: on-demand where it has one")
+    return GpufleetError(reasons or "fleet.instance_types is empty")
+
+
+def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
+    """One problem per listed type that does not hold every phase: the fleet could pick it."""
+    problems = []
+    for index, option in enumerate(types):
+        bad = [phase for phase in option.fits if not phase.fits]
+        if bad:
+            worst = max(bad, key=lambda phase: phase.needs_gb)
+            problems.append(
+                Problem(
+                    path=f"fleet.instance_types[{index}]",
+                    value=option.type,
+                    allowed=f"types on which every phase fits; phase {worst.phase}: {worst.why}",
+                    hint=f"Nearest: {worst.nearest}.",
+                )
+            )
+    return problems
+
+
+def _type_cost(definition: StackDefinition, catalog: Catalog, type_: str) -> TypeCost:
+    config, region, estimate = definition.job.parameters, definition.fleet.region, definition.estimate
+    root = definition.storage.root
+    instance = catalog.instance(type_)
+    if instance is None:
+        near = catalog.nearest_type(type_)
+        hint = f"; nearest: {near}" if near else ""
+        return TypeCost(type=type_, why=f"{type_} is not a GPU instance type of the catalog{hint}")
+    why = []
+    spot: tuple[SpotPrice, ...] = ()
+    on_demand = runtime = None
+    try:
+        spot = catalog.spot(type_, region)
+    except PriceMissing as missing:
+        if definition.fleet.capacity == "spot":
+            why.append(str(missing))
+    try:
+        on_demand = catalog.on_demand(type_, region)
+    except PriceMissing as missing:
+        if definition.fleet.capacity == "on-demand":
+            why.append(str(missing))
+    try:
+        runtime = runtimes.hours(config, instance, estimate, root)
+    except GpufleetError as unknown:
+        why.append(str(unknown))
+    return TypeCost(
+        type=type_,
+        instance=instance,
+        runtime=runtime,
+        fits=fit.fits(config, instance, catalog, region),
+        notices=tuple(fit.notices(config, instance, runtime, estimate, root)) if runtime else (),
+        spot=spot,
+        on_demand=on_demand,
+        why="; ".join(why),
+    )

@@ -1,0 +1,170 @@
+"""The bill as plain values: JSON for programs, stack outputs, and the parts of run.json that come from it.
+
+Money and hours are decimal strings. Nothing depends on the clock: run.json holds these bytes.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infra.cost.bill import Bill
+    from infra.cost.side import Quantiles, Side
+
+SCHEMA = 1
+
+
+def to_json(bill: Bill) -> dict[str, Any]:
+    """Keys as documented in docs/bill.md."""
+    return {
+        "schema": SCHEMA,
+        "stack": bill.stack,
+        "run": bill.run,
+        "region": bill.region,
+        "capacity": bill.capacity,
+        "type": bill.chosen.type,
+        "zone": bill.chosen.zone,
+        "lines": [
+            {
+                "name": line.name,
+                "quantity": str(line.quantity),
+                "unit": line.unit,
+                "unit_price": str(line.unit_price),
+                "amount": str(line.amount),
+                "source": line.source,
+                "as_of": line.as_of.isoformat(),
+                "inferred": line.inferred,
+            }
+            for line in bill.lines
+        ],
+        "usd": _quantiles(bill.usd),
+        "hours": _quantiles(bill.hours),
+        "wall_hours": _quantiles(bill.chosen.wall_hours),
+        "needed": {"usd": _quantiles(bill.chosen.needed_usd), "hours": _quantiles(bill.chosen.needed_hours)},
+        "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.lines[0].quantity)},
+        "spot": _side(bill.spot),
+        "on_demand": _side(bill.on_demand),
+        "interruptions_expected": round(bill.interruptions_expected, 3),
+        "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
+        "usd_at_hazard": {str(hazard): str(usd) for _, hazard, usd in bill.usd_at_hazard},
+        "half_speed": {"usd": _quantiles(bill.half_speed)},
+        "break_even_hazard": None if bill.break_even_hazard is None else round(bill.break_even_hazard, 2),
+        "types": [
+            {
+                "type": option.type,
+                "hours": f"{option.runtime.total_s / 3600:.4f}" if option.runtime else None,
+                "spot": {spot.zone: str(spot.price.amount) for spot in option.spot},
+                "on_demand": str(option.on_demand.amount) if option.on_demand else None,
+                "fits": option.holds_the_job,
+                "why": option.why,
+            }
+            for option in bill.types
+        ],
+        "fits": [
+            {
+                "type": fit.type,
+                "phase": fit.phase,
+                "fits": fit.fits,
+                "needs_gb": round(fit.needs_gb, 2),
+                "has_gb": fit.has_gb,
+                "micro": fit.micro,
+                "checkpointing": fit.checkpointing,
+                "why": fit.why,
+                "nearest": fit.nearest,
+            }
+            for fit in bill.fits
+        ],
+        "notice": [
+            {
+                "type": notice.type,
+                "phase": notice.phase,
+                "checkpoint_gb": round(notice.checkpoint_gb, 3),
+                "seconds": round(notice.total_s, 1),
+                "fits": notice.fits,
+            }
+            for notice in bill.notice
+        ],
+        "phases": predicted(bill),
+        "basis": bill.chosen.runtime.basis,
+        "calibrated": bill.calibrated,
+        "cap": {
+            "max_usd": str(bill.cap.max_usd),
+            "max_hours": str(bill.cap.max_hours),
+            "probability": round(bill.cap.probability, 4),
+            "first": bill.cap.first,
+            "at_hours": str(bill.cap.at_hours),
+        },
+        "kept": {
+            "what": bill.kept.what,
+            "gb": str(bill.kept.gb),
+            "usd_per_month": str(bill.kept.usd_per_month),
+            "days": bill.kept.days,
+            "parts": {name: str(gb) for name, gb in bill.kept.parts},
+        },
+        "not_priced": list(bill.not_priced),
+        "warnings": list(bill.warnings),
+        "prices_as_of": bill.prices_as_of.isoformat(),
+    }
+
+
+def outputs(bill: Bill) -> dict[str, str]:
+    """One dollar string per line, then the total."""
+    return {line.name: f"${line.amount:.4f}" for line in bill.lines} | {"total": f"${bill.usd.p50:.4f}"}
+
+
+def rates(bill: Bill) -> dict[str, Any]:
+    """Only types with an on-demand price: the meter falls back to it, a spot-only type meters at spot."""
+    found: dict[str, Any] = {}
+    for option in bill.types:
+        spot = option.hourly("spot")
+        fallback = option.on_demand or spot
+        if fallback is None:
+            continue
+        by_zone = {zone: str(spot.amount) for zone in bill.zones} if spot else {}
+        found[option.type] = {"on_demand": str(fallback.amount), "spot": by_zone}
+    return found
+
+
+def extras(bill: Bill) -> dict[str, str]:
+    """Per node-hour, and the lines that do not depend on hours."""
+    hourly = {"compute", "public IPv4", "interruptions"}
+    fixed = [line for line in bill.lines if line.name not in hourly and " disk" not in f" {line.name}"]
+    return {
+        "disk_usd_per_hour": str(bill.disk_usd_per_hour),
+        "ipv4_usd_per_hour": str(bill.ipv4_usd_per_hour),
+        "fixed_usd": str(sum((line.amount for line in fixed), Decimal(0))),
+    }
+
+
+def predicted(bill: Bill) -> list[dict[str, Any]]:
+    """What the job prints before its first step."""
+    memory = {fit.phase: fit.needs_gb for fit in bill.fits if fit.type == bill.chosen.type}
+    return [
+        {
+            "phase": phase.name,
+            "steps": phase.steps,
+            "step_ms": round(phase.step_ms, 2),
+            "tokens_per_s": round(phase.tokens_per_s, 1),
+            "mfu": None if phase.mfu is None else round(phase.mfu, 4),
+            "memory_gb": round(memory[phase.name], 2),
+        }
+        for phase in bill.chosen.runtime.phases
+    ]
+
+
+def _quantiles(values: Quantiles) -> dict[str, str]:
+    return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}
+
+
+def _side(side: Side | None) -> dict[str, Any] | None:
+    if side is None:
+        return None
+    return {
+        "type": side.type,
+        "zone": side.zone,
+        "usd_per_hour": str(side.price.amount),
+        "usd": _quantiles(side.usd),
+        "hours": _quantiles(side.hours),
+        "uninterrupted_usd": str(side.total),
+    }
