@@ -52,7 +52,7 @@ def _wanted(relative: Path) -> bool:
 
 
 def _stored_gzip(plain: bytes) -> bytes:
-    """gzip without compression (RFC 1952): what a compressor emits differs between zlib builds, and the hash with it."""
+    """gzip without compression (RFC 1952): a compressor's output differs between zlib builds, and the hash with it."""
     blocks = [plain[start : start + _BLOCK] for start in range(0, len(plain), _BLOCK)] or [b""]
     body = b"".join(
         bytes([index == len(blocks) - 1])

@@ -15,7 +15,7 @@ retry() { # N COMMAND...: waits 3, 6, 9 ... s between
   local tries=$1 i
   shift
   for ((i = 1; i <= tries; i++)); do
-    "$@" && return
+    "$@" && return 0 # a bare return in a trap gives the status from before the trap
     ((i == tries)) || sleep $((i * 3))
   done
   return 1
@@ -52,7 +52,7 @@ sys.exit(found != sys.argv[2] and f"{sys.argv[1]}: sha256 is {found}, expected {
 
 identify() {
   local document
-  document=$(imds dynamic/instance-identity/document) || return
+  document=$(imds dynamic/instance-identity/document) || return 1
   read -r INSTANCE_ID INSTANCE_TYPE ZONE LAUNCHED_AT < <(python3 -c '
 import json, sys
 d = json.loads(sys.argv[1])
@@ -61,7 +61,7 @@ print(d["instanceId"], d["instanceType"], d["availabilityZone"], d["pendingTime"
 }
 list_run() { KEYS=$(aws s3api list-objects-v2 --bucket "$BUCKET" --prefix "$RUN_ID/" --query 'Contents[].[Key]' --output text); }
 look() { # one listing answers: is the run over, which manifest is the newest, were there attempts
-  retry 4 list_run || return
+  retry 4 list_run || return 1
   MANIFEST=$(grep -o 'ckpt/step_[0-9]*/manifest\.json$' <<<"$KEYS" | sort | tail -n 1)
   MANIFEST=${MANIFEST:+$RUN_ID/$MANIFEST}
 }
@@ -87,7 +87,7 @@ record_exit() { # CODE REASON, into attempts/<instance>.json; what the superviso
     retry 3 put attempt.json "attempts/$INSTANCE_ID.json"
 }
 put_done() { # REASON DETAIL, unless the supervisor has said it already
-  look && is_done && return
+  look && is_done && return 0
   rm -f "$DIR/done.json"
   add "$DIR/done.json" schema 1 reason "$1" detail "$2" instance "$INSTANCE_ID" at "$(now)" && retry 4 put done.json done.json
 }
@@ -165,10 +165,10 @@ print(int((d.datetime.now(d.timezone.utc) - d.datetime.fromisoformat(sys.argv[1]
   leave interrupted
 }
 on_term() {
-  [[ -z $ENDED ]] || return
+  [[ -z $ENDED ]] || return 0
   if [[ -n $CONTAINER ]]; then
     docker stop -t 115 "gpufleet-$INSTANCE_ID" >/dev/null &
-    return
+    return 0
   fi
   say "terminated before or after the job"
   record_exit 143 terminated
@@ -197,7 +197,7 @@ local_nvme() { # SCRATCH: instance store if there is some, by model (EBS is /dev
   SCRATCH=$DIR
   disks=$(lsblk -dnp -o NAME,MODEL 2>/dev/null |
     awk -v dev="$ROOT/dev/" 'index($1, dev) == 1 && /Amazon EC2 NVMe Instance Storage/ {print $1}')
-  [[ -n $disks ]] || return
+  [[ -n $disks ]] || return 0
   systemctl start dlami-nvme # the AMI's own service stripes all of them into one mount; this waits for it
   if findmnt -n "$ROOT/opt/dlami/nvme"; then
     SCRATCH=$ROOT/opt/dlami/nvme/gpufleet
@@ -205,7 +205,7 @@ local_nvme() { # SCRATCH: instance store if there is some, by model (EBS is /dev
     SCRATCH=$ROOT/scratch
   else
     say "instance store cannot be used: checkpoints go to the root disk"
-    return
+    return 0
   fi
   docker_on "$SCRATCH/docker"
 }
@@ -213,7 +213,7 @@ docker_on() { # 15-20 GB of image unpack faster there than on the root disk
   local config=$ROOT/etc/docker/daemon.json
   mkdir -p "$1" "${config%/*}"
   [[ -e $config ]] || echo '{}' >"$config"
-  cp "$config" "$config.before" && add "$config" data-root "$1" && systemctl restart docker && return
+  cp "$config" "$config.before" && add "$config" data-root "$1" && systemctl restart docker && return 0
   say "docker stays on the root disk"
   cp "$config.before" "$config"
   systemctl restart docker

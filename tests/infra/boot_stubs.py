@@ -1,0 +1,246 @@
+"""A node for the tests: the rendered script runs for real, in a folder, with small recorders on PATH for the outside.
+
+S3 is a folder, the metadata service is a folder, a command named in `fails` answers as if it were refused. `sleep`
+returns at once, except the timer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from infra.boot import user_data
+
+INSTANCE = "i-0123456789abcdef0"
+BUCKET = "gpufleet-test"
+FLEET = "fleet-0a1b2c3d"
+TIMER_S = 9000
+
+_AWS = r"""
+echo "aws $*" >>"$WORLD/calls"
+fails() { [[ -e $WORLD/fails/$1 ]]; }
+path() { echo "$WORLD/s3/${1#s3://}"; }
+case "$1 $2" in
+  "s3 cp")
+    if [[ $3 == s3://* && " $* " == *" --recursive "* ]]; then
+      fails read && exit 1
+      [[ ! -d $(path "$3") ]] || cp "$(path "$3")"* "$4"
+    elif [[ $3 == s3://* ]]; then
+      fails read && exit 1
+      cp "$(path "$3")" "$4"
+    else
+      fails write && exit 1
+      mkdir -p "$(dirname "$(path "$4")")" && cp "$3" "$(path "$4")"
+    fi ;;
+  "s3api list-objects-v2")
+    fails list && exit 254
+    cd "$WORLD/s3/$4" && found=$(find "${6%/}" -type f 2>/dev/null | sort)
+    echo "${found:-None}" ;;
+  "ec2 modify-fleet") fails modify-fleet && exit 254; echo True ;;
+  "ec2 delete-fleets") if fails delete-fleets; then echo "not authorized"; else echo None; fi ;;
+  "ec2 describe-instances") cat "$WORLD/described" ;;
+  *) exit 252 ;;
+esac
+"""
+_CURL = r"""
+url=${!#}
+[[ $url == */api/token ]] && { [[ -d $WORLD/imds ]] && echo token; exit; }
+[[ " $* " == *" X-aws-ec2-metadata-token: token "* ]] || exit 22
+file=$WORLD/imds/${url#*/latest/}
+[[ -f $file ]] && cat "$file" || exit 22
+"""
+_DOCKER = r"""
+echo "docker $*" >>"$WORLD/calls"
+case $1 in
+  pull) [[ ! -e $WORLD/fails/pull ]] ;;
+  stop) touch "$WORLD/stopped"; [[ -e $WORLD/running ]] ;;
+  run)
+    touch "$WORLD/running"
+    echo "a line from the job"
+    [[ ! -e $WORLD/job ]] || . "$WORLD/job"
+    rm "$WORLD/running"
+    exit "$(cat "$WORLD/code")" ;;
+esac
+"""
+_SLEEP = r"""
+[[ $1 != 9000 || -e $WORLD/timer-fires ]] && exit 0
+exec /bin/sleep 60
+"""
+_RECORDED = 'echo "{name} $*" >>"$WORLD/calls"\n[[ ! -e $WORLD/fails/{name} ]]\n'
+_STUBS = {
+    "aws": _AWS,
+    "curl": _CURL,
+    "docker": _DOCKER,
+    "sleep": _SLEEP,
+    "lsblk": '[[ ! -e $WORLD/lsblk ]] || cat "$WORLD/lsblk"\n',
+    "findmnt": "[[ -e $WORLD/mounted ]]\n",
+    "blkid": '[[ -e $WORLD/has-filesystem ]] && exit 0\nexit 2\n',
+    **{
+        name: _RECORDED.replace("{name}", name)
+        for name in ("shutdown", "nvidia-smi", "mkfs.xfs", "mount", "systemctl")
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a boot did."""
+
+    calls: list[str]
+    log: str
+
+    def told(self, *beginnings: str) -> list[str]:
+        """The calls that begin with one of these, in order, cut to the beginning."""
+        return [start for call in self.calls for start in beginnings if call.startswith(start)]
+
+
+class Node:
+    """One machine of one run. Change its world, then `boot()`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.world = folder / "root", folder / "world"
+        self.s3 = self.world / "s3" / BUCKET
+        for made in (self.root, self.s3, self.world / "imds", self.world / "fails", folder / "bin"):
+            made.mkdir(parents=True)
+        self.bin = folder / "bin"
+        for name, body in _STUBS.items():
+            (self.bin / name).write_text(f"#!/bin/bash\n{body}")
+            (self.bin / name).chmod(0o755)
+        (self.bin / "python3").symlink_to(sys.executable)
+        self.data_volume: str | None = None
+        self.device = "cuda"
+        self.launched(minutes_ago=90)
+        self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
+        (self.world / "calls").touch()
+        self.job_ends_with(0)
+
+    def launched(self, *, minutes_ago: float) -> None:
+        at = datetime.now(UTC) - timedelta(minutes=minutes_ago)
+        document = {
+            "instanceId": INSTANCE,
+            "instanceType": "g5.2xlarge",
+            "availabilityZone": "us-east-2a",
+            "pendingTime": f"{at:%Y-%m-%dT%H:%M:%SZ}",
+        }
+        self.imds("dynamic/instance-identity/document", json.dumps(document, indent=2))
+
+    def imds(self, path: str, text: str) -> None:
+        file = self.world / "imds" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def notice(self) -> None:
+        self.imds("meta-data/spot/instance-action", '{"action": "terminate", "time": "2026-11-21T12:00:00Z"}')
+
+    def job_ends_with(self, code: int, script: str = "") -> None:
+        (self.world / "code").write_text(str(code))
+        (self.world / "job").write_text(script)
+
+    def fails(self, *names: str) -> None:
+        for name in names:
+            (self.world / "fails" / name).touch()
+
+    def put(self, key: str, value: Any) -> None:
+        file = self.s3 / "r1" / key
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(value if isinstance(value, str) else json.dumps(value))
+
+    def stored(self, key: str) -> Any:
+        return json.loads((self.s3 / "r1" / key).read_text())
+
+    def has(self, key: str) -> bool:
+        return (self.s3 / "r1" / key).exists()
+
+    def earlier_boots(self, count: int, *, manifest: str | None = None, notice: bool = False) -> None:
+        for number in range(count):
+            exit_ = {"code": 75 if notice else 1, "reason": "", "notice": notice, "at": ""}
+            attempt = {"booted_at": f"2026-11-21T1{number}:00:00Z", "manifest_at_boot": manifest, "exit": exit_}
+            self.put(f"attempts/i-{number}.json", attempt)
+
+    def script(self) -> Path:
+        """The rendered user-data, its objects in place under the hashes it names."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+            tar.addfile(tarfile.TarInfo("job/__init__.py"))
+        archive_sha256 = hashlib.sha256(packed.getvalue()).hexdigest()
+        inputs = self.s3 / "inputs" / archive_sha256
+        inputs.mkdir(parents=True)
+        (inputs / "job.tar.gz").write_bytes(packed.getvalue())
+        run_config = json.dumps({"job": {"parameters": {"device": self.device}}})
+        self.put("run.json", run_config)
+        rendered = user_data.render(
+            stack="tinystories-growth",
+            run_id="r1",
+            region="us-east-2",
+            image="public.ecr.aws/x/pytorch:1@sha256:aa",
+            bucket=BUCKET,
+            log_group="gpufleet-logs",
+            archive_sha256=archive_sha256,
+            run_config_sha256=hashlib.sha256(run_config.encode()).hexdigest(),
+            timer_seconds=TIMER_S,
+            data_volume=self.data_volume,
+        )
+        path = self.world / "user-data.sh"
+        path.write_text(rendered)
+        return path
+
+    def start(self, script: Path | None = None) -> subprocess.Popen[bytes]:
+        environment = {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "WORLD": str(self.world),
+            "GPUFLEET_ROOT": str(self.root),
+            "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+        }
+        return subprocess.Popen(
+            ["bash", str(script or self.script())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def boot(self, script: Path | None = None) -> Outcome:
+        return self.outcome(self.start(script))
+
+    def outcome(self, process: subprocess.Popen[bytes]) -> Outcome:
+        """Waits for the script, and for everything it left behind."""
+        try:
+            process.wait(timeout=20)
+            deadline = time.monotonic() + 5
+            while _alive(process.pid):
+                assert time.monotonic() < deadline, "a process outlived the script"
+                time.sleep(0.01)
+        finally:
+            if _alive(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)
+        return Outcome(
+            calls=(self.world / "calls").read_text().splitlines(),
+            log=(self.root / "opt/gpufleet/boot.log").read_text(),
+        )
+
+
+def _alive(group: int) -> bool:
+    """Whether a process of the group still runs; one that only waits to be reaped does not."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state != "Z":
+                return True
+    return False
