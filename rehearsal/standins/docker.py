@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
 
 def run(words: list[str]) -> int:
     options = _run_options().parse_args(words)
-    name = options.name or "container"
+    name = options.name or f"container-{os.getpid()}"
     record = CONTAINERS / name
     if record.exists():
         print(f'docker: Conflict. The container name "/{name}" is already in use.', file=sys.stderr)
@@ -246,7 +246,10 @@ def _environment(settings: list[str], mounts: dict[str, str]) -> dict[str, str]:
 
 
 def _has_gpu() -> bool:
-    return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+    try:
+        return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
 
 
 def _alive(pid: int) -> bool:

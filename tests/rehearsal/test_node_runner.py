@@ -1,0 +1,251 @@
+"""Rehearsed nodes: real bash, real AWS CLI, real curl; stand-ins for what a laptop must not do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from declared import fleet, living, template
+
+from rehearsal.clock import ManualClock
+from rehearsal.cloud import Cloud
+from rehearsal.gate import NODE_KEY
+from rehearsal.node import STANDINS, Node, NodeRunner
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, clock: ManualClock) -> Iterator[Cloud]:
+    with Cloud(tmp_path, clock=clock, relaunch_delay_s=5) as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def boot(cloud: Cloud, tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    runner = NodeRunner(cloud, tmp_path / "nodes")
+    cloud.client("iam").create_instance_profile(InstanceProfileName="node")
+
+    def launch(user_data: str, **changes: object) -> Node:
+        fleet(
+            cloud,
+            template(cloud, user_data="#!/bin/bash\n" + user_data, IamInstanceProfile={"Name": "node"}, **changes),
+        )
+        cloud.tick()
+        return runner.nodes[cloud.instances()[-1].id]
+
+    yield launch
+    runner.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for another process, at most 20 s."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+def test_user_data_runs_with_its_roles_credentials_and_shuts_its_instance_down(
+    cloud: Cloud, clock: ManualClock, boot: Callable[..., Node]
+) -> None:
+    node = boot("""set -eu
+[ -z "${AWS_ACCESS_KEY_ID:-}" ]
+export AWS_DEFAULT_REGION=us-east-2
+aws sts get-caller-identity --query Account --output text
+imds=$AWS_EC2_METADATA_SERVICE_ENDPOINT/latest
+token=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 60' "$imds/api/token")
+curl -sf -H "X-aws-ec2-metadata-token: $token" "$imds/meta-data/instance-id"
+echo
+shutdown -h now
+""")
+    node.process.wait(timeout=20)
+    until(lambda: node.instance.ended_at is not None)
+    assert node.log.read_text().split() == [cloud.account, node.instance.id]
+    assert cloud._gate is not None
+    assert NODE_KEY in {key for key, action in cloud._gate.calls if action == "GetCallerIdentity"}
+    assert living(cloud) == []
+    clock.advance(5)
+    cloud.tick()
+    assert len(living(cloud)) == 1
+
+
+def test_a_script_that_just_ends_leaves_the_machine_running(cloud: Cloud, boot: Callable[..., Node]) -> None:
+    node = boot("exit 1")
+    assert node.process.wait(timeout=20) == 1
+    assert living(cloud) == [node.instance.id]
+
+
+def test_losing_the_machine_kills_all_its_processes_at_once(cloud: Cloud, boot: Callable[..., Node]) -> None:
+    node = boot("""trap '' TERM
+sleep 600 &
+"$GPUFLEET_PYTHON" -c 'import os, time; os.setsid(); open("away", "w").write(str(os.getpid())); time.sleep(600)' &
+echo $! $$ >started
+wait""")
+    until(lambda: (node.root / "away").exists() and (node.root / "started").exists())
+    pids = [int(word) for name in ("away", "started") for word in (node.root / name).read_text().split()]
+    cloud.kill(node.instance.id)
+    until(lambda: not any(_alive(pid) for pid in pids))
+    assert living(cloud) == []
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_instance_store_and_data_volume_are_there_to_be_formatted_and_mounted(boot: Callable[..., Node]) -> None:
+    data = {"DeviceName": "/dev/sdf", "Ebs": {"VolumeSize": 50, "VolumeType": "gp3"}}
+    node = boot(
+        """set -eu
+lsblk -dnp -o NAME,MODEL
+systemctl start dlami-nvme
+findmnt -n "$GPUFLEET_ROOT/opt/dlami/nvme" >/dev/null
+device=$GPUFLEET_ROOT/dev/sdf
+code=0; blkid "$device" || code=$?; echo "blank: $code"
+mount "$device" "$GPUFLEET_ROOT/data" 2>/dev/null || echo "not mounted"
+mkfs.xfs -q "$device"
+mkfs.xfs -q "$device" 2>/dev/null || echo "not formatted again"
+mount "$device" "$GPUFLEET_ROOT/data" && touch "$GPUFLEET_ROOT/data/file"
+mount "$device" /somewhere 2>/dev/null || echo "not outside"
+nvidia-smi || echo "no GPU"
+""",
+        BlockDeviceMappings=[data],
+    )
+    assert node.process.wait(timeout=20) == 0
+    said = node.log.read_text()
+    assert said.startswith(f"{node.root}/dev/nvme1n1 Amazon EC2 NVMe Instance Storage\nblank: 2\nnot mounted\n")
+    assert "not formatted again\nnot outside\n" in said
+    assert "no GPU" in said
+
+
+def docker(root: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(STANDINS / "docker"), *words],
+        env={"GPUFLEET_ROOT": str(root), "GPUFLEET_PYTHON": sys.executable, "PATH": os.environ["PATH"], **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=20)
+    return process.returncode, out, err
+
+
+IMAGE = "public.ecr.aws/x/y:1@sha256:" + "0" * 64
+
+
+def test_a_container_sees_host_folders_under_its_own_paths_and_only_its_own_environment(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "say.py").write_text(
+        "import json, os, sys; print(json.dumps([os.getcwd(), dict(os.environ), sys.argv]))"
+    )
+    code, out, err = finish(
+        docker(
+            tmp_path,
+            *(
+                "run",
+                "--name",
+                "c",
+                "--init",
+                "-v",
+                f"{tmp_path}/app:/gpufleet/app:ro",
+                "-v",
+                f"{tmp_path}/run:/gpufleet/run",
+            ),
+            *("-w", "/gpufleet/app", "-e", "PYTHONPATH=/gpufleet/app", "-e", "KEPT", "-e", "ABSENT", IMAGE),
+            *("python", "-m", "say", "/gpufleet/run/run.json"),
+            KEPT="kept",
+            LEAKED="leaked",
+        )
+    )
+    assert (code, err) == (0, "")
+    folder, environment, argv = json.loads(out)
+    assert folder == environment["PYTHONPATH"] == str(tmp_path / "app")
+    assert argv[1] == str(tmp_path / "run" / "run.json")
+    assert environment["KEPT"] == "kept"
+    assert not {"LEAKED", "ABSENT", "GPUFLEET_ROOT"} & set(environment)
+
+
+def test_a_containers_exit_code_is_dockers(tmp_path: Path) -> None:
+    assert finish(docker(tmp_path, "run", IMAGE, "python", "-c", "raise SystemExit(75)"))[0] == 75
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert finish(docker(tmp_path, "run", IMAGE, "python", "-c", killed))[0] == 137
+
+
+def test_docker_stop_asks_first(tmp_path: Path) -> None:
+    waiting = """import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("ready", flush=True)
+time.sleep(60)"""
+    process = docker(tmp_path, "run", "--name", "c", IMAGE, "python", "-c", waiting)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert finish(docker(tmp_path, "stop", "-t", "20", "c"))[:2] == (0, "c\n")
+    assert finish(process)[0] == 75
+
+
+def test_docker_stop_kills_what_does_not_listen(tmp_path: Path) -> None:
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    )
+    process = docker(tmp_path, "run", "--name", "c", IMAGE, "python", "-c", deaf)
+    assert process.stdout is not None
+    process.stdout.readline()
+    finish(docker(tmp_path, "stop", "-t", "0.1", "c"))
+    assert finish(process)[0] == 137
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["run", "--gpus", "all", IMAGE, "true"], 125, "could not select device driver"),
+        (["run", "--privileged", IMAGE, "true"], 2, "unrecognized arguments: --privileged"),
+        (["run", "-v", "/etc:/etc", IMAGE, "true"], 1, "outside this node"),
+        (["pull", "-q", "pytorch:latest"], 1, "names no digest"),
+        (["stop", "nobody"], 1, "No such container"),
+        (["exec", "c", "sh"], 125, "not stood in for"),
+    ],
+)
+def test_docker_refuses_what_it_does_not_stand_in_for(tmp_path: Path, words: list[str], code: int, said: str) -> None:
+    got, _, err = finish(docker(tmp_path, *words))
+    assert said in err
+    assert got == code
+
+
+LOGS = ("--log-driver", "awslogs", "--log-opt", "mode=non-blocking", "--log-opt", "awslogs-region=us-east-2")
+
+
+def test_the_containers_output_reaches_cloudwatch_logs(cloud: Cloud, tmp_path: Path) -> None:
+    cloud.client("logs").create_log_group(logGroupName="/g")
+    stream = ("--log-opt", "awslogs-group=/g", "--log-opt", "awslogs-stream=r1/i-1")
+    code, out, _ = finish(
+        docker(
+            tmp_path, "run", *LOGS, *stream, IMAGE, "python", "-c", "print('one'); print('two')", **cloud.environment()
+        )
+    )
+    assert (code, out) == (0, "one\ntwo\n")
+    events = cloud.client("logs").get_log_events(logGroupName="/g", logStreamName="r1/i-1")["events"]
+    assert [event["message"] for event in events] == ["one", "two"]
+
+
+def test_without_its_log_group_a_container_does_not_start(cloud: Cloud, tmp_path: Path) -> None:
+    stream = ("--log-opt", "awslogs-group=/none", "--log-opt", "awslogs-stream=s")
+    code, out, err = finish(
+        docker(tmp_path, "run", *LOGS, *stream, IMAGE, "python", "-c", "print('ran')", **cloud.environment())
+    )
+    assert (code, out) == (125, "")
+    assert "failed to initialize logging driver" in err
