@@ -1,0 +1,57 @@
+"""run.json: all that the job is told, known before anything exists and the same bytes on every machine.
+
+It holds no bucket name: the node script gives the container its own address. The program alone writes it, once per run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from infra.cost.bill import Bill
+from infra.definition import StackDefinition
+
+SCHEMA = 1
+
+
+def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The object of run.json; money and hours are decimal strings.
+
+    `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}; a `uri` of None means that the
+    files lie under inputs/<sha256>/ of the run's own bucket.
+    """
+    limits = definition.limits
+    return {
+        "schema": SCHEMA,
+        "run": {
+            "id": definition.run.id,
+            "stack": definition.name,
+            "experiment": definition.job.experiment,
+            "owner": definition.run.owner,
+        },
+        "region": definition.fleet.region,
+        "job": {"experiment": definition.job.experiment, "parameters": asdict(definition.job.parameters)},
+        "limits": {
+            "max_usd": str(limits.max_usd),
+            "max_hours": str(limits.max_hours),
+            "deadline": None if limits.deadline is None else _stamp(limits.deadline),
+        },
+        "capacity": definition.fleet.capacity,
+        "rates": bill.rates(),
+        "extras": bill.extras(),
+        "estimate": bill.to_json(),
+        "predicted": bill.predicted(),
+        "inputs": dict(inputs),
+    }
+
+
+def encode(config: Mapping[str, Any]) -> bytes:
+    """The bytes of run.json: the node compares their sha256."""
+    return (json.dumps(config, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _stamp(at: datetime) -> str:
+    return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
