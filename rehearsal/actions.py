@@ -75,6 +75,10 @@ def _describe_spot_price_history(cloud: Cloud, response: Any) -> Any:
     return ActionResult({"SpotPriceHistory": history})
 
 
+def _get_ebs_default_kms_key_id(cloud: Cloud, response: Any) -> Any:
+    return ActionResult({"KmsKeyId": "alias/aws/ebs"})  # what an account answers that never chose a key
+
+
 def _terminate_instances(cloud: Cloud, response: Any) -> Any:
     result = _MOTO["terminate_instances"](response)
     cloud.fleets.tick()
@@ -135,6 +139,7 @@ for _action in (
     _describe_fleet_instances,
     _describe_fleet_history,
     _describe_spot_price_history,
+    _get_ebs_default_kms_key_id,
     _terminate_instances,
 ):
     _replace(EC2Response, _action)

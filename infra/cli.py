@@ -1,0 +1,92 @@
+"""`gpufleet`: the commands around a stack. Each lives in infra/commands and is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import ModuleType
+
+from infra.errors import GpufleetError
+
+# In the order in which they are needed.
+COMMANDS = {
+    "cost": "the bill of a run, before anything exists; needs no account and no network",
+    "rehearse": "the whole run on this machine, against an embedded AWS",
+    "prepare": "fetch or make the experiment's data and cut it into hashed token shards",
+    "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image digest",
+    "wait": "after pulumi up: wait for a node, and explain why there is none",
+    "status": "where the run stands: fleet, node, checkpoints, dollars spent",
+    "logs": "what the job prints",
+    "results": "download what the run left: results, receipt, model",
+    "sweep": "after pulumi destroy: what is left in the account, and what it costs",
+    "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
+}
+EPILOG = """STACK is a file of stacks/ without its .yaml, or a path to such a file.
+Exit codes: 0 done, 1 the answer is no, 2 something has to be put right first."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and gives its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if word in COMMANDS), None)
+    module = importlib.import_module(f"infra.commands.{chosen}") if chosen else None
+    parser = _parser(chosen, module)
+    args = parser.parse_args(words)
+    if module is None:
+        parser.print_help()
+        return 2
+    try:
+        code: int = module.run(args)
+        sys.stdout.flush()
+    except GpufleetError as error:
+        return _say(error)
+    except BrokenPipeError:  # gpufleet logs | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except Exception as error:
+        refused = _refused(error)
+        if refused is None:
+            raise
+        return _say(refused)
+    return code
+
+
+def _parser(chosen: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpufleet",
+        description="Train on rented AWS GPUs with the bill known before anything exists.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gpufleet {version('gpufleet')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"gpufleet {name}: {summary}.")
+        if name == chosen and module is not None:
+            module.arguments(command)
+    return parser
+
+
+def _refused(error: Exception) -> GpufleetError | None:
+    """The sentence for what AWS or the way to it refused; None for anything else. Loads no botocore by itself."""
+    if "botocore" not in sys.modules:
+        return None
+    from infra.commands.aws import refusal
+
+    return refusal(error)
+
+
+def _say(error: GpufleetError) -> int:
+    print(f"gpufleet: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

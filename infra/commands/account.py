@@ -1,0 +1,238 @@
+"""The checks of `gpufleet doctor`: what an AWS account must have for this definition to get a node. Reads only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from botocore.exceptions import ClientError
+
+from infra.commands import aws
+from infra.commands.quotas import Need, needs
+from infra.definition import StackDefinition
+
+DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
+ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux; the launch template sizes the root disk under this name
+GRANT_OPERATIONS = (
+    "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncryptFrom ReEncryptTo CreateGrant DescribeKey"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One line of the report, and the command or change that puts it right."""
+
+    name: str
+    found: str
+    state: Literal["ok", "warning", "problem"] = "ok"
+    fix: str = ""
+
+
+def identity(sts: Any) -> Check:
+    """Who we are. Anything that stops this stops everything."""
+    try:
+        who = sts.get_caller_identity()
+    except Exception as error:
+        refused = aws.refusal(error)
+        if refused is None:
+            raise
+        return Check(name="credentials", state="problem", found=str(refused))
+    return Check(name="credentials", found=f"account {who['Account']} as {who['Arn'].rpartition(':')[2]}")
+
+
+def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
+    """A fleet made through the API does not create the roles it launches with."""
+    wanted = [("AWSServiceRoleForEC2Fleet", "ec2fleet.amazonaws.com")]
+    if definition.fleet.capacity == "spot":
+        wanted.append(("AWSServiceRoleForEC2Spot", "spot.amazonaws.com"))
+    for role, service in wanted:
+        try:
+            iam.get_role(RoleName=role)
+        except ClientError as error:
+            if aws.code(error) != "NoSuchEntity":
+                raise
+            fix = f"aws iam create-service-linked-role --aws-service-name {service}"
+            yield Check(name="role", state="problem", found=f"{role} does not exist: the fleet may not launch", fix=fix)
+        else:
+            yield Check(name="role", found=f"{role} exists")
+
+
+def quotas(definition: StackDefinition, service_quotas: Any) -> Iterator[Check]:
+    """vCPUs of one node, better two."""
+    found, unknown = needs(definition.fleet)
+    checks = [_quota(definition, need, service_quotas) for need in found]
+    if all(check.state == "problem" for check in checks):
+        yield from checks
+    else:  # one type that can launch is enough for a fleet
+        for check in checks:
+            state = "warning" if check.state == "problem" else check.state
+            yield Check(name=check.name, state=state, found=check.found, fix=check.fix)
+    for name in unknown:
+        yield Check(
+            name="quota", state="warning", found=f"which quota counts {name} is not known: look it up in the console"
+        )
+
+
+def _quota(definition: StackDefinition, need: Need, service_quotas: Any) -> Check:
+    arguments = {"ServiceCode": "ec2", "QuotaCode": need.code}
+    try:
+        quota = service_quotas.get_service_quota(**arguments)["Quota"]
+    except ClientError as error:  # an account that never asked for more has only the default
+        if aws.code(error) != "NoSuchResourceException":
+            raise
+        quota = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
+    vcpus = int(quota["Value"])
+    kinds = ", ".join(need.types)
+    found = f"{quota['QuotaName']} ({need.code}) is {vcpus} vCPUs; one node of {kinds} takes {need.vcpu}"
+    fix = (
+        f"aws service-quotas request-service-quota-increase --region {definition.fleet.region} --service-code ec2 "
+        f"--quota-code {need.code} --desired-value {need.recommended}"
+    )
+    if vcpus < need.vcpu:
+        console = "(asked for in the console, with the use case in a sentence, it is granted more often)"
+        return Check(name="quota", state="problem", found=found, fix=f"{fix}\n          {console}")
+    if vcpus < need.recommended:
+        why = "; two nodes' worth lets a replacement start while the old node still counts"
+        return Check(name="quota", state="warning", found=found + why, fix=fix)
+    return Check(name="quota", found=found)
+
+
+def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
+    """Which of the listed types each listed zone offers."""
+    fleet = definition.fleet
+    zones = {zone["ZoneName"] for zone in ec2.describe_availability_zones()["AvailabilityZones"]}
+    for zone in fleet.zones:
+        if zone not in zones:
+            fix = f"Remove it from fleet.zones; your account has {', '.join(sorted(zones))}."
+            yield Check(name="zone", state="problem", found=f"your account has no zone {zone}", fix=fix)
+    filters = [
+        {"Name": "instance-type", "Values": list(fleet.instance_types)},
+        {"Name": "location", "Values": list(fleet.zones)},
+    ]
+    listed = aws.pages(
+        ec2,
+        "describe_instance_type_offerings",
+        "InstanceTypeOfferings",
+        LocationType="availability-zone",
+        Filters=filters,
+    )
+    offered = {(item["InstanceType"], item["Location"]) for item in listed}
+    if not offered:
+        fix = "Change fleet.zones, fleet.region or fleet.instance_types."
+        found = f"no listed zone offers {' or '.join(fleet.instance_types)}"
+        yield Check(name="offer", state="problem", found=found, fix=fix)
+        return
+    for kind in fleet.instance_types:
+        have = [zone for zone in fleet.zones if (kind, zone) in offered]
+        missing = [zone for zone in fleet.zones if zone not in have]
+        if missing:
+            fix = f"Take {', '.join(missing)} out of fleet.zones, or {kind} out of fleet.instance_types."
+            yield Check(name="offer", state="warning", found=f"{kind} is not offered in {', '.join(missing)}", fix=fix)
+        else:
+            yield Check(name="offer", found=f"{kind} in {', '.join(have)}")
+
+
+def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
+    """The AMI exists, boots this architecture, comes from whom one expects and fits on the root disk."""
+    wanted, repin = definition.fleet.ami, f"gpufleet doctor {definition.name} --pin"
+    if wanted == "unpinned":
+        yield Check(name="AMI", state="problem", found="fleet.ami is unpinned", fix=repin)
+        return
+    try:
+        images = ec2.describe_images(ImageIds=[wanted])["Images"]
+    except ClientError as error:
+        if not aws.code(error).startswith("InvalidAMIID"):
+            raise
+        images = []
+    if not images or images[0]["State"] != "available":
+        found = (
+            f"{wanted} does not exist in {definition.fleet.region}, or was withdrawn: the fleet would launch nothing"
+        )
+        yield Check(name="AMI", state="problem", found=found, fix=repin)
+        return
+    image = images[0]
+    root = next((m["Ebs"] for m in image.get("BlockDeviceMappings", []) if m.get("DeviceName") == ROOT_DEVICE), None)
+    size = int((root or {}).get("VolumeSize") or 0)
+    title = f"{wanted}, {image.get('Name', 'no name')}"
+    if image.get("Architecture") != "x86_64":
+        yield Check(name="AMI", state="problem", found=f"{title} is for {image.get('Architecture')}", fix=repin)
+    elif image.get("RootDeviceName") != ROOT_DEVICE:
+        found = f"{title} has its root disk at {image.get('RootDeviceName')}, the launch template sizes {ROOT_DEVICE}"
+        yield Check(name="AMI", state="problem", found=found, fix="Use an Amazon Linux 2023 AMI.")
+    elif size > definition.storage.root.size_gib:
+        fix = f"Set storage.root.size_gib: {size}."
+        yield Check(name="AMI", state="problem", found=f"{title} needs a root disk of {size} GiB", fix=fix)
+    elif image.get("OwnerId") != DLAMI_OWNER:
+        owner = image.get("OwnerId")
+        yield Check(name="AMI", state="warning", found=f"{title} belongs to {owner}, not to AWS's Deep Learning AMIs")
+    else:
+        yield Check(name="AMI", found=f"{title}, by AWS")
+
+
+def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Iterator[Check]:
+    """Disks are encrypted with the account's default key. A key of your own must let the fleet's role use it."""
+    key = str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"])
+    if key.endswith("alias/aws/ebs"):
+        yield Check(name="disk key", found="disks are encrypted with AWS's own key")
+        return
+    metadata = kms.describe_key(KeyId=key)["KeyMetadata"]
+    if metadata["KeyManager"] == "AWS":
+        yield Check(name="disk key", found="disks are encrypted with AWS's own key")
+        return
+    if not metadata.get("Enabled", True):
+        yield Check(
+            name="disk key", state="problem", found=f"{key} is disabled", fix=f"aws kms enable-key --key-id {key}"
+        )
+        return
+    roles = ["AWSServiceRoleForEC2Fleet"]
+    if definition.fleet.capacity == "spot":
+        roles.append("AWSServiceRoleForEC2Spot")
+    granted = json.dumps(
+        [grant.get("GranteePrincipal", "") for grant in aws.pages(kms, "list_grants", "Grants", KeyId=key)]
+    )
+    policy = kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]
+    for role in roles:
+        if f"/{role}" in granted or f"/{role}" in policy:
+            yield Check(name="disk key", found=f"{key} is yours, and {role} may use it")
+            continue
+        arn = iam.get_role(RoleName=role)["Role"]["Arn"]
+        fix = f"aws kms create-grant --key-id {key} --grantee-principal {arn} --operations {GRANT_OPERATIONS}"
+        found = f"new disks are encrypted with your key {key}, which {role} has no grant for: nodes would end at launch"
+        yield Check(name="disk key", state="problem", found=found, fix=fix)
+
+
+def inputs(definition: StackDefinition, s3: Any, ec2: Any) -> Iterator[Check]:
+    """s3:// prefixes hold something, and a snapshot exists."""
+    places = {"dataset": definition.storage.dataset, "base_weights": definition.storage.base_weights}
+    for key, place in places.items():
+        if not place or not place.startswith("s3://"):
+            continue
+        bucket, _, prefix = place.removeprefix("s3://").partition("/")
+        try:
+            count = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1).get("KeyCount", 0)
+        except ClientError as error:
+            if aws.code(error) not in ("NoSuchBucket", "404"):
+                raise
+            count = 0
+        if count:
+            yield Check(name=key, found=f"{place} is there")
+        else:
+            yield Check(name=key, state="problem", found=f"{place} holds nothing", fix=f"Put storage.{key} right.")
+    disk = definition.storage.data
+    if disk is None or disk.snapshot is None:
+        return
+    try:
+        snapshot = ec2.describe_snapshots(SnapshotIds=[disk.snapshot])["Snapshots"][0]
+    except ClientError as error:
+        if not aws.code(error).startswith("InvalidSnapshot"):
+            raise
+        found = f"{disk.snapshot} does not exist in {definition.fleet.region}"
+        yield Check(name="snapshot", state="problem", found=found, fix="Put storage.data.snapshot right.")
+        return
+    if snapshot["VolumeSize"] > disk.size_gib:
+        fix = f"Set storage.data.size_gib: {snapshot['VolumeSize']}."
+        yield Check(name="snapshot", state="problem", found=f"{disk.snapshot} is larger than its disk", fix=fix)
+    else:
+        yield Check(name="snapshot", found=f"{disk.snapshot}, {snapshot['VolumeSize']} GiB")

@@ -1,0 +1,190 @@
+"""What the commands share about AWS: clients, finding what carries a run's tags, refusals turned into sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import boto3
+from botocore import exceptions
+from botocore.config import Config
+
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+
+STACK_TAG, RUN_TAG = "gpufleet:stack", "gpufleet:run"
+ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
+# Services with one endpoint for all regions: botocore finds it from any region.
+_CONFIG = Config(
+    connect_timeout=5,
+    read_timeout=60,
+    retries={"mode": "standard", "total_max_attempts": 4},
+    user_agent_extra="gpufleet",
+)
+_DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError", "403")
+_BAD_KEYS = (
+    "AuthFailure",
+    "InvalidClientTokenId",
+    "InvalidAccessKeyId",
+    "UnrecognizedClientException",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "RequestExpired",
+)
+
+
+def client(service: str, region: str) -> Any:
+    """A boto3 client with bounded waits. Reads AWS_ENDPOINT_URL, which is how a rehearsal stands in for AWS."""
+    return boto3.client(service, region_name=region, config=_CONFIG)
+
+
+def refusal(error: Exception) -> AwsRefused | None:
+    """The sentence for a botocore error: what was refused, and what to do. None for any other error."""
+    if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+        return AwsRefused(
+            "there are no AWS credentials. Run `aws configure sso` or `aws configure`, or set AWS_PROFILE; "
+            "without an account, `make rehearse` and `gpufleet cost` still work."
+        )
+    if isinstance(error, exceptions.ProfileNotFound | exceptions.ConfigNotFound):
+        return AwsRefused(f"{error}. `aws configure list-profiles` shows what there is; AWS_PROFILE chooses.")
+    if isinstance(
+        error, exceptions.TokenRetrievalError | exceptions.SSOTokenLoadError | exceptions.UnauthorizedSSOTokenError
+    ):
+        return AwsRefused(f"the sign-in has expired ({error}). Run `aws sso login`.")
+    if isinstance(error, exceptions.EndpointConnectionError | exceptions.HTTPClientError):
+        return AwsRefused(
+            f"AWS cannot be reached ({error}). Check the network, a proxy (HTTPS_PROXY), and AWS_ENDPOINT_URL: "
+            "it must be unset for real AWS, and `gpufleet cloud` must be running where it is set."
+        )
+    if isinstance(error, exceptions.ClientError):
+        return _client_refusal(error)
+    ours = exceptions.ParamValidationError | exceptions.OperationNotPageableError  # a mistake of this program
+    if isinstance(error, exceptions.BotoCoreError) and not isinstance(error, ours):
+        return AwsRefused(f"AWS could not be asked: {error}")
+    return None
+
+
+def code(error: exceptions.ClientError) -> str:
+    """NoSuchKey, UnauthorizedOperation, ..."""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def denied(error: exceptions.ClientError) -> bool:
+    """Whether the caller's own rights are what is missing."""
+    return code(error) in _DENIED
+
+
+def _client_refusal(error: exceptions.ClientError) -> AwsRefused:
+    message = str(error.response.get("Error", {}).get("Message", "")).strip()
+    action = error.operation_name
+    if denied(error):
+        return AwsRefused(
+            f"AWS does not let you call {action}: {message} Ask for that action for your user or role; "
+            "`aws sts get-caller-identity` says who you are."
+        )
+    if code(error) in _BAD_KEYS:
+        return AwsRefused(
+            f"AWS does not accept the credentials ({code(error)}: {message}) Sign in again (`aws sso login`) or set "
+            "AWS_PROFILE; with AWS_ENDPOINT_URL set, use the keys that `gpufleet cloud` printed."
+        )
+    return AwsRefused(f"AWS answered {code(error)} to {action}: {message}")
+
+
+def tags_of(resource: dict[str, Any]) -> dict[str, str]:
+    """Tags as a dict, whichever of AWS's spellings the resource uses."""
+    tags = resource.get("Tags") or resource.get("TagSet") or resource.get("tags") or []
+    if isinstance(tags, dict):
+        return {str(key): str(value) for key, value in tags.items()}
+    return {tag["Key"]: tag["Value"] for tag in tags}
+
+
+def pages(api: Any, operation: str, key: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    """Every item of a listing."""
+    for page in api.get_paginator(operation).paginate(**arguments):
+        yield from page.get(key) or []
+
+
+def fleets(ec2: Any, stack: str, run: str | None = None) -> list[dict[str, Any]]:
+    """The fleets of a stack or of one run, newest first. DescribeFleets has no filter by tag, so all are read."""
+    wanted = {STACK_TAG: stack, **({RUN_TAG: run} if run else {})}
+    mine = [fleet for fleet in pages(ec2, "describe_fleets", "Fleets") if wanted.items() <= tags_of(fleet).items()]
+    return sorted(mine, key=lambda fleet: (fleet["FleetState"] not in ENDED, fleet["CreateTime"]), reverse=True)
+
+
+def instances(ec2: Any, filters: Iterable[tuple[str, list[str]]]) -> list[dict[str, Any]]:
+    """Instances by filter, oldest first."""
+    named = [{"Name": name, "Values": values} for name, values in filters]
+    found = [i for r in pages(ec2, "describe_instances", "Reservations", Filters=named) for i in r["Instances"]]
+    return sorted(found, key=lambda instance: instance["LaunchTime"])
+
+
+def nodes(ec2: Any, definition: StackDefinition) -> list[dict[str, Any]]:
+    """The run's instances that still exist or ended within the hour."""
+    tags = [(f"tag:{STACK_TAG}", [definition.name]), (f"tag:{RUN_TAG}", [definition.run.id])]
+    return instances(ec2, tags)
+
+
+def buckets(s3: Any, stack: str) -> list[str]:
+    """The stack's buckets by name prefix and tag, newest first; more than one when a kept one was left behind."""
+    found = []
+    for bucket in s3.list_buckets().get("Buckets", []):
+        if not bucket["Name"].startswith(f"gpufleet-{stack}-"):
+            continue
+        try:
+            tags = tags_of(s3.get_bucket_tagging(Bucket=bucket["Name"]))
+        except exceptions.ClientError as error:
+            if code(error) != "NoSuchTagSet":
+                raise
+            continue
+        if tags.get(STACK_TAG) == stack:
+            found.append(bucket)
+    return [bucket["Name"] for bucket in sorted(found, key=lambda bucket: bucket["CreationDate"], reverse=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    """s3://bucket/<run>/ of one run."""
+
+    s3: Any
+    bucket: str
+    run: str
+
+    def keys(self, prefix: str = "") -> list[tuple[str, int]]:
+        """(name within the run, bytes) of every object whose name starts with `prefix`."""
+        start = f"{self.run}/"
+        listed = pages(self.s3, "list_objects_v2", "Contents", Bucket=self.bucket, Prefix=start + prefix)
+        return [(item["Key"].removeprefix(start), int(item["Size"])) for item in listed]
+
+    def read(self, name: str, *, last_bytes: int | None = None) -> bytes | None:
+        """An object's bytes, or None when it is not there."""
+        limit = {"Range": f"bytes=-{last_bytes}"} if last_bytes else {}
+        try:
+            answer = self.s3.get_object(Bucket=self.bucket, Key=f"{self.run}/{name}", **limit)
+        except exceptions.ClientError as error:
+            if code(error) in ("NoSuchKey", "404", "InvalidRange"):
+                return None
+            raise
+        body: bytes = answer["Body"].read()
+        return body
+
+    def document(self, name: str) -> dict[str, Any] | None:
+        """A JSON object, or None when it is not there or not (yet) JSON."""
+        raw = self.read(name)
+        try:
+            value = json.loads(raw) if raw is not None else None
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
+
+
+def run_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
+    """The run's folder in the newest of the stack's buckets that has one; None when no bucket has."""
+    for bucket in buckets(s3, definition.name):
+        folder = RunFolder(s3=s3, bucket=bucket, run=definition.run.id)
+        found = s3.list_objects_v2(Bucket=bucket, Prefix=f"{definition.run.id}/", MaxKeys=1)
+        if found.get("KeyCount"):
+            return folder
+    return None

@@ -1,0 +1,134 @@
+"""`gpufleet doctor`: everything about the account that would otherwise fail in silence after `pulumi up`.
+
+Changes nothing in AWS. With --pin it first writes the newest AMI and the image's digest into the definition file: a
+fleet that maintains a node resolves no parameters, and a tag can move under a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from infra import loader
+from infra.commands import account, aws, registry, stack
+from infra.commands.account import Check
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+
+# Deep Learning Base AMI with the open Nvidia driver, Amazon Linux 2023, x86_64: the name as used in public code on
+# 2026-11-21, for example for the build of 2026-09-25. Driver, container toolkit and docker are in it.
+AMI_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id"
+MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    stack.argument(parser)
+    parser.add_argument("--pin", action="store_true", help="write the newest AMI and the image's digest into the file")
+
+
+def run(args: argparse.Namespace) -> int:
+    definition = stack.definition_of(args)
+    print(f"{definition.name} in {definition.fleet.region}")
+    if args.pin:
+        pin(definition, aws.client("ssm", definition.fleet.region))
+        definition = stack.definition_of(args)
+    worst = "ok"
+    for check in examine(definition, loader.project_root(Path.cwd()), aws.client):
+        print(f"  {MARKS[check.state]} {check.name}: {check.found}")
+        if check.fix:
+            print(f"          {check.fix}")
+        worst = max(worst, check.state, key=list(MARKS).index)
+    print(
+        {
+            "ok": "Everything is in place.",
+            "warning": "Nothing stands in the way; read the warnings.",
+            "problem": "Put the problems right first: with them `pulumi up` would leave you without a node.",
+        }[worst]
+    )
+    return 1 if worst == "problem" else 0
+
+
+def pin(definition: StackDefinition, ssm: Any) -> None:
+    """Writes AMI and digest into the definition file and prints what changed. Raises AwsRefused."""
+    try:
+        ami = str(ssm.get_parameter(Name=AMI_PARAMETER)["Parameter"]["Value"])
+    except ClientError as error:
+        if aws.code(error) != "ParameterNotFound":
+            raise
+        raise AwsRefused(
+            f"{definition.fleet.region} has no parameter {AMI_PARAMETER}. Choose another region, or write an AMI with "
+            "the Nvidia driver, docker and the Nvidia container toolkit into fleet.ami by hand."
+        ) from None
+    tagged = definition.job.image.partition("@")[0]
+    image = f"{tagged}@{registry.digest(tagged)}"
+    loader.pin(definition.source, ami=ami, image=image)
+    for key, before, after in (("fleet.ami", definition.fleet.ami, ami), ("job.image", definition.job.image, image)):
+        print(f"  pinned  {key}: {after}" if before != after else f"  pinned  {key}: {after} (as before)")
+    if definition.fleet.ami not in ("unpinned", ami):
+        print(
+            "          A run that is up keeps what it began with: give run.id a new value before the next `pulumi up`."
+        )
+
+
+def examine(definition: StackDefinition, root: Path, client: Callable[[str, str], Any]) -> Iterator[Check]:
+    """Every check in turn. Without working credentials the first is the only one."""
+    region = definition.fleet.region
+    ec2, iam = client("ec2", region), client("iam", region)
+    who = account.identity(client("sts", region))
+    yield who
+    if who.state == "problem":
+        return
+    groups: tuple[Callable[[], Iterator[Check]], ...] = (
+        lambda: account.service_roles(definition, iam),
+        lambda: account.quotas(definition, client("service-quotas", region)),
+        lambda: account.offerings(definition, ec2),
+        lambda: account.ami(definition, ec2),
+        lambda: account.disk_key(definition, ec2, client("kms", region), iam),
+        lambda: account.inputs(definition, client("s3", region), ec2),
+        lambda: image(definition),
+        lambda: readiness(definition, root),
+    )
+    for group in groups:
+        yield from guarded(group)
+
+
+def guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """A check that AWS does not answer is a warning, and the others still run."""
+    try:
+        yield from group()
+    except (ClientError, BotoCoreError) as error:
+        sentence = aws.refusal(error)
+        if sentence is None:
+            raise
+        yield Check(name="not checked", state="warning", found=str(sentence))
+
+
+def image(definition: StackDefinition) -> Iterator[Check]:
+    """Whether a node could pull the container image."""
+    name = definition.job.image
+    try:
+        found = registry.digest(name)
+    except AwsRefused as error:
+        yield Check(name="image", state="problem", found=str(error))
+        return
+    if "@" in name:
+        yield Check(name="image", found=f"{name.partition('@')[0]} at {found[:19]}... can be pulled without a login")
+    else:
+        yield Check(
+            name="image",
+            state="problem",
+            found=f"{name} exists but is not pinned, and a tag can move between a node and its replacement",
+            fix=f"gpufleet doctor {definition.name} --pin",
+        )
+
+
+def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
+    """What else `up` needs of the project itself; it refuses aloud without. AMI and image have checks of their own."""
+    for sentence in loader.not_ready(definition, root):
+        if sentence.startswith("storage."):
+            found, _, fix = sentence.partition(": ")
+            yield Check(name="inputs", state="warning", found=found, fix=fix[0].upper() + fix[1:])

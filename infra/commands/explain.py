@@ -1,0 +1,121 @@
+"""Why a fleet has no node, in words: what its history says, and what to do about it. Pure.
+
+Event names: EC2 API, EventInformation (botocore 1.44.5). Error names inside descriptions: EC2 User Guide and error-code
+list, read 2026-11-21. Unknown events are shown as they are: a wrong guess costs more than none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from infra.definition import StackDefinition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """One cause. `final`: waiting changes nothing."""
+
+    cause: str
+    remedy: str
+    final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rule:
+    pattern: str  # on "subtype: description"
+    cause: str
+    remedy: str
+    final: bool = False
+
+
+_RULES = (
+    _Rule(
+        pattern=r"spotInstanceCountLimitExceeded|MaxSpotInstanceCountExceeded|VcpuLimitExceeded|vCPU limit|limit.*vCPU",
+        cause="the account's vCPU quota does not allow this node",
+        remedy="`gpufleet doctor {stack}` shows the quota and the command that asks for more; AWS answers in hours to "
+        "days. If another node is still running or has just ended, its vCPUs count for a few minutes more.",
+    ),
+    _Rule(
+        pattern=r"iamFleetRoleInvalid|ServiceLinkedRole",
+        cause="the fleet may not launch: its service-linked role is missing or damaged",
+        remedy="Run `aws iam create-service-linked-role --aws-service-name ec2fleet.amazonaws.com` and the same for "
+        "spot.amazonaws.com, then `pulumi destroy` and `pulumi up`.",
+        final=True,
+    ),
+    _Rule(
+        pattern=r"InvalidAMIID|image id|InvalidAMI|AMI .*not (exist|found|available)",
+        cause="the AMI does not exist in {region}, or is no longer offered",
+        remedy="Run `gpufleet doctor {stack} --pin`, give run.id a new value, then `pulumi up`.",
+        final=True,
+    ),
+    _Rule(
+        pattern=r"InvalidSnapshot",
+        cause="the data volume's snapshot does not exist in {region}, or is not shared with this account",
+        remedy="Put storage.data.snapshot right, give run.id a new value, then `pulumi up`.",
+        final=True,
+    ),
+    _Rule(
+        pattern=r"KMS|Client\.InternalError|InvalidKey",
+        cause="the encryption key of the disks cannot be used by the fleet",
+        remedy="`gpufleet doctor {stack}` shows the key and the grant that AWSServiceRoleForEC2Fleet needs.",
+        final=True,
+    ),
+    _Rule(
+        pattern=r"launchSpecUnusable|fleetProgressHalted|SpotMaxPriceTooLow|price.*(low|below)",
+        cause="every spot price is above the ceiling, which is the on-demand price because the fleet sets none",
+        remedy="Wait, add zones or instance types under fleet, or set capacity: on-demand with a new run id.",
+    ),
+    _Rule(
+        pattern=r"not supported in your requested Availability Zone|Unsupported|InvalidAvailabilityZone|not support",
+        cause="a listed zone does not offer a listed instance type",
+        remedy="`gpufleet doctor {stack}` shows which zone offers what.",
+    ),
+    _Rule(
+        pattern=r"InsufficientInstanceCapacity|capacity|UnfulfillableCapacity",
+        cause="AWS has no free {types} in {zones} right now",
+        remedy="Wait: the fleet keeps trying until it expires and nothing is billed meanwhile. More zones and "
+        "instance types under fleet (with a new run id) widen the choice.",
+    ),
+    _Rule(
+        pattern=r"InsufficientFreeAddresses|InvalidSubnet|InvalidGroup|InvalidLaunchTemplate",
+        cause="part of the network or the launch template is gone",
+        remedy="Run `pulumi refresh` and `pulumi up`: somebody deleted what the stack declared.",
+        final=True,
+    ),
+    _Rule(
+        pattern=r"spotFleetRequestConfigurationInvalid|allLaunchSpecsTemporarilyBlacklisted",
+        cause="EC2 does not accept what the fleet asks for",
+        remedy="The description names it. `gpufleet doctor {stack}` checks most causes.",
+    ),
+)
+
+
+def explain(sub_type: str, description: str, definition: StackDefinition) -> Reason | None:
+    """The reason behind one history event; None when the event is no obstacle or is not known."""
+    text = f"{sub_type}: {description}"
+    for rule in _RULES:
+        if re.search(rule.pattern, text):
+            return Reason(cause=_fill(rule.cause, definition), remedy=_fill(rule.remedy, definition), final=rule.final)
+    return None
+
+
+def describe(record: dict[str, Any]) -> tuple[str, str, str]:
+    """(kind, sub-type, description) of one record of DescribeFleetHistory."""
+    information = record.get("EventInformation") or {}
+    return (
+        str(record.get("EventType", "")),
+        str(information.get("EventSubType", "")),
+        str(information.get("EventDescription") or ""),
+    )
+
+
+def _fill(text: str, definition: StackDefinition) -> str:
+    fleet = definition.fleet
+    return text.format(
+        stack=definition.name,
+        region=fleet.region,
+        types=" or ".join(fleet.instance_types),
+        zones=", ".join(fleet.zones),
+    )

@@ -1,0 +1,96 @@
+"""From an image's tag to its digest, over the registry's HTTP API (OCI distribution specification 1.1), without docker.
+
+Anonymous tokens only: what a node pulls must be pullable without a login.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from http.client import HTTPException, HTTPMessage
+
+from infra.errors import AwsRefused
+
+# Index types first: the digest of the index is what `docker pull` of a tag resolves.
+_ACCEPT = ", ".join(
+    (
+        "application/vnd.oci.image.index.v1+json",
+        "application/vnd.docker.distribution.manifest.list.v2+json",
+        "application/vnd.oci.image.manifest.v1+json",
+        "application/vnd.docker.distribution.manifest.v2+json",
+    )
+)
+_TIMEOUT_S = 20
+_DOCKER_HUB = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry-1.docker.io"}
+
+
+def digest(image: str) -> str:
+    """sha256:... of repository:tag, or of the digest itself when the image names one (which checks that it exists).
+
+    Asks the registry in the image's name, or the one in GPUFLEET_REGISTRY_ENDPOINT. Raises AwsRefused.
+    """
+    registry, _, path = image.partition("/")
+    endpoint = os.environ.get("GPUFLEET_REGISTRY_ENDPOINT") or f"https://{_DOCKER_HUB.get(registry, registry)}"
+    name, _, pinned = path.partition("@")
+    repository, _, tag = name.partition(":")
+    url = f"{endpoint.rstrip('/')}/v2/{repository}/manifests/{pinned or tag}"
+    try:
+        headers = _ask(url, image, {"Accept": _ACCEPT})
+    except (OSError, HTTPException, ValueError) as error:
+        raise AwsRefused(
+            f"the registry of {image} cannot be asked ({error}). Check the network and the image's name."
+        ) from None
+    found = headers.get("Docker-Content-Digest") or pinned
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", found):
+        raise AwsRefused(f"the registry of {image} gives no digest for it; write it by hand: {name}@sha256:...")
+    return found
+
+
+def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
+    """The answer's headers, after the anonymous token that the registry asks for."""
+    try:
+        return _get(url, headers)[0]
+    except urllib.error.HTTPError as error:
+        challenge = error.headers.get("WWW-Authenticate", "")
+        error.close()
+        if error.code == 404:
+            raise AwsRefused(
+                f"the registry has no {image}. Check job.image: its tag may have been withdrawn."
+            ) from None
+        if error.code != 401 or not challenge.startswith("Bearer "):
+            raise
+    token = _token(challenge)
+    try:
+        return _get(url, {**headers, "Authorization": f"Bearer {token}"})[0]
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 404:
+            raise AwsRefused(
+                f"the registry has no {image}. Check job.image: its tag may have been withdrawn."
+            ) from None
+        if error.code in (401, 403):
+            raise AwsRefused(
+                f"{image} is not public, and a node has no login. Copy it to a public repository."
+            ) from None
+        raise
+
+
+def _token(challenge: str) -> str:
+    """An anonymous pull token from the realm that the registry named."""
+    fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
+    query = urllib.parse.urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
+    _, body = _get(f"{fields.get('realm', '')}?{query}", {})
+    answer = json.loads(body)
+    return str(answer.get("token") or answer.get("access_token") or "")
+
+
+def _get(url: str, headers: dict[str, str]) -> tuple[HTTPMessage, bytes]:
+    if not url.startswith(("https://", "http://")):
+        raise ValueError(f"not an http address: {url}")
+    request = urllib.request.Request(url, headers={"User-Agent": "gpufleet", **headers})
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        return answer.headers, answer.read(4 * 1024 * 1024)

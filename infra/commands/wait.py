@@ -1,0 +1,160 @@
+"""`gpufleet wait`: `pulumi up` ends when the fleet is accepted, not when it has a node. This watches for the node.
+
+Reads the fleet's history and says each new thing once, with what to do. Gives up at once where waiting cannot help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from infra.commands import aws, stack
+from infra.commands.explain import Reason, describe, explain
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+
+POLL_S = 10.0
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    stack.argument(parser)
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="give up after this long (default 1800)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    definition = stack.definition_of(args)
+    region = definition.fleet.region
+    watch = Watch(definition=definition, ec2=aws.client("ec2", region), s3=aws.client("s3", region))
+    return watch.until_node(args.timeout)
+
+
+@dataclass(kw_only=True, slots=True)
+class Watch:
+    """One wait. Clock and sleep are given, so that a test need not wait."""
+
+    definition: StackDefinition
+    ec2: Any
+    s3: Any
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    say: Callable[[str], None] = print
+    said: set[str] = field(default_factory=set)
+    reasons: list[Reason] = field(default_factory=list)
+
+    def until_node(self, timeout_s: float) -> int:
+        """0 when a node runs or the run is already over, 1 with the reasons when there is none in time."""
+        give_up = self.clock() + timeout_s
+        while True:
+            fleet = self._fleet()
+            stopped = not fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
+            if (stopped or fleet["FleetState"] in aws.ENDED) and (done := self._done()):
+                self.say(f"the run is over: {done.get('reason')}. {done.get('detail') or ''}".strip())
+                self.say(f"Next: `gpufleet results {self.definition.name}`, then `pulumi destroy`.")
+                return 0
+            if fleet["FleetState"] in ("failed", *aws.ENDED):
+                self._say(f"fleet {fleet['FleetId']} is {fleet['FleetState']}: it launches nothing more.")
+                self._history(fleet)
+                self.say(f"A new run.id and `pulumi up` start a new one. {self._status()}")
+                return 1
+            if stopped:
+                self.say(f"somebody has set fleet {fleet['FleetId']} to 0, and the run left no done marker.")
+                self.say("A new run.id and `pulumi up` start a new run, from nothing.")
+                return 1
+            if self._node(fleet):
+                return 0
+            self._history(fleet)
+            final = next((reason for reason in self.reasons if reason.final), None)
+            if final:
+                self.say(f"Waiting cannot help: {final.cause}.")
+                return 1
+            if self.clock() >= give_up:
+                return self._timed_out(timeout_s)
+            self._say(f"waiting for fleet {fleet['FleetId']} to find a node ...")
+            self.sleep(min(POLL_S, max(give_up - self.clock(), 0.0)))
+
+    def _fleet(self) -> dict[str, Any]:
+        name, run_id = self.definition.name, self.definition.run.id
+        found = aws.fleets(self.ec2, name, run_id)
+        if found:
+            return found[0]
+        others = sorted({aws.tags_of(fleet).get(aws.RUN_TAG, "?") for fleet in aws.fleets(self.ec2, name)})
+        hint = f" This stack has fleets of {', '.join(others)}." if others else ""
+        where = f"{name} in {self.definition.fleet.region}"
+        raise AwsRefused(f"there is no fleet of run {run_id} of {where}: run `pulumi up` first.{hint}")
+
+    def _done(self) -> dict[str, Any] | None:
+        folder = aws.run_folder(self.s3, self.definition)
+        return folder.document("done.json") if folder else None
+
+    def _node(self, fleet: dict[str, Any]) -> bool:
+        active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
+        ids = [instance["InstanceId"] for instance in active]
+        if not ids:
+            return False
+        for node in aws.instances(self.ec2, [("instance-id", ids)]):
+            where = f"{node['InstanceId']}, {node['InstanceType']} in {node['Placement']['AvailabilityZone']}"
+            if node["State"]["Name"] == "running":
+                self._say(f"node {where} runs since {node['LaunchTime']:%Y-%m-%d %H:%M:%S} UTC. {self._status()}")
+                return True
+            self._say(f"node {where} is {node['State']['Name']}.")
+        return False
+
+    def _history(self, fleet: dict[str, Any]) -> None:
+        """Says every event not said before, and collects what explains a missing node."""
+        arguments: dict[str, Any] = {"FleetId": fleet["FleetId"], "StartTime": fleet["CreateTime"]}
+        while True:
+            answer = self.ec2.describe_fleet_history(**arguments)
+            for record in answer["HistoryRecords"]:
+                self._event(record)
+            if not answer.get("NextToken"):
+                break
+            arguments["NextToken"] = answer["NextToken"]
+
+    def _event(self, record: dict[str, Any]) -> None:
+        kind, sub_type, description = describe(record)
+        if kind == "instanceChange":
+            self._ended(record, sub_type)
+        elif kind in ("error", "information"):
+            reason = explain(sub_type, description, self.definition)
+            self._say(f"{sub_type}: {description}" if description else sub_type)
+            if reason and reason not in self.reasons:
+                self.reasons.append(reason)
+                self.say(f"  That means {reason.cause}.\n  {reason.remedy}")
+
+    def _ended(self, record: dict[str, Any], sub_type: str) -> None:
+        """An instance that came and went says why in its own state reason."""
+        node = str(record["EventInformation"].get("InstanceId", ""))
+        if sub_type != "terminated" or f"ended {node}" in self.said:
+            return
+        self.said.add(f"ended {node}")
+        found = aws.instances(self.ec2, [("instance-id", [node])])
+        why = (found[0].get("StateReason") or {}).get("Message", "") if found else ""
+        self.say(f"node {node} has ended{': ' + why if why else ''}.")
+        reason = explain("", why, self.definition) if why else None
+        if reason and reason not in self.reasons:
+            self.reasons.append(reason)
+            self.say(f"  That means {reason.cause}.\n  {reason.remedy}")
+
+    def _timed_out(self, timeout_s: float) -> int:
+        self.say(f"No node after {timeout_s:g} s.")
+        if not self.reasons:
+            self.say(
+                "The fleet's history gives no reason yet; AWS is usually still looking. Nothing is billed meanwhile."
+            )
+        for reason in self.reasons:
+            self.say(f"  - {reason.cause}. {reason.remedy}")
+        self.say(f"The fleet keeps trying: `gpufleet wait {self.definition.name}` again, or `pulumi destroy`.")
+        return 1
+
+    def _status(self) -> str:
+        return f"Next: `gpufleet status {self.definition.name}`."
+
+    def _say(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            self.say(text)
