@@ -1,0 +1,78 @@
+"""`gpufleet cloud`: the embedded AWS alone, for your own pulumi, boto3 or aws in another shell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import shlex
+import signal
+import stat
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from infra.errors import GpufleetError
+from infra.loader import project_root
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Command-line arguments."""
+    parser.add_argument(
+        "--region", default="us-east-2", help="the region the printed lines name (default: %(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="loopback port of the endpoint (default: any free one)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end by itself after this long")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the lines to paste, and serves until Ctrl-C, the end of a piped standard input, or --timeout."""
+    try:
+        from rehearsal import provider, scratch
+        from rehearsal.cloud import Cloud
+    except ImportError as error:
+        raise GpufleetError(f"the embedded AWS is not installed ({error}): pip install -e '.[rehearsal]'") from error
+
+    root = project_root(Path.cwd())
+    stacks = {path.stem: path.read_text(encoding="utf-8") for path in sorted((root / "stacks").glob("*.yaml"))}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folder goes, too
+    with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
+        project = scratch.make(Path(folder) / "project", stacks)
+        if (root / "data").is_dir():
+            (project / "data").symlink_to(root / "data", target_is_directory=True)
+        with (
+            Cloud(Path(folder), region=args.region, port=args.port) as cloud,
+            provider.serve(cloud.environment()) as port,
+        ):
+            print("# The embedded AWS answers on this machine only. Paste into another shell:")
+            print("unset AWS_PROFILE AWS_SESSION_TOKEN")
+            for name, value in scratch.settings(project, cloud, port).items():
+                print(f"export {name}={shlex.quote(value)}")
+            print(f"cd {shlex.quote(str(project))}")
+            print("# For example: pulumi stack init tinystories-growth && pulumi preview")
+            print("# Ctrl-C here ends it and removes the folder.", flush=True)
+            try:
+                wait(args.timeout)
+            except KeyboardInterrupt:
+                print("\n# The embedded AWS is gone.")
+    return 0
+
+
+def wait(timeout_s: float | None) -> None:
+    """Returns at the end of a piped standard input or after `timeout_s`; a terminal or /dev/null never end."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    piped = _is_pipe()
+    while deadline is None or time.monotonic() < deadline:
+        left = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select([sys.stdin] if piped else [], [], [], left)
+        if readable and not os.read(sys.stdin.fileno(), 4096):
+            return
+
+
+def _is_pipe() -> bool:
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # closed, or a test's
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
