@@ -152,7 +152,7 @@ class RunFolder:
     bucket: str
     run: str
 
-    def keys(self, prefix: str = "") -> list[tuple[str, int]]:
+    def objects(self, prefix: str = "") -> list[tuple[str, int]]:
         """(name within the run, bytes) of every object whose name starts with `prefix`."""
         start = f"{self.run}/"
         listed = pages(self.s3, "list_objects_v2", "Contents", Bucket=self.bucket, Prefix=start + prefix)

@@ -1,0 +1,125 @@
+"""`gpufleet logs`: what the job prints, from CloudWatch while it runs, or from the copy in the bucket."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from infra.commands import aws, stack
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+
+POLL_S = 3.0
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    stack.argument(parser, earlier_runs=True)
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run is done")
+    parser.add_argument("--boot", action="store_true", help="what the nodes' boot scripts said, instead of the job")
+
+
+def run(args: argparse.Namespace) -> int:
+    definition = stack.definition_of(args)
+    region = definition.fleet.region
+    reader = Reader(definition=definition, logs=aws.client("logs", region), s3=aws.client("s3", region))
+    if args.boot:
+        return reader.boot()
+    return reader.follow() if args.follow else reader.once()
+
+
+@dataclass(kw_only=True, slots=True)
+class Reader:
+    """One reading. Sleep is given, so that a test need not wait."""
+
+    definition: StackDefinition
+    logs: Any
+    s3: Any
+    sleep: Callable[[float], None] = time.sleep
+    say: Callable[[str], None] = print
+    seen: set[str] = field(default_factory=set)
+    since_ms: int = 0
+
+    def once(self) -> int:
+        """Everything there is, oldest first. Raises AwsRefused when there is nothing."""
+        if self._cloudwatch():
+            return 0
+        if self._bucket("job.log"):
+            return 0
+        name = self.definition.name
+        raise AwsRefused(
+            f"run {self.definition.run.id} has printed nothing yet. A node first boots, pulls the image and stages its "
+            f"data: `gpufleet status {name}` and `gpufleet logs {name} --boot` say how far it is."
+        )
+
+    def follow(self) -> int:
+        """Prints as it comes, until the run's done marker is there."""
+        while True:
+            over = self._done()
+            self._cloudwatch()
+            if over:
+                if not self.seen:
+                    self._bucket("job.log")
+                self.say(f"-- the run is done: {over.get('reason')}")
+                return 0
+            self.sleep(POLL_S)
+
+    def boot(self) -> int:
+        """The boot logs that nodes left in the bucket; a node writes its own when it ends."""
+        folder = aws.run_folder(self.s3, self.definition)
+        names = [name for name, _ in folder.objects("boot/")] if folder else []
+        if not names:
+            raise AwsRefused(
+                f"no node of run {self.definition.run.id} has left a boot log yet; it does so when it ends."
+            )
+        for name in names:
+            self.say(f"-- {name}")
+            self._bucket(name)
+        return 0
+
+    def _cloudwatch(self) -> bool:
+        """Prints every event not printed before."""
+        group = self._group()
+        if group is None:
+            return False
+        events = aws.pages(
+            self.logs,
+            "filter_log_events",
+            "events",
+            logGroupName=group,
+            logStreamNamePrefix=f"{self.definition.run.id}/",
+            startTime=self.since_ms,
+        )
+        for event in sorted(events, key=lambda event: int(event["timestamp"])):
+            if event["eventId"] in self.seen:
+                continue
+            self.seen.add(event["eventId"])
+            # Events of several nodes arrive late and out of order, so each poll looks a minute back.
+            self.since_ms = max(self.since_ms, int(event["timestamp"]) - 60_000)
+            moment = datetime.fromtimestamp(int(event["timestamp"]) / 1000, UTC)
+            self.say(f"{moment:%H:%M:%S} {event['message'].rstrip()}")
+        return bool(self.seen)
+
+    def _group(self) -> str | None:
+        prefix = f"gpufleet-{self.definition.name}"
+        for group in aws.pages(self.logs, "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
+            name = str(group["logGroupName"])
+            tags = self.logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*")).get("tags", {})
+            if tags.get(aws.STACK_TAG) == self.definition.name:
+                return name
+        return None
+
+    def _bucket(self, name: str) -> bool:
+        folder = aws.run_folder(self.s3, self.definition)
+        raw = folder.read(name) if folder else None
+        if raw is None:
+            return False
+        self.say(raw.decode("utf-8", "replace").rstrip("\n"))
+        return True
+
+    def _done(self) -> dict[str, Any] | None:
+        folder = aws.run_folder(self.s3, self.definition)
+        return folder.document("done.json") if folder else None

@@ -1,0 +1,97 @@
+"""`gpufleet results`: what a run left in its bucket, brought to results/<stack>/<run>/.
+
+Transfer out of AWS has a price, so it is printed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from infra.commands import aws, stack
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+from infra.loader import project_root
+
+LARGE = ("exports/", "final/")  # models
+NEVER = ("ckpt/",)  # optimizer states: of use to the run alone
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    stack.argument(parser, earlier_runs=True)
+    parser.add_argument("--to", type=Path, metavar="DIR", help="default: results/STACK/RUN of the project")
+    parser.add_argument("--light", action="store_true", help="leave the models (final/, exports/) in the bucket")
+
+
+def run(args: argparse.Namespace) -> int:
+    definition = stack.definition_of(args)
+    target = args.to or project_root(Path.cwd()) / "results" / definition.name / definition.run.id
+    return fetch(definition, aws.client("s3", definition.fleet.region), target, light=args.light)
+
+
+def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool) -> int:
+    """Downloads, checks sizes, and says what is missing: 0 when the run left results and a receipt, else 1."""
+    folder = aws.run_folder(s3, definition)
+    if folder is None:
+        raise AwsRefused(
+            f"no bucket of {definition.name} holds a run {definition.run.id}. `gpufleet status {definition.name}` says "
+            "whether it has begun; `--run ID` names an earlier one."
+        )
+    skipped = (*NEVER, *LARGE) if light else NEVER
+    wanted = [(name, size) for name, size in folder.objects() if not name.startswith(skipped)]
+    missing = [(name, size) for name, size in wanted if not _same(target / name, size)]
+    total = sum(size for _, size in missing)
+    cost = Decimal(total) / 10**9 * _transfer_price(definition.fleet.region)
+    print(f"s3://{folder.bucket}/{folder.run}/ to {target}")
+    print(f"{len(missing)} files, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
+    for name, size in missing:
+        _download(folder, name, size, _inside(target, name))
+        print(f"  {name}  {_readable(size)}")
+    names = {name for name, _ in wanted}
+    lacking = [name for name in ("results.json", "receipt.json") if name not in names]
+    if lacking:
+        done = folder.document("done.json")
+        state = f"it ended with {done.get('reason')}" if done else "it is not done"
+        print(f"The run has no {' and no '.join(lacking)}: {state}. `gpufleet status {definition.name}` says more.")
+        return 1
+    print(f"Complete. What it cost against the estimate: {target / 'receipt.json'}")
+    return 0
+
+
+def _download(folder: aws.RunFolder, name: str, size: int, target: Path) -> None:
+    """Through a temporary name: a file that is there is whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    folder.s3.download_file(folder.bucket, f"{folder.run}/{name}", str(part))
+    found = part.stat().st_size
+    if found != size:
+        part.unlink()
+        raise AwsRefused(
+            f"{name} came with {found} bytes instead of {size}: it changed meanwhile. Run the command again."
+        )
+    part.replace(target)
+
+
+def _inside(target: Path, name: str) -> Path:
+    """Where an object goes. Names come from the bucket, so none may lead out of the folder."""
+    parts = PurePosixPath(name).parts
+    if not parts or ".." in parts or name.startswith("/"):
+        raise AwsRefused(f"the bucket holds an object with the unsafe name {name!r}; nothing more was downloaded.")
+    return target.joinpath(*parts)
+
+
+def _same(path: Path, size: int) -> bool:
+    """Whether it is there already. Logs grow, models do not change: the size tells."""
+    return path.is_file() and path.stat().st_size == size and path.suffix in (".safetensors", ".pt", ".bin")
+
+
+def _transfer_price(region: str) -> Decimal:
+    from infra.catalog import load_catalog
+
+    return load_catalog().price("transfer_out", region).amount
+
+
+def _readable(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"

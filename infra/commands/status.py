@@ -1,0 +1,131 @@
+"""`gpufleet status`: where a run stands, from its fleet and from what it has written to the bucket."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from infra.commands import aws, stack
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+
+STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    stack.argument(parser, earlier_runs=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    definition = stack.definition_of(args)
+    region = definition.fleet.region
+    for line in report(definition, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC)):
+        print(line)
+    return 0
+
+
+def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Iterator[str]:
+    """The lines. Raises AwsRefused when neither a fleet nor a folder of the run exists."""
+    name, run_id = definition.name, definition.run.id
+    fleets = aws.fleets(ec2, name, run_id)
+    folder = aws.run_folder(s3, definition)
+    if not fleets and folder is None:
+        raise AwsRefused(f"there is no run {run_id} of {name} in {definition.fleet.region}: run `pulumi up` first.")
+    yield f"{name}, run {run_id}, {definition.fleet.region}"
+    yield from _fleet(fleets)
+    yield from _nodes(aws.nodes(ec2, definition))
+    if folder is None:
+        yield "bucket      nothing written yet"
+        return
+    yield f"bucket      s3://{folder.bucket}/{run_id}/"
+    yield from _attempts(folder)
+    yield from _progress(folder, definition, now)
+    yield from _checkpoints(folder)
+    done = folder.document("done.json")
+    if done:
+        yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()
+        yield f"next        gpufleet results {name}; pulumi destroy; gpufleet sweep {name}"
+
+
+def _fleet(fleets: list[dict[str, Any]]) -> Iterator[str]:
+    if not fleets:
+        yield "fleet       none: destroyed, or deleted more than two days ago"
+        return
+    fleet = fleets[0]
+    capacity = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
+    until = fleet.get("ValidUntil")
+    expiry = f", ends at the latest {until:%Y-%m-%d %H:%M} UTC" if until else ""
+    yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}, wants {capacity} node{expiry}"
+
+
+def _nodes(nodes: list[dict[str, Any]]) -> Iterator[str]:
+    alive = [node for node in nodes if node["State"]["Name"] not in ("terminated", "shutting-down")]
+    for node in alive:
+        kind = f"{node['InstanceType']} {node.get('InstanceLifecycle', 'on-demand')}"
+        where = f"{node['InstanceId']}, {kind} in {node['Placement']['AvailabilityZone']}"
+        yield f"node        {where}, {node['State']['Name']} since {node['LaunchTime']:%Y-%m-%d %H:%M:%S} UTC"
+    if not alive:
+        yield "node        none"
+
+
+def _attempts(folder: aws.RunFolder) -> Iterator[str]:
+    found = [document for name, _ in folder.objects("attempts/") if (document := folder.document(name))]
+    for attempt in sorted(found, key=lambda attempt: str(attempt.get("booted_at", ""))):
+        end = attempt.get("exit")
+        how = f"ended: {end.get('reason')} at {end.get('at')}" if isinstance(end, dict) else "running"
+        where = f"{attempt.get('instance')}, {attempt.get('type')} in {attempt.get('zone')}"
+        yield f"attempt     {where}, booted {attempt.get('booted_at')}, {how}"
+
+
+def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime) -> Iterator[str]:
+    beats = [beat for name, _ in folder.objects("heartbeat/") if (beat := _last_line(folder, name))]
+    if not beats:
+        yield "heartbeat   none yet: the node boots, pulls the image and stages its data first"
+        return
+    beat = max(beats, key=lambda beat: str(beat.get("ts", "")))
+    age = _age(str(beat.get("ts", "")), now)
+    yield f"heartbeat   {beat.get('ts')}{f', {age:.0f} s ago' if age is not None else ''}"
+    over = folder.document("done.json") is not None
+    interval = definition.job.parameters.checkpoint.heartbeat_s
+    if age is not None and age > STALE_HEARTBEATS * interval and not over:
+        late = f"that is more than {STALE_HEARTBEATS} intervals of {interval:g} s"
+        yield f"            {late}: see `gpufleet logs {definition.name}`"
+    where = f"phase {beat.get('phase')}, step {beat.get('step')}"
+    yield f"progress    {where}, loss {beat.get('loss')}, {beat.get('tok_s')} tokens/s"
+    yield f"spent       ${float(beat.get('spent_usd') or 0):.4f} of ${definition.limits.max_usd}"
+
+
+def _checkpoints(folder: aws.RunFolder) -> Iterator[str]:
+    names = [name for name, _ in folder.objects("ckpt/")]
+    manifests = sorted(name for name in names if name.endswith("/manifest.json"))
+    if not manifests:
+        yield "checkpoint  none published yet"
+        return
+    steps = [int(name.split("/")[1].removeprefix("step_")) for name in manifests]
+    best = folder.document("best.json") or {}
+    note = f", best {best['step']}" if "step" in best else ""
+    yield f"checkpoint  steps {', '.join(map(str, steps))}{note}"
+
+
+def _last_line(folder: aws.RunFolder, name: str) -> dict[str, Any] | None:
+    """The newest heartbeat of one instance; the file grows, so only its end is read."""
+    raw = folder.read(name, last_bytes=4096) or b""
+    for line in reversed(raw.splitlines()):
+        try:
+            beat = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(beat, dict):
+            return beat
+    return None
+
+
+def _age(stamp: str, now: datetime) -> float | None:
+    try:
+        moment = datetime.fromisoformat(stamp)
+    except ValueError:
+        return None
+    return (now - moment).total_seconds() if moment.tzinfo else None

@@ -1,0 +1,250 @@
+"""`gpufleet sweep`: what of a stack is still in the account, what it costs, and what of it was asked for. Deletes nothing.
+
+Tags alone are not enough: the disks of spot nodes in a maintained fleet cannot be tagged from the template, so the
+sweep walks from instances to their disks too. It looks in the definition's region.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from infra.catalog import load_catalog
+from infra.commands import aws, stack
+from infra.definition import StackDefinition
+from infra.errors import PriceMissing
+
+HOURS_PER_MONTH = 730
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left:
+    """One thing that is still there."""
+
+    kind: str
+    id: str
+    note: str = ""
+    usd_per_month: Decimal = Decimal(0)
+    asked_for: bool = False  # the definition keeps it
+    ours: bool = True  # False: it looks like ours, but nothing proves it
+    remove: str = ""  # the command that removes it
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    stack.argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    definition = stack.definition_of(args)
+    found = list(look(definition, aws.client))
+    print("\n".join(table(definition, found)))
+    return 1 if any(left.usd_per_month and left.ours and not left.asked_for for left in found) else 0
+
+
+def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
+    """What `sweep` prints."""
+    kept = [left for left in found if left.asked_for]
+    billed = [left for left in found if not left.asked_for and left.ours and left.usd_per_month]
+    free = [left for left in found if not left.asked_for and left.ours and not left.usd_per_month]
+    perhaps = [left for left in found if not left.ours]
+    if kept:
+        yield f"Kept on purpose (storage.keep of {definition.source.name}):"
+        yield from map(_line, kept)
+    if billed:
+        yield "Billed, and nobody asked for it:"
+        yield from map(_line, billed)
+    if free:
+        yield "Still there, free of charge:"
+        yield from map(_line, free)
+    if perhaps:
+        yield "Perhaps ours: no tag says so:"
+        yield from map(_line, perhaps)
+    if billed or free:
+        yield "`pulumi destroy` removes what the stack declared; the commands above remove the rest."
+    total = sum((left.usd_per_month for left in billed), Decimal(0))
+    where = f"{definition.name} in {definition.fleet.region}"
+    yield f"{where}: ${total:.2f} a month nobody asked for." if billed else f"{where}: nothing billable is left over."
+
+
+def look(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Left]:
+    """Everything found, dearest kinds first."""
+    region = definition.fleet.region
+    ec2 = client("ec2", region)
+    fleets = [fleet for fleet in aws.fleets(ec2, definition.name) if fleet["FleetState"] != "deleted"]
+    nodes = _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets])
+    yield from _fleets(fleets)
+    yield from _instances(nodes, region)
+    yield from _volumes(ec2, definition, [node["InstanceId"] for node in nodes])
+    yield from _interfaces(ec2, definition)
+    yield from _buckets(client("s3", region), definition)
+    yield from _log_groups(client("logs", region), definition)
+    yield from _free_parts(ec2, definition)
+    yield from _identities(client("iam", region), definition)
+
+
+def _line(left: Left) -> str:
+    price = f"${left.usd_per_month:9.2f}/month" if left.usd_per_month else " " * 16
+    text = f"  {price}  {left.kind:<18} {left.id}{', ' + left.note if left.note else ''}"
+    return f"{text}\n{' ' * 20}{left.remove}" if left.remove else text
+
+
+def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dict[str, Any]]:
+    alive = ("instance-state-name", ["pending", "running", "shutting-down", "stopping", "stopped"])
+    found = aws.instances(ec2, [(f"tag:{aws.STACK_TAG}", [definition.name]), alive])
+    if fleets:
+        found += aws.instances(ec2, [("tag:aws:ec2:fleet-id", fleets), alive])
+    return list({node["InstanceId"]: node for node in found}.values())
+
+
+def _fleets(fleets: list[dict[str, Any]]) -> Iterator[Left]:
+    for fleet in fleets:
+        wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
+        launches = fleet["FleetState"] in ("submitted", "active", "modifying") and wants
+        note = f"{fleet['FleetState']}, wants {wants}" + (": it can launch a node at any time" if launches else "")
+        command = f"aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet['FleetId']}" if launches else ""
+        yield Left(kind="fleet", id=fleet["FleetId"], note=note, remove=command)
+
+
+def _instances(nodes: list[dict[str, Any]], region: str) -> Iterator[Left]:
+    for node in nodes:
+        state = node["State"]["Name"]
+        hourly = Decimal(0) if state in ("stopped", "shutting-down") else _hourly(node["InstanceType"], region)
+        address = _price("public_ipv4", region) if node.get("PublicIpAddress") else Decimal(0)
+        yield Left(
+            kind="instance",
+            id=node["InstanceId"],
+            note=f"{node['InstanceType']}, {state}, run {aws.tags_of(node).get(aws.RUN_TAG)}; at the on-demand price",
+            usd_per_month=(hourly + address) * HOURS_PER_MONTH,
+            remove=f"aws ec2 terminate-instances --instance-ids {node['InstanceId']}",
+        )
+
+
+def _volumes(ec2: Any, definition: StackDefinition, nodes: list[str]) -> Iterator[Left]:
+    region = definition.fleet.region
+    by_tag = [{"Name": f"tag:{aws.STACK_TAG}", "Values": [definition.name]}]
+    found = list(aws.pages(ec2, "describe_volumes", "Volumes", Filters=by_tag))
+    if nodes:
+        attached = [{"Name": "attachment.instance-id", "Values": nodes}]
+        found += aws.pages(ec2, "describe_volumes", "Volumes", Filters=attached)
+    known = {volume["VolumeId"]: volume for volume in found}
+    loose = [{"Name": "status", "Values": ["available"]}]
+    for volume in aws.pages(ec2, "describe_volumes", "Volumes", Filters=loose):
+        if volume["VolumeId"] not in known and _resembles(volume, definition):
+            yield _volume(volume, region, ours=False)
+    for volume in known.values():
+        yield _volume(volume, region, ours=True)
+
+
+def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
+    """A loose, untagged disk in one of our zones, of exactly one of our sizes: a node's disk that outlived it."""
+    disks = [definition.storage.root, *([definition.storage.data] if definition.storage.data else [])]
+    sizes = {(disk.size_gib, disk.iops, disk.throughput_mibps) for disk in disks}
+    size = (volume["Size"], volume.get("Iops"), volume.get("Throughput"))
+    return not volume.get("Tags") and volume["AvailabilityZone"] in definition.fleet.zones and size in sizes
+
+
+def _volume(volume: dict[str, Any], region: str, *, ours: bool) -> Left:
+    usd = Decimal(volume["Size"]) * _price("ebs_gp3_storage", region)
+    usd += max(int(volume.get("Iops") or 0) - 3000, 0) * _price("ebs_gp3_iops", region)
+    usd += max(int(volume.get("Throughput") or 0) - 125, 0) * _price("ebs_gp3_throughput", region)
+    return Left(
+        kind="volume",
+        id=volume["VolumeId"],
+        note=f"{volume['Size']} GiB {volume['VolumeType']}, {volume['State']}",
+        usd_per_month=usd,
+        ours=ours,
+        remove=f"aws ec2 delete-volume --volume-id {volume['VolumeId']}" if volume["State"] == "available" else "",
+    )
+
+
+def _interfaces(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
+    by_tag = [{"Name": f"tag:{aws.STACK_TAG}", "Values": [definition.name]}]
+    for interface in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=by_tag):
+        yield Left(kind="network interface", id=interface["NetworkInterfaceId"], note=interface["Status"])
+    for address in ec2.describe_addresses(Filters=by_tag)["Addresses"]:
+        yield Left(
+            kind="elastic address",
+            id=address["AllocationId"],
+            usd_per_month=_price("public_ipv4", definition.fleet.region) * HOURS_PER_MONTH,
+            remove=f"aws ec2 release-address --allocation-id {address['AllocationId']}",
+        )
+
+
+def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
+    keep = definition.storage.keep
+    for name in aws.buckets(s3, definition.name):
+        sizes = [int(item["Size"]) for item in aws.pages(s3, "list_objects_v2", "Contents", Bucket=name)]
+        gb = Decimal(sum(sizes)) / 10**9
+        yield Left(
+            kind="bucket",
+            id=name,
+            note=f"{len(sizes)} objects, {gb:.3f} GB" + (f", expiring after {keep.days} days" if keep.bucket else ""),
+            # A cent is the least that a bill shows, and an empty bucket costs nothing.
+            usd_per_month=gb * _price("s3_storage", definition.fleet.region),
+            asked_for=keep.bucket,
+            remove=f"aws s3 rb --force s3://{name}",
+        )
+
+
+def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
+    prefix = f"gpufleet-{definition.name}"
+    for group in aws.pages(logs, "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
+        tags = logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*")).get("tags", {})
+        if tags.get(aws.STACK_TAG) != definition.name:
+            continue
+        stored = int(group.get("storedBytes") or 0)
+        yield Left(
+            kind="log group",
+            id=group["logGroupName"],
+            note=f"{stored / 1e6:.1f} MB",
+            usd_per_month=Decimal(stored) / 10**9 * _price("logs_storage", definition.fleet.region),
+            remove=f"aws logs delete-log-group --log-group-name {group['logGroupName']}",
+        )
+
+
+_FREE = (  # kind, operation, key, id
+    ("launch template", "describe_launch_templates", "LaunchTemplates", "LaunchTemplateId"),
+    ("VPC endpoint", "describe_vpc_endpoints", "VpcEndpoints", "VpcEndpointId"),
+    ("internet gateway", "describe_internet_gateways", "InternetGateways", "InternetGatewayId"),
+    ("route table", "describe_route_tables", "RouteTables", "RouteTableId"),
+    ("security group", "describe_security_groups", "SecurityGroups", "GroupId"),
+    ("subnet", "describe_subnets", "Subnets", "SubnetId"),
+    ("VPC", "describe_vpcs", "Vpcs", "VpcId"),
+)
+
+
+def _free_parts(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
+    by_tag = [{"Name": f"tag:{aws.STACK_TAG}", "Values": [definition.name]}]
+    for kind, operation, key, identifier in _FREE:
+        for item in aws.pages(ec2, operation, key, Filters=by_tag):
+            yield Left(kind=kind, id=item[identifier])
+
+
+def _identities(iam: Any, definition: StackDefinition) -> Iterator[Left]:
+    prefix = f"gpufleet-{definition.name}-"
+    for role in aws.pages(iam, "list_roles", "Roles"):
+        name = role["RoleName"]
+        if (
+            name.startswith(prefix)
+            and aws.tags_of(iam.list_role_tags(RoleName=name)).get(aws.STACK_TAG) == definition.name
+        ):
+            yield Left(kind="role", id=name)
+    for profile in aws.pages(iam, "list_instance_profiles", "InstanceProfiles"):
+        name = profile["InstanceProfileName"]
+        tags = aws.tags_of(iam.list_instance_profile_tags(InstanceProfileName=name)) if name.startswith(prefix) else {}
+        if tags.get(aws.STACK_TAG) == definition.name:
+            yield Left(kind="instance profile", id=name)
+
+
+def _hourly(instance_type: str, region: str) -> Decimal:
+    try:
+        return load_catalog().on_demand(instance_type, region).amount
+    except PriceMissing:
+        return Decimal(1)  # a type the catalog has no price for must not look free
+
+
+def _price(item: str, region: str) -> Decimal:
+    return load_catalog().price(item, region).amount
