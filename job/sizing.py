@@ -265,4 +265,5 @@ def _layer_bytes(s: Shape, compute: int, *, checkpointing: bool) -> float:
     rest = 4 * d + rows * h  # two norms' inputs and outputs; after GELU
     if s.experts:
         rest += rows * d  # rows gathered by expert
-    return compute * (products + rest) + 4 * s.heads + 16 + 4 * s.experts * 2
+    wide = 4 * d if s.experts and compute < 4 else 0  # the router's input in fp32
+    return compute * (products + rest) + wide + 4 * s.heads + 16 + 8 * s.experts

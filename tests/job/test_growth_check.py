@@ -1,0 +1,120 @@
+"""The boundary report: what it holds, and every way in which it stops a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from growth_models import CONFIG, PROBE, dense, generator, moe
+from safetensors.torch import load_file
+
+from job.config import Precision
+from job.experiments import growth_check
+from job.experiments.growth_check import GrowthCheckFailed, cast_difference, check_boundary, compare, fit_capacity
+from job.models.growing import grow
+from job.models.growth import Growth, load
+
+
+def boundary(phase: int, dtype: torch.dtype = torch.float32) -> tuple[Growth, Growth]:
+    state = (dense if phase == 1 else moe)(dtype)
+    return load(CONFIG, phase - 1, state), load(CONFIG, phase, grow(CONFIG, phase, state, generator()))
+
+
+@pytest.mark.parametrize("phase", [1, 2])
+def test_a_right_boundary_reports_its_numbers_and_leaves_the_export(phase: int, tmp_path: Path) -> None:
+    old, new = boundary(phase)
+    old.train()
+    new.train()
+    report = check_boundary(CONFIG, phase, old, new, PROBE, export=tmp_path / "exports" / "start.safetensors")
+    tree: dict[str, Any] = json.loads(json.dumps(report.to_json()))
+    assert tree["phase"] == ("", "moe", "grown")[phase]
+    for when in ("before", "after_round_trip"):
+        assert 0 < tree[when]["max_logit_difference"] < tree[when]["limit"]
+        assert tree[when]["mean_logit_difference"] < tree[when]["max_logit_difference"]
+        assert tree[when]["routing_flips"] == 0
+    assert tree["problems"] == []
+    saved = load_file(tmp_path / "exports" / "start.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in new.state_dict().items())
+    assert old.training
+    assert new.training
+    assert new.compute_dtype == torch.float32
+
+
+def test_a_changed_function_stops_with_the_numbers() -> None:
+    old, new = boundary(2)
+    new.norm.weight.data *= 2
+    with pytest.raises(
+        GrowthCheckFailed, match=r"growth into phase 'grown' failed: logits moved by up to \d.*limit"
+    ) as failure:
+        check_boundary(CONFIG, 2, old, new, PROBE)
+    assert failure.value.report.before.verdict == "fail"
+    assert failure.value.report.before.max_logit_difference > 1
+
+
+def test_one_flipped_routing_is_no_pass() -> None:
+    old, new = boundary(2)
+    router = new.blocks[0].ffn.router
+    router.weight.data = router.weight.data.roll(1, dims=0)
+    difference = compare(old, new, PROBE)
+    assert difference.routing_flips > 0
+    assert not difference.passed
+
+
+def test_not_a_number_is_a_failure() -> None:
+    old, new = boundary(1)
+    new.norm.bias.data[0] = float("nan")
+    assert compare(old, new, PROBE).verdict == "fail"
+
+
+def test_a_file_that_lost_bits_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = growth_check.save_file
+
+    def lossy(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        real({name: t.to(torch.bfloat16).to(t.dtype) for name, t in tensors.items()}, path)
+
+    monkeypatch.setattr(growth_check, "save_file", lossy)
+    with pytest.raises(GrowthCheckFailed, match="does not hold the weights that were saved"):
+        check_boundary(CONFIG, 1, *boundary(1), PROBE)
+
+
+def test_the_cast_to_bf16_reports_its_loss_difference() -> None:
+    config = replace(CONFIG, precision=Precision(compute="bf16", phase3_state="bf16"))
+    old, new = boundary(2)
+    report = check_boundary(config, 2, old, new, PROBE)
+    assert report.cast_loss_difference is not None
+    assert 0 < abs(report.cast_loss_difference) <= 0.01
+    assert new.embed.weight.dtype == torch.float32  # the check casts a copy
+
+
+def test_a_cast_that_costs_too_much_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIG, precision=Precision(compute="bf16", phase3_state="bf16"))
+    monkeypatch.setattr(growth_check, "LOSS_LIMIT", 1e-9)
+    with pytest.raises(GrowthCheckFailed, match="the cast to bf16 moves the loss by"):
+        check_boundary(config, 2, *boundary(2), PROBE)
+
+
+def test_phases_in_fp32_are_not_cast() -> None:
+    assert cast_difference(CONFIG, 2, boundary(2)[1], PROBE) is None
+
+
+def test_capacity_is_raised_until_padding_costs_little() -> None:
+    _, new = boundary(1)
+    with torch.no_grad():  # a router with favourites: the even share and a quarter is far too little
+        for block in new.blocks:
+            block.ffn.router.weight *= 20
+            block.ffn.up.weight *= torch.linspace(0.2, 2, 8)[:, None, None]
+    new.set_dispatch("padded", 1.25)
+    capacity, difference = fit_capacity(new, PROBE)
+    assert difference is not None
+    assert capacity is not None
+    assert abs(difference) <= growth_check.LOSS_LIMIT
+    assert capacity > 1.25
+    assert new.capacity == capacity
+
+
+def test_grouped_products_have_no_capacity_to_raise() -> None:
+    assert fit_capacity(boundary(1)[1], PROBE) == (None, None)
