@@ -167,9 +167,10 @@ def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
         if option.why:
             path, allowed = f"fleet.instance_types[{index}]", "types with a known price and speed"
             found.append(Problem(path=path, value=option.type, allowed=allowed, hint=option.why))
-    limits, usd, hours = definition.limits, bill.chosen.needed_usd, bill.chosen.needed_hours
+    limits, usd, hours = definition.limits, bill.chosen.metered_usd, bill.chosen.needed_hours
     if limits.max_usd < usd.p50:
-        allowed, hint = f"at least the p50 of the bill, {usd.p50:.2f}", f"Nine runs in ten need at most {usd.p90:.2f}."
+        allowed = f"at least the p50 of the bill as the job's meter counts it, {usd.p50:.2f}"
+        hint = f"Nine runs in ten need at most {usd.p90:.2f}."
         found.append(Problem(path="limits.max_usd", value=str(limits.max_usd), allowed=allowed, hint=hint))
     if limits.max_hours < hours.p50:
         allowed = f"at least the p50 of the bill, {hours.p50:.2f}"

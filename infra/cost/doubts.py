@@ -22,7 +22,7 @@ def warnings(definition: StackDefinition, bill: Bill, dataset_bytes: int | None)
         f" (at half the speed p50 is {bill.half_speed.p50:.2f} USD)"
     )
     cap = bill.cap
-    needed = bill.chosen.needed_usd
+    needed = bill.chosen.metered_usd
     if needed.p50 <= cap.max_usd < needed.p90:
         yield (
             f"limits.max_usd {cap.max_usd} lies between p50 {needed.p50:.2f} and p90 {needed.p90:.2f}: "

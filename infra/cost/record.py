@@ -42,6 +42,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "hours": _quantiles(bill.hours),
         "wall_hours": _quantiles(bill.chosen.wall_hours),
         "needed": {"usd": _quantiles(bill.chosen.needed_usd), "hours": _quantiles(bill.chosen.needed_hours)},
+        "metered": {"usd": _quantiles(bill.chosen.metered_usd)},
         "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.lines[0].quantity)},
         "spot": _side(bill.spot),
         "on_demand": _side(bill.on_demand),

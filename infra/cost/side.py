@@ -40,6 +40,7 @@ class Side:
     wall_hours: Quantiles  # with the waits for capacity
     needed_usd: Quantiles  # without the limits: what it takes to finish
     needed_hours: Quantiles
+    metered_usd: Quantiles  # the same as the job's meter counts: interrupted first hours not credited
     interruptions: float  # expected
     probability_stopped: float  # by a limit, before the work is done
     exposure: risk.Exposure
@@ -84,6 +85,7 @@ def price_side(
         wall_hours=_quantiles(outcome.quantiles(outcome.wall_hours)),
         needed_usd=_usd(needed, exposure, total),
         needed_hours=_quantiles(needed.quantiles(needed.hours)),
+        metered_usd=_metered(needed, exposure, total),
         interruptions=float(outcome.interruptions.mean()),
         probability_stopped=float(outcome.stopped.mean()),
         exposure=exposure,
@@ -147,7 +149,16 @@ def _exposure(
 
 def _usd(outcome: risk.Outcome, exposure: risk.Exposure, total: Decimal) -> Quantiles:
     """The exact total without interruptions plus the simulated difference: no interruption costs exactly nothing."""
-    p10, p50, p90, mean = (total + exact(usd - exposure.uninterrupted_usd) for usd in outcome.quantiles(outcome.usd))
+    return _money(outcome.quantiles(outcome.usd), exposure, total)
+
+
+def _metered(outcome: risk.Outcome, exposure: risk.Exposure, total: Decimal) -> Quantiles:
+    metered = exposure.fixed_usd + outcome.hours * (exposure.compute_usd_h + exposure.extras_usd_h)
+    return _money(outcome.quantiles(metered), exposure, total)
+
+
+def _money(values: tuple[float, float, float, float], exposure: risk.Exposure, total: Decimal) -> Quantiles:
+    p10, p50, p90, mean = (total + exact(usd - exposure.uninterrupted_usd) for usd in values)
     return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
 
 

@@ -1,0 +1,137 @@
+"""The catalog: every fact has a source and a date, and what is missing is said, never guessed."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+import infra.catalog
+from infra.catalog import load_catalog
+from infra.errors import PriceMissing
+
+FILES = sorted(Path(infra.catalog.__file__).parent.glob("*.csv"))
+CATALOG = load_catalog()
+REGIONS = ("us-east-1", "us-east-2", "us-west-2", "eu-west-1")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_row_names_its_source_and_its_date(path: Path) -> None:
+    with path.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert rows
+    for row in rows:
+        assert row["source"].strip()
+        assert date(2020, 1, 1) < date.fromisoformat(row["as_of"]) < date(2026, 12, 31)
+        assert row.get("status", "verified") in {"verified", "inferred"}
+
+
+def test_prices_are_positive_and_no_dearer_than_a_node_can_be() -> None:
+    hourly = [*CATALOG.on_demand_prices.values(), *(s.price for zones in CATALOG.spot_prices.values() for s in zones)]
+    assert all(Decimal("0.01") < price.amount < 200 for price in hourly)
+
+
+def test_spot_zones_come_cheapest_first_and_without_local_zones() -> None:
+    for zones in CATALOG.spot_prices.values():
+        amounts = [spot.price.amount for spot in zones]
+        assert amounts == sorted(amounts)
+        assert all(re.fullmatch(r"az[1-6]", spot.zone) for spot in zones)
+
+
+def test_every_priced_type_has_specifications() -> None:
+    priced = {type_ for type_, _ in (*CATALOG.on_demand_prices, *CATALOG.spot_prices)}
+    assert priced <= set(CATALOG.instance_types())
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize(
+    "item",
+    [
+        "ebs_gp3_storage",
+        "ebs_gp3_iops",
+        "ebs_gp3_throughput",
+        "s3_storage",
+        "s3_write_requests",
+        "s3_read_requests",
+        "transfer_out",
+        "public_ipv4",
+        "logs_ingestion",
+    ],
+)
+def test_every_region_has_what_a_bill_needs(region: str, item: str) -> None:
+    assert CATALOG.price(item, region).amount > 0
+
+
+def test_a_price_taken_over_from_another_region_says_so() -> None:
+    assert CATALOG.price("s3_storage", "us-east-1").status == "verified"
+    assert CATALOG.price("s3_storage", "us-east-2").status == "inferred"
+    assert CATALOG.on_demand("g5.4xlarge", "us-east-2").status == "inferred"
+
+
+@pytest.mark.parametrize(
+    ("type_", "region", "on_demand", "spot"),
+    [
+        ("g5.2xlarge", "us-east-2", "1.212", ("0.3596", "0.3739")),
+        ("g6e.2xlarge", "us-east-1", "2.24208", None),
+        ("p5.48xlarge", "us-east-1", "55.04", ("17.6289", "55.04")),  # two zones at the on-demand price
+    ],
+)
+def test_known_prices(type_: str, region: str, on_demand: str, spot: tuple[str, str] | None) -> None:
+    assert CATALOG.on_demand(type_, region).amount == Decimal(on_demand)
+    if spot:
+        zones = CATALOG.spot(type_, region)
+        assert (zones[0].price.amount, zones[-1].price.amount) == tuple(map(Decimal, spot))
+
+
+def test_a10g_is_70_teraflops_and_not_the_125_of_the_a10() -> None:
+    instance = CATALOG.instance("g5.2xlarge")
+    assert instance is not None
+    gpu = instance.gpu
+    assert (gpu.bf16_tflops, gpu.memory_gb, gpu.bandwidth_gb_s) == (70, 24, 600)
+
+
+def test_a_slice_of_a_gpu_is_one_gpu_with_its_share_of_memory() -> None:
+    instance = CATALOG.instance("g6f.xlarge")
+    assert instance is not None
+    assert (instance.gpu_count, instance.gpu_share, instance.gpu_memory_gb) == (1, 0.125, 3.0)
+
+
+@pytest.mark.parametrize("type_", ["p3.2xlarge", "p3.8xlarge", "p3.16xlarge"])
+def test_p3_left_ec2_in_may_2026(type_: str) -> None:
+    instance = CATALOG.instance(type_)
+    assert instance is not None
+    assert instance.left_ec2 is not None
+    assert (instance.left_ec2.year, instance.left_ec2.month) == (2026, 5)
+
+
+def test_an_unknown_type_is_none_and_its_price_error_names_the_nearest() -> None:
+    assert CATALOG.instance("g5.2xlrage") is None
+    with pytest.raises(PriceMissing, match=r"nearest: g5\.2xlarge"):
+        CATALOG.on_demand("g5.2xlrage", "us-east-2")
+
+
+def test_a_missing_spot_price_says_where_there_is_none() -> None:
+    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2; known in: no region"):
+        CATALOG.spot("p5.4xlarge", "us-east-2")
+
+
+def test_a_region_without_prices_is_an_error_that_lists_the_regions() -> None:
+    with pytest.raises(PriceMissing, match="us-east-1, us-east-2, us-west-2, eu-west-1"):
+        CATALOG.price("s3_storage", "ap-south-1")
+    assert CATALOG.zones("ap-south-1") == ()
+
+
+def test_zones_are_names_of_their_region() -> None:
+    assert set(CATALOG.regions()) == set(REGIONS)
+    assert CATALOG.zones("us-east-2") == ("us-east-2a", "us-east-2b", "us-east-2c")
+
+
+def test_loading_the_catalog_imports_nothing_heavy() -> None:
+    code = "import sys, infra.catalog as c; c.load_catalog(); print(*{'numpy', 'yaml', 'boto3'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []

@@ -1,0 +1,363 @@
+"""The bill: lines worked by hand, exact sums, and an answer or an error for every odd definition."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from cost_definitions import definition, growth
+
+from infra.catalog import load_catalog
+from infra.cost.bill import Bill, price, problems
+from infra.definition import Disk, Keep
+from infra.errors import DefinitionError, GpufleetError, PriceMissing
+
+CATALOG = load_catalog()
+DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
+
+
+def bill(**changes: Any) -> Bill:
+    dataset_bytes = changes.pop("dataset_bytes", DATASET)
+    return price(definition(**changes), CATALOG, dataset_bytes=dataset_bytes, runs=2000)
+
+
+def amounts(found: Bill) -> dict[str, Decimal]:
+    return {line.name: line.amount for line in found.lines}
+
+
+def test_compute_root_disk_and_storage_are_what_the_working_by_hand_gives() -> None:
+    # g5.2xlarge, 1000 steps per phase at batch 16 (4096 tokens), half the roofline:
+    #   set-up                                                                      480.00 s
+    #   steps: 2 x (1000 x (40.287 + 66.587 + 295.225) ms)                          804.20 s
+    #   evaluations: 60 x 32 windows = 2 batches each, a third of a step per token,
+    #     20 x 2/3 x (80.573 + 133.175 + 590.450) ms, and 3 x 3 x 40 tokens x 20 ms  17.92 s
+    #   stalls: 65.74 saves x 0.1 s, and each phase's saves x size / 4 GB/s:
+    #     (21.280 x 1.2005 + 21.458 x 4.4597 + 23.002 x 12.9347) GB / 4 GB/s        111.27 s
+    #   growth: 2 x 40 s compile, 5 passes over 4 x (0.37164 + 2.15579) GB          130.55 s
+    #   last save, hash and upload: 12.9347 + 2 x 4.3116 = 21.5579 GB
+    #     x (1 / 1.0 + 1 / 1.4 + 1 / 0.625 s/GB)                                     71.45 s
+    #   together 1615.39 s = 0.448718 h
+    found = bill()
+    compute, root = found.lines[0], found.lines[1]
+    storage = next(line for line in found.lines if line.name == "S3 storage")
+    # 0.448718 h x 0.3739 USD/h, the dearest of three zones (0.3596, 0.3617, 0.3739)
+    assert (compute.quantity, compute.unit_price) == (Decimal("0.448718"), Decimal("0.3739"))
+    assert compute.amount == Decimal("0.1678")
+    # 100 GiB x 0.448718 h / 730 h = 0.061468 GiB-months x 0.08
+    assert (root.quantity, root.amount) == (Decimal("0.061468"), Decimal("0.0049"))
+    # 3 checkpoints x 12.934741 + exports 0.400152 + 2 x 1.486561 + 8.623161 + 4.311580 + final 4.311580
+    #   + dataset 0.022183 + reports 0.02 = 59.466 GB; x 30 days x 24 / 730 = 58.6514 GB-months x 0.023
+    assert float(storage.quantity) == pytest.approx(58.6514, abs=0.0002)
+    assert storage.amount == Decimal("1.3490")
+
+
+def test_transfer_address_and_logs_are_what_the_working_by_hand_gives() -> None:
+    found = amounts(bill())
+    assert found["public IPv4"] == Decimal("0.0022")  # 0.448718 h x 0.005
+    assert found["transfer of results"] == Decimal("0.3898")  # (4.311580 + 0.02) GB x 0.09
+    assert found["logs"] == Decimal("0.0025")  # (0.005 + 300 lines x 250 B) GB x 0.50
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"capacity": "on-demand"},
+        {"hazard_per_hour": "5"},
+        {"types": ("g5.2xlarge", "g6e.2xlarge"), "region": "us-east-1"},
+        {"root": Disk(size_gib=200, iops=6000, throughput_mibps=500), "data": Disk(size_gib=50)},
+        {"max_usd": "0.10"},
+    ],
+)
+def test_the_lines_sum_to_p50_exactly(changes: dict[str, Any]) -> None:
+    found = bill(**changes)
+    assert sum(line.amount for line in found.lines) == found.usd.p50
+    assert all(line.amount.as_tuple().exponent == -4 for line in found.lines)
+
+
+def test_each_amount_is_its_quantity_times_its_unit_price() -> None:
+    for line in bill(root=Disk(size_gib=200, iops=6000, throughput_mibps=500)).lines:
+        assert line.amount == (line.quantity * line.unit_price).quantize(Decimal("0.0001"))
+
+
+def test_quantiles_come_in_order_and_respect_the_cap() -> None:
+    found = bill(hazard_per_hour="2", keep=Keep(bucket=False), max_usd="0.9")
+    assert found.usd.p10 <= found.usd.p50 <= found.usd.p90 <= Decimal("0.9")
+
+
+@pytest.mark.parametrize(
+    ("disk", "lines"),
+    [
+        (Disk(size_gib=100), {"root disk": "0.0049"}),
+        # 3000 IOPS above the included 3000: 3000 x 0.448718 / 730 x 0.005; 375 MiB/s above 125: x 0.04
+        (
+            Disk(size_gib=100, iops=6000, throughput_mibps=500),
+            {"root disk": "0.0049", "root disk IOPS above 3000": "0.0092", "root disk MiB/s above 125": "0.0092"},
+        ),
+    ],
+)
+def test_a_disk_pays_for_iops_and_throughput_only_above_what_is_included(disk: Disk, lines: dict[str, str]) -> None:
+    found = {name: amount for name, amount in amounts(bill(root=disk)).items() if name.startswith("root")}
+    assert found == {name: Decimal(amount) for name, amount in lines.items()}
+
+
+def test_a_data_disk_adds_its_own_lines_and_changes_no_other() -> None:
+    without, with_ = amounts(bill()), amounts(bill(data=Disk(size_gib=500)))
+    assert set(with_) - set(without) == {"data disk"}
+    assert {k: v for k, v in with_.items() if k in without and k != "interruptions"} == {
+        k: v for k, v in without.items() if k != "interruptions"
+    }
+
+
+def test_a_dataset_that_lies_in_s3_is_not_stored_again() -> None:
+    own, other = bill(dataset_bytes=10**9), bill(dataset="s3://corpus/tinystories", dataset_bytes=10**9)
+    # 1 GB x 30 x 24 / 730 x 0.023
+    assert amounts(own)["S3 storage"] - amounts(other)["S3 storage"] == pytest.approx(Decimal("0.0227"))
+
+
+def test_the_dataset_may_be_given_as_run_json_lists_it() -> None:
+    inputs = {"dataset": {"files": [{"bytes": DATASET - 1}, {"bytes": 1}]}}
+    assert price(definition(), CATALOG, inputs=inputs, runs=100).lines[3] == bill().lines[3]
+
+
+def test_a_bucket_that_goes_with_the_stack_costs_one_day_and_keeps_nothing() -> None:
+    found = bill(keep=Keep(bucket=False))
+    assert amounts(found)["S3 storage"] == Decimal("0.0450")  # 59.466 GB x 24 / 730 x 0.023
+    assert found.kept.usd_per_month == 0
+    assert found.kept.what.startswith("nothing")
+
+
+def test_what_is_kept_names_its_parts_and_its_monthly_cost() -> None:
+    kept = bill().kept
+    assert kept.usd_per_month == Decimal("1.3677")  # 59.4660 GB x 0.023
+    assert {name for name, _ in kept.parts} >= {"dataset", "checkpoints", "exports", "final weights"}
+    assert sum(gb for _, gb in kept.parts) == kept.gb
+
+
+def test_on_demand_capacity_has_no_interruptions_and_one_price() -> None:
+    found = bill(capacity="on-demand")
+    assert amounts(found)["interruptions"] == 0
+    assert found.usd.p10 == found.usd.p50 == found.usd.p90 == found.usd.mean
+    assert amounts(found)["compute"] == Decimal("0.5438")  # 0.448718 h x 1.212
+    assert found.spot is not None
+    assert found.spot.usd.mean < found.usd.mean
+
+
+def test_on_demand_stands_beside_spot() -> None:
+    found = bill()
+    assert found.on_demand is not None
+    assert found.on_demand.usd.p50 - found.chosen.total == pytest.approx(Decimal("0.3760"))  # compute alone differs
+
+
+def test_no_hazard_means_no_interruptions_line_and_a_point() -> None:
+    found = bill(hazard_per_hour="0")
+    assert found.interruptions_expected == 0
+    assert amounts(found)["interruptions"] == Decimal("0.0000")
+    assert found.usd.p10 == found.usd.p90
+
+
+def test_a_huge_hazard_is_stopped_by_the_limits_and_refused() -> None:
+    found = bill(hazard_per_hour="1000")
+    assert found.cap.probability == 1.0
+    assert [problem.path for problem in problems(definition(hazard_per_hour="1000"), found)] == [
+        "limits.max_usd",
+        "limits.max_hours",
+    ]
+
+
+def test_a_short_run_can_end_below_its_uninterrupted_price() -> None:
+    found = bill(hazard_per_hour="3")
+    assert amounts(found)["interruptions"] < 0  # AWS does not charge an interrupted first hour
+
+
+def test_two_types_are_both_shown_and_the_dearest_run_is_priced() -> None:
+    found = bill(types=("g6e.2xlarge", "g5.2xlarge"))
+    costs = {o.type: o.runtime.total_s * float(o.spot[-1].price.amount) for o in found.types if o.runtime}
+    assert set(costs) == {"g5.2xlarge", "g6e.2xlarge"}
+    assert found.chosen.type == max(costs, key=costs.__getitem__)
+    assert found.chosen.price == next(o for o in found.types if o.type == found.chosen.type).spot[-1].price
+
+
+def test_spot_without_a_spot_price_is_an_error_that_names_the_way_out() -> None:
+    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2.*on-demand"):
+        bill(types=("p5.4xlarge",))
+
+
+def test_on_demand_without_a_spot_price_is_priced_and_says_that_spot_is_unknown() -> None:
+    found = bill(types=("p5.4xlarge",), capacity="on-demand", max_usd="20")
+    assert found.spot is None
+    assert found.break_even_hazard is None
+    assert found.to_json()["spot"] is None
+
+
+def test_a_type_without_on_demand_price_is_priced_on_spot_alone() -> None:
+    found = bill(types=("p5e.48xlarge",), max_usd="100")
+    assert found.on_demand is None
+    assert found.rates()["p5e.48xlarge"]["on_demand"] == "62.9957"  # the meter's fallback: the dearest zone
+
+
+def test_one_listed_type_without_a_price_is_a_problem_of_that_type() -> None:
+    plan = definition(types=("g5.2xlarge", "p5.4xlarge"))
+    found = problems(plan, price(plan, CATALOG, runs=100))
+    assert [(problem.path, problem.value) for problem in found] == [("fleet.instance_types[1]", "p5.4xlarge")]
+
+
+def test_an_unknown_type_names_the_nearest() -> None:
+    with pytest.raises(GpufleetError, match=r"g5\.2xlrage is not .* nearest: g5\.2xlarge"):
+        bill(types=("g5.2xlrage",))
+
+
+def test_a_region_without_prices_is_an_error() -> None:
+    with pytest.raises(PriceMissing, match="ap-south-1"):
+        bill(region="ap-south-1")
+
+
+@pytest.mark.parametrize(
+    ("type_", "changes", "why", "nearest"),
+    [
+        ("g5.2xlarge", {"state": "fp32"}, "grown.*even at the smallest", "phase3_state: bf16"),
+        ("g6f.xlarge", {}, "even at the smallest micro-batch", r"g6\.xlarge"),
+        ("g4dn.xlarge", {}, "T4 has no bf16", r"g6\.xlarge"),
+    ],
+)
+def test_a_type_that_does_not_hold_the_job_says_why_and_the_nearest_change(
+    type_: str, changes: dict[str, Any], why: str, nearest: str
+) -> None:
+    plan = definition(types=(type_,), config=growth(**changes), step_ms=("80", "130", "600"), max_usd="50")
+    (problem,) = problems(plan, price(plan, CATALOG, runs=100))
+    assert problem.path == "fleet.instance_types[0]"
+    assert re.search(why, problem.allowed)
+    assert re.search(nearest, problem.hint)
+
+
+def test_when_no_type_holds_the_job_or_has_a_speed_the_error_is_the_fit() -> None:
+    with pytest.raises(DefinitionError, match="T4 has no bf16"):
+        bill(types=("g4dn.xlarge",))
+
+
+def test_host_memory_must_hold_a_staged_checkpoint() -> None:
+    found = bill(types=("g5.xlarge",), config=growth(state="fp32"))  # 25.9 GB staged, 16 GiB of host memory
+    assert not found.types[0].holds_the_job
+
+
+def test_a_cap_below_p50_is_a_problem_that_states_p50_and_p90() -> None:
+    plan = definition(max_usd="1.50")
+    found = price(plan, CATALOG, runs=2000)
+    (problem,) = problems(plan, found)
+    assert (problem.path, problem.value) == ("limits.max_usd", "1.50")
+    assert f"{found.chosen.metered_usd.p50:.2f}" in problem.allowed
+    assert f"{found.chosen.metered_usd.p90:.2f}" in problem.hint
+
+
+def test_a_cap_between_p50_and_p90_is_a_warning_with_the_probability() -> None:
+    changes = {"hazard_per_hour": "1", "keep": Keep(bucket=False), "step_ms": ("500", "1000", "4000"), "max_hours": "9"}
+    free = bill(**changes, max_usd="50").chosen.metered_usd
+    cap = str(((free.p50 + free.p90) / 2).quantize(Decimal("0.01")))
+    found = bill(**changes, max_usd=cap)
+    assert problems(definition(**changes, max_usd=cap), found) == []
+    assert 0.1 < found.cap.probability < 0.5
+    assert any("between p50" in w and f"{found.cap.probability:.0%} of runs stop" in w for w in found.warnings)
+
+
+def test_the_cap_is_judged_as_the_meter_counts_which_credits_no_free_hour() -> None:
+    found = bill(hazard_per_hour="3", max_usd="50", max_hours="50").chosen
+    assert found.metered_usd.mean > found.needed_usd.mean
+    calm = bill(hazard_per_hour="0").chosen
+    assert calm.metered_usd == calm.needed_usd
+
+
+def test_a_limit_far_above_the_run_raises_no_problem() -> None:
+    assert problems(definition(), bill()) == []
+
+
+def test_save_and_upload_that_miss_the_notice_are_said_before_the_run() -> None:
+    found = bill(upload_gb_per_s="0.05")  # 12.9 GB at 50 MB/s: 259 s
+    late = [notice for notice in found.notice if not notice.fits]
+    assert [notice.phase for notice in late] == ["grown"]
+    assert any("phase grown: save and upload take" in warning for warning in found.warnings)
+
+
+def test_the_notice_counts_poll_step_save_hash_and_upload() -> None:
+    grown = bill().notice[2]
+    # 5 s poll + 0.590 s step + 12.935 GB x (1/1.0 + 1/1.4 + 1/0.625) s/GB
+    assert grown.total_s == pytest.approx(5 + 0.590 + 12.934741 * (1 + 1 / 1.4 + 1.6), abs=0.01)
+
+
+def test_an_uncalibrated_bill_says_so_and_shows_half_the_speed() -> None:
+    found = bill()
+    assert not found.calibrated
+    assert any(warning.startswith("uncalibrated: roofline at efficiency 0.5") for warning in found.warnings)
+    assert found.half_speed.p50 > found.usd.p50
+
+
+def test_inferred_prices_are_named() -> None:
+    assert any("inferred prices" in warning and "S3 storage" in warning for warning in bill().warnings)
+    assert not any("inferred prices" in warning for warning in bill(region="us-east-1").warnings)
+
+
+def test_zones_that_differ_and_a_spot_price_at_on_demand_are_shown() -> None:
+    found = bill(types=("p5.48xlarge",), region="us-east-1", max_usd="100").warnings
+    assert any("spot zones differ, 17.6289 (az6) to 55.04" in warning for warning in found)
+    assert any("costs as much as on demand" in warning for warning in found)
+    assert any("8 GPUs, this job uses one" in warning for warning in found)
+
+
+def test_what_the_caller_found_not_ready_is_among_the_warnings() -> None:
+    assert (
+        "fleet.ami is unpinned" in price(definition(), CATALOG, not_ready=["fleet.ami is unpinned"], runs=100).warnings
+    )
+
+
+def test_the_same_definition_gives_the_same_bytes() -> None:
+    first, second = (json.dumps(bill().to_json(), sort_keys=True) for _ in range(2))
+    assert first == second
+
+
+def test_json_has_its_documented_keys_and_decimal_strings() -> None:
+    found = json.loads(json.dumps(bill().to_json()))
+    assert {"name", "quantity", "unit", "unit_price", "amount", "source", "as_of"} <= set(found["lines"][0])
+    for key in ("usd", "hours"):
+        assert set(found[key]) == {"p10", "p50", "p90", "mean"}
+        assert all(isinstance(value, str) and Decimal(value) >= 0 for value in found[key].values())
+    assert sum(Decimal(line["amount"]) for line in found["lines"]) == Decimal(found["usd"]["p50"])
+
+
+def test_outputs_are_dollars_per_line() -> None:
+    found = bill().outputs()
+    assert found["compute"] == "$0.1678"
+    assert found["total"] == f"${bill().usd.p50:.4f}"
+
+
+def test_the_meter_gets_rates_by_zone_name_at_the_dearest_zone_and_the_fixed_dollars() -> None:
+    found = bill()
+    spot = {"us-east-2a": "0.3739", "us-east-2b": "0.3739", "us-east-2c": "0.3739"}
+    assert found.rates() == {"g5.2xlarge": {"on_demand": "1.212", "spot": spot}}
+    per_node = Decimal("0.0049") + Decimal("0.0022") + Decimal("0.1678")
+    assert Decimal(found.extras()["fixed_usd"]) == found.chosen.total - per_node
+    assert found.extras()["disk_usd_per_hour"] == "0.010959"  # 100 GiB x 0.08 / 730
+
+
+def test_halving_the_steps_changes_only_what_depends_on_time() -> None:
+    long, short = amounts(bill()), amounts(bill(config=growth(steps_per_phase=500)))
+    changed = {name for name in long if long[name] != short[name]}
+    assert changed <= {"compute", "root disk", "public IPv4", "S3 write requests", "logs", "interruptions"}
+    assert short["compute"] < long["compute"]
+
+
+def test_a_run_without_interruptions_is_never_cheaper_with_more_steps() -> None:
+    totals = [
+        bill(config=growth(steps_per_phase=steps), max_usd="900", max_hours="900").chosen.total
+        for steps in (1, 100, 10_000)
+    ]
+    assert totals == sorted(totals)
+
+
+def test_the_rehearsal_on_a_laptop_is_priced_from_its_step_times() -> None:
+    config = replace(growth(device="cpu", compute="fp32", state="fp32"), steps_per_phase=30)
+    found = bill(config=config, step_ms=("30", "60", "250"), setup_minutes="0.1", restart_minutes="0.1")
+    assert found.chosen.runtime.setup_s == 6
+    assert all(fit.fits for fit in found.fits)

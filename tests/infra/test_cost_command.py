@@ -1,0 +1,76 @@
+"""`gpufleet cost` on the stacks of this repository."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from infra.commands import cost
+from infra.errors import DefinitionError
+
+ROOT = Path(__file__).parents[2]
+STACK = "tinystories-growth"
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    cost.arguments(parser)
+    return cost.run(parser.parse_args(words))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the stack's definition, and no prepared dataset."""
+    (tmp_path / "stacks").mkdir()
+    shutil.copy(ROOT / "stacks" / f"{STACK}.yaml", tmp_path / "stacks")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_prints_the_bill(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(STACK) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{STACK}, run ")
+    assert "total = p50" in printed
+    assert "the dataset is not prepared" in printed
+
+
+def test_json_prints_the_same_figures_for_programs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(STACK, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(Decimal(line["amount"]) for line in found["lines"]) == Decimal(found["usd"]["p50"])
+    assert run(STACK) == 0
+    assert found["usd"]["p50"] in capsys.readouterr().out
+
+
+def test_what_up_still_needs_is_a_warning(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(STACK, "--json")
+    assert any("doctor" in warning for warning in json.loads(capsys.readouterr().out)["warnings"])
+
+
+def test_a_cap_below_the_bill_shows_the_bill_and_is_then_an_error(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project / "stacks" / f"{STACK}.yaml"
+    path.write_text(path.read_text().replace("max_usd: 3.00", "max_usd: 0.50"))
+    with pytest.raises(DefinitionError, match=r"limits\.max_usd"):
+        run(STACK)
+    assert "total = p50" in capsys.readouterr().out
+
+
+def test_it_imports_no_torch_no_pulumi_and_no_boto3() -> None:
+    code = (
+        "import argparse, sys\n"
+        "from infra.commands import cost\n"
+        f"cost.run(argparse.Namespace(stack={STACK!r}, json=True))\n"
+        "heavy = {'torch', 'pulumi', 'pulumi_aws', 'boto3', 'botocore', 'moto', 'grpc'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)

@@ -1,0 +1,125 @@
+"""Work to hours. The expected figures are those of the experiment's own table, worked out from the model's shape."""
+
+from __future__ import annotations
+
+import pytest
+from cost_definitions import growth
+
+from infra.catalog import Instance, load_catalog
+from infra.cost import runtime
+from infra.definition import Disk, Estimate
+from infra.errors import GpufleetError
+from job.config import GrowthConfig
+
+ROOT = Disk(size_gib=100)
+
+
+def instance(type_: str) -> Instance:
+    found = load_catalog().instance(type_)
+    assert found is not None
+    return found
+
+
+def limit_s(type_: str, config: GrowthConfig) -> float:
+    """Seconds of all steps at the roofline."""
+    phases = runtime.hours(config, instance(type_), Estimate(), ROOT).phases
+    return sum(phase.steps * (phase.limit_ms or 0) / 1e3 for phase in phases)
+
+
+# g5: the table counts 10 B/param of optimizer traffic in phase 3; bf16 moments move 14 B, which is
+# 4 B x 2,155,790,208 / 600 GB/s = 14.37 ms more per phase-3 step: 1.44 s per 100 steps, 14.4 s per 1000.
+@pytest.mark.parametrize(
+    ("sequences", "steps", "table_s", "more_s"),
+    [
+        (8, 100, 22.3, 1.44),
+        (12, 100, 30.5, 1.44),
+        (16, 100, 38.8, 1.44),
+        (8, 1000, 3.7 * 60, 14.4),
+        (12, 1000, 5.1 * 60, 14.4),
+        (16, 1000, 6.5 * 60, 14.4),
+    ],
+)
+def test_the_limit_on_an_a10g_is_the_tables_plus_the_traffic_of_bf16_moments(
+    sequences: int, steps: int, table_s: float, more_s: float
+) -> None:
+    found = limit_s("g5.2xlarge", growth(sequences=sequences, steps_per_phase=steps))
+    assert found == pytest.approx(table_s + more_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "steps", "table_s"),
+    [(8, 100, 11.7), (16, 100, 14.9), (8, 1000, 2.0 * 60), (16, 1000, 2.5 * 60)],
+)
+def test_the_limit_on_an_l40s_with_fp32_adamw_is_the_tables(sequences: int, steps: int, table_s: float) -> None:
+    found = limit_s("g6e.2xlarge", growth(sequences=sequences, steps_per_phase=steps, state="fp32"))
+    assert found == pytest.approx(table_s, rel=0.025)  # the table rounds 117 s to 2.0 min
+
+
+def test_the_steps_of_each_phase_at_batch_8_are_22_5_and_42_and_173_ms() -> None:
+    phases = runtime.hours(growth(sequences=8), instance("g5.2xlarge"), Estimate(), ROOT).phases
+    assert [phase.limit_ms for phase in phases] == pytest.approx([22.5, 42.0, 172.8], abs=0.1)
+
+
+def test_efficiency_one_half_doubles_the_limit_and_one_is_the_limit() -> None:
+    config = GrowthConfig()
+    half = runtime.hours(config, instance("g5.2xlarge"), Estimate(), ROOT).phases[0]
+    whole = runtime.hours(config, instance("g5.2xlarge"), Estimate(efficiency=1), ROOT).phases[0]  # type: ignore[arg-type]
+    assert half.step_ms == pytest.approx(2 * whole.step_ms)
+    assert whole.step_ms == whole.limit_ms
+
+
+def test_measured_step_times_replace_the_roofline_and_are_named_as_the_basis() -> None:
+    found = runtime.hours(GrowthConfig(), instance("g5.2xlarge"), Estimate(step_ms=(30, 60, 250)), ROOT)  # type: ignore[arg-type]
+    assert [phase.step_ms for phase in found.phases] == [30, 60, 250]
+    assert found.basis == "step times from estimate.step_ms"
+
+
+def test_fp32_compute_uses_the_fp32_peak() -> None:
+    narrow = runtime.hours(GrowthConfig(), instance("g5.2xlarge"), Estimate(), ROOT).phases[0]
+    wide = runtime.hours(growth(compute="fp32"), instance("g5.2xlarge"), Estimate(), ROOT).phases[0]
+    assert wide.step_ms > 1.7 * narrow.step_ms  # 35 TF against 70, traffic unchanged
+
+
+@pytest.mark.parametrize(("type_", "minutes"), [("g5.2xlarge", 8), ("g6e.2xlarge", 8), ("p5.4xlarge", 15)])
+def test_setup_is_8_minutes_on_g_types_and_15_on_p_types(type_: str, minutes: int) -> None:
+    found = runtime.hours(GrowthConfig(), instance(type_), Estimate(), ROOT)
+    assert found.setup_s == found.restart_s == minutes * 60
+
+
+def test_a_slice_of_a_gpu_is_slower_by_its_share() -> None:
+    whole = runtime.hours(GrowthConfig(), instance("g6.xlarge"), Estimate(), ROOT).phases[0]
+    slice_ = runtime.hours(GrowthConfig(), instance("g6f.xlarge"), Estimate(), ROOT).phases[0]
+    assert slice_.step_ms == pytest.approx(8 * whole.step_ms)
+    assert slice_.mfu == pytest.approx(whole.mfu)
+
+
+@pytest.mark.parametrize("type_", ["g4dn.xlarge", "g7e.2xlarge"])
+def test_a_gpu_without_a_known_peak_asks_for_measured_step_times(type_: str) -> None:
+    with pytest.raises(GpufleetError, match=r"estimate\.step_ms"):
+        runtime.hours(GrowthConfig(), instance(type_), Estimate(), ROOT)
+
+
+def test_a_cpu_run_has_no_roofline() -> None:
+    with pytest.raises(GpufleetError, match=r"device: cpu .* estimate\.step_ms"):
+        runtime.hours(growth(device="cpu"), instance("g5.2xlarge"), Estimate(), ROOT)
+
+
+def test_the_upload_never_beats_the_types_sustained_network() -> None:
+    assert runtime.upload_rate(instance("g5.2xlarge"), Estimate()) == 5 / 8  # 5 Gbps
+    assert runtime.upload_rate(instance("g5.12xlarge"), Estimate()) == 1.02  # measured there, network 40 Gbps
+    assert runtime.upload_rate(instance("g5.2xlarge"), Estimate(upload_gb_per_s=2)) == 2  # type: ignore[arg-type]
+
+
+def test_without_instance_store_checkpoints_are_written_at_the_root_disks_speed() -> None:
+    assert runtime.scratch_rate(instance("g5.2xlarge"), ROOT) == 1.0
+    fast = Disk(size_gib=100, throughput_mibps=1000)
+    assert runtime.scratch_rate(instance("p3.2xlarge"), ROOT) == pytest.approx(0.131, abs=0.001)
+    assert runtime.scratch_rate(instance("p3.2xlarge"), fast) == pytest.approx(1.75 / 8)  # the type's EBS baseline
+
+
+def test_evaluations_saves_growth_and_the_final_upload_are_in_the_hours() -> None:
+    found = runtime.hours(GrowthConfig(), instance("g5.2xlarge"), Estimate(), ROOT)
+    steps_s = sum(phase.steps * phase.step_ms for phase in found.phases) / 1e3
+    parts = steps_s + found.evaluation_s + found.stalls_s + found.growth_s + found.upload_s
+    assert found.work_s == pytest.approx(parts)
+    assert min(found.evaluation_s, found.stalls_s, found.growth_s, found.upload_s) > 5

@@ -1,0 +1,74 @@
+"""The bill as text. The golden file's figures are worked by hand in test_cost_bill.py."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cost_definitions import definition, growth
+
+from infra.catalog import load_catalog
+from infra.cost.bill import price
+from infra.cost.table import render
+from infra.definition import Disk, Keep
+
+GOLDEN = Path(__file__).parent / "golden" / "bill.txt"
+
+
+def text(today: date | None = None, **changes: Any) -> str:
+    return render(price(definition(**changes), load_catalog(), dataset_bytes=22_183_150, runs=2000), today=today)
+
+
+def test_the_bill_of_tinystories_growth_is_the_golden_one(tmp_path: Path) -> None:
+    found = render(price(definition(), load_catalog(), dataset_bytes=22_183_150), today=date(2026, 11, 21))
+    actual = tmp_path / "bill.txt"
+    actual.write_text(found)
+    assert found == GOLDEN.read_text(), f"look at the difference, then copy {actual} over {GOLDEN}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"capacity": "on-demand", "types": ("p5.4xlarge",), "max_usd": "20"},
+        {"types": ("g5.2xlarge", "g6e.2xlarge", "g6e.12xlarge"), "region": "us-west-2", "max_usd": "20"},
+        {"types": ("p5.48xlarge",), "region": "us-east-1", "max_usd": "9000", "hazard_per_hour": "0.2"},
+        {"types": ("g6f.xlarge", "g5.2xlarge"), "keep": Keep(bucket=False)},
+        {"config": growth(steps_per_phase=1_000_000), "max_usd": "9000", "max_hours": "9000"},
+        {"root": Disk(size_gib=500, iops=16000, throughput_mibps=1000), "data": Disk(size_gib=2000, iops=4000)},
+    ],
+)
+def test_no_line_is_wider_than_100_columns_and_all_is_ascii(changes: dict[str, Any]) -> None:
+    found = text(date(2026, 11, 21), **changes)
+    assert max(map(len, found.splitlines())) <= 100
+    assert found.isascii()
+
+
+def test_the_age_of_the_prices_is_shown_only_against_a_date() -> None:
+    assert "days old" not in text()
+    assert "the compute price is 10 days old." in text(date(2026, 1, 31))
+    assert "304 days old, refresh before trusting it" in text(date(2026, 11, 21))
+
+
+def test_a_phase_that_does_not_fit_is_marked_and_explained() -> None:
+    found = text(types=("g6f.xlarge", "g5.2xlarge"))
+    assert "18.6 of 3 GB NO" in found
+    assert "g6f.xlarge, phase grown does not fit: needs 18.6 GB" in found
+    assert "Nearest: g6.xlarge" in found.replace("\n  ", " ")
+
+
+def test_a_stopped_run_shows_what_finishing_would_take() -> None:
+    found = text(hazard_per_hour="3", keep=Keep(bucket=False), max_usd="0.70")
+    assert "USD to finish, were there no limit" in found
+
+
+def test_a_missing_price_on_the_other_side_is_said_not_zero() -> None:
+    found = text(types=("p5.4xlarge",), capacity="on-demand", max_usd="20")
+    assert "USD, spot: no price known" in found
+    assert "Interruptions: none on demand." in found
+
+
+def test_a_fixed_hazard_is_named_as_such() -> None:
+    assert "0.2, fixed by estimate.hazard_per_hour" in text(hazard_per_hour="0.2")
