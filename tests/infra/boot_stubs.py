@@ -86,10 +86,9 @@ _STUBS = {
     "sleep": _SLEEP,
     "lsblk": '[[ ! -e $WORLD/lsblk ]] || cat "$WORLD/lsblk"\n',
     "findmnt": "[[ -e $WORLD/mounted ]]\n",
-    "blkid": '[[ -e $WORLD/has-filesystem ]] && exit 0\nexit 2\n',
+    "blkid": "[[ -e $WORLD/has-filesystem ]] && exit 0\nexit 2\n",
     **{
-        name: _RECORDED.replace("{name}", name)
-        for name in ("shutdown", "nvidia-smi", "mkfs.xfs", "mount", "systemctl")
+        name: _RECORDED.replace("{name}", name) for name in ("shutdown", "nvidia-smi", "mkfs.xfs", "mount", "systemctl")
     },
 }
 

@@ -274,7 +274,7 @@ def test_without_tags_in_metadata_the_node_finds_its_fleet_by_describing_itself(
 
 def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: Node) -> None:
     (node.world / "timer-fires").touch()
-    node.job_ends_with(75, 'while [[ ! -e $WORLD/stopped ]]; do /bin/sleep 0.02; done')
+    node.job_ends_with(75, "while [[ ! -e $WORLD/stopped ]]; do /bin/sleep 0.02; done")
 
     outcome = node.boot()
 
@@ -285,7 +285,7 @@ def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: Node) -> None:
 
 
 def test_sigterm_stops_the_container_and_its_exit_code_decides(node: Node) -> None:
-    node.job_ends_with(75, 'while [[ ! -e $WORLD/stopped ]]; do /bin/sleep 0.02; done')
+    node.job_ends_with(75, "while [[ ! -e $WORLD/stopped ]]; do /bin/sleep 0.02; done")
     process = node.start()
     _until(lambda: (node.world / "running").exists())
 

@@ -1,0 +1,318 @@
+#!/bin/bash
+STACK=tinystories-growth
+RUN_ID=r1
+REGION=us-east-2
+IMAGE=public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023@sha256:1111111111111111111111111111111111111111111111111111111111111111
+BUCKET=gpufleet-tinystories-growth-1a2b3c4
+LOG_GROUP=gpufleet-tinystories-growth-5d6e7f8
+ARCHIVE_SHA256=2222222222222222222222222222222222222222222222222222222222222222
+RUN_CONFIG_SHA256=3333333333333333333333333333333333333333333333333333333333333333
+TIMER_SECONDS=9000
+DATA_VOLUME=''
+DATA_DEVICE=/dev/sdf
+# The node of one run: user-data, rendered by infra/boot/user_data.py under a header of variables. See docs/node.md.
+# The end is always: everything uploaded, done marker, fleet to 0, shutdown. Every other way out is a failed attempt: it
+# is recorded and counted, and shuts down too. Nothing here leaves a machine running.
+set -uo pipefail
+ROOT=${GPUFLEET_ROOT:-}
+DIR=$ROOT/opt/gpufleet
+RUN_URI=s3://$BUCKET/$RUN_ID
+IMDS=${AWS_EC2_METADATA_SERVICE_ENDPOINT:-http://169.254.169.254}
+INSTANCE_ID='' MANIFEST='' CONTAINER='' TIMER='' ENDED=''
+export AWS_REGION=$REGION AWS_DEFAULT_REGION=$REGION AWS_PAGER='' AWS_RETRY_MODE=standard AWS_MAX_ATTEMPTS=4
+
+now() { date -u +%Y-%m-%dT%H:%M:%SZ; }
+say() { echo "$(now) $*"; }
+retry() { # N COMMAND...: waits 3, 6, 9 ... s between
+  local tries=$1 i
+  shift
+  for ((i = 1; i <= tries; i++)); do
+    "$@" && return 0 # a bare return in a trap gives the status from before the trap
+    ((i == tries)) || sleep $((i * 3))
+  done
+  return 1
+}
+bounded() { # SECONDS COMMAND...: in the background, so that SIGTERM is heard at once
+  command -v timeout >/dev/null || shift
+  if [[ $1 == [0-9]* ]]; then timeout "$@" & else "$@" & fi
+  wait $!
+}
+imds() {
+  local token
+  token=$(curl -sf -m 5 -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 300' "${IMDS%/}/latest/api/token") &&
+    curl -sf -m 5 -H "X-aws-ec2-metadata-token: $token" "${IMDS%/}/latest/$1"
+}
+add() { # FILE KEY VALUE ...: adds to the JSON object in FILE what it does not have yet; values that are JSON stay so
+  python3 -c '
+import json, sys
+def value(text):
+    try: return json.loads(text)
+    except ValueError: return text
+path, *words = sys.argv[1:]
+try: old = json.load(open(path))
+except (OSError, ValueError): old = {}
+new = {key: value(text) for key, text in zip(words[::2], words[1::2])}
+json.dump({**new, **old}, open(path, "w"), sort_keys=True)' "$@"
+}
+put() { aws s3 cp "$DIR/$1" "$RUN_URI/$2" --only-show-errors; }
+get() { # URI FILE SHA256
+  aws s3 cp "$1" "$2" --only-show-errors && python3 -c '
+import hashlib, sys
+found = hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest()
+sys.exit(found != sys.argv[2] and f"{sys.argv[1]}: sha256 is {found}, expected {sys.argv[2]}")' "$2" "$3"
+}
+
+identify() {
+  local document
+  document=$(imds dynamic/instance-identity/document) || return 1
+  read -r INSTANCE_ID INSTANCE_TYPE ZONE LAUNCHED_AT < <(python3 -c '
+import json, sys
+d = json.loads(sys.argv[1])
+print(d["instanceId"], d["instanceType"], d["availabilityZone"], d["pendingTime"])' "$document")
+  [[ -n $INSTANCE_ID ]]
+}
+list_run() { KEYS=$(aws s3api list-objects-v2 --bucket "$BUCKET" --prefix "$RUN_ID/" --query 'Contents[].[Key]' --output text); }
+look() { # one listing answers: is the run over, which manifest is the newest, were there attempts
+  retry 4 list_run || return 1
+  MANIFEST=$(grep -o 'ckpt/step_[0-9]*/manifest\.json$' <<<"$KEYS" | sort | tail -n 1)
+  MANIFEST=${MANIFEST:+$RUN_ID/$MANIFEST}
+}
+is_done() { grep -qxF "$RUN_ID/done.json" <<<"$KEYS"; }
+noticed() { imds meta-data/spot/instance-action >/dev/null && echo true || echo false; }
+futile_boots() { # boots in a row without a newer manifest; those that AWS interrupted with a notice do not count
+  rm -rf "$DIR/attempts" && mkdir "$DIR/attempts" &&
+    aws s3 cp "$RUN_URI/attempts/" "$DIR/attempts/" --recursive --only-show-errors && python3 -c '
+import glob, json, sys
+boots, count = [], 0
+for path in glob.glob(sys.argv[1] + "/*.json"):
+    try: boots.append(json.load(open(path)))
+    except ValueError: pass
+for boot in sorted(boots, key=lambda b: b.get("booted_at", ""), reverse=True):
+    if (boot.get("manifest_at_boot") or "") != sys.argv[2]: break
+    count += not (boot.get("exit") or {}).get("notice")
+print(count)' "$DIR/attempts" "$MANIFEST"
+}
+record_exit() { # CODE REASON, into attempts/<instance>.json; what the supervisor wrote there stays
+  aws s3 cp "$RUN_URI/attempts/$INSTANCE_ID.json" "$DIR/attempt.json" --only-show-errors
+  add "$DIR/attempt.json" instance "$INSTANCE_ID" booted_at "$BOOTED_AT" exit \
+    "{\"code\": $1, \"reason\": \"$2\", \"notice\": $(noticed), \"at\": \"$(now)\"}" &&
+    retry 3 put attempt.json "attempts/$INSTANCE_ID.json"
+}
+put_done() { # REASON DETAIL, unless the supervisor has said it already
+  look && is_done && return 0
+  rm -f "$DIR/done.json"
+  add "$DIR/done.json" schema 1 reason "$1" detail "$2" instance "$INSTANCE_ID" at "$(now)" && retry 4 put done.json done.json
+}
+find_fleet() {
+  FLEET=$(imds meta-data/tags/instance/aws:ec2:fleet-id) ||
+    FLEET=$(aws ec2 describe-instances --instance-ids "$INSTANCE_ID" --output text \
+      --query "Reservations[0].Instances[0].Tags[?Key=='aws:ec2:fleet-id']|[0].Value")
+  [[ $FLEET == fleet-* ]]
+}
+fleet_to_zero() {
+  aws ec2 modify-fleet --fleet-id "$FLEET" --excess-capacity-termination-policy termination \
+    --target-capacity-specification TotalTargetCapacity=0 --output text
+}
+delete_fleet() { # keeps this machine; a refusal is in the answer, not in the status
+  local refused
+  refused=$(aws ec2 delete-fleets --fleet-ids "$FLEET" --no-terminate-instances --output text \
+    --query 'UnsuccessfulFleetDeletions[].Error.Message') && [[ $refused =~ ^(None)?$ ]]
+}
+stop_fleet() {
+  if ! retry 3 find_fleet; then
+    say "no fleet id: nothing to set to 0"
+  elif retry 3 fleet_to_zero; then
+    say "fleet $FLEET is at 0"
+  elif retry 3 delete_fleet; then
+    say "fleet $FLEET could not be set to 0, so it is deleted"
+  else
+    say "fleet $FLEET can neither be set to 0 nor deleted: its expiry ends it"
+    upload_log
+  fi
+}
+upload_log() { retry 2 put boot.log "boot/$INSTANCE_ID.log"; }
+
+leave() { # the only way out
+  ENDED=yes
+  say "shutting down: $1"
+  retry 5 shutdown -h now && [[ -n $TIMER ]] && kill "$TIMER" 2>/dev/null
+  exit 0
+}
+over() { # REASON DETAIL: the run has ended
+  ENDED=yes
+  say "the run is over: $1 $2"
+  upload_log
+  put_done "$1" "$2" || say "the done marker cannot be written"
+  stop_fleet
+  leave "$1"
+}
+crash() { # REASON [CODE]: this attempt failed; the fleet makes the next one, unless three in a row led nowhere
+  local boots=''
+  ENDED=yes
+  say "attempt failed: $1"
+  [[ ! -s $DIR/container.log ]] || tail -n 200 "$DIR/container.log"
+  [[ -n $INSTANCE_ID ]] || leave "no metadata, so no rights either"
+  upload_log
+  record_exit "${2:-1}" "$1" && look && boots=$(futile_boots)
+  if [[ -z $boots ]]; then # what cannot be counted must not be repeated
+    say "the attempt cannot be counted"
+    stop_fleet
+  elif ((boots >= 3)); then
+    over boot-loop "$boots boots in a row without a newer checkpoint; the last: $1"
+  fi
+  leave "$1"
+}
+interrupted() { # AWS does not charge an interrupted first hour, but does when we end it ourselves
+  local age i
+  record_exit 75 interrupted
+  upload_log
+  age=$(python3 -c '
+import datetime as d, sys
+print(int((d.datetime.now(d.timezone.utc) - d.datetime.fromisoformat(sys.argv[1].replace("Z", "+00:00"))).total_seconds()))' \
+    "$LAUNCHED_AT")
+  if ((${age:-3600} < 3600)); then
+    say "interrupted $age s after launch: waiting for AWS to end this machine"
+    for ((i = 0; i < 180; i++)); do sleep 5; done
+  fi
+  leave interrupted
+}
+on_term() {
+  [[ -z $ENDED ]] || return 0
+  if [[ -n $CONTAINER ]]; then
+    docker stop -t 115 "gpufleet-$INSTANCE_ID" >/dev/null &
+    return 0
+  fi
+  say "terminated before or after the job"
+  record_exit 143 terminated
+  leave terminated
+}
+timer() { # this machine's own stop, whatever job and supervisor do
+  local sleeper
+  trap 'kill "$sleeper" 2>/dev/null; exit' TERM
+  sleep "$TIMER_SECONDS" &
+  sleeper=$!
+  wait "$sleeper"
+  trap '' TERM
+  touch "$DIR/timer"
+  docker stop -t 115 "gpufleet-$INSTANCE_ID" >/dev/null
+  over timer "$TIMER_SECONDS s after boot"
+}
+yield_to_timer() { # once it has fired, it ends the run
+  [[ -e $DIR/timer ]] || return 0
+  ENDED=yes
+  wait "$TIMER"
+  exit 0
+}
+
+local_nvme() { # SCRATCH: instance store if there is some, by model (EBS is /dev/nvme* too); else the root disk
+  local disks
+  SCRATCH=$DIR
+  disks=$(lsblk -dnp -o NAME,MODEL 2>/dev/null |
+    awk -v dev="$ROOT/dev/" 'index($1, dev) == 1 && /Amazon EC2 NVMe Instance Storage/ {print $1}')
+  [[ -n $disks ]] || return 0
+  systemctl start dlami-nvme # the AMI's own service stripes all of them into one mount; this waits for it
+  if findmnt -n "$ROOT/opt/dlami/nvme"; then
+    SCRATCH=$ROOT/opt/dlami/nvme/gpufleet
+  elif mkdir -p "$ROOT/scratch" && mkfs.xfs -q -f "${disks%%$'\n'*}" && mount "${disks%%$'\n'*}" "$ROOT/scratch"; then
+    SCRATCH=$ROOT/scratch
+  else
+    say "instance store cannot be used: checkpoints go to the root disk"
+    return 0
+  fi
+  docker_on "$SCRATCH/docker"
+}
+docker_on() { # 15-20 GB of image unpack faster there than on the root disk
+  local config=$ROOT/etc/docker/daemon.json
+  mkdir -p "$1" "${config%/*}"
+  [[ -e $config ]] || echo '{}' >"$config"
+  cp "$config" "$config.before" && add "$config" data-root "$1" && systemctl restart docker && return 0
+  say "docker stays on the root disk"
+  cp "$config.before" "$config"
+  systemctl restart docker
+}
+data_volume() {
+  local device=$ROOT$DATA_DEVICE
+  retry 10 test -e "$device" || crash "$DATA_DEVICE did not appear"
+  if [[ $DATA_VOLUME == blank ]]; then
+    blkid -p "$device"
+    if (($? == 2)); then mkfs.xfs -q "$device" || crash "$DATA_DEVICE cannot be formatted"; fi # 2: nothing is on it
+  fi
+  mkdir -p "$ROOT/data"
+  mount "$device" "$ROOT/data" || crash "$DATA_DEVICE cannot be mounted"
+}
+run_container() { # CODE
+  local name options=()
+  [[ $DEVICE == cpu ]] || options+=(--gpus all)
+  [[ -z $DATA_VOLUME ]] || options+=(-v "$ROOT/data:/data")
+  for name in AWS_ENDPOINT_URL AWS_EC2_METADATA_SERVICE_ENDPOINT AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY; do
+    [[ -z ${!name:-} ]] || options+=(-e "$name")
+  done
+  (
+    trap : TERM
+    docker run --name "gpufleet-$INSTANCE_ID" --init --stop-timeout 115 --ipc host --ulimit memlock=-1 \
+      --log-driver awslogs --log-opt mode=non-blocking --log-opt max-buffer-size=25m \
+      --log-opt "awslogs-region=$REGION" --log-opt "awslogs-group=$LOG_GROUP" \
+      --log-opt "awslogs-stream=$RUN_ID/$INSTANCE_ID" \
+      -v "$DIR/app:/gpufleet/app:ro" -v "$SCRATCH/run:/gpufleet/run" -w /gpufleet/app \
+      -e PYTHONPATH=/gpufleet/app -e "GPUFLEET_RUN_URI=$RUN_URI" -e "GPUFLEET_INSTANCE_ID=$INSTANCE_ID" \
+      -e "GPUFLEET_INSTANCE_TYPE=$INSTANCE_TYPE" -e "GPUFLEET_ZONE=$ZONE" -e "GPUFLEET_LAUNCHED_AT=$LAUNCHED_AT" \
+      -e "AWS_REGION=$REGION" -e "AWS_DEFAULT_REGION=$REGION" ${options[@]+"${options[@]}"} \
+      "$IMAGE" python -m job /gpufleet/run/run.json
+    echo $? >"$DIR/code"
+  ) >"$DIR/container.log" 2>&1 &
+  CONTAINER=$!
+  while kill -0 "$CONTAINER" 2>/dev/null; do wait "$CONTAINER"; done # SIGTERM interrupts wait, not the container
+  CONTAINER=''
+  CODE=$(cat "$DIR/code") || CODE=1
+}
+
+mkdir -p "$DIR/app"
+exec > >(tee -a "$DIR/boot.log") 2>&1
+BOOTED_AT=$(now)
+trap '[[ -n $ENDED ]] || crash "the node script stopped unexpectedly"' EXIT
+trap on_term TERM
+say "gpufleet node of stack $STACK, run $RUN_ID"
+retry 10 identify || crash "the metadata service does not answer"
+say "$INSTANCE_ID $INSTANCE_TYPE $ZONE, launched $LAUNCHED_AT"
+look || crash "the bucket cannot be listed"
+if is_done; then
+  ENDED=yes
+  upload_log
+  stop_fleet
+  leave "the run was over before this boot"
+fi
+timer &
+TIMER=$!
+[[ ! -e $DIR/booted ]] || crash "the machine was rebooted"
+touch "$DIR/booted" # from the second boot on cloud-init runs per-boot scripts only: there the line above ends it
+mkdir -p "$ROOT/var/lib/cloud/scripts/per-boot" && cp "$0" "$ROOT/var/lib/cloud/scripts/per-boot/gpufleet"
+if grep -qF "$RUN_ID/attempts/" <<<"$KEYS"; then
+  BOOTS=$(futile_boots) || crash "the attempts cannot be read"
+  ((BOOTS < 3)) || over boot-loop "$BOOTS boots in a row without a newer checkpoint"
+fi
+add "$DIR/attempt.json" instance "$INSTANCE_ID" type "$INSTANCE_TYPE" zone "$ZONE" launched_at "$LAUNCHED_AT" \
+  booted_at "$BOOTED_AT" manifest_at_boot "${MANIFEST:-null}"
+retry 3 put attempt.json "attempts/$INSTANCE_ID.json" || crash "the attempt cannot be recorded"
+local_nvme
+[[ -z $DATA_VOLUME ]] || data_volume
+mkdir -p "$SCRATCH/run"
+retry 4 get "$RUN_URI/run.json" "$SCRATCH/run/run.json" "$RUN_CONFIG_SHA256" || crash "run.json cannot be had as declared"
+retry 4 get "s3://$BUCKET/inputs/$ARCHIVE_SHA256/job.tar.gz" "$DIR/job.tar.gz" "$ARCHIVE_SHA256" ||
+  crash "the job archive cannot be had as declared"
+tar -xzf "$DIR/job.tar.gz" -C "$DIR/app" || crash "the job archive cannot be unpacked"
+DEVICE=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["job"]["parameters"]["device"])' \
+  "$SCRATCH/run/run.json") || crash "run.json names no device"
+retry 5 bounded 1800 docker pull -q "$IMAGE" || crash "the image cannot be pulled"
+[[ $DEVICE == cpu ]] || retry 3 bounded 120 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
+  crash "no working GPU"
+yield_to_timer
+say "starting the container"
+run_container
+say "the container ended with $CODE"
+yield_to_timer
+case $CODE in
+  0) record_exit 0 finished; over finished "" ;;
+  70) record_exit 70 failed; over failed "the job failed for good" ;;
+  75) interrupted ;;
+  *) crash "the container ended with $CODE" "$CODE" ;;
+esac

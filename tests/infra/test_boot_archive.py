@@ -1,0 +1,90 @@
+"""The job archive: same sources, same bytes; and only what a run needs."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import job
+from infra.boot import archive
+
+
+def package(folder: Path, *, backwards: bool = False, size: int = 100_000) -> Path:
+    """A job package; `backwards` creates the same files in another order, with other times and modes."""
+    files = {
+        "__init__.py": b"",
+        "config.py": b"x = 1\n",
+        "train/loop.py": b"pass\n",
+        "big.py": b"#" * size,
+        "requirements.txt": b"safetensors\n",
+    }
+    for number, name in enumerate(sorted(files, reverse=backwards)):
+        path = folder / "job" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(files[name])
+        path.chmod(0o600 if backwards else 0o755)
+        os.utime(path, (number, number))
+    return folder / "job"
+
+
+def names(packed: bytes) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as tar:
+        return tar.getnames()
+
+
+def test_order_times_and_modes_do_not_change_the_bytes(tmp_path: Path) -> None:
+    one = archive.build(package(tmp_path / "one"))
+    other = archive.build(package(tmp_path / "other", backwards=True))
+
+    assert one == other
+    assert one.sha256 == hashlib.sha256(one.content).hexdigest()
+
+
+def test_the_bytes_are_the_same_on_every_machine(tmp_path: Path) -> None:
+    """Computed once on Linux, CPython 3.11; no compressor takes part, so no version of one can change it."""
+    expected = "87c225b73dde2ed5528bfca76354ac79468fa4bfa40a2a9d1d791bcba824400a"
+
+    assert archive.build(package(tmp_path)).sha256 == expected
+
+
+def test_one_changed_character_is_another_archive(tmp_path: Path) -> None:
+    folder = package(tmp_path)
+    before = archive.build(folder)
+    (folder / "config.py").write_text("x = 2\n")
+
+    assert archive.build(folder).sha256 != before.sha256
+
+
+def test_it_unpacks_to_the_package_with_its_contents(tmp_path: Path) -> None:
+    packed = archive.build(package(tmp_path / "from"))
+    with tarfile.open(fileobj=io.BytesIO(packed.content), mode="r:gz") as tar:
+        tar.extractall(tmp_path / "to", filter="data")
+
+    assert (tmp_path / "to/job/big.py").read_bytes() == b"#" * 100_000
+    assert (tmp_path / "to/job/train/loop.py").read_text() == "pass\n"
+
+
+def test_caches_tests_and_hidden_files_are_left_out(tmp_path: Path) -> None:
+    folder = package(tmp_path)
+    before = archive.build(folder)
+    for name in ("__pycache__/config.cpython-312.pyc", "tests/test_config.py", ".env", "stray.pyc"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("anything")
+
+    assert archive.build(folder) == before
+
+
+def test_the_real_package_brings_its_code_and_its_requirements() -> None:
+    packed = archive.build(Path(job.__file__).parent)
+
+    assert {"job/config.py", "job/sizing.py", "job/requirements.txt"} <= set(names(packed.content))
+
+
+def test_a_folder_without_files_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no job package"):
+        archive.build(tmp_path / "nowhere")

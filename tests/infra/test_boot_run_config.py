@@ -1,0 +1,86 @@
+"""run.json: what the job reads, with the same bytes for the same definition and bill."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infra
+from infra.boot.run_config import encode, run_config
+from infra.catalog import load_catalog
+from infra.cost.bill import Bill, price
+from infra.definition import StackDefinition
+from infra.loader import load
+from job.config import from_json
+
+ROOT = Path(infra.__file__).parent.parent
+INPUTS: dict[str, Any] = {
+    "archive": {"sha256": "a" * 64, "bytes": 1000},
+    "dataset": {"uri": None, "sha256": "d" * 64, "files": [{"name": "train.bin", "bytes": 5, "sha256": "e" * 64}]},
+}
+
+
+@pytest.fixture(scope="module")
+def definition() -> StackDefinition:
+    return load(ROOT / "stacks/tinystories-growth.yaml", now=datetime(2026, 11, 21, tzinfo=UTC))
+
+
+@pytest.fixture(scope="module")
+def bill(definition: StackDefinition) -> Bill:
+    return price(definition, load_catalog(), inputs=INPUTS, runs=200)
+
+
+def written(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(encode(run_config(definition, bill, INPUTS)))
+    return found
+
+
+def test_the_job_reads_back_the_parameters_of_the_definition(definition: StackDefinition, bill: Bill) -> None:
+    read = written(definition, bill)["job"]
+
+    assert from_json(read["experiment"], read["parameters"]) == definition.job.parameters
+
+
+def test_money_and_hours_are_decimal_strings(definition: StackDefinition, bill: Bill) -> None:
+    read = written(definition, bill)
+
+    assert read["limits"] == {"max_usd": "3.00", "max_hours": "2", "deadline": None}
+    rates = read["rates"]["g5.2xlarge"]
+    assert Decimal(rates["on_demand"]) > Decimal(rates["spot"]["us-east-2a"]) > 0
+    assert set(read["extras"]) == {"disk_usd_per_hour", "ipv4_usd_per_hour", "fixed_usd"}
+    assert all(Decimal(amount) > 0 for amount in read["extras"].values())
+
+
+def test_a_deadline_is_written_in_utc(definition: StackDefinition, bill: Bill) -> None:
+    local = datetime(2026, 12, 1, 14, 0, tzinfo=timezone(timedelta(hours=2)))
+    late = replace(definition, limits=replace(definition.limits, deadline=local))
+
+    assert written(late, bill)["limits"]["deadline"] == "2026-12-01T12:00:00Z"
+
+
+def test_run_estimate_and_inputs_are_there(definition: StackDefinition, bill: Bill) -> None:
+    read = written(definition, bill)
+
+    assert read["run"] == {
+        "id": "r1",
+        "stack": "tinystories-growth",
+        "experiment": "tinystories-growth",
+        "owner": "you",
+    }
+    assert (read["schema"], read["region"], read["capacity"]) == (1, "us-east-2", "spot")
+    assert read["estimate"]["usd"]["p50"] == str(bill.usd.p50)
+    assert [phase["phase"] for phase in read["predicted"]] == ["dense", "moe", "grown"]
+    assert read["inputs"] == INPUTS
+
+
+def test_the_same_run_is_the_same_bytes(definition: StackDefinition, bill: Bill) -> None:
+    again = price(definition, load_catalog(), inputs=INPUTS, runs=200)
+    reordered = {"dataset": INPUTS["dataset"], "archive": INPUTS["archive"]}
+
+    assert encode(run_config(definition, again, reordered)) == encode(run_config(definition, bill, INPUTS))

@@ -1,0 +1,90 @@
+"""User-data: what is rendered, that any value survives the shell, and EC2's size limit."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.boot import user_data
+from infra.errors import DefinitionError
+
+GOLDEN = Path(__file__).parent / "golden" / "user_data.sh"
+KNOWN: dict[str, Any] = {
+    "stack": "tinystories-growth",
+    "run_id": "r1",
+    "region": "us-east-2",
+    "image": "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023@sha256:" + "1" * 64,
+    "timer_seconds": 9000,
+    "data_volume": None,
+}
+VALUES = KNOWN | {
+    "bucket": "gpufleet-tinystories-growth-1a2b3c4",
+    "log_group": "gpufleet-tinystories-growth-5d6e7f8",
+    "archive_sha256": "2" * 64,
+    "run_config_sha256": "3" * 64,
+}
+
+
+def test_user_data_is_what_people_have_read_and_agreed_to() -> None:
+    """Read the difference; if it is meant, write the rendered text to the golden file."""
+    assert user_data.render(**VALUES) == GOLDEN.read_text()
+
+
+def test_the_script_parses() -> None:
+    parsed = subprocess.run(["bash", "-n"], input=user_data.render(**VALUES), capture_output=True, text=True)
+
+    assert (parsed.returncode, parsed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ["it's", "$(touch broken)", "`touch broken`", 'a"b', "two\nlines; touch broken", "\\", "$HOME", "ünï", "-n", ""],
+)
+def test_any_value_reaches_the_script_as_it_is_and_runs_nothing(tmp_path: Path, odd: str) -> None:
+    script = user_data.render(**VALUES | {"stack": odd, "run_id": odd, "image": odd})
+    header = script.split("# The node of one run")[0]
+
+    shown = subprocess.run(
+        ["bash"],
+        input=header + 'printf \'%s|%s|%s\' "$STACK" "$RUN_ID" "$IMAGE"',
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+
+    assert shown.stdout == f"{odd}|{odd}|{odd}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_with_a_nul_character_is_refused() -> None:
+    with pytest.raises(ValueError, match="NUL"):
+        user_data.render(**VALUES | {"run_id": "r\0"})
+
+
+def test_an_unknown_kind_of_data_volume_is_refused() -> None:
+    with pytest.raises(ValueError, match="'formatted' is not one of"):
+        user_data.render(**VALUES | {"data_volume": "formatted"})
+
+
+def test_the_size_is_checked_with_the_longest_names_aws_can_give() -> None:
+    longest = VALUES | {"bucket": "b" * 63, "log_group": "g" * 512}
+
+    assert user_data.check_size(**KNOWN) == len(user_data.render(**longest).encode())
+    assert user_data.check_size(**KNOWN) < user_data.LIMIT_BYTES - 1024  # room for a private registry's image name
+
+
+def test_user_data_over_the_limit_names_the_value_to_shorten() -> None:
+    with pytest.raises(DefinitionError) as refused:
+        user_data.check_size(**KNOWN | {"image": "registry.example/" + "x" * 16384})
+
+    (problem,) = refused.value.problems
+    assert problem.path == "job.image"
+    assert "16384 bytes" in problem.allowed
+
+
+@pytest.mark.parametrize("secret", ["AKIA", "BEGIN", "password"])
+def test_user_data_holds_no_secret(secret: str) -> None:
+    assert secret not in user_data.render(**VALUES)

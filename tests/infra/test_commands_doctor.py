@@ -1,0 +1,223 @@
+"""`gpufleet doctor` against the embedded AWS, with one thing wrong at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+from commands_world import AMI, account, definition, project
+
+from infra.cli import main
+from infra.commands import account as checks
+from infra.commands import quotas, registry
+from infra.commands.account import Check
+from infra.definition import Fleet, StackDefinition
+from infra.errors import AwsRefused
+from rehearsal.account import ami_id
+from rehearsal.cloud import Cloud
+
+
+@pytest.fixture
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return project(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    with account(tmp_path, monkeypatch) as cloud:
+        s3 = cloud.client("s3")
+        s3.create_bucket(Bucket="elsewhere", CreateBucketConfiguration={"LocationConstraint": cloud.region})
+        s3.put_object(Bucket="elsewhere", Key="tokens/dataset.json", Body=b"{}")
+        yield cloud
+
+
+def test_pin_writes_ami_and_digest_and_then_everything_is_in_place(
+    cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = stack.read_text()
+    assert main(["doctor", "small-growth", "--pin"]) == 0
+    said = capsys.readouterr().out
+    assert "PROBLEM" not in said
+    assert said.endswith("Everything is in place.\n")
+    pinned = definition(stack)
+    assert pinned.fleet.ami == ami_id("us-east-2", AMI)
+    assert pinned.job.image.startswith("public.ecr.aws/team/image:1@sha256:")
+    after = before.replace("unpinned", pinned.fleet.ami).replace("public.ecr.aws/team/image:1", pinned.job.image)
+    assert stack.read_text() == after
+
+
+def test_unpinned_files_are_a_problem_with_the_command_that_solves_it(
+    cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "small-growth"]) == 1
+    said = capsys.readouterr().out
+    assert "PROBLEM AMI: fleet.ami is unpinned\n          gpufleet doctor small-growth --pin" in said
+    assert "PROBLEM image: public.ecr.aws/team/image:1 exists but is not pinned" in said
+
+
+def test_pinning_again_changes_nothing_and_says_so(
+    cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", "small-growth", "--pin"])
+    first = stack.read_bytes()
+    capsys.readouterr()
+    assert main(["doctor", "small-growth", "--pin"]) == 0
+    assert capsys.readouterr().out.count("(as before)") == 2
+    assert stack.read_bytes() == first
+
+
+def no_quota(cloud: Cloud) -> None:
+    cloud.quotas["L-3819A6DF"] = 0
+
+
+def small_quota(cloud: Cloud) -> None:
+    cloud.quotas["L-3819A6DF"] = 8
+
+
+def no_fleet_role(cloud: Cloud) -> None:
+    cloud.client("iam").delete_role(RoleName="AWSServiceRoleForEC2Fleet")
+
+
+def no_ami(cloud: Cloud) -> None:
+    cloud.deregister_ami(ami_id("us-east-2", AMI))
+
+
+def no_dataset(cloud: Cloud) -> None:
+    cloud.client("s3").delete_object(Bucket="elsewhere", Key="tokens/dataset.json")
+
+
+def no_rights(cloud: Cloud) -> None:
+    cloud.deny("DescribeInstanceTypeOfferings")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "code", "said", "fix"),
+    [
+        pytest.param(no_quota, 1, "PROBLEM quota: All G and VT", "--desired-value 16", id="quota 0"),
+        pytest.param(small_quota, 0, "warning quota: All G and VT", "--desired-value 16", id="quota of one node"),
+        pytest.param(no_fleet_role, 1, "PROBLEM role: AWSServiceRoleForEC2Fleet", "ec2fleet.amazonaws.com", id="role"),
+        pytest.param(no_ami, 1, "PROBLEM AMI: ami-", "gpufleet doctor small-growth --pin", id="AMI withdrawn"),
+        pytest.param(no_dataset, 1, "PROBLEM dataset: s3://elsewhere/tokens", "storage.dataset", id="empty dataset"),
+        pytest.param(no_rights, 0, "warning not checked: AWS does not let you call", "Ask for that", id="no rights"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_do(
+    cloud: Cloud,
+    stack: Path,
+    capsys: pytest.CaptureFixture[str],
+    break_it: Callable[[Cloud], None],
+    code: int,
+    said: str,
+    fix: str,
+) -> None:
+    main(["doctor", "small-growth", "--pin"])
+    capsys.readouterr()
+    break_it(cloud)
+    assert main(["doctor", "small-growth"]) == code
+    out = capsys.readouterr().out
+    assert said in out
+    assert fix in out[out.index(said) :]
+
+
+def test_wrong_credentials_stop_at_the_first_line(
+    cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    assert main(["doctor", "small-growth"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("  PROBLEM credentials: AWS does not accept the credentials")
+    assert len(lines) == 3
+
+
+def test_a_withdrawn_tag_is_a_sentence_not_a_traceback(
+    cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack.write_text(stack.read_text().replace("team/image:1", "deep-learning-containers/pytorch:0.1"))
+    assert main(["doctor", "small-growth", "--pin"]) == 2
+    assert "its tag may have been withdrawn" in capsys.readouterr().err
+    assert "unpinned" in stack.read_text()
+
+
+def test_an_unreachable_registry_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUFLEET_REGISTRY_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(AwsRefused, match=r"cannot be asked"):
+        registry.digest("public.ecr.aws/team/image:1")
+
+
+def test_a_digest_that_is_gone_is_noticed(cloud: Cloud) -> None:
+    with pytest.raises(AwsRefused, match=r"no public.ecr.aws/team/image:1@sha256:00"):
+        registry.digest("public.ecr.aws/team/image:1@sha256:" + "00" * 32)
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "spot", "on_demand"),
+    [
+        ("g5.2xlarge", "L-3819A6DF", "L-DB2E81BA"),
+        ("g6e.xlarge", "L-3819A6DF", "L-DB2E81BA"),
+        ("gr6.4xlarge", "L-3819A6DF", "L-DB2E81BA"),
+        ("p3dn.24xlarge", "L-7212CCBC", "L-417A185B"),
+        ("p4de.24xlarge", "L-7212CCBC", "L-417A185B"),
+        ("p5en.48xlarge", "L-C4BD4855", "L-417A185B"),
+        ("p6-b200.48xlarge", None, None),
+    ],
+)
+def test_each_family_counts_against_its_own_quota(instance_type: str, spot: str | None, on_demand: str | None) -> None:
+    assert quotas.quota_code(instance_type, "spot") == spot
+    assert quotas.quota_code(instance_type, "on-demand") == on_demand
+
+
+def test_a_fleet_needs_its_largest_type_and_better_two_of_it() -> None:
+    fleet = Fleet(region="us-east-2", zones=("us-east-2a",), instance_types=("g5.xlarge", "g6.4xlarge", "p6-b200.48xlarge"))
+    (need,), unknown = quotas.needs(fleet)
+    assert (need.vcpu, need.recommended) == (16, 32)
+    assert unknown == ["p6-b200.48xlarge"]
+
+
+class Answers:
+    """A client that gives recorded answers, each checked against the service's own model."""
+
+    def __init__(self, service: str, *answers: tuple[str, dict[str, Any]]) -> None:
+        self.client = boto3.client(service, region_name="us-east-2", aws_access_key_id="x", aws_secret_access_key="x")
+        stub = Stubber(self.client)
+        for operation, answer in answers:
+            stub.add_response(operation, answer)
+        stub.activate()
+
+
+KEY = "arn:aws:kms:us-east-2:111122223333:key/0a"
+ROLE = "arn:aws:iam::111122223333:role/aws-service-role/ec2fleet.amazonaws.com/AWSServiceRoleForEC2Fleet"
+
+
+def disk_key(definition: StackDefinition, grants: list[dict[str, str]], *, manager: str = "CUSTOMER") -> list[Check]:
+    metadata = {"KeyId": "0a", "KeyManager": manager, "Enabled": True}
+    role = {"RoleName": "r", "Path": "/", "RoleId": "A" * 20, "CreateDate": "2026-01-01T00:00:00Z", "Arn": ROLE}
+    return list(
+        checks.disk_key(
+            definition,
+            Answers("ec2", ("get_ebs_default_kms_key_id", {"KmsKeyId": KEY})).client,
+            Answers(
+                "kms",
+                ("describe_key", {"KeyMetadata": metadata}),
+                ("list_grants", {"Grants": grants, "Truncated": False}),
+                ("get_key_policy", {"Policy": "{}"}),
+            ).client,
+            Answers("iam", ("get_role", {"Role": role}), ("get_role", {"Role": role})).client,
+        )
+    )
+
+
+def test_a_disk_key_of_ones_own_needs_a_grant_for_the_fleets_roles(stack: Path) -> None:
+    found = disk_key(definition(stack), [])
+    assert [check.state for check in found] == ["problem", "problem"]
+    assert found[0].fix.startswith(f"aws kms create-grant --key-id {KEY} --grantee-principal {ROLE} --operations Decrypt")
+
+
+def test_a_granted_disk_key_and_the_aws_one_are_fine(stack: Path) -> None:
+    spot = ROLE.replace("ec2fleet", "spot").replace("EC2Fleet", "EC2Spot")
+    granted = disk_key(definition(stack), [{"GranteePrincipal": ROLE}, {"GranteePrincipal": spot}])
+    assert [check.state for check in granted] == ["ok", "ok"]
+    assert [check.state for check in disk_key(definition(stack), [], manager="AWS")] == ["ok"]
