@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from moto.core.responses import ActionResult
 from moto.ec2.responses import EC2Response
+from moto.iam.access_control import IAMPolicy, PermissionResult
+from moto.s3.models import FakeBucket
 from moto.servicequotas.responses import ServiceQuotasResponse
 
 from rehearsal.account import QUOTAS
@@ -145,3 +147,20 @@ for _action in (
     _replace(EC2Response, _action)
 for _action in (_get_service_quota, _list_service_quotas):
     _replace(ServiceQuotasResponse, _action)
+
+_moto_get_permission = FakeBucket.get_permission
+
+
+def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
+    """Loopback counts as TLS. moto knows no aws:SecureTransport, so a TLS-only policy would refuse everything."""
+    if bucket.account_id not in CLOUDS or bucket.policy is None:
+        return _moto_get_permission(bucket, action, resource)
+    policy = json.loads(bucket.policy)
+    plain_http = {"Bool": {"aws:SecureTransport": "false"}}
+    policy["Statement"] = [one for one in policy["Statement"] if one.get("Condition") != plain_http]
+    if not policy["Statement"]:
+        return PermissionResult.NEUTRAL
+    return IAMPolicy(json.dumps(policy)).is_action_permitted(action, resource)
+
+
+FakeBucket.get_permission = _get_permission  # type: ignore[method-assign]

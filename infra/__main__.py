@@ -1,0 +1,45 @@
+"""The Pulumi program: definition -> bill -> resources -> outputs. Decisions are in infra.plan and infra.run_guard."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pulumi
+
+from infra.cost.table import render
+from infra.errors import GpufleetError
+from infra.plan import make
+
+SHOWN = 32  # tells the engine that the message is out, so that it adds none of its own
+
+
+def main() -> None:
+    this = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
+    # The invoke behind StackReference: this stack's outputs after its last update, {} before the first. No resource.
+    previous = pulumi.runtime.invoke("pulumi:pulumi:readStackOutputs", {"name": this}).value["outputs"]
+    try:
+        plan = make(
+            Path(pulumi.runtime.get_root_directory()),
+            pulumi.Config().get("definition") or pulumi.get_stack(),
+            now=datetime.now(UTC),
+            previous=previous,
+            preview=pulumi.runtime.is_dry_run(),
+        )
+    except GpufleetError as error:
+        pulumi.log.error(str(error))
+        sys.exit(SHOWN)
+    pulumi.log.info(render(plan.bill))
+    for warning in plan.warnings:
+        pulumi.log.warn(warning)
+
+    from infra.resources.declare import (
+        declare,
+    )  # here: the provider's SDK takes a second to import, errors need not wait
+
+    for name, value in {**plan.outputs(), **declare(plan)}.items():
+        pulumi.export(name, value)
+
+
+main()

@@ -1,0 +1,134 @@
+"""Everything decided before the first resource: definition, bill, inputs, run. What is wrong is raised here, all of it.
+
+Reads files, touches no AWS and no engine: the clock and the stack's previous outputs are given.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from job.prepare import DatasetManifest, read_manifest
+
+import job
+from infra.boot import archive, run_config, user_data
+from infra.catalog import load_catalog
+from infra.cost.bill import Bill, price, problems
+from infra.cost.side import Quantiles
+from infra.definition import StackDefinition
+from infra.errors import DefinitionError, GpufleetError
+from infra.loader import find, load, not_ready
+from infra.run_guard import Verdict, judge, timer_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What the program declares, with nothing left to decide."""
+
+    definition: StackDefinition
+    bill: Bill
+    verdict: Verdict
+    archive: archive.Archive
+    dataset: DatasetManifest | None  # None: an s3:// prefix, or not prepared yet
+    dataset_folder: Path | None
+    run_config: str  # the text of run.json
+    warnings: tuple[str, ...]
+
+    def user_data(self, bucket: str, log_group: str) -> str:
+        """The node's script, base64. Pure: the program calls it once AWS has named bucket and log group."""
+        script = user_data.render(**self._script(), bucket=bucket, log_group=log_group)
+        return base64.b64encode(script.encode()).decode()
+
+    def kept(self) -> dict[str, str]:
+        """What a destroy will leave behind, and its price: destroy runs no program, so preview and up must say it."""
+        kept = self.bill.kept
+        return {"what": kept.what, "usd_per_month": f"${kept.usd_per_month:.4f}"}
+
+    def outputs(self) -> dict[str, Any]:
+        """The figures as stack outputs, so that a later preview shows each change in dollars."""
+        return {
+            "definition": self.definition.name,
+            "bill": self.bill.outputs(),
+            "usd": {name: f"${amount:.2f}" for name, amount in _quantiles(self.bill.usd)},
+            "hours": {name: f"{hours:.2f}" for name, hours in _quantiles(self.bill.hours)},
+            "kept": self.kept(),
+            "run": asdict(self.verdict.run),
+            "runs": list(self.verdict.runs),
+        }
+
+    def _script(self) -> dict[str, Any]:
+        definition = self.definition
+        return {
+            "run_id": definition.run.id,
+            "stack": definition.name,
+            "region": definition.fleet.region,
+            "image": definition.job.image,
+            "archive_sha256": self.archive.sha256,
+            "run_config_sha256": hashlib.sha256(self.run_config.encode()).hexdigest(),
+            "timer_seconds": timer_seconds(definition),
+            "data_volume": data_volume(definition),
+        }
+
+
+def make(root: Path, name: str, *, now: datetime, previous: Mapping[str, Any], preview: bool) -> Plan:
+    """The plan for the definition `name`. Raises GpufleetError; in a preview, what `up` still needs is a warning."""
+    definition = load(find(name, root), now=now, past_deadline=True)
+    folder = None if definition.storage.dataset.startswith("s3://") else root / definition.storage.dataset
+    missing = not_ready(definition, root)
+    if missing and not preview:
+        raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
+    dataset = read_manifest(folder) if folder and (folder / "dataset.json").is_file() else None
+    code = archive.build(Path(job.__file__).parent)
+    inputs = {
+        "archive": {"sha256": code.sha256, "bytes": len(code.content)},
+        "dataset": dataset_entry(definition, dataset),
+    }
+    verdict = judge(
+        definition,
+        dataset_sha256=dataset.sha256 if dataset else None,
+        code_sha256=code.sha256,
+        previous=previous,
+        now=now,
+    )
+    bill = price(definition, load_catalog(), inputs=inputs if dataset else None)
+    found = problems(definition, bill)
+    if found and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
+        raise DefinitionError(str(definition.source), found)
+    text = json.dumps(run_config.run_config(definition, bill, inputs), sort_keys=True, indent=1) + "\n"
+    plan = Plan(
+        definition=definition,
+        bill=bill,
+        verdict=verdict,
+        archive=code,
+        dataset=dataset,
+        dataset_folder=folder,
+        run_config=text,
+        warnings=(*missing, *map(str, found), *verdict.warnings),
+    )
+    user_data.check_size(**plan._script())
+    return plan
+
+
+def dataset_entry(definition: StackDefinition, dataset: DatasetManifest | None) -> dict[str, Any]:
+    """The dataset as run.json names it. `uri` None: the files lie under inputs/<sha256>/ of the run's own bucket."""
+    if dataset is None:
+        uri = definition.storage.dataset
+        return {"uri": uri if uri.startswith("s3://") else None, "sha256": None, "files": []}
+    return {"uri": None, "sha256": dataset.sha256, "files": [asdict(file) for file in dataset.files]}
+
+
+def data_volume(definition: StackDefinition) -> str | None:
+    """What the node finds on the data volume: nothing (it formats it), or a snapshot's contents (it must not)."""
+    disk = definition.storage.data
+    return None if disk is None else "snapshot" if disk.snapshot else "blank"
+
+
+def _quantiles(quantiles: Quantiles) -> list[tuple[str, Decimal]]:
+    return [(name, getattr(quantiles, name)) for name in ("p10", "p50", "p90", "mean")]

@@ -1,0 +1,71 @@
+"""Declares everything of a plan, in the order in which a node needs it."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pulumi
+import pulumi_aws as aws
+
+from infra.plan import Plan
+from infra.resources.fleet import Fleet
+from infra.resources.identity import Identity
+from infra.resources.network import Network
+from infra.resources.storage import Storage, Upload, input_key
+
+
+def declare(plan: Plan) -> dict[str, Any]:
+    """The resources, and the stack outputs that name them."""
+    definition, verdict = plan.definition, plan.verdict
+    # The region comes from the definition alone: neither the stack's config nor the shell can put a run elsewhere.
+    provider = aws.Provider("aws", region=definition.fleet.region)
+    options = pulumi.ResourceOptions(providers=[provider])
+    network = Network("network", definition, opts=options)
+    storage = Storage(
+        "storage", definition, uploads=uploads(plan), runs=verdict.runs, frozen=verdict.continues, opts=options
+    )
+    identity = Identity("identity", definition, bucket_arn=storage.bucket.arn, opts=options)
+    fleet = Fleet(
+        "fleet",
+        definition,
+        subnets=network.subnets,
+        security_group_id=network.security_group.id,
+        profile_arn=identity.profile.arn,
+        user_data_base64=pulumi.Output.all(storage.bucket.bucket, identity.log_group.name).apply(
+            lambda names: plan.user_data(*names)
+        ),
+        valid_until=verdict.run.valid_until,
+        frozen=verdict.continues,
+        over=verdict.over,
+        depends_on=[*network.ready, *storage.ready, *identity.ready],
+        opts=options,
+    )
+    return {
+        "bucket": storage.bucket.bucket,
+        "log_group": identity.log_group.name,
+        "fleet_id": fleet.fleet.id if fleet.fleet else "none: the run is over",
+    }
+
+
+def uploads(plan: Plan) -> list[Upload]:
+    """Job archive, run config and dataset files."""
+    run = plan.definition.run.id
+    files = [
+        Upload(
+            name="job-archive",
+            key=input_key(plan.archive.sha256, "job.tar.gz"),
+            base64=base64.b64encode(plan.archive.content).decode(),
+        ),
+        Upload(name="run-config", key=f"{run}/run.json", text=plan.run_config, belongs_to_run=True),
+    ]
+    if plan.dataset and plan.dataset_folder:
+        files += [
+            Upload(
+                name=f"dataset-{file.name}",
+                key=input_key(plan.dataset.sha256, file.name),
+                file=plan.dataset_folder / file.name,
+            )
+            for file in plan.dataset.files
+        ]
+    return files

@@ -1,0 +1,147 @@
+"""The launch template and the fleet of one node: every option that could leave a GPU running is stated here.
+
+Nothing updates a fleet in place: the provider's update resends capacity and template, which would relaunch a finished
+run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
+provider turns the block into settings that only instant fleets take (docs/decisions/provider-arguments.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pulumi
+import pulumi_aws as aws
+
+from infra.boot.user_data import DATA_DEVICE
+from infra.definition import Disk, StackDefinition
+from infra.resources.tags import named, tags
+
+ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux 2023 AMIs, the Deep Learning Base AMI among them
+DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted`; its default of 10 is too short
+
+
+class Fleet(pulumi.ComponentResource):
+    """One node, kept alive until the run is over. `fleet` is None for a run that is over."""
+
+    template: aws.ec2.LaunchTemplate
+    fleet: aws.ec2.Fleet | None
+
+    def __init__(
+        self,
+        name: str,
+        definition: StackDefinition,
+        *,
+        subnets: dict[str, aws.ec2.Subnet],
+        security_group_id: pulumi.Input[str],
+        profile_arn: pulumi.Input[str],
+        user_data_base64: pulumi.Input[str],
+        valid_until: str,
+        frozen: bool,
+        over: bool,
+        depends_on: Sequence[pulumi.Resource],
+        opts: pulumi.ResourceOptions | None = None,
+    ) -> None:
+        """`depends_on`: all a node needs at boot. The fleet itself names only its template and its subnets."""
+        super().__init__("gpufleet:infra:Fleet", name, None, opts)
+        label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
+        self.template = aws.ec2.LaunchTemplate(
+            f"gpufleet-{definition.name}",
+            image_id=definition.fleet.ami,
+            user_data=user_data_base64,
+            update_default_version=True,
+            iam_instance_profile=aws.ec2.LaunchTemplateIamInstanceProfileArgs(arn=profile_arn),
+            vpc_security_group_ids=[security_group_id],
+            instance_initiated_shutdown_behavior="terminate",  # `stop` would leave the disks billed
+            metadata_options=aws.ec2.LaunchTemplateMetadataOptionsArgs(
+                http_endpoint="enabled",
+                http_tokens="required",
+                http_put_response_hop_limit=2,  # a container on a bridge network is one hop further
+                instance_metadata_tags="enabled",  # the node reads its fleet's id there
+            ),
+            block_device_mappings=disks(definition),
+            tag_specifications=[
+                # Not volumes: those of spot nodes in a maintain fleet cannot be tagged from a template.
+                aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type=kind, tags=label)
+                for kind in ("instance", "network-interface")
+            ],
+            tags=label,
+            opts=pulumi.ResourceOptions(parent=self, ignore_changes=["userData"] if frozen else None),
+        )
+        self.fleet = None
+        if not over:
+            self.fleet = aws.ec2.Fleet(
+                f"{name}-fleet",
+                type="maintain",
+                launch_template_configs=[
+                    aws.ec2.FleetLaunchTemplateConfigArgs(
+                        launch_template_specification=aws.ec2.FleetLaunchTemplateConfigLaunchTemplateSpecificationArgs(
+                            launch_template_id=self.template.id,
+                            version=self.template.latest_version.apply(str),
+                        ),
+                        overrides=[
+                            aws.ec2.FleetLaunchTemplateConfigOverrideArgs(
+                                instance_type=kind, subnet_id=subnets[zone].id
+                            )
+                            for kind in sorted(definition.fleet.instance_types)
+                            for zone in sorted(definition.fleet.zones)
+                        ],
+                    )
+                ],
+                target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
+                    default_target_capacity_type=definition.fleet.capacity, total_target_capacity=1
+                ),
+                spot_options=spot_options(definition),
+                excess_capacity_termination_policy="termination",
+                terminate_instances=True,  # the default leaves GPUs running after a destroy
+                terminate_instances_with_expiration=True,
+                replace_unhealthy_instances=False,
+                valid_until=valid_until,
+                tags=label,
+                opts=pulumi.ResourceOptions(
+                    parent=self,
+                    depends_on=list(depends_on),
+                    replacement_trigger=definition.run.id,
+                    delete_before_replace=True,  # the other order runs two GPUs on one run
+                    ignore_changes=[
+                        "validUntil",
+                        "targetCapacitySpecification.totalTargetCapacity",
+                        "launchTemplateConfigs",
+                        "tags",
+                    ],
+                    custom_timeouts=pulumi.CustomTimeouts(delete=DELETE_TIMEOUT),
+                ),
+            )
+        self.register_outputs({})
+
+
+def disks(definition: StackDefinition) -> list[aws.ec2.LaunchTemplateBlockDeviceMappingArgs]:
+    """Root, and the data volume when the file names one."""
+    mappings = [_mapping(ROOT_DEVICE, definition.storage.root)]
+    if definition.storage.data:
+        mappings.append(_mapping(DATA_DEVICE, definition.storage.data))
+    return mappings
+
+
+def spot_options(definition: StackDefinition) -> aws.ec2.FleetSpotOptionsArgs | None:
+    """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: rebalancing runs two nodes."""
+    if definition.fleet.capacity == "on-demand":
+        return None
+    return aws.ec2.FleetSpotOptionsArgs(
+        allocation_strategy="price-capacity-optimized", instance_interruption_behavior="terminate"
+    )
+
+
+def _mapping(device: str, disk: Disk) -> aws.ec2.LaunchTemplateBlockDeviceMappingArgs:
+    return aws.ec2.LaunchTemplateBlockDeviceMappingArgs(
+        device_name=device,
+        ebs=aws.ec2.LaunchTemplateBlockDeviceMappingEbsArgs(
+            volume_type="gp3",
+            volume_size=disk.size_gib,
+            iops=disk.iops,
+            throughput=disk.throughput_mibps,
+            delete_on_termination="true",
+            # `encrypted` and a snapshot exclude each other: such a volume is encrypted as its snapshot is.
+            encrypted=None if disk.snapshot else "true",
+            snapshot_id=disk.snapshot,
+        ),
+    )

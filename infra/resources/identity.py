@@ -1,0 +1,176 @@
+"""Who a node is and what it may do: its own run's objects, log group and fleet. It can launch nothing and pass no role.
+
+The condition on ListBucket holds for HEAD and GET too: asking S3 for a key that does not exist answers 403, not 404.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pulumi
+import pulumi_aws as aws
+
+from infra.definition import StackDefinition
+from infra.resources.tags import tags
+from infra.run_guard import INPUTS_PREFIX
+
+EC2_MAY_ASSUME = json.dumps(
+    {
+        "Version": "2012-10-17",
+        "Statement": [
+            {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"},
+        ],
+    }
+)
+# CloudWatch Logs accepts only these (PutRetentionPolicy, API reference, read 2026-11-21).
+LOG_RETENTION_DAYS = (
+    1,
+    3,
+    5,
+    7,
+    14,
+    30,
+    60,
+    90,
+    120,
+    150,
+    180,
+    365,
+    400,
+    545,
+    731,
+    1096,
+    1827,
+    2192,
+    2557,
+    2922,
+    3288,
+    3653,
+)
+
+
+class Identity(pulumi.ComponentResource):
+    """Log group, role, inline policy and instance profile. `ready` is what must exist before a node boots."""
+
+    log_group: aws.cloudwatch.LogGroup
+    profile: aws.iam.InstanceProfile
+    ready: list[pulumi.Resource]
+
+    def __init__(
+        self,
+        name: str,
+        definition: StackDefinition,
+        *,
+        bucket_arn: pulumi.Input[str],
+        opts: pulumi.ResourceOptions | None = None,
+    ) -> None:
+        super().__init__("gpufleet:infra:Identity", name, None, opts)
+        child = pulumi.ResourceOptions(parent=self)
+        labels = tags(definition)
+        self.log_group = aws.cloudwatch.LogGroup(
+            f"gpufleet-{definition.name}",
+            retention_in_days=log_retention(definition.storage.keep.days),  # the provider's default is for ever
+            tags=labels,
+            opts=child,
+        )
+        role = aws.iam.Role(
+            f"gpufleet-{definition.name}",
+            assume_role_policy=EC2_MAY_ASSUME,
+            description="gpufleet node",
+            tags=labels,
+            opts=child,
+        )
+        policy = aws.iam.RolePolicy(
+            f"{name}-rights",
+            role=role.name,
+            policy=pulumi.Output.json_dumps(
+                {
+                    "Version": "2012-10-17",
+                    "Statement": node_statements(definition, bucket_arn=bucket_arn, log_group_arn=self.log_group.arn),
+                }
+            ),
+            opts=child,
+        )
+        self.profile = aws.iam.InstanceProfile(f"gpufleet-{definition.name}", role=role.name, tags=labels, opts=child)
+        self.ready = [self.log_group, policy, self.profile]
+        self.register_outputs({"log_group": self.log_group.name})
+
+
+def node_statements(
+    definition: StackDefinition, *, bucket_arn: pulumi.Input[str], log_group_arn: pulumi.Input[str]
+) -> list[dict[str, Any]]:
+    """Everything a node may do."""
+    run = definition.run.id
+    own_tags = {key: value for key, value in tags(definition).items() if key != "gpufleet:owner"}
+    return [
+        {
+            "Sid": "OwnObjects",
+            "Effect": "Allow",
+            "Action": ["s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"],
+            "Resource": pulumi.Output.concat(bucket_arn, f"/{run}/*"),
+        },
+        {
+            "Sid": "OwnListing",
+            "Effect": "Allow",
+            "Action": "s3:ListBucket",
+            "Resource": bucket_arn,
+            "Condition": {"StringLike": {"s3:prefix": [f"{run}/*"]}},
+        },
+        {
+            "Sid": "Inputs",
+            "Effect": "Allow",
+            "Action": "s3:GetObject",
+            "Resource": pulumi.Output.concat(bucket_arn, f"/{INPUTS_PREFIX}/*"),
+        },
+        *(_foreign_prefix(sid, uri) for sid, uri in _foreign_inputs(definition)),
+        {
+            "Sid": "OwnLogs",
+            "Effect": "Allow",
+            "Action": ["logs:CreateLogStream", "logs:PutLogEvents"],
+            "Resource": pulumi.Output.concat(log_group_arn, ":*"),
+        },
+        {
+            "Sid": "EndOwnFleet",
+            "Effect": "Allow",
+            "Action": ["ec2:ModifyFleet", "ec2:DeleteFleets"],
+            "Resource": f"arn:aws:ec2:{definition.fleet.region}:*:fleet/*",
+            "Condition": {"StringEquals": {f"aws:ResourceTag/{key}": value for key, value in own_tags.items()}},
+        },
+        {
+            "Sid": "FindItselfAndItsPrice",  # neither action can be narrowed to a resource
+            "Effect": "Allow",
+            "Action": ["ec2:DescribeInstances", "ec2:DescribeSpotPriceHistory"],
+            "Resource": "*",
+        },
+        {
+            # What AmazonSSMManagedInstanceCore grants for a shell, without its right to read every parameter.
+            "Sid": "SessionManager",
+            "Effect": "Allow",
+            "Action": [
+                "ssm:UpdateInstanceInformation",
+                "ssmmessages:CreateControlChannel",
+                "ssmmessages:CreateDataChannel",
+                "ssmmessages:OpenControlChannel",
+                "ssmmessages:OpenDataChannel",
+            ],
+            "Resource": "*",
+        },
+    ]
+
+
+def log_retention(days: int) -> int:
+    """The shortest retention CloudWatch Logs accepts that is at least `days`."""
+    return next((allowed for allowed in LOG_RETENTION_DAYS if allowed >= days), LOG_RETENTION_DAYS[-1])
+
+
+def _foreign_inputs(definition: StackDefinition) -> list[tuple[str, str]]:
+    inputs = (("Dataset", definition.storage.dataset), ("BaseWeights", definition.storage.base_weights))
+    return [(sid, uri) for sid, uri in inputs if uri and uri.startswith("s3://")]
+
+
+def _foreign_prefix(sid: str, uri: str) -> dict[str, Any]:
+    """Read one prefix of somebody's bucket. No listing: run.json names every file."""
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    path = f"{prefix.strip('/')}/*" if prefix.strip("/") else "*"
+    return {"Sid": sid, "Effect": "Allow", "Action": "s3:GetObject", "Resource": f"arn:aws:s3:::{bucket}/{path}"}

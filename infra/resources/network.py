@@ -1,0 +1,103 @@
+"""Where nodes run: a VPC of their own, one public subnet per zone, S3 without a NAT, nothing reachable from outside.
+
+Public subnets because a NAT gateway costs more than a small GPU's disk; nothing listens, and the security group has no
+ingress rule at all.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+
+import pulumi
+import pulumi_aws as aws
+
+from infra.definition import StackDefinition
+from infra.resources.tags import named, tags
+
+VPC_CIDR = ipaddress.ip_network("10.0.0.0/16")
+# Gateway endpoints allow everything by default. Stated: image layers and packages come from other people's buckets too.
+OPEN_POLICY = json.dumps(
+    {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": "*", "Action": "*", "Resource": "*"}]}
+)
+
+
+class Network(pulumi.ComponentResource):
+    """VPC, subnets, routes and the nodes' security group. `ready` is what must exist before a node boots."""
+
+    subnets: dict[str, aws.ec2.Subnet]  # by zone
+    security_group: aws.ec2.SecurityGroup
+    ready: list[pulumi.Resource]
+
+    def __init__(self, name: str, definition: StackDefinition, *, opts: pulumi.ResourceOptions | None = None) -> None:
+        super().__init__("gpufleet:infra:Network", name, None, opts)
+        child = pulumi.ResourceOptions(parent=self)
+        labels = tags(definition)
+        label = named(labels, f"gpufleet-{definition.name}")
+
+        vpc = aws.ec2.Vpc(f"{name}-vpc", cidr_block=str(VPC_CIDR), enable_dns_support=True, tags=label, opts=child)
+        gateway = aws.ec2.InternetGateway(f"{name}-gateway", vpc_id=vpc.id, tags=label, opts=child)
+        table = aws.ec2.RouteTable(f"{name}-routes", vpc_id=vpc.id, tags=label, opts=child)
+        outward = aws.ec2.Route(
+            f"{name}-route-out",
+            route_table_id=table.id,
+            destination_cidr_block="0.0.0.0/0",
+            gateway_id=gateway.id,
+            opts=child,
+        )
+        endpoint = aws.ec2.VpcEndpoint(
+            f"{name}-s3",
+            vpc_id=vpc.id,
+            service_name=f"com.amazonaws.{definition.fleet.region}.s3",
+            vpc_endpoint_type="Gateway",
+            route_table_ids=[table.id],
+            policy=OPEN_POLICY,
+            tags=label,
+            opts=child,
+        )
+        self.subnets = {}
+        associations: list[pulumi.Resource] = []
+        for zone in sorted(definition.fleet.zones):
+            subnet = aws.ec2.Subnet(
+                f"{name}-{zone}",
+                vpc_id=vpc.id,
+                availability_zone=zone,
+                cidr_block=subnet_cidr(zone),
+                # The address comes from the subnet, so the template needs no network interface: an interface and the
+                # subnet of a fleet's override are two places that could disagree.
+                map_public_ip_on_launch=True,
+                tags=named(labels, f"gpufleet-{definition.name}-{zone}"),
+                opts=child,
+            )
+            associations.append(
+                aws.ec2.RouteTableAssociation(
+                    f"{name}-{zone}-routes", subnet_id=subnet.id, route_table_id=table.id, opts=child
+                )
+            )
+            self.subnets[zone] = subnet
+
+        self.security_group = aws.ec2.SecurityGroup(
+            f"{name}-node",
+            vpc_id=vpc.id,
+            description="gpufleet nodes: no ingress, egress 443 only",  # fixed: AWS cannot change a description
+            tags=label,
+            opts=child,
+        )
+        egress = aws.vpc.SecurityGroupEgressRule(
+            f"{name}-node-https",
+            security_group_id=self.security_group.id,
+            ip_protocol="tcp",
+            from_port=443,
+            to_port=443,
+            cidr_ipv4="0.0.0.0/0",
+            description="S3, the image registry, EC2, logs and Session Manager",
+            tags=label,
+            opts=child,
+        )
+        self.ready = [outward, endpoint, *associations, egress]
+        self.register_outputs({"vpc_id": vpc.id})
+
+
+def subnet_cidr(zone: str) -> str:
+    """A /20 by the zone's letter, so that adding a zone never moves the others: us-east-2b is always 10.0.16.0/20."""
+    return str(list(VPC_CIDR.subnets(new_prefix=20))[(ord(zone[-1]) - ord("a")) % 16])

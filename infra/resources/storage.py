@@ -1,0 +1,160 @@
+"""The bucket of a stack and what `up` puts into it: job archive, run config, dataset.
+
+Kept or not is one choice for bucket, public-access block, encryption, policy and lifecycle together: a bucket retained
+alone would lose its policy and its expiry on destroy, in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pulumi
+import pulumi_aws as aws
+
+from infra.definition import StackDefinition
+from infra.resources.tags import tags
+from infra.run_guard import INPUTS_PREFIX
+
+# Parts of an upload that died are invisible in listings and billed like objects.
+ABORT_UPLOADS_AFTER_DAYS = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upload:
+    """A local file or a small text to be an object. `name` labels the resource, `key` the object."""
+
+    name: str
+    key: str
+    file: Path | None = None
+    base64: str | None = None
+    text: str | None = None
+    belongs_to_run: bool = False  # a record of the run: stays in a kept bucket, expires with the run's own objects
+
+
+def input_key(sha256: str, file: str) -> str:
+    """Where an input lies: by its content, so that the same dataset is one object for every run."""
+    return f"{INPUTS_PREFIX}/{sha256}/{file}"
+
+
+class Storage(pulumi.ComponentResource):
+    """The bucket and its objects. `ready` is what must exist before a node boots."""
+
+    bucket: aws.s3.Bucket
+    ready: list[pulumi.Resource]
+
+    def __init__(
+        self,
+        name: str,
+        definition: StackDefinition,
+        *,
+        uploads: Sequence[Upload],
+        runs: Sequence[str],
+        frozen: bool,
+        opts: pulumi.ResourceOptions | None = None,
+    ) -> None:
+        """`runs`: every run id whose objects must expire. `frozen`: the run has begun, its uploads stay as they are."""
+        super().__init__("gpufleet:infra:Storage", name, None, opts)
+        keep = definition.storage.keep
+        labels = tags(definition)
+        kept = pulumi.ResourceOptions(parent=self, retain_on_delete=keep.bucket)
+        self.bucket = aws.s3.Bucket(
+            f"gpufleet-{definition.name}",  # the provider appends a random suffix: bucket names are global
+            force_destroy=not keep.bucket,
+            tags=labels,
+            opts=kept,
+        )
+        closed = aws.s3.BucketPublicAccessBlock(
+            f"{name}-closed",
+            bucket=self.bucket.bucket,
+            block_public_acls=True,
+            block_public_policy=True,
+            ignore_public_acls=True,
+            restrict_public_buckets=True,
+            opts=kept,
+        )
+        # S3 answers 409 to two settings written at the same time, so the other two follow the public-access block.
+        follows = pulumi.ResourceOptions.merge(kept, pulumi.ResourceOptions(depends_on=[closed]))
+        encryption = aws.s3.BucketServerSideEncryptionConfiguration(
+            f"{name}-encryption",
+            bucket=self.bucket.bucket,
+            rules=[
+                aws.s3.BucketServerSideEncryptionConfigurationRuleArgs(
+                    apply_server_side_encryption_by_default=aws.s3.BucketServerSideEncryptionConfigurationRuleApplyServerSideEncryptionByDefaultArgs(
+                        sse_algorithm="AES256"
+                    )
+                )
+            ],
+            opts=kept,
+        )
+        policy = aws.s3.BucketPolicy(
+            f"{name}-tls-only",
+            bucket=self.bucket.bucket,
+            policy=pulumi.Output.json_dumps(tls_only(self.bucket.arn)),
+            opts=follows,
+        )
+        lifecycle = aws.s3.BucketLifecycleConfiguration(
+            f"{name}-expiry",
+            bucket=self.bucket.bucket,
+            rules=[_abort_uploads(), *(_expire(run, keep.days) for run in runs)],
+            opts=follows,
+        )
+        objects = [self._upload(upload, labels, frozen=frozen) for upload in uploads]
+        self.ready = [closed, encryption, policy, lifecycle, *objects]
+        self.register_outputs({"bucket": self.bucket.bucket})
+
+    def _upload(self, upload: Upload, labels: dict[str, str], *, frozen: bool) -> aws.s3.BucketObjectv2:
+        return aws.s3.BucketObjectv2(
+            upload.name,
+            bucket=self.bucket.bucket,
+            key=upload.key,
+            source=pulumi.FileAsset(str(upload.file)) if upload.file else None,
+            content_base64=upload.base64,
+            content=upload.text,
+            tags=labels,
+            opts=pulumi.ResourceOptions(
+                parent=self,
+                retain_on_delete=upload.belongs_to_run,
+                # A run's nodes check these objects' hashes at every boot. New code or prices wait for a new run id.
+                ignore_changes=["key", "source", "contentBase64", "content"] if frozen else None,
+            ),
+        )
+
+
+def tls_only(bucket_arn: pulumi.Input[str]) -> dict[str, object]:
+    """Deny everyone, the owner too, any request that is not encrypted on the wire."""
+    return {
+        "Version": "2012-10-17",
+        "Statement": [
+            {
+                "Sid": "TlsOnly",
+                "Effect": "Deny",
+                "Principal": "*",
+                "Action": "s3:*",
+                "Resource": [bucket_arn, pulumi.Output.concat(bucket_arn, "/*")],
+                "Condition": {"Bool": {"aws:SecureTransport": "false"}},
+            }
+        ],
+    }
+
+
+def _abort_uploads() -> aws.s3.BucketLifecycleConfigurationRuleArgs:
+    return aws.s3.BucketLifecycleConfigurationRuleArgs(
+        id="abort-unfinished-uploads",
+        status="Enabled",
+        filter=aws.s3.BucketLifecycleConfigurationRuleFilterArgs(prefix=""),
+        abort_incomplete_multipart_upload=aws.s3.BucketLifecycleConfigurationRuleAbortIncompleteMultipartUploadArgs(
+            days_after_initiation=ABORT_UPLOADS_AFTER_DAYS
+        ),
+    )
+
+
+def _expire(run: str, days: int) -> aws.s3.BucketLifecycleConfigurationRuleArgs:
+    """One rule per run, not one for the bucket: the inputs a stack has declared must not expire under it."""
+    return aws.s3.BucketLifecycleConfigurationRuleArgs(
+        id=f"expire-{run}",
+        status="Enabled",
+        filter=aws.s3.BucketLifecycleConfigurationRuleFilterArgs(prefix=f"{run}/"),
+        expiration=aws.s3.BucketLifecycleConfigurationRuleExpirationArgs(days=days),
+    )

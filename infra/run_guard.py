@@ -1,0 +1,156 @@
+"""One run is one id: does this program run begin a run, continue one, or find it over? Pure: no pulumi, no clock.
+
+A fleet takes its settings once, when it is created. Two kinds of change must therefore not pass in silence:
+
+- the definition file says something else under the same run id: an error, before the first resource;
+- job code or prices have changed since the run began: the run keeps what it began with, and a warning says so.
+
+What the last successful `up` recorded comes from the stack's own output `run`. Time decides too: after `valid_until` a
+run is over, its fleet is no longer declared, and only a new id starts another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from infra.definition import StackDefinition
+from infra.errors import DefinitionError, Problem
+
+# Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
+WAITING_TIME = timedelta(hours=24)
+# Timer per boot: longer than the run's own limit, so that the job's meter, which ends cleanly, always comes first.
+TIMER_MARGIN = timedelta(minutes=30)
+INPUTS_PREFIX = "inputs"  # of the bucket, beside one prefix per run id; no run may be called that
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """The stack output `run`: what the run began with."""
+
+    id: str
+    digest: str  # of everything in the definition that a fleet takes only at creation
+    dataset: str  # sha256 of the prepared dataset; empty for an s3:// prefix
+    code: str  # sha256 of the job archive
+    valid_until: str  # UTC, whole seconds, Z: the provider compares this text, and any other spelling means a new fleet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What this program run may do."""
+
+    run: RunRecord
+    runs: tuple[str, ...]  # every run id this stack has had: their objects share the bucket and each expires on its own
+    continues: bool  # the same run as the last `up`: its template, job archive and run config stay as they are
+    over: bool  # past valid_until: declare no fleet
+    warnings: tuple[str, ...] = ()
+
+
+def judge(
+    definition: StackDefinition,
+    *,
+    dataset_sha256: str | None,
+    code_sha256: str,
+    previous: Mapping[str, Any],
+    now: datetime,
+) -> Verdict:
+    """Compare the definition with the stack's previous outputs (empty before the first `up`).
+
+    Raises DefinitionError: same run id with another digest, or a new run past its deadline.
+    """
+    run_id = definition.run.id
+    digest = creation_digest(definition)
+    recorded = _record(previous.get("run"))
+    runs = tuple(dict.fromkeys([*map(str, previous.get("runs") or []), run_id]))
+    if recorded is None or recorded.id != run_id:
+        return Verdict(
+            run=RunRecord(
+                id=run_id,
+                digest=digest,
+                dataset=dataset_sha256 or "",
+                code=code_sha256,
+                valid_until=_begin(definition, now),
+            ),
+            runs=runs,
+            continues=False,
+            over=False,
+        )
+    # A dataset folder that is gone says nothing about the run; `up` asks for it elsewhere.
+    if recorded.digest != digest or (dataset_sha256 and dataset_sha256 != recorded.dataset):
+        raise _refused(
+            definition,
+            "run.id",
+            run_id,
+            "a value this stack has not used",
+            f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
+            "Give run.id a new value to start a new run with the new settings, or undo the change.",
+        )
+    over = _timestamp(recorded.valid_until) <= now
+    warnings = []
+    if over:
+        warnings.append(
+            f"Run {run_id} is over since {recorded.valid_until}: no fleet is declared. "
+            "Its results stay in the bucket; a new run.id starts a new run."
+        )
+    elif recorded.code != code_sha256:
+        warnings.append(
+            f"The job code has changed since run {run_id} began. The run keeps the code it began with; "
+            "a new run.id starts a new run with the new code."
+        )
+    return Verdict(run=recorded, runs=runs, continues=True, over=over, warnings=tuple(warnings))
+
+
+def creation_digest(definition: StackDefinition) -> str:
+    """sha256 over what a fleet, its template and its run config take from the definition; not keep, not estimate."""
+    kinds, zones = definition.fleet.instance_types, definition.fleet.zones
+    taken = {
+        "run": asdict(definition.run),
+        "job": asdict(definition.job),
+        "fleet": {**asdict(definition.fleet), "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
+        "disks": [
+            asdict(definition.storage.root),
+            asdict(definition.storage.data) if definition.storage.data else None,
+        ],
+        "dataset": definition.storage.dataset,
+        "base_weights": definition.storage.base_weights,
+        "limits": asdict(definition.limits),
+    }
+    text = json.dumps(taken, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def timer_seconds(definition: StackDefinition) -> int:
+    """Seconds after boot when the node ends itself, whatever the job says."""
+    return int(definition.limits.max_hours * 3600) + int(TIMER_MARGIN.total_seconds())
+
+
+def _begin(definition: StackDefinition, now: datetime) -> str:
+    deadline = definition.limits.deadline
+    if deadline is not None and deadline <= now:
+        raise _refused(
+            definition,
+            "limits.deadline",
+            deadline.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            f"a time after now, {now.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            f"Run {definition.run.id} has not begun, and its deadline has passed.",
+        )
+    expiry = deadline or now + timedelta(hours=float(definition.limits.max_hours)) + WAITING_TIME
+    return expiry.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _record(output: Any) -> RunRecord | None:
+    if not isinstance(output, Mapping):
+        return None
+    return RunRecord(**{key: str(output.get(key, "")) for key in ("id", "digest", "dataset", "code", "valid_until")})
+
+
+def _timestamp(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _refused(definition: StackDefinition, path: str, value: str, allowed: str, hint: str) -> DefinitionError:
+    return DefinitionError(str(definition.source), [Problem(path=path, value=value, allowed=allowed, hint=hint)])

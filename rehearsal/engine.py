@@ -1,0 +1,297 @@
+"""Runs the unmodified program against the embedded AWS: with the real `pulumi` when it is on PATH, else without it.
+
+    with Engine.open(folder, cloud.environment(), "tinystories-growth", say=print) as engine:
+        engine.preview(); engine.up(); engine.destroy()
+
+Everything lies in `folder`, a scratch project: Pulumi.yaml, stacks/, state, the engine's own home. Nothing outside it
+is read or written, so a forgotten variable cannot touch a real stack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import infra
+from rehearsal import provider
+from rehearsal.handlers import handler
+from rehearsal.handlers.table import Aws
+
+REPOSITORY = Path(infra.__file__).parents[1]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One thing done to one resource: create, update, replace, delete, same, read, refresh ..."""
+
+    operation: str
+    type: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What one command did."""
+
+    ok: bool
+    changes: Mapping[str, int]  # by operation; a resource left alone counts as `same`
+    steps: tuple[Step, ...]
+    diagnostics: str  # what the user reads under Diagnostics
+    outputs: Mapping[str, Any]  # of a preview: what is known before anything exists
+    text: str = ""  # all that was printed
+
+    def done(self, operation: str) -> set[str]:
+        """Names of the resources to which it was done."""
+        return {step.name for step in self.steps if step.operation == operation}
+
+
+class Engine(ABC):
+    """One stack of one scratch project."""
+
+    name: str  # for the report
+
+    @abstractmethod
+    def preview(self) -> Result: ...
+
+    @abstractmethod
+    def up(self) -> Result: ...
+
+    @abstractmethod
+    def refresh(self) -> Result: ...
+
+    @abstractmethod
+    def destroy(self) -> Result: ...
+
+    @abstractmethod
+    def outputs(self) -> dict[str, Any]: ...
+
+    @staticmethod
+    @contextmanager
+    def open(
+        folder: Path, environment: Mapping[str, str], stack: str, *, say: Say | None = None, real: bool | None = None
+    ) -> Iterator[Engine]:
+        """`real` None: the `pulumi` on PATH, else the in-process runner. `say` hears every line as it comes."""
+        write_project(folder)
+        say = say or (lambda line: None)
+        if real if real is not None else shutil.which("pulumi") is not None:
+            with provider.serve(environment) as port:
+                yield Pulumi(folder, {**environment, **settings(folder, port)}, stack, say)
+        else:
+            yield InProcess(folder, environment, stack, say)
+
+
+def write_project(folder: Path) -> None:
+    """The repository's Pulumi.yaml, its two paths made absolute: the program stays where it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    project = yaml.safe_load((REPOSITORY / "Pulumi.yaml").read_text())
+    project["main"] = str(REPOSITORY / project["main"])
+    project["runtime"]["options"]["virtualenv"] = sys.prefix
+    (folder / "Pulumi.yaml").write_text(yaml.safe_dump(project, sort_keys=False))
+
+
+def settings(folder: Path, port: int) -> dict[str, str]:
+    """What makes a `pulumi` in any shell use the scratch folder's state and the embedded AWS, and nothing else."""
+    state = folder / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    return {
+        "PULUMI_HOME": str(folder / "home"),
+        "PULUMI_BACKEND_URL": state.resolve().as_uri(),
+        "PULUMI_CONFIG_PASSPHRASE": "rehearsal",  # nothing in a rehearsal is secret
+        "PULUMI_DEBUG_PROVIDERS": f"aws:{port}",
+        "PULUMI_DISABLE_AUTOMATIC_PLUGIN_ACQUISITION": "true",
+        "PULUMI_SKIP_UPDATE_CHECK": "1",
+    }
+
+
+class Pulumi(Engine):
+    """The real engine."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], stack: str, say: Say) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._say = say
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("PULUMI_", "AWS_"))}
+        self._environment = {**kept, **environment, "NO_COLOR": "1"}
+        version = self._run(["pulumi", "version"]).strip()
+        self.name = f"pulumi {version.removeprefix('v')}"
+        self._run(["pulumi", "stack", "select", "--create", "--non-interactive", "--stack", stack])
+
+    def preview(self) -> Result:
+        return self._command("preview")
+
+    def up(self) -> Result:
+        return self._command("up", "--yes", "--skip-preview")
+
+    def refresh(self) -> Result:
+        return self._command("refresh", "--yes", "--skip-preview")
+
+    def destroy(self) -> Result:
+        return self._command("destroy", "--yes", "--skip-preview")
+
+    def outputs(self) -> dict[str, Any]:
+        found = self._run(["pulumi", "stack", "output", "--json", "--non-interactive", "--stack", self._stack])
+        return dict(json.loads(found))
+
+    def _command(self, command: str, *options: str) -> Result:
+        log = self._folder / "events.jsonl"
+        log.unlink(missing_ok=True)
+        common = ["--non-interactive", "--color", "never", "--stack", self._stack, "--event-log", str(log)]
+        process = subprocess.Popen(
+            ["pulumi", command, *options, *common],
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        lines = []
+        with process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                self._say(line.rstrip("\n"))
+        events = _Events()
+        for line in log.read_text().splitlines() if log.exists() else []:
+            events.read(json.loads(line))
+        return Result(
+            ok=process.returncode == 0,
+            changes=events.changes,
+            steps=tuple(events.steps),
+            diagnostics="".join(events.diagnostics),
+            outputs=events.outputs,
+            text="".join(lines),
+        )
+
+    def _run(self, command: list[str]) -> str:
+        done = subprocess.run(
+            command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+        return done.stdout
+
+
+@dataclass(slots=True)
+class _Events:
+    """The engine's event log (pulumi sdk/go/common/apitype/events.go)."""
+
+    changes: dict[str, int] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    diagnostics: list[str] = field(default_factory=list)
+    outputs: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, event: dict[str, Any]) -> None:
+        if diagnostic := event.get("diagnosticEvent"):
+            if not diagnostic.get("ephemeral") and diagnostic["severity"] != "debug":
+                prefix = "" if diagnostic["severity"] == "info" else f"{diagnostic['severity']}: "
+                text = diagnostic["message"].removeprefix(prefix)
+                self.diagnostics.append(prefix + text.rstrip("\n") + "\n")
+        elif summary := event.get("summaryEvent"):
+            self.changes = dict(summary["resourceChanges"])
+        elif before := event.get("resourcePreEvent"):
+            metadata = before["metadata"]
+            self.steps.append(
+                Step(operation=metadata["op"], type=metadata["type"], name=metadata["urn"].split("::")[3])
+            )
+        elif after := event.get("resOutputsEvent"):
+            metadata = after["metadata"]
+            if metadata["type"] == "pulumi:pulumi:Stack" and metadata.get("new"):
+                self.outputs = dict(metadata["new"].get("outputs") or {})
+
+
+class InProcess(Engine):
+    """Without the engine: creates, records options, and deletes what is not retained. Nothing else, on purpose.
+
+    Second up, new run id, refresh and replacement are the engine's doing; here they are refused, not imitated.
+    """
+
+    name = "in-process runner (engine behaviour not tested)"
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], stack: str, say: Say) -> None:
+        self._folder = folder
+        self._environment = environment
+        self._stack = stack
+        self._say = say
+        self._state = folder / "in-process.json"
+
+    def preview(self) -> Result:
+        return self._program("preview")
+
+    def up(self) -> Result:
+        if self._state.exists():
+            raise RuntimeError("a second up needs the Pulumi engine: the in-process runner only creates")
+        return self._program("up")
+
+    def refresh(self) -> Result:
+        raise RuntimeError("refresh needs the Pulumi engine")
+
+    def destroy(self) -> Result:
+        """In the reverse order of creation."""
+        deleted = []
+        for resource in reversed(self.declared() if self._state.exists() else []):
+            if not resource["id"] or resource["options"]["retain_on_delete"]:
+                continue
+            self._say(f"delete {resource['type']} {resource['name']}")
+            aws = Aws(environment=self._environment, region=resource["region"])
+            handler(resource["type"]).delete(aws, resource["id"], resource["state"])
+            deleted.append(Step(operation="delete", type=resource["type"], name=resource["name"]))
+        self._state.unlink(missing_ok=True)
+        return Result(
+            ok=True, changes={"delete": len(deleted)}, steps=tuple(deleted), diagnostics="", outputs={}, text=""
+        )
+
+    def outputs(self) -> dict[str, Any]:
+        return dict(json.loads(self._state.read_text())["outputs"]) if self._state.exists() else {}
+
+    def declared(self) -> list[dict[str, Any]]:
+        """Every resource of the last up: type, name, inputs, state, options, dependencies."""
+        return list(json.loads(self._state.read_text())["resources"])
+
+    def _program(self, mode: str) -> Result:
+        report = self._folder / f"in-process.{mode}.json"
+        report.unlink(missing_ok=True)
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("PULUMI_", "AWS_"))}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rehearsal.inprocess", mode, str(self._folder), self._stack, str(report)],
+            env={**kept, **self._environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        lines = []
+        with process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                self._say(line.rstrip("\n"))
+        text = "".join(lines)
+        if not report.exists():
+            raise RuntimeError(f"the in-process runner stopped:\n{text}")
+        found = json.loads(report.read_text())
+        if mode == "up" and found["resources"]:
+            shutil.copy(report, self._state)
+        steps = tuple(
+            Step(operation="create", type=resource["type"], name=resource["name"]) for resource in found["resources"]
+        )
+        return Result(
+            ok=found["ok"],
+            changes={"create": len(steps)},
+            steps=steps,
+            diagnostics=found["diagnostics"],
+            outputs=found["outputs"],
+            text=text,
+        )

@@ -1,0 +1,20 @@
+"""Every resource type our program declares, over boto3. A type that is not in this table is an error, not a success."""
+
+from rehearsal.handlers import compute, identity, network, routing, security, storage
+from rehearsal.handlers.table import Handler, RefusedError
+
+HANDLERS: dict[str, Handler] = {
+    **network.HANDLERS,
+    **routing.HANDLERS,
+    **security.HANDLERS,
+    **storage.HANDLERS,
+    **identity.HANDLERS,
+    **compute.HANDLERS,
+}
+
+
+def handler(kind: str) -> Handler:
+    """The handler of a type token. Raises RefusedError for a type that this AWS does not have."""
+    if kind not in HANDLERS:
+        raise RefusedError(f"the embedded AWS has no resource type {kind}; it has {', '.join(sorted(HANDLERS))}")
+    return HANDLERS[kind]

@@ -1,0 +1,232 @@
+"""Launch template and EC2 Fleet: what the provider does, its habits that matter here included.
+
+An update of a fleet resends its template and its capacity. Deleting waits until the fleet is `deleted`. A deleted fleet
+counts as gone when read. (terraform-provider-aws internal/service/ec2/ec2_fleet.go, read 2026-11-21.)
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any
+
+from rehearsal.handlers.network import retag, tag_specification, tagged
+from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_list, tag_map
+
+_POLL_S = 0.05
+_GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
+_NOT_FOUND = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")
+# Inputs that are part of the template's data, in the provider's spelling and in the API's.
+_DATA = {
+    "imageId": "ImageId",
+    "userData": "UserData",
+    "iamInstanceProfile": "IamInstanceProfile",
+    "vpcSecurityGroupIds": "SecurityGroupIds",
+    "instanceInitiatedShutdownBehavior": "InstanceInitiatedShutdownBehavior",
+    "metadataOptions": "MetadataOptions",
+    "blockDeviceMappings": "BlockDeviceMappings",
+    "tagSpecifications": "TagSpecifications",
+}
+_BOOLEANS = ("encrypted", "deleteOnTermination")  # strings in the provider, so that unset differs from false
+
+
+def _to_api(value: Any, key: str = "") -> Any:
+    if key == "tags":
+        return tag_list(value)
+    if isinstance(value, dict):
+        return {_DATA.get(name, name[0].upper() + name[1:]): _to_api(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_to_api(item) for item in value]
+    return value == "true" if key in _BOOLEANS else value
+
+
+def _from_api(value: Any, key: str = "") -> Any:
+    if key == "Tags":
+        return tag_map(value)
+    if isinstance(value, dict):
+        return {name[0].lower() + name[1:]: _from_api(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_from_api(item) for item in value]
+    return str(value).lower() if isinstance(value, bool) and key[0].lower() + key[1:] in _BOOLEANS else value
+
+
+def _template_data(inputs: Properties) -> dict[str, Any]:
+    return dict(_to_api({key: inputs[key] for key in _DATA if key in inputs}))
+
+
+def _create_template(aws: Aws, inputs: Properties) -> str:
+    template = aws.ec2.create_launch_template(
+        LaunchTemplateName=inputs["name"],
+        LaunchTemplateData=_template_data(inputs),
+        TagSpecifications=tag_specification("launch-template", inputs),
+    )["LaunchTemplate"]
+    return str(template["LaunchTemplateId"])
+
+
+def _update_template(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    if any(old.get(key) != new.get(key) for key in _DATA):
+        version = aws.ec2.create_launch_template_version(
+            LaunchTemplateId=resource_id, LaunchTemplateData=_template_data(new)
+        )["LaunchTemplateVersion"]["VersionNumber"]
+        if new.get("updateDefaultVersion"):
+            aws.ec2.modify_launch_template(LaunchTemplateId=resource_id, DefaultVersion=str(version))
+    retag(aws, resource_id, old, new)
+
+
+def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    answer = absent(
+        lambda: aws.ec2.describe_launch_templates(LaunchTemplateIds=[resource_id]),
+        "InvalidLaunchTemplateId.NotFound",
+        "InvalidLaunchTemplateId.NotFoundException",
+    )
+    if not answer or not answer["LaunchTemplates"]:
+        return None
+    template = answer["LaunchTemplates"][0]
+    newest = aws.ec2.describe_launch_template_versions(LaunchTemplateId=resource_id, Versions=["$Latest"])
+    data = newest["LaunchTemplateVersions"][0]["LaunchTemplateData"]
+    return {
+        **{key: _from_api(data[api], api) for key, api in _DATA.items() if api in data},
+        "name": template["LaunchTemplateName"],
+        "latestVersion": template["LatestVersionNumber"],
+        "defaultVersion": template["DefaultVersionNumber"],
+        "arn": aws.arn("ec2", f"launch-template/{resource_id}"),
+        **tagged(template),
+    }
+
+
+def _fleet_configs(inputs: Properties) -> list[dict[str, Any]]:
+    return [
+        {
+            "LaunchTemplateSpecification": _to_api(config["launchTemplateSpecification"]),
+            "Overrides": _to_api(config.get("overrides", [])),
+        }
+        for config in inputs["launchTemplateConfigs"]
+    ]
+
+
+def _create_fleet(aws: Aws, inputs: Properties) -> str:
+    request: dict[str, Any] = {
+        "Type": inputs.get("type", "maintain"),
+        "LaunchTemplateConfigs": _fleet_configs(inputs),
+        "TargetCapacitySpecification": _to_api(inputs["targetCapacitySpecification"]),
+        "ExcessCapacityTerminationPolicy": inputs.get("excessCapacityTerminationPolicy", "termination"),
+        "TerminateInstancesWithExpiration": inputs.get("terminateInstancesWithExpiration", False),
+        "ReplaceUnhealthyInstances": inputs.get("replaceUnhealthyInstances", False),
+        "TagSpecifications": tag_specification("fleet", inputs),
+    }
+    if "spotOptions" in inputs:
+        request["SpotOptions"] = _to_api(inputs["spotOptions"])
+    if "validUntil" in inputs:
+        request["ValidUntil"] = datetime.fromisoformat(inputs["validUntil"])
+    fleet = str(aws.ec2.create_fleet(**request)["FleetId"])
+    _wait(aws, fleet, {"active"}, timeout_s=600)
+    return fleet
+
+
+def _fleet(aws: Aws, resource_id: str) -> dict[str, Any] | None:
+    answer = absent(lambda: aws.ec2.describe_fleets(FleetIds=[resource_id]), *_NOT_FOUND)
+    return answer["Fleets"][0] if answer and answer["Fleets"] else None
+
+
+def _read_fleet(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    fleet = _fleet(aws, resource_id)
+    if fleet is None or fleet["FleetState"] in _GONE_STATES:
+        return None
+    until = fleet.get("ValidUntil")
+    return {
+        "type": fleet["Type"],
+        "launchTemplateConfigs": _from_api(fleet["LaunchTemplateConfigs"]),
+        "targetCapacitySpecification": _from_api(fleet["TargetCapacitySpecification"]),
+        "spotOptions": _from_api(fleet.get("SpotOptions")),
+        "excessCapacityTerminationPolicy": fleet["ExcessCapacityTerminationPolicy"],
+        "terminateInstancesWithExpiration": fleet["TerminateInstancesWithExpiration"],
+        "replaceUnhealthyInstances": fleet["ReplaceUnhealthyInstances"],
+        "validUntil": f"{until:%Y-%m-%dT%H:%M:%SZ}" if until else None,
+        "fleetState": fleet["FleetState"],
+        "fulfilledCapacity": fleet["FulfilledCapacity"],
+        "arn": aws.arn("ec2", f"fleet/{resource_id}"),
+        **tagged(fleet),
+    }
+
+
+def _update_fleet(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    if any(old.get(key) != new.get(key) for key in new if key not in ("tags", "terminateInstances")):
+        aws.ec2.modify_fleet(
+            FleetId=resource_id,
+            ExcessCapacityTerminationPolicy=new.get("excessCapacityTerminationPolicy", "termination"),
+            LaunchTemplateConfigs=_fleet_configs(new),
+            TargetCapacitySpecification={
+                "TotalTargetCapacity": new["targetCapacitySpecification"]["totalTargetCapacity"]
+            },
+        )
+        _wait(aws, resource_id, {"active"}, timeout_s=600)
+    retag(aws, resource_id, old, new)
+
+
+def _delete_fleet(aws: Aws, resource_id: str, state: Properties) -> None:
+    terminate = bool(state.get("terminateInstances"))
+    answer = aws.ec2.delete_fleets(FleetIds=[resource_id], TerminateInstances=terminate)
+    for failure in answer.get("UnsuccessfulFleetDeletions", []):
+        if failure["Error"]["Code"] == "fleetIdDoesNotExist":
+            return
+        raise RefusedError(f"fleet {resource_id} cannot be deleted: {failure['Error']['Message']}")
+    _wait(aws, resource_id, {"deleted"} if terminate else {"deleted", "deleted_running"}, timeout_s=1800)
+
+
+def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while (found := _fleet(aws, fleet)) and found["FleetState"] not in states:
+        if time.monotonic() > until:
+            raise RefusedError(f"fleet {fleet} is {found['FleetState']}, not {' or '.join(sorted(states))}")
+        time.sleep(_POLL_S)
+
+
+HANDLERS = {
+    "aws:ec2/launchTemplate:LaunchTemplate": Handler(
+        source="terraform-provider-aws internal/service/ec2/ec2_launch_template.go, ForceNew fields, read 2026-11-21",
+        optional=fields("name updateDefaultVersion tags") | frozenset(_DATA),
+        replaces=fields("name"),
+        computed=fields("arn latestVersion defaultVersion tagsAll"),
+        volatile=fields("latestVersion defaultVersion tagsAll"),
+        only_ours=fields("updateDefaultVersion"),
+        allowed={
+            "instanceInitiatedShutdownBehavior": fields("stop terminate"),
+            "metadataOptions.httpTokens": fields("optional required"),
+            "metadataOptions.httpEndpoint": fields("enabled disabled"),
+            "metadataOptions.instanceMetadataTags": fields("enabled disabled"),
+        },
+        name="name",
+        create=_create_template,
+        read=_read_template,
+        update=_update_template,
+        delete=lambda aws, resource_id, state: aws.ec2.delete_launch_template(LaunchTemplateId=resource_id),
+    ),
+    "aws:ec2/fleet:Fleet": Handler(
+        source="terraform-provider-aws internal/service/ec2/ec2_fleet.go, ForceNew fields, read 2026-11-21",
+        required=fields("launchTemplateConfigs targetCapacitySpecification"),
+        optional=fields(
+            "type spotOptions excessCapacityTerminationPolicy terminateInstances terminateInstancesWithExpiration "
+            "replaceUnhealthyInstances validUntil tags"
+        ),
+        replaces=fields(
+            "type validUntil terminateInstancesWithExpiration replaceUnhealthyInstances spotOptions "
+            "targetCapacitySpecification.defaultTargetCapacityType"
+        ),
+        computed=fields("arn fleetState fulfilledCapacity tagsAll"),
+        volatile=fields("fulfilledCapacity tagsAll"),
+        only_ours=fields("terminateInstances"),
+        allowed={
+            "type": fields("maintain"),
+            "excessCapacityTerminationPolicy": fields("termination no-termination"),
+            "spotOptions.allocationStrategy": fields(
+                "diversified lowestPrice capacity-optimized capacity-optimized-prioritized price-capacity-optimized"
+            ),
+            "spotOptions.instanceInterruptionBehavior": fields("hibernate stop terminate"),
+            "targetCapacitySpecification.defaultTargetCapacityType": fields("spot on-demand"),
+        },
+        create=_create_fleet,
+        read=_read_fleet,
+        update=_update_fleet,
+        delete=_delete_fleet,
+    ),
+}

@@ -1,0 +1,207 @@
+"""Role, inline policy, instance profile and log group."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields, tag_list, tag_map
+
+_TF = "terraform-provider-aws internal/service/{}.go, ForceNew fields, read 2026-11-21"
+
+
+def _create_role(aws: Aws, inputs: Properties) -> str:
+    aws.iam.create_role(
+        RoleName=inputs["name"],
+        AssumeRolePolicyDocument=inputs["assumeRolePolicy"],
+        Description=inputs.get("description", ""),
+        Tags=tag_list(inputs.get("tags") or {}),
+    )
+    return str(inputs["name"])
+
+
+def _update_role(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    if new["assumeRolePolicy"] != old.get("assumeRolePolicy"):
+        aws.iam.update_assume_role_policy(RoleName=resource_id, PolicyDocument=new["assumeRolePolicy"])
+    if new.get("description") != old.get("description"):
+        aws.iam.update_role_description(RoleName=resource_id, Description=new.get("description", ""))
+    _retag(aws.iam.tag_role, aws.iam.untag_role, {"RoleName": resource_id}, old, new)
+
+
+def _read_role(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    answer = absent(lambda: aws.iam.get_role(RoleName=resource_id), "NoSuchEntity")
+    if answer is None:
+        return None
+    role = answer["Role"]
+    tags = tag_map(role.get("Tags"))
+    return {
+        "name": resource_id,
+        "description": role.get("Description"),
+        "assumeRolePolicy": json.dumps(role["AssumeRolePolicyDocument"]),
+        "tags": tags,
+        "tagsAll": tags,
+        "arn": role["Arn"],
+        "uniqueId": role["RoleId"],
+    }
+
+
+def _put_policy(aws: Aws, inputs: Properties) -> str:
+    aws.iam.put_role_policy(RoleName=inputs["role"], PolicyName=inputs["name"], PolicyDocument=inputs["policy"])
+    return f"{inputs['role']}:{inputs['name']}"
+
+
+def _update_policy(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    _put_policy(aws, new)
+
+
+def _read_policy(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    role, _, name = resource_id.partition(":")
+    answer = absent(lambda: aws.iam.get_role_policy(RoleName=role, PolicyName=name), "NoSuchEntity")
+    if answer is None:
+        return None
+    return {"role": role, "name": name, "policy": json.dumps(answer["PolicyDocument"])}
+
+
+def _delete_policy(aws: Aws, resource_id: str, state: Properties) -> None:
+    role, _, name = resource_id.partition(":")
+    absent(lambda: aws.iam.delete_role_policy(RoleName=role, PolicyName=name), "NoSuchEntity")
+
+
+def _create_profile(aws: Aws, inputs: Properties) -> str:
+    name = inputs["name"]
+    aws.iam.create_instance_profile(InstanceProfileName=name, Tags=tag_list(inputs.get("tags") or {}))
+    aws.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=inputs["role"])
+    return str(name)
+
+
+def _update_profile(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    if new["role"] != old.get("role"):
+        if old.get("role"):
+            aws.iam.remove_role_from_instance_profile(InstanceProfileName=resource_id, RoleName=old["role"])
+        aws.iam.add_role_to_instance_profile(InstanceProfileName=resource_id, RoleName=new["role"])
+    target = {"InstanceProfileName": resource_id}
+    _retag(aws.iam.tag_instance_profile, aws.iam.untag_instance_profile, target, old, new)
+
+
+def _read_profile(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    answer = absent(lambda: aws.iam.get_instance_profile(InstanceProfileName=resource_id), "NoSuchEntity")
+    if answer is None:
+        return None
+    profile = answer["InstanceProfile"]
+    tags = tag_map(profile.get("Tags"))
+    return {
+        "name": resource_id,
+        "role": profile["Roles"][0]["RoleName"] if profile["Roles"] else None,
+        "tags": tags,
+        "tagsAll": tags,
+        "arn": profile["Arn"],
+    }
+
+
+def _delete_profile(aws: Aws, resource_id: str, state: Properties) -> None:
+    if state.get("role"):
+        aws.iam.remove_role_from_instance_profile(InstanceProfileName=resource_id, RoleName=state["role"])
+    aws.iam.delete_instance_profile(InstanceProfileName=resource_id)
+
+
+def _retag(tag: Any, untag: Any, target: dict[str, str], old: Properties, new: Properties) -> None:
+    before, after = old.get("tags") or {}, new.get("tags") or {}
+    if gone := [key for key in before if key not in after]:
+        untag(**target, TagKeys=gone)
+    if before != after and after:
+        tag(**target, Tags=tag_list(after))
+
+
+def _create_group(aws: Aws, inputs: Properties) -> str:
+    aws.client("logs").create_log_group(logGroupName=inputs["name"], tags=inputs.get("tags") or {})
+    _put_retention(aws, inputs["name"], {}, inputs)
+    return str(inputs["name"])
+
+
+def _put_retention(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    days = new.get("retentionInDays", 0)
+    if days == old.get("retentionInDays", 0):
+        return
+    if days:
+        aws.client("logs").put_retention_policy(logGroupName=resource_id, retentionInDays=days)
+    else:
+        aws.client("logs").delete_retention_policy(logGroupName=resource_id)
+
+
+def _update_group(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
+    _put_retention(aws, resource_id, old, new)
+    before, after = old.get("tags") or {}, new.get("tags") or {}
+    arn = aws.arn("logs", f"log-group:{resource_id}")
+    if gone := [key for key in before if key not in after]:
+        aws.client("logs").untag_resource(resourceArn=arn, tagKeys=gone)
+    if before != after and after:
+        aws.client("logs").tag_resource(resourceArn=arn, tags=after)
+
+
+def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    groups = aws.client("logs").describe_log_groups(logGroupNamePrefix=resource_id)["logGroups"]
+    found = [group for group in groups if group["logGroupName"] == resource_id]
+    if not found:
+        return None
+    arn = aws.arn("logs", f"log-group:{resource_id}")
+    tags = aws.client("logs").list_tags_for_resource(resourceArn=arn)["tags"]
+    return {
+        "name": resource_id,
+        "retentionInDays": found[0].get("retentionInDays", 0),
+        "tags": tags,
+        "tagsAll": tags,
+        "arn": arn,
+    }
+
+
+HANDLERS = {
+    "aws:iam/role:Role": Handler(
+        source=_TF.format("iam/role"),
+        required=fields("assumeRolePolicy"),
+        optional=fields("name description tags"),
+        replaces=fields("name"),
+        computed=fields("arn uniqueId tagsAll"),
+        volatile=fields("tagsAll"),
+        name="name",
+        create=_create_role,
+        read=_read_role,
+        update=_update_role,
+        delete=lambda aws, resource_id, state: aws.iam.delete_role(RoleName=resource_id),
+    ),
+    "aws:iam/rolePolicy:RolePolicy": Handler(
+        source=_TF.format("iam/role_policy"),
+        required=fields("role policy"),
+        optional=fields("name"),
+        replaces=fields("role name"),
+        name="name",
+        create=_put_policy,
+        read=_read_policy,
+        update=_update_policy,
+        delete=_delete_policy,
+    ),
+    "aws:iam/instanceProfile:InstanceProfile": Handler(
+        source=_TF.format("iam/instance_profile"),
+        required=fields("role"),
+        optional=fields("name tags"),
+        replaces=fields("name"),
+        computed=fields("arn tagsAll"),
+        volatile=fields("tagsAll"),
+        name="name",
+        create=_create_profile,
+        read=_read_profile,
+        update=_update_profile,
+        delete=_delete_profile,
+    ),
+    "aws:cloudwatch/logGroup:LogGroup": Handler(
+        source=_TF.format("logs/group"),
+        optional=fields("name retentionInDays tags"),
+        replaces=fields("name"),
+        computed=fields("arn tagsAll"),
+        volatile=fields("tagsAll"),
+        name="name",
+        create=_create_group,
+        read=_read_group,
+        update=_update_group,
+        delete=lambda aws, resource_id, state: aws.client("logs").delete_log_group(logGroupName=resource_id),
+    ),
+}

@@ -1,0 +1,201 @@
+"""What a resource handler is, and what all handlers have in common: checks, names, differences, the shape of a state.
+
+Properties are plain JSON values in the provider's own spelling (cidrBlock, tagsAll). A state is the inputs as AWS now
+has them, plus what only AWS knows. Nothing here knows the engine: the gRPC provider and the in-process runner call it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import boto3
+from botocore.exceptions import ClientError
+
+Properties = dict[str, Any]
+UNKNOWN = (
+    "04da6b54-80e4-46f7-96ec-b56ff0331ba9"  # how the engine writes a value it does not know yet (its RPC protocol)
+)
+
+
+class RefusedError(Exception):
+    """The program declared something this AWS does not have. Always shown, never skipped."""
+
+
+@dataclass(slots=True)
+class Aws:
+    """boto3 clients of one account and region, each made once. `environment` is what a shell would export."""
+
+    environment: Mapping[str, str]
+    region: str
+    _clients: dict[str, Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def client(self, service: str) -> Any:
+        with self._lock:
+            if service not in self._clients:
+                self._clients[service] = boto3.client(
+                    service,
+                    region_name=self.region,
+                    endpoint_url=self.environment["AWS_ENDPOINT_URL"],
+                    aws_access_key_id=self.environment["AWS_ACCESS_KEY_ID"],
+                    aws_secret_access_key=self.environment["AWS_SECRET_ACCESS_KEY"],
+                )
+            return self._clients[service]
+
+    @property
+    def ec2(self) -> Any:
+        return self.client("ec2")
+
+    @property
+    def s3(self) -> Any:
+        return self.client("s3")
+
+    @property
+    def iam(self) -> Any:
+        return self.client("iam")
+
+    def account(self) -> str:
+        return str(self.client("sts").get_caller_identity()["Account"])
+
+    def arn(self, service: str, resource: str) -> str:
+        return f"arn:aws:{service}:{self.region}:{self.account()}:{resource}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handler:
+    """One resource type over boto3. Only what our program declares is accepted; anything else is an error."""
+
+    source: str  # where the replacement table comes from
+    create: Callable[[Aws, Properties], str]  # inputs -> id
+    read: Callable[[Aws, str, Properties], Properties | None]  # id, inputs or state -> what AWS has now; None: gone
+    delete: Callable[[Aws, str, Properties], None]
+    update: Callable[[Aws, str, Properties, Properties], None] | None = None  # id, old state, new inputs
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    replaces: frozenset[str] = frozenset()  # a change of these (dotted paths for nested ones) means a new resource
+    computed: frozenset[str] = frozenset()  # only AWS knows them
+    volatile: frozenset[str] = frozenset()  # of those, what an update changes
+    only_ours: frozenset[str] = frozenset()  # inputs that AWS does not keep: they stay as declared
+    allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # enums, by property
+    name: str | None = None  # the property that gets a unique name when the program gives none
+
+
+def check(
+    kind: str, handler: Handler, logical: str, old: Properties, new: Properties, seed: bytes
+) -> tuple[Properties, list[tuple[str, str]]]:
+    """The inputs with the name filled in, and what is wrong with them."""
+    inputs = {key: value for key, value in new.items() if value is not None and not key.startswith("__")}
+    accepted = handler.required | handler.optional
+    failures = [
+        (key, f"{kind} has no property {key!r} here; it has {', '.join(sorted(accepted))}")
+        for key in sorted(set(inputs) - accepted)
+    ]
+    failures += [(key, f"{kind} needs {key!r}") for key in sorted(handler.required - set(inputs))]
+    for path, values in handler.allowed.items():
+        value = get(inputs, path)
+        if value is not None and value != UNKNOWN and value not in values:
+            failures.append((path, f"{kind}: {path} is {value!r}; allowed: {', '.join(sorted(values))}"))
+    if handler.name and handler.name not in inputs:
+        inputs[handler.name] = old.get(handler.name) or f"{logical}-{hashlib.sha256(seed).hexdigest()[:7]}"
+    return inputs, failures
+
+
+def diff(handler: Handler, state: Properties, new: Properties) -> dict[str, bool]:
+    """Changed properties, each with whether the change needs a new resource. Nested ones as dotted paths."""
+    changed: dict[str, bool] = {}
+    accepted = handler.required | handler.optional
+    for key in sorted(accepted & (set(state) | set(new))):
+        if same(state.get(key), new.get(key)):
+            continue
+        nested = [path for path in handler.replaces if path.startswith(f"{key}.")]
+        moved = [path for path in nested if not same(get(state, path), get(new, path))]
+        if moved:
+            changed.update(dict.fromkeys(moved, True))
+        else:
+            changed[key] = key in handler.replaces
+    return changed
+
+
+def state(handler: Handler, aws: Aws, resource_id: str, like: Properties) -> Properties | None:
+    """What AWS has now for the keys of `like`, in their shape, plus the computed ones. None: it is gone."""
+    live = handler.read(aws, resource_id, like)
+    if live is None:
+        return None
+    result = {key: like[key] for key in handler.only_ours if key in like}
+    for key, value in live.items():
+        if key in handler.computed:
+            result[key] = value
+        elif key in like and value is not None:
+            result[key] = shaped(value, like[key])
+    return result
+
+
+def expected(handler: Handler, old: Properties, new: Properties) -> Properties:
+    """What a preview may promise: the inputs, and of the computed ones those that the change leaves alone."""
+    keep = handler.computed - handler.volatile
+    unknown = dict.fromkeys(handler.computed, UNKNOWN)
+    return {**unknown, **{key: value for key, value in old.items() if key in keep}, **new}
+
+
+def shaped(live: Any, like: Any) -> Any:
+    """`live` cut down to what `like` speaks of: AWS answers with more than was asked for, and in another spelling."""
+    if isinstance(like, Mapping) and isinstance(live, Mapping):
+        return {key: shaped(live[key], like[key]) for key in like if live.get(key) is not None}
+    if isinstance(like, list) and isinstance(live, list) and len(like) == len(live):
+        return [shaped(one, other) for one, other in zip(live, like, strict=True)]
+    if isinstance(like, str) and isinstance(live, str) and _same_json(like, live):
+        return like
+    return live
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool(one == other) or (isinstance(one, str) and isinstance(other, str) and _same_json(one, other))
+
+
+def get(properties: Any, path: str) -> Any:
+    for part in path.split("."):
+        properties = properties.get(part) if isinstance(properties, Mapping) else None
+    return properties
+
+
+def has_unknown(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(has_unknown, value.values()))
+    return any(map(has_unknown, value)) if isinstance(value, list) else value == UNKNOWN
+
+
+def fields(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+def absent(call: Callable[[], Any], *codes: str) -> Any:
+    """The answer, or None when AWS says the thing does not exist."""
+    try:
+        return call()
+    except ClientError as error:
+        if error.response["Error"]["Code"] in codes:
+            return None
+        raise
+
+
+def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"Key": key, "Value": value} for key, value in sorted(tags.items())]
+
+
+def tag_map(tags: list[dict[str, str]] | None) -> dict[str, str]:
+    """Without AWS's own, as the provider shows them."""
+    return {tag["Key"]: tag["Value"] for tag in tags or [] if not tag["Key"].startswith("aws:")}
+
+
+def _same_json(one: str, other: str) -> bool:
+    if not (one.startswith(("{", "[")) and other.startswith(("{", "["))):
+        return False
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except ValueError:
+        return False

@@ -1,0 +1,187 @@
+"""The embedded AWS as a Pulumi provider: a gRPC server that the engine uses for package `aws` instead of the plugin.
+
+Started with PULUMI_DEBUG_PROVIDERS=aws:PORT, so neither Pulumi.yaml nor the program names it. The protocol is
+pulumi/proto/pulumi/provider.proto; methods left out answer UNIMPLEMENTED, which the engine takes as "not offered".
+"""
+
+# ruff: noqa: N802 - the protocol names the methods
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import grpc
+from botocore.exceptions import BotoCoreError, ClientError
+from google.protobuf import empty_pb2, json_format, struct_pb2
+from pulumi.runtime.proto import plugin_pb2, provider_pb2, provider_pb2_grpc
+
+from rehearsal.handlers import handler, table
+from rehearsal.handlers.table import Aws, Properties, RefusedError
+
+_MESSAGE_BYTES = 64 * 1024 * 1024  # objects travel inside messages; gRPC's default is 4 MiB
+
+
+def plain(message: struct_pb2.Struct) -> Properties:
+    """A Struct as JSON values; whole numbers as int, as boto3 wants them."""
+    return dict(_whole(json_format.MessageToDict(message)))
+
+
+def struct(properties: Mapping[str, Any]) -> struct_pb2.Struct:
+    message = struct_pb2.Struct()
+    message.update(dict(properties))
+    return message
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _explained(method: Any) -> Any:
+    """AWS's refusals and ours reach the user as one sentence; anything else is our mistake and keeps its traceback."""
+
+    @wraps(method)
+    def call(self: Provider, request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return method(self, request, context)
+        except (ClientError, BotoCoreError, RefusedError) as error:
+            context.abort(grpc.StatusCode.UNKNOWN, str(error))
+
+    return call
+
+
+class Provider(provider_pb2_grpc.ResourceProviderServicer):
+    """One account. Each provider resource of the engine has its own connection, and with it its own region."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._by_connection: dict[str, Aws] = {}
+
+    def Handshake(self, request: Any, context: Any) -> Any:
+        return provider_pb2.ProviderHandshakeResponse()
+
+    def Attach(self, request: Any, context: Any) -> Any:
+        return empty_pb2.Empty()
+
+    def GetPluginInfo(self, request: Any, context: Any) -> Any:
+        return plugin_pb2.PluginInfo(version="0.0.0")
+
+    def Cancel(self, request: Any, context: Any) -> Any:
+        return empty_pb2.Empty()
+
+    def CheckConfig(self, request: Any, context: Any) -> Any:
+        missing = (
+            [] if plain(request.news).get("region") else [("region", "an explicit provider with a region is needed")]
+        )
+        return provider_pb2.CheckResponse(inputs=request.news, failures=_failures(missing))
+
+    def DiffConfig(self, request: Any, context: Any) -> Any:
+        changed = plain(request.olds).get("region") != plain(request.news).get("region")
+        return _diff_response({"region": True} if changed else {})
+
+    def Configure(self, request: Any, context: Any) -> Any:
+        region = str(plain(request.args)["region"])
+        self._by_connection[context.peer()] = Aws(environment=self._environment, region=region)
+        return provider_pb2.ConfigureResponse(supportsPreview=True)
+
+    @_explained
+    def Check(self, request: Any, context: Any) -> Any:
+        kind, name = _identity(request.urn)
+        old, new = plain(request.olds), plain(request.news)
+        inputs, failures = table.check(kind, handler(kind), name, old, new, request.randomSeed)
+        return provider_pb2.CheckResponse(inputs=struct(inputs), failures=_failures(failures))
+
+    @_explained
+    def Diff(self, request: Any, context: Any) -> Any:
+        kind, _ = _identity(request.urn)
+        return _diff_response(table.diff(handler(kind), plain(request.olds), plain(request.news)))
+
+    @_explained
+    def Create(self, request: Any, context: Any) -> Any:
+        kind, _ = _identity(request.urn)
+        aws, inputs = self._aws(context), plain(request.properties)
+        if request.preview:
+            return provider_pb2.CreateResponse(properties=struct(table.expected(handler(kind), {}, inputs)))
+        resource_id = handler(kind).create(aws, inputs)
+        state = table.state(handler(kind), aws, resource_id, inputs)
+        return provider_pb2.CreateResponse(id=resource_id, properties=struct(_there(kind, resource_id, state)))
+
+    @_explained
+    def Read(self, request: Any, context: Any) -> Any:
+        kind, _ = _identity(request.urn)
+        old_inputs = plain(request.inputs)
+        state = table.state(handler(kind), self._aws(context), request.id, {**plain(request.properties), **old_inputs})
+        if state is None:
+            return provider_pb2.ReadResponse()  # no id: the engine drops it from the stack's state
+        inputs = {key: state[key] for key in old_inputs if key in state}
+        return provider_pb2.ReadResponse(id=request.id, properties=struct(state), inputs=struct(inputs))
+
+    @_explained
+    def Update(self, request: Any, context: Any) -> Any:
+        kind, _ = _identity(request.urn)
+        aws, old, new = self._aws(context), plain(request.olds), plain(request.news)
+        if request.preview:
+            return provider_pb2.UpdateResponse(properties=struct(table.expected(handler(kind), old, new)))
+        update = handler(kind).update
+        if update is None:
+            raise RefusedError(f"{kind} cannot be updated in place")
+        update(aws, request.id, old, new)
+        state = table.state(handler(kind), aws, request.id, new)
+        return provider_pb2.UpdateResponse(properties=struct(_there(kind, request.id, state)))
+
+    @_explained
+    def Delete(self, request: Any, context: Any) -> Any:
+        kind, _ = _identity(request.urn)
+        handler(kind).delete(self._aws(context), request.id, plain(request.properties))
+        return empty_pb2.Empty()
+
+    def _aws(self, context: Any) -> Aws:
+        return self._by_connection[context.peer()]
+
+
+@contextmanager
+def serve(environment: Mapping[str, str]) -> Iterator[int]:
+    """A provider for one embedded AWS, on a loopback port, until the block ends."""
+    options = [("grpc.max_receive_message_length", _MESSAGE_BYTES), ("grpc.max_send_message_length", _MESSAGE_BYTES)]
+    server = grpc.server(ThreadPoolExecutor(max_workers=32), options=options)
+    provider_pb2_grpc.add_ResourceProviderServicer_to_server(Provider(environment), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield port
+    finally:
+        server.stop(grace=None).wait()
+
+
+def _identity(urn: str) -> tuple[str, str]:
+    """Type token and logical name: urn:pulumi:stack::project::parent$type::name."""
+    kind, name = urn.split("::", 3)[2:]
+    return kind.split("$")[-1], name
+
+
+def _there(kind: str, resource_id: str, state: Properties | None) -> Properties:
+    if state is None:
+        raise RefusedError(f"{kind} {resource_id} is gone right after it was written")
+    return state
+
+
+def _failures(failures: list[tuple[str, str]]) -> list[Any]:
+    return [provider_pb2.CheckFailure(property=name, reason=reason) for name, reason in failures]
+
+
+def _diff_response(changed: Mapping[str, bool]) -> Any:
+    """Detailed, or the engine would show an update without saying of what."""
+    kinds = {True: provider_pb2.PropertyDiff.Kind.UPDATE_REPLACE, False: provider_pb2.PropertyDiff.Kind.UPDATE}
+    return provider_pb2.DiffResponse(
+        changes=provider_pb2.DiffResponse.DIFF_SOME if changed else provider_pb2.DiffResponse.DIFF_NONE,
+        replaces=[path for path, replaces in changed.items() if replaces],
+        diffs=list(changed),
+        detailedDiff={path: provider_pb2.PropertyDiff(kind=kinds[replaces]) for path, replaces in changed.items()},
+        hasDetailedDiff=True,
+    )
