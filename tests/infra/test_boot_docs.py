@@ -19,7 +19,7 @@ def test_each_exit_code_the_script_knows_is_explained(code: str) -> None:
     assert re.search(rf"^\| {code} \|", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize("reason", sorted(set(re.findall(r"\bover (\S+) ", SCRIPT))))
+@pytest.mark.parametrize("reason", sorted(set(re.findall(r"(?:[;|] |^ +)over ([a-z-]+) ", SCRIPT, re.MULTILINE))))
 def test_each_reason_the_script_gives_is_named(reason: str) -> None:
     assert f"`{reason}`" in PAGE
 
