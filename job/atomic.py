@@ -1,0 +1,57 @@
+"""Small files that are either the old one or the new one, whole, also after a SIGKILL or a lost power supply."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces `path` in one step: temporary file, fsync, rename, fsync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The same for JSON, keys sorted."""
+    write_bytes(path, (json.dumps(value, sort_keys=True) + "\n").encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def parse_object(content: bytes | None) -> dict[str, Any] | None:
+    """The JSON object in `content`; None when there is none: missing, torn, or not an object."""
+    if content is None:
+        return None
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, None like `parse_object`."""
+    try:
+        return parse_object(path.read_bytes())
+    except OSError:
+        return None

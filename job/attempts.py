@@ -1,0 +1,98 @@
+"""What earlier attempts of the run did and cost, from attempts/*.json and heartbeat/*.jsonl.
+
+A killed node says nothing after its last heartbeat: its cost is known to within one heartbeat. A node that was told of
+its end is billed until that end.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from job import atomic
+from job.meter import CENT_100, MINIMUM_S, hours
+from job.metadata import epoch
+from job.run_file import RunFile
+from job.store import Store
+
+FREE_S = 3600  # AWS does not charge compute when it interrupts a spot instance in its first hour (EC2 User Guide)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One node of the run. `usd` is compute, disks and address; `free_usd` the compute that AWS does not charge."""
+
+    instance: str
+    type: str
+    zone: str
+    launched_at: float
+    seconds: Decimal
+    usd: Decimal
+    compute_usd: Decimal
+    free_usd: Decimal
+    started_s: Decimal | None  # from launch to the trainer's first step; None: never got there
+    resumed_step: int
+    last_step: int
+    step_s: float
+    rung: int | None
+    exit: dict[str, Any] | None
+
+    @property
+    def noticed(self) -> bool:
+        """AWS said that it would take the node away."""
+        return bool((self.exit or {}).get("notice"))
+
+
+def read(store: Store, run: RunFile, *, but: str | None = None) -> list[Attempt]:
+    """Every attempt, oldest first, except that of the instance `but`."""
+    keys = [entry.key for prefix in ("attempts/", "heartbeat/") for entry in store.entries(prefix)]
+    with ThreadPoolExecutor(8) as pool:
+        texts = dict(zip(keys, pool.map(store.get_bytes, keys), strict=True))
+    names = {key.split("/", 1)[1].rsplit(".", 1)[0] for key in keys} - {but}
+    found = [
+        _attempt(run, name, atomic.parse_object(texts.get(f"attempts/{name}.json")) or {}, _last(texts, name))
+        for name in names
+    ]
+    return sorted(found, key=lambda attempt: attempt.launched_at)
+
+
+def _last(texts: dict[str, bytes | None], name: str) -> dict[str, Any]:
+    lines = (texts.get(f"heartbeat/{name}.jsonl") or b"").splitlines()
+    return next((beat for line in reversed(lines) if (beat := atomic.parse_object(line)) is not None), {})
+
+
+def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any]) -> Attempt:
+    kind, zone = str(record.get("type", "")), str(record.get("zone", ""))
+    rates = run.rates(kind, zone)
+    launched = epoch(record.get("launched_at")) or epoch(record.get("booted_at")) or 0.0
+    ended = record.get("exit") if isinstance(record.get("exit"), dict) else None
+    seen = Decimal(str(beat.get("attempt_s", 0)))
+    seconds = max(seen, MINIMUM_S)
+    for key in ("at", "ends_at"):
+        time = epoch((ended or {}).get(key))
+        if time is not None and launched:
+            seconds = max(seconds, Decimal(f"{time - launched:.3f}"))
+    compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.assumed * hours(seen)
+    compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.assumed)))
+    free = Decimal(0)
+    if ended and ended.get("notice") and seconds < FREE_S and rates.capacity == "spot":
+        free = compute
+    started = record.get("started_s")
+    return Attempt(
+        instance=name,
+        type=kind,
+        zone=zone,
+        launched_at=launched,
+        seconds=seconds,
+        usd=(compute + hours(seconds) * rates.extras).quantize(CENT_100),
+        compute_usd=compute.quantize(CENT_100),
+        free_usd=free.quantize(CENT_100),
+        started_s=None if started is None else Decimal(str(started)),
+        resumed_step=int(record.get("resumed_step") or 0),
+        last_step=int(beat.get("step") or record.get("resumed_step") or 0),
+        step_s=float(beat.get("step_s") or 0.0),
+        rung=record.get("rung"),
+        exit=ended,
+    )

@@ -1,0 +1,196 @@
+"""The instance metadata service: is EC2 about to take this machine away?
+
+EC2 sends no signal into a container, so this is polled. An answer that is late, missing or nonsense changes nothing: it
+neither stops the watch nor counts as a notice. A well-formed action with an impossible time is doubted: it asks for an
+extra checkpoint, as a rebalance recommendation does, and does not end the attempt.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+DEFAULT_BASE = "http://169.254.169.254"
+TOKEN_S = 21600  # the time to live that AWS's own samples ask for (EC2 User Guide, spot instance termination notices)
+TOKEN_MARGIN_S = 60.0
+POLL_S = 1.5  # with the two timeouts below a notice is seen within 5 s also when a new token is needed
+TIMEOUT_S = 1.5
+MAX_BYTES = 65536
+PAST_S, AHEAD_S = 600.0, 900.0  # a notice gives 120 s; a time outside this window is not one
+ACTIONS = ("terminate", "stop", "hibernate")
+NOTICE_PATH = "/latest/meta-data/spot/instance-action"
+REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
+
+Fetch = Callable[[str, str, dict[str, str]], tuple[int, bytes]]  # method, path, headers -> status, body; or OSError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """EC2 ends the machine at `at` (epoch seconds)."""
+
+    action: str
+    at: float
+    seen_at: float
+
+
+class Metadata:
+    """Notice and recommendation, from IMDSv2. `poll` once per interval; attributes may be read from another thread."""
+
+    def __init__(self, *, fetch: Fetch, clock: Callable[[], float], say: Callable[[str], None]) -> None:
+        self.notice: Notice | None = None  # stays once seen
+        self.save_wanted: str | None = None  # changes with each new recommendation or doubtful notice
+        self._fetch, self._clock, self._say = fetch, clock, say
+        self._token: str | None = None
+        self._token_until = 0.0
+        self._complaint = ""
+        self._turn = 0
+
+    def poll(self) -> None:
+        """Asks for a notice, and every other time for a recommendation. Never raises."""
+        complaint = ""
+        self._turn += 1
+        try:
+            if self.notice is None:
+                self._take_notice(self._get(NOTICE_PATH))
+            if self._turn % 2:
+                self._take_recommendation(self._get(REBALANCE_PATH))
+        except _Doubt as error:
+            complaint = str(error)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            complaint = f"metadata: {type(error).__name__}: {error}"
+        if complaint and complaint != self._complaint:  # once per kind of trouble, not once per poll
+            self._say(complaint)
+        self._complaint = complaint
+
+    def _take_notice(self, body: bytes | None) -> None:
+        if body is None:
+            return
+        document = _object(body)
+        action = document.get("action")
+        if action not in ACTIONS:
+            raise _Doubt(f"metadata: ignoring an instance-action that names no action: {body[:80]!r}")
+        now = self._clock()
+        at = epoch(document.get("time"))
+        if at is None or not now - PAST_S <= at <= now + AHEAD_S:
+            self.save_wanted = f"doubtful notice {document.get('time')!r}"[:100]
+            raise _Doubt(f"metadata: {action} at {str(document.get('time'))[:40]!r} cannot be: saving, not stopping")
+        self.notice = Notice(action=str(action), at=at, seen_at=now)
+        self._say(f"spot notice: {action} in {at - now:.0f} s")
+
+    def _take_recommendation(self, body: bytes | None) -> None:
+        if body is None:
+            return
+        time = _object(body).get("noticeTime")
+        if not isinstance(time, str) or epoch(time) is None:
+            raise _Doubt(f"metadata: ignoring a recommendation without a time: {body[:80]!r}")
+        if self.save_wanted != time:
+            self._say(f"rebalance recommendation of {time}: saving, not stopping")
+            self.save_wanted = time
+
+    def _get(self, path: str) -> bytes | None:
+        """Body of a 200, None for 404. A 401 is answered with one new token."""
+        for last in (False, True):
+            status, body = self._fetch("GET", path, {"X-aws-ec2-metadata-token": self._valid_token()})
+            if status == 200:
+                return body
+            if status == 404:
+                return None
+            self._token = None if status == 401 else self._token
+            if last or status != 401:
+                raise _Doubt(f"metadata: {path} answers {status}")
+        raise AssertionError
+
+    def _valid_token(self) -> str:
+        now = self._clock()
+        if self._token is None or now >= self._token_until:
+            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            status, body = self._fetch("PUT", "/latest/api/token", headers)
+            token = body.decode("ascii", "replace").strip()
+            if status != 200 or not token.isprintable() or not token.isascii():
+                raise _Doubt(f"metadata: no token, answer {status}")
+            self._token, self._token_until = token, now + TOKEN_S - TOKEN_MARGIN_S
+        return self._token
+
+
+class Watch:
+    """Polls in a thread of its own, so that a slow answer delays nothing."""
+
+    def __init__(self, metadata: Metadata, interval_s: float = POLL_S) -> None:
+        self.metadata = metadata
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metadata", daemon=True)
+
+    def __enter__(self) -> Metadata:
+        self._thread.start()
+        return self.metadata
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=3 * TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.metadata.poll()
+            self._stop.wait(self._interval_s)
+
+
+def http_fetch(base: str, timeout_s: float = TIMEOUT_S) -> Fetch:
+    """Requests to the metadata service at `base`. A request ends after `timeout_s`, however slowly it is answered."""
+    parts = urllib.parse.urlsplit(base or DEFAULT_BASE)
+    prefix = parts.path.rstrip("/")
+
+    def fetch(method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
+        try:
+            connection.connect()
+            limit = threading.Timer(timeout_s, _cut, [connection.sock])  # a timeout per read does not bound a drip
+            limit.daemon = True
+            limit.start()
+            try:
+                connection.request(method, prefix + path, headers=headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read(MAX_BYTES)
+            finally:
+                limit.cancel()
+        finally:
+            connection.close()
+
+    return fetch
+
+
+def epoch(text: Any) -> float | None:
+    """Epoch seconds of an ISO time with a zone; None for anything else."""
+    try:
+        time = datetime.fromisoformat(text)
+        return time.timestamp() if time.tzinfo else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+class _Doubt(Exception):
+    """An answer that is not to be believed."""
+
+
+def _cut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # closed already
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise _Doubt(f"metadata: ignoring what is not an object: {body[:80]!r}")
+    return document

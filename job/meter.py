@@ -1,0 +1,142 @@
+"""The dollar meter: what the run has cost so far, exactly, and when it must stop.
+
+Compute is billed per second at the hour's price, 60 s at least for each start; disks and the address by the second; the
+bill's amounts for S3, logs and transfer once. The price of an instance-hour is the spot price at its start, as AWS
+tells it, else the bill's. A free first hour is not credited: it is known only afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from job.run_file import Limits, Rates
+
+MINIMUM_S = Decimal(60)
+CENT_100 = Decimal("0.0001")
+HOUR_S = 3600
+RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit
+ASK_AGAIN_S = 60.0
+
+SpotPrice = Callable[[float], Decimal | None]  # epoch seconds -> USD per hour then; None: not known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """Of the run, and of this attempt. `fixed_usd` is part of `usd`, not of `attempt_usd`."""
+
+    usd: Decimal
+    seconds: Decimal
+    attempt_usd: Decimal
+    attempt_s: Decimal
+    compute_usd: Decimal
+    disk_usd: Decimal
+    ipv4_usd: Decimal
+    usd_per_hour: Decimal  # compute, in this hour
+
+
+class Meter:
+    """Counts from launch. `refresh` asks AWS for prices and may be slow; everything else is arithmetic."""
+
+    def __init__(
+        self,
+        *,
+        rates: Rates,
+        launched_at: float,
+        fixed_usd: Decimal = Decimal(0),
+        prior_usd: Decimal = Decimal(0),
+        prior_s: Decimal = Decimal(0),
+        spot_price: SpotPrice = lambda at: None,
+    ) -> None:
+        self.rates = rates
+        self.launched_at = launched_at
+        self.fixed_usd = fixed_usd
+        self.prior_usd, self.prior_s = prior_usd, prior_s
+        self._spot_price = spot_price
+        self._prices: dict[int, Decimal] = {}
+        self._asked_at: float | None = None
+
+    def refresh(self, now: float) -> None:
+        """Looks up the price of each hour begun and not yet known, at most once a minute."""
+        if self.rates.capacity != "spot" or (self._asked_at is not None and now - self._asked_at < ASK_AGAIN_S):
+            return
+        for hour in range(int(max(0.0, now - self.launched_at) // HOUR_S) + 1):
+            if hour not in self._prices:
+                price = self._spot_price(self.launched_at + hour * HOUR_S)
+                if price is None:
+                    self._asked_at = now
+                    return
+                self._prices[hour] = price
+
+    def spent(self, now: float) -> Spent:
+        """Up to `now`, to a ten-thousandth of a dollar."""
+        seconds = max(Decimal(f"{now - self.launched_at:.3f}"), MINIMUM_S)
+        compute, left, hour = Decimal(0), seconds, 0
+        while left > 0:
+            part = min(left, Decimal(HOUR_S))
+            compute += hours(part) * self._rate(hour)
+            left, hour = left - part, hour + 1
+        compute = compute.quantize(CENT_100)
+        disk = (hours(seconds) * self.rates.disk).quantize(CENT_100)
+        ipv4 = (hours(seconds) * self.rates.ipv4).quantize(CENT_100)
+        attempt = compute + disk + ipv4
+        return Spent(
+            usd=self.prior_usd + self.fixed_usd + attempt,
+            seconds=self.prior_s + seconds,
+            attempt_usd=attempt,
+            attempt_s=seconds,
+            compute_usd=compute,
+            disk_usd=disk,
+            ipv4_usd=ipv4,
+            usd_per_hour=self._rate(hour - 1),
+        )
+
+    def limit(self, now: float, limits: Limits, reserve_s: float) -> str | None:
+        """The limit that the run would pass if it went on for `reserve_s` more: max_usd, max_hours, deadline or None."""
+        spent, reserve = self.spent(now), Decimal(f"{reserve_s:.3f}")
+        if spent.usd + hours(reserve) * (spent.usd_per_hour + self.rates.extras) >= limits.max_usd:
+            return "max_usd"
+        if hours(spent.seconds + reserve) >= limits.max_hours:
+            return "max_hours"
+        if limits.deadline is not None and now + reserve_s >= limits.deadline:
+            return "deadline"
+        return None
+
+    def _rate(self, hour: int) -> Decimal:
+        return self._prices.get(hour, self.rates.assumed)
+
+
+def hours(seconds: Decimal) -> Decimal:
+    """Seconds as hours."""
+    return seconds / HOUR_S
+
+
+def spot_history(instance_type: str, zone: str, client: Any = None) -> SpotPrice:
+    """Prices from DescribeSpotPriceHistory, with short timeouts. None whenever AWS does not answer as it should."""
+
+    def ask(at: float) -> Decimal | None:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        nonlocal client
+        try:
+            if client is None:
+                retries = {"mode": "standard", "total_max_attempts": 2}
+                client = boto3.client("ec2", config=Config(connect_timeout=3, read_timeout=5, retries=retries))
+            answer = client.describe_spot_price_history(
+                InstanceTypes=[instance_type],
+                AvailabilityZone=zone,
+                ProductDescriptions=["Linux/UNIX"],
+                StartTime=at,
+                EndTime=at,
+            )
+            rows = [row for row in answer["SpotPriceHistory"] if row["Timestamp"].timestamp() <= at]
+            price = Decimal(max(rows, key=lambda row: row["Timestamp"])["SpotPrice"])
+        except (BotoCoreError, ClientError, OSError, LookupError, ValueError, ArithmeticError):
+            return None
+        return price if price.is_finite() and price > 0 else None
+
+    return ask

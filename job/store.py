@@ -1,0 +1,245 @@
+"""Where a run's files outlive its node: an S3 prefix, or a folder. Objects appear whole or not at all in both.
+
+`open_store("s3://bucket/run")` or `open_store("/a/folder")`. Keys are relative to that. Every trouble is a StoreError;
+the store itself retries only what its client calls transient. What to do next is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from job import atomic
+
+MIB = 1024 * 1024
+PART_BYTES = 16 * MIB
+CONNECTIONS = 32  # one TCP flow is capped at 5 Gbit/s: uploads need many
+
+
+class StoreError(OSError):
+    """The store cannot be reached, or refuses."""
+
+
+class Missing(StoreError):
+    """There is no such object."""
+
+
+class Cancelled(StoreError):
+    """The transfer was given up by `cancel`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One object."""
+
+    key: str
+    bytes: int
+
+
+class Store(Protocol):
+    """What the supervisor needs of a place for files. Methods may be called from several threads."""
+
+    uri: str
+
+    def put_file(self, path: Path, key: str) -> None: ...
+    def put_bytes(self, content: bytes, key: str) -> None: ...
+    def get_file(self, key: str, path: Path) -> None: ...
+    def get_bytes(self, key: str) -> bytes | None: ...
+    def size(self, key: str) -> int | None: ...
+    def entries(self, prefix: str) -> list[Entry]: ...
+    def delete(self, keys: Iterable[str]) -> None: ...
+    def cancel(self) -> None: ...
+
+
+def open_store(uri: str) -> Store:
+    """The store at `uri`."""
+    return S3Store(uri) if uri.startswith("s3://") else FolderStore(Path(uri))
+
+
+def parent(uri: str) -> str:
+    """The place that holds `uri`: the bucket of a run."""
+    return uri.rstrip("/").rsplit("/", 1)[0]
+
+
+class FolderStore:
+    """A folder. Files whose name begins with a dot are writes under way, and no objects."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.uri = str(root)
+
+    def put_file(self, path: Path, key: str) -> None:
+        self._put(key, lambda temporary: shutil.copyfile(path, temporary))
+
+    def put_bytes(self, content: bytes, key: str) -> None:
+        self._put(key, lambda temporary: temporary.write_bytes(content))
+
+    def get_file(self, key: str, path: Path) -> None:
+        if not (self.root / key).is_file():
+            raise Missing(f"{self.root / key}: no such object")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.root / key, path)
+
+    def get_bytes(self, key: str) -> bytes | None:
+        try:
+            return (self.root / key).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(str(error)) from error
+
+    def size(self, key: str) -> int | None:
+        path = self.root / key
+        return path.stat().st_size if path.is_file() else None
+
+    def entries(self, prefix: str) -> list[Entry]:
+        found = []
+        for path in sorted(self.root.rglob("*")) if self.root.is_dir() else ():
+            key = path.relative_to(self.root).as_posix()
+            if key.startswith(prefix) and path.is_file() and not path.name.startswith("."):
+                found.append(Entry(key=key, bytes=path.stat().st_size))
+        return found
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            (self.root / key).unlink(missing_ok=True)
+            with suppress(OSError):
+                (self.root / key).parent.rmdir()  # only when that was the last object of the folder
+
+    def cancel(self) -> None:
+        """Nothing: a copy is short."""
+
+    def _put(self, key: str, write: Callable[[Path], Any]) -> None:
+        target = self.root / key
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            temporary.replace(target)
+            atomic.sync_folder(target.parent)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise StoreError(f"{target}: {error}") from error
+
+
+class S3Store:
+    """A prefix of a bucket. Large files go in parallel parts; `cancel` gives up the parts not yet sent."""
+
+    def __init__(self, uri: str, client: Any = None) -> None:
+        from boto3.s3.transfer import TransferConfig, create_transfer_manager
+
+        self.uri = uri.rstrip("/")
+        self._bucket, _, prefix = self.uri.removeprefix("s3://").partition("/")
+        self._prefix = prefix + "/" if prefix else ""
+        self._client = client or _client()
+        self._transfers = create_transfer_manager(
+            self._client,
+            TransferConfig(
+                max_concurrency=CONNECTIONS // 2, multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES
+            ),
+        )
+        self._running: set[Any] = set()
+        self._lock = threading.Lock()
+
+    def put_file(self, path: Path, key: str) -> None:
+        with _translated(f"upload of {key}"):
+            self._wait(self._transfers.upload(str(path), self._bucket, self._prefix + key))
+
+    def put_bytes(self, content: bytes, key: str) -> None:
+        with _translated(f"upload of {key}"):
+            self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=content)
+
+    def get_file(self, key: str, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _translated(f"download of {key}"):
+            self._wait(self._transfers.download(self._bucket, self._prefix + key, str(path)))
+
+    def get_bytes(self, key: str) -> bytes | None:
+        try:
+            with _translated(f"download of {key}"):
+                answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+                content: bytes = answer["Body"].read()
+                return content
+        except Missing:
+            return None
+
+    def size(self, key: str) -> int | None:
+        try:
+            with _translated(f"size of {key}"):
+                return int(self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)["ContentLength"])
+        except Missing:
+            return None
+
+    def entries(self, prefix: str) -> list[Entry]:
+        with _translated(f"listing of {prefix}"):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._prefix + prefix
+            )
+            return [
+                Entry(key=item["Key"].removeprefix(self._prefix), bytes=int(item["Size"]))
+                for page in pages
+                for item in page.get("Contents", ())
+            ]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        named = [{"Key": self._prefix + key} for key in keys]
+        for start in range(0, len(named), 1000):
+            with _translated("deletion"):
+                answer = self._client.delete_objects(
+                    Bucket=self._bucket, Delete={"Objects": named[start : start + 1000], "Quiet": True}
+                )
+                if refused := answer.get("Errors"):
+                    raise StoreError(f"deletion of {refused[0]['Key']}: {refused[0].get('Message')}")
+
+    def cancel(self) -> None:
+        with self._lock:
+            for transfer in self._running:
+                transfer.cancel()
+
+    def _wait(self, transfer: Any) -> None:
+        with self._lock:
+            self._running.add(transfer)
+        try:
+            transfer.result()
+        finally:
+            with self._lock:
+                self._running.discard(transfer)
+
+
+def _client() -> Any:
+    import boto3
+    from botocore.config import Config
+
+    return boto3.client(
+        "s3",
+        config=Config(
+            connect_timeout=5,
+            read_timeout=30,
+            max_pool_connections=CONNECTIONS,
+            retries={"mode": "standard", "total_max_attempts": 4},
+        ),
+    )
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+    from s3transfer.exceptions import CancelledError
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ClientError as error:
+        kind = Missing if error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound") else StoreError
+        raise kind(f"{what}: {error}") from error
+    except CancelledError as error:
+        raise Cancelled(f"{what}: given up") from error
+    except (BotoCoreError, Boto3Error, HTTPError, OSError) as error:
+        raise StoreError(f"{what}: {error}") from error
