@@ -1,0 +1,62 @@
+"""`gpufleet prepare STACK [TEXT]`: makes the dataset that storage.dataset names from its source, or from a text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from infra.commands import stack
+from infra.definition import StackDefinition
+from infra.errors import GpufleetError
+from infra.loader import load, project_root
+from job import prepare, sources
+from job.config import JobConfig
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """STACK, TEXT and where the tokenizer is."""
+    stack.argument(parser)
+    parser.add_argument("text", metavar="TEXT", nargs="?", type=Path, help="a UTF-8 text file instead of the source")
+    parser.add_argument("--rehearsal", action="store_true", help="the dataset of the definition's rehearsal section")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", type=Path, help="GPT-2's tokenizer.json, where it cannot be fetched"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepares, or says that it is prepared already."""
+    path = stack.path_of(args)
+    definition = load(path, now=datetime.now(UTC), rehearsal=args.rehearsal, past_deadline=True)
+    prepared(definition, project_root(Path.cwd()), text=args.text, tokenizer=args.tokenizer)
+    return 0
+
+
+def prepared(
+    definition: StackDefinition, root: Path, *, text: Path | None = None, tokenizer: Path | None = None
+) -> prepare.DatasetManifest:
+    """The definition's dataset under `root`, made now or found there. Raises GpufleetError."""
+    name = definition.storage.dataset
+    if name.startswith("s3://"):
+        raise GpufleetError(f"storage.dataset is {name}, prepared already; name a local folder to prepare one here")
+    config = definition.job.parameters
+    folder = root / name
+    source = _source(config, folder.parent / "cache", text, tokenizer)
+    try:
+        return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=_say)
+    except ValueError as error:
+        raise GpufleetError(str(error)) from error
+
+
+def _source(config: JobConfig, cache: Path, text: Path | None, tokenizer: Path | None) -> sources.Source:
+    chosen = sources.TextTokenizer(model_vocab=config.model.vocab, cache=cache, file=tokenizer, say=_say)
+    if text is not None:
+        return sources.TextFile(path=text, text_tokenizer=chosen)
+    if config.data.source == "generated-stories":
+        return sources.Generated(count=config.data.stories, seed=config.seed)
+    return sources.TinyStories(count=config.data.stories, text_tokenizer=chosen, cache=cache, say=_say)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stdout, flush=True)

@@ -1,0 +1,60 @@
+"""Token shards: flat little-endian integers behind a 64-byte header. Standard library only.
+
+Header: magic (8 bytes), version (u16), bytes per token (u16: 2 or 4), vocabulary (u32), tokens (u64), sha256 of the
+tokens (32 bytes), zeros (8 bytes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HEADER = struct.Struct("<8sHHIQ32s8x")
+MAGIC = b"gpufltok"
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardHeader:
+    """What the first 64 bytes say."""
+
+    token_bytes: int  # 2 or 4
+    vocab: int
+    tokens: int
+    sha256: str
+
+
+def write_shard(path: Path, tokens: Sequence[int], vocab: int) -> None:
+    """Writes one shard and syncs it to disk. Ids must be below `vocab`."""
+    narrow = vocab <= 1 << 16
+    flat = array("H" if narrow else "I", tokens)
+    if sys.byteorder == "big":
+        flat.byteswap()
+    payload = flat.tobytes()
+    digest = hashlib.sha256(payload).digest()
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, 2 if narrow else 4, vocab, len(flat), digest))
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_header(path: Path) -> ShardHeader:
+    """The header, checked against the file's size. Raises ValueError when the file is no shard or is cut short."""
+    with path.open("rb") as file:
+        head = file.read(HEADER.size)
+    if len(head) < HEADER.size or not head.startswith(MAGIC):
+        raise ValueError(f"{path}: not a token shard; prepare the dataset again")
+    _, version, token_bytes, vocab, tokens, digest = HEADER.unpack(head)
+    if version != VERSION:
+        raise ValueError(f"{path}: token shard version {version}, this code reads {VERSION}; prepare the dataset again")
+    size, wanted = path.stat().st_size, HEADER.size + tokens * token_bytes
+    if size != wanted:
+        raise ValueError(f"{path}: {size} bytes, the header promises {wanted}; it was cut short or overwritten")
+    return ShardHeader(token_bytes=token_bytes, vocab=vocab, tokens=tokens, sha256=digest.hex())
