@@ -19,7 +19,7 @@ MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
 KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones
-PART_BYTES = 64 * 1024**2  # each part of a multipart upload is a PUT
+PART_BYTES = 16 * 1024**2  # as job.store uploads; each part is a PUT
 SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250

@@ -12,9 +12,11 @@ import pytest
 from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
+from infra.cost import lines
 from infra.cost.bill import Bill, price, problems
 from infra.definition import Disk, Keep
 from infra.errors import DefinitionError, GpufleetError, PriceMissing
+from job import store
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
@@ -361,3 +363,7 @@ def test_the_rehearsal_on_a_laptop_is_priced_from_its_step_times() -> None:
     found = bill(config=config, step_ms=("30", "60", "250"), setup_minutes="0.1", restart_minutes="0.1")
     assert found.chosen.runtime.setup_s == 6
     assert all(fit.fits for fit in found.fits)
+
+
+def test_requests_are_counted_in_the_parts_that_the_job_uploads() -> None:
+    assert lines.PART_BYTES == store.PART_BYTES
