@@ -76,8 +76,9 @@ case $1 in
 esac
 """
 _SLEEP = r"""
-[[ $1 != 9000 || -e $WORLD/timer-fires ]] && exit 0
-exec /bin/sleep 60
+[[ $1 == 9000 ]] || exit 0
+[[ -e $WORLD/timer-fires ]] || exec /bin/sleep 60
+while [[ ! -e $WORLD/$(<"$WORLD/timer-fires") ]]; do /bin/sleep 0.02; done
 """
 _RECORDED = 'echo "{name} $*" >>"$WORLD/calls"\n[[ ! -e $WORLD/fails/{name} ]]\n'
 _STUBS = {

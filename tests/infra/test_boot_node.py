@@ -273,14 +273,24 @@ def test_without_tags_in_metadata_the_node_finds_its_fleet_by_describing_itself(
 
 
 def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: Node) -> None:
-    (node.world / "timer-fires").touch()
+    (node.world / "timer-fires").write_text("running")
     node.job_ends_with(75, "while [[ ! -e $WORLD/stopped ]]; do /bin/sleep 0.02; done")
 
     outcome = node.boot()
 
-    ends = outcome.told("docker stop -t 115", MODIFY, SHUTDOWN)
-    assert ends[-3:] == ["docker stop -t 115", MODIFY, SHUTDOWN]
-    assert outcome.told(SHUTDOWN) == [SHUTDOWN]
+    ends = [RUN, "docker stop -t 115", MODIFY, SHUTDOWN]
+    assert outcome.told(*ends) == ends
+    assert node.stored("done.json")["reason"] == "timer"
+
+
+def test_the_timer_ends_the_run_during_an_image_pull_too(node: Node) -> None:
+    (node.world / "timer-fires").write_text("pulling")
+    pull = 'touch "$WORLD/pulling"; while [[ ! -e $GPUFLEET_ROOT/opt/gpufleet/timer ]]; do /bin/sleep 0.02; done'
+    (node.bin / "docker").write_text(f'#!/bin/bash\necho "docker $*" >>"$WORLD/calls"\n{pull}\n')
+
+    outcome = node.boot()
+
+    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [MODIFY, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "timer"
 
 
