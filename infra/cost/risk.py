@@ -71,7 +71,7 @@ class Exposure:
 
     @property
     def uninterrupted_usd(self) -> float:
-        return self.fixed_usd + self.uninterrupted_h * (self.compute_usd_h + self.extras_usd_h)
+        return self.fixed_usd + max(self.uninterrupted_h, MINIMUM_H) * (self.compute_usd_h + self.extras_usd_h)
 
     def hours_at_cap(self) -> tuple[float, float]:
         """Node-hours at which (max_usd, max_hours) stop the run; inf without that limit."""

@@ -59,7 +59,8 @@ def _totals(bill: Bill) -> Iterator[str]:
 
 
 def _row(name: str, values: Quantiles) -> tuple[str, ...]:
-    return name, *(f"{value:.2f}" for value in (values.p10, values.p50, values.p90, values.mean))
+    digits = 2 if values.p90 >= Decimal("0.1") else 4
+    return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
 
 def _other(bill: Bill, other: Side | None) -> tuple[str, ...]:
@@ -100,9 +101,9 @@ def _types(bill: Bill) -> Iterator[str]:
         instance, runtime = option.instance, option.runtime
         hourly = option.hourly(bill.capacity)
         low, high = (option.spot[0].price.amount, option.spot[-1].price.amount) if option.spot else (None, None)
-        compute = (
-            f"{hourly.amount * Decimal(runtime.total_s) / 3600:.4f}" if hourly and runtime else "no price or speed"
-        )
+        compute = "no price or speed"
+        if hourly and runtime:
+            compute = f"{hourly.amount * Decimal(max(runtime.total_s, 60)) / 3600:.4f}"
         rows.append(
             (
                 option.type,

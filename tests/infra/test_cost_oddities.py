@@ -1,0 +1,183 @@
+"""Odd definitions: a clear answer or a clear error for each, and the doubts that a bill states."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from cost_definitions import definition, growth
+
+from infra.catalog import load_catalog
+from infra.cost.bill import Bill, price, problems
+from infra.definition import Keep
+from infra.errors import DefinitionError, GpufleetError, PriceMissing
+
+CATALOG = load_catalog()
+DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
+
+
+def bill(**changes: Any) -> Bill:
+    dataset_bytes = changes.pop("dataset_bytes", DATASET)
+    return price(definition(**changes), CATALOG, dataset_bytes=dataset_bytes, runs=2000)
+
+
+def amounts(found: Bill) -> dict[str, Decimal]:
+    return {line.name: line.amount for line in found.lines}
+
+
+def test_no_hazard_means_no_interruptions_line_and_a_point() -> None:
+    found = bill(hazard_per_hour="0")
+    assert found.interruptions_expected == 0
+    assert amounts(found)["interruptions"] == Decimal("0.0000")
+    assert found.usd.p10 == found.usd.p90
+
+
+def test_a_huge_hazard_is_stopped_by_the_limits_and_refused() -> None:
+    found = bill(hazard_per_hour="1000")
+    assert found.cap.probability == 1.0
+    assert [problem.path for problem in problems(definition(hazard_per_hour="1000"), found)] == [
+        "limits.max_usd",
+        "limits.max_hours",
+    ]
+
+
+def test_spot_without_a_spot_price_is_an_error_that_names_the_way_out() -> None:
+    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2.*on-demand"):
+        bill(types=("p5.4xlarge",))
+
+
+def test_on_demand_without_a_spot_price_is_priced_and_says_that_spot_is_unknown() -> None:
+    found = bill(types=("p5.4xlarge",), capacity="on-demand", max_usd="20")
+    assert found.spot is None
+    assert found.break_even_hazard is None
+    assert found.to_json()["spot"] is None
+
+
+def test_a_type_without_on_demand_price_is_priced_on_spot_alone() -> None:
+    found = bill(types=("p5e.48xlarge",), max_usd="100")
+    assert found.on_demand is None
+    assert found.rates()["p5e.48xlarge"]["on_demand"] == "62.9957"  # the meter's fallback: the dearest zone
+
+
+def test_one_listed_type_without_a_price_is_a_problem_of_that_type() -> None:
+    plan = definition(types=("g5.2xlarge", "p5.4xlarge"))
+    found = problems(plan, price(plan, CATALOG, runs=100))
+    assert [(problem.path, problem.value) for problem in found] == [("fleet.instance_types[1]", "p5.4xlarge")]
+
+
+def test_an_unknown_type_names_the_nearest() -> None:
+    with pytest.raises(GpufleetError, match=r"g5\.2xlrage is not .* nearest: g5\.2xlarge"):
+        bill(types=("g5.2xlrage",))
+
+
+def test_a_region_without_prices_is_an_error() -> None:
+    with pytest.raises(PriceMissing, match="ap-south-1"):
+        bill(region="ap-south-1")
+
+
+@pytest.mark.parametrize(
+    ("type_", "changes", "why", "nearest"),
+    [
+        ("g5.2xlarge", {"state": "fp32"}, "grown.*even at the smallest", "phase3_state: bf16"),
+        ("g6f.xlarge", {}, "even at the smallest micro-batch", r"g6\.xlarge"),
+        ("g4dn.xlarge", {}, "T4 has no bf16", r"g6\.xlarge"),
+    ],
+)
+def test_a_type_that_does_not_hold_the_job_says_why_and_the_nearest_change(
+    type_: str, changes: dict[str, Any], why: str, nearest: str
+) -> None:
+    plan = definition(types=(type_,), config=growth(**changes), step_ms=("80", "130", "600"), max_usd="50")
+    (problem,) = problems(plan, price(plan, CATALOG, runs=100))
+    assert problem.path == "fleet.instance_types[0]"
+    assert re.search(why, problem.allowed)
+    assert re.search(nearest, problem.hint)
+
+
+def test_when_no_type_holds_the_job_or_has_a_speed_the_error_is_the_fit() -> None:
+    with pytest.raises(DefinitionError, match="T4 has no bf16"):
+        bill(types=("g4dn.xlarge",))
+
+
+def test_host_memory_must_hold_a_staged_checkpoint() -> None:
+    found = bill(types=("g5.xlarge",), config=growth(state="fp32"))  # 25.9 GB staged, 16 GiB of host memory
+    assert not found.types[0].holds_the_job
+
+
+def test_a_cap_below_p50_is_a_problem_that_states_p50_and_p90() -> None:
+    plan = definition(max_usd="1.50")
+    found = price(plan, CATALOG, runs=2000)
+    (problem,) = problems(plan, found)
+    assert (problem.path, problem.value) == ("limits.max_usd", "1.50")
+    assert f"{found.chosen.metered_usd.p50:.2f}" in problem.allowed
+    assert f"{found.chosen.metered_usd.p90:.2f}" in problem.hint
+
+
+def test_a_cap_between_p50_and_p90_is_a_warning_with_the_probability() -> None:
+    changes = {"hazard_per_hour": "1", "keep": Keep(bucket=False), "step_ms": ("500", "1000", "4000"), "max_hours": "9"}
+    free = bill(**changes, max_usd="50").chosen.metered_usd
+    cap = str(((free.p50 + free.p90) / 2).quantize(Decimal("0.01")))
+    found = bill(**changes, max_usd=cap)
+    assert problems(definition(**changes, max_usd=cap), found) == []
+    assert 0.1 < found.cap.probability < 0.5
+    assert any("between p50" in w and f"{found.cap.probability:.0%} of runs stop" in w for w in found.warnings)
+
+
+def test_the_cap_is_judged_as_the_meter_counts_which_credits_no_free_hour() -> None:
+    found = bill(hazard_per_hour="3", max_usd="50", max_hours="50").chosen
+    assert found.metered_usd.mean > found.needed_usd.mean
+    calm = bill(hazard_per_hour="0").chosen
+    assert calm.metered_usd == calm.needed_usd
+
+
+def test_a_limit_far_above_the_run_raises_no_problem() -> None:
+    assert problems(definition(), bill()) == []
+
+
+def test_save_and_upload_that_miss_the_notice_are_said_before_the_run() -> None:
+    found = bill(upload_gb_per_s="0.05")  # 12.9 GB at 50 MB/s: 259 s
+    late = [notice for notice in found.notice if not notice.fits]
+    assert [notice.phase for notice in late] == ["grown"]
+    assert any("phase grown: save and upload take" in warning for warning in found.warnings)
+
+
+def test_an_uncalibrated_bill_says_so_and_shows_half_the_speed() -> None:
+    found = bill()
+    assert not found.calibrated
+    assert any(warning.startswith("uncalibrated: roofline at efficiency 0.5") for warning in found.warnings)
+    assert found.half_speed.p50 > found.usd.p50
+
+
+def test_inferred_prices_are_named() -> None:
+    assert any("inferred prices" in warning and "S3 storage" in warning for warning in bill().warnings)
+    assert not any("inferred prices" in warning for warning in bill(region="us-east-1").warnings)
+
+
+def test_zones_that_differ_and_a_spot_price_at_on_demand_are_shown() -> None:
+    found = bill(types=("p5.48xlarge",), region="us-east-1", max_usd="100").warnings
+    assert any("spot zones differ, 17.6289 (az6) to 55.04" in warning for warning in found)
+    assert any("costs as much as on demand" in warning for warning in found)
+    assert any("8 GPUs, this job uses one" in warning for warning in found)
+
+
+def test_what_the_caller_found_not_ready_is_among_the_warnings() -> None:
+    assert (
+        "fleet.ami is unpinned" in price(definition(), CATALOG, not_ready=["fleet.ami is unpinned"], runs=100).warnings
+    )
+
+
+def test_the_rehearsal_on_a_laptop_is_priced_from_its_step_times() -> None:
+    config = replace(growth(device="cpu", compute="fp32", state="fp32"), steps_per_phase=30)
+    found = bill(config=config, step_ms=("30", "60", "250"), setup_minutes="0.1", restart_minutes="0.1")
+    assert found.chosen.runtime.setup_s == 6
+    assert all(fit.fits for fit in found.fits)
+
+
+def test_a_run_shorter_than_a_minute_is_billed_for_one_and_adds_nothing_for_interruptions() -> None:
+    short = replace(growth(device="cpu", compute="fp32", state="fp32"), steps_per_phase=30)
+    tiny = replace(short, model=replace(short.model, vocab=512, layers=3, width=64, heads=4, ffn=256, new_layers=2))
+    found = bill(config=tiny, step_ms=("30", "60", "250"), setup_minutes="0.1", hazard_per_hour="0")
+    assert found.lines[0].quantity == Decimal("0.016667")
+    assert amounts(found)["interruptions"] == 0
