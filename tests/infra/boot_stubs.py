@@ -29,6 +29,12 @@ BUCKET = "gpufleet-test"
 FLEET = "fleet-0a1b2c3d"
 TIMER_S = 9000
 
+# How calls begin.
+MODIFY = "aws ec2 modify-fleet"
+DELETE = "aws ec2 delete-fleets"
+SHUTDOWN = "shutdown -h now"
+RUN = "docker run"
+
 _AWS = r"""
 echo "aws $*" >>"$WORLD/calls"
 fails() { [[ -e $WORLD/fails/$1 ]]; }
@@ -106,6 +112,15 @@ class Outcome:
     def told(self, *beginnings: str) -> list[str]:
         """The calls that begin with one of these, in order, cut to the beginning."""
         return [start for call in self.calls for start in beginnings if call.startswith(start)]
+
+    def writes(self) -> list[str]:
+        """Keys under the run's prefix that the node wrote, and the calls that end a run, in order."""
+        found = []
+        for call in self.calls:
+            if call.startswith("aws s3 cp /"):
+                found.append(call.split()[4].removeprefix(f"s3://{BUCKET}/r1/"))
+            found += [start for start in (RUN, MODIFY, DELETE, SHUTDOWN) if call.startswith(start)]
+        return found
 
 
 class Node:

@@ -1,0 +1,167 @@
+"""Failed attempts of a node: what is recorded, what is counted, and when the run is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from boot_stubs import DELETE, INSTANCE, MODIFY, RUN, SHUTDOWN, Node
+
+CONTAINER_LOG_LINE = "a line from the job"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_a_crash_is_recorded_with_the_job_s_last_lines_and_leaves_the_fleet_alone(node: Node) -> None:
+    node.job_ends_with(1)
+
+    outcome = node.boot()
+
+    attempt = node.stored(f"attempts/{INSTANCE}.json")
+    assert attempt["exit"] | {"at": ""} == {
+        "code": 1,
+        "reason": "the container ended with 1",
+        "notice": False,
+        "at": "",
+    }
+    assert attempt["manifest_at_boot"] is None
+    assert outcome.told(MODIFY, DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert not node.has("done.json")
+    assert CONTAINER_LOG_LINE in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
+
+
+def test_what_the_supervisor_wrote_into_the_attempt_stays(node: Node) -> None:
+    written = node.s3 / f"r1/attempts/{INSTANCE}.json"
+    node.job_ends_with(75, f"""echo '{{"gpu": "A10G", "exit": {{"code": 75, "notice": true}}}}' > {written}""")
+
+    node.boot()
+
+    attempt = node.stored(f"attempts/{INSTANCE}.json")
+    assert (attempt["gpu"], attempt["exit"]) == ("A10G", {"code": 75, "notice": True})
+
+
+def test_the_third_crash_without_a_newer_manifest_ends_the_run(node: Node) -> None:
+    node.earlier_boots(2)
+    node.job_ends_with(1)
+
+    outcome = node.boot()
+
+    assert outcome.writes()[-3:] == ["done.json", MODIFY, SHUTDOWN]
+    assert node.stored("done.json")["reason"] == "boot-loop"
+
+
+def test_a_node_that_finds_three_dead_boots_does_not_start_the_job(node: Node) -> None:
+    node.earlier_boots(3)
+
+    outcome = node.boot()
+
+    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [MODIFY, SHUTDOWN]
+    assert node.stored("done.json")["reason"] == "boot-loop"
+
+
+def test_interruptions_with_a_notice_are_not_counted(node: Node) -> None:
+    node.earlier_boots(4, notice=True)
+
+    outcome = node.boot()
+
+    assert outcome.told(RUN) == [RUN]
+
+
+def test_boots_before_the_newest_manifest_are_not_counted(node: Node) -> None:
+    node.earlier_boots(5, manifest="r1/ckpt/step_00000100/manifest.json")
+    for step in (100, 1200):
+        node.put(f"ckpt/step_{step:08d}/manifest.json", {})
+    node.put("ckpt/step_00009999/model.bin", {})  # no manifest: it does not exist
+    node.job_ends_with(1)
+
+    outcome = node.boot()
+
+    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [RUN, SHUTDOWN]
+    newest = "r1/ckpt/step_00001200/manifest.json"
+    assert node.stored(f"attempts/{INSTANCE}.json")["manifest_at_boot"] == newest
+
+
+def test_a_crash_after_progress_is_the_first_of_a_new_count(node: Node) -> None:
+    node.earlier_boots(2)
+    manifest = node.s3 / "r1/ckpt/step_00000050/manifest.json"
+    node.job_ends_with(1, f"mkdir -p {manifest.parent}; echo '{{}}' > {manifest}")
+
+    outcome = node.boot()
+
+    assert outcome.told(MODIFY, SHUTDOWN) == [SHUTDOWN]
+    assert not node.has("done.json")
+
+
+@pytest.mark.parametrize(
+    ("arrange", "reason"),
+    [
+        (lambda node: node.fails("pull"), "the image cannot be pulled"),
+        (lambda node: node.fails("nvidia-smi"), "no working GPU"),
+        (lambda node: setattr(node, "data_volume", "blank"), "/dev/sdf did not appear"),
+    ],
+    ids=["image", "gpu", "data volume"],
+)
+def test_a_machine_that_cannot_start_the_job_is_a_failed_attempt(
+    node: Node, arrange: Callable[[Node], None], reason: str
+) -> None:
+    arrange(node)
+
+    outcome = node.boot()
+
+    assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"] == reason
+    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [SHUTDOWN]
+
+
+@pytest.mark.parametrize("what", ["run.json", "inputs"])
+def test_an_object_with_another_hash_is_not_run(node: Node, what: str) -> None:
+    script = node.script()
+    changed = node.s3 / "r1/run.json" if what == "run.json" else next((node.s3 / "inputs").rglob("*.gz"))
+    changed.write_bytes(b"something else")
+
+    outcome = node.boot(script)
+
+    assert outcome.told(RUN, SHUTDOWN) == [SHUTDOWN]
+    assert "cannot be had as declared" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
+    assert "sha256 is" in outcome.log
+
+
+def test_without_metadata_the_machine_shuts_down(node: Node) -> None:
+    script = node.script()
+    (node.world / "imds").rename(node.world / "gone")
+
+    assert node.boot(script).calls == [SHUTDOWN]
+
+
+@pytest.mark.parametrize("broken", ["list", "write"])
+def test_a_machine_that_cannot_record_its_attempt_stops_the_fleet(node: Node, broken: str) -> None:
+    node.fails(broken)
+
+    outcome = node.boot()
+
+    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [MODIFY, SHUTDOWN]
+
+
+def test_an_error_nobody_thought_of_shuts_the_machine_down_and_counts(node: Node) -> None:
+    script = node.script()
+    script.write_text(script.read_text().replace('say "starting the container"', 'say "$NOT_A_VARIABLE"'))
+
+    outcome = node.boot(script)
+
+    assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"] == "the node script stopped unexpectedly"
+    assert outcome.told(RUN, SHUTDOWN) == [SHUTDOWN]
+
+
+def test_a_rebooted_machine_counts_as_failed_and_is_replaced(node: Node) -> None:
+    node.job_ends_with(1)
+    node.boot()
+    again = node.root / "var/lib/cloud/scripts/per-boot/gpufleet"  # what cloud-init runs at a second boot
+    (node.world / "calls").write_text("")
+
+    outcome = node.boot(again)
+
+    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [SHUTDOWN]
+    assert "the machine was rebooted" in outcome.log
