@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from job.prepare import DatasetManifest, read_manifest
+from job.prepare import DatasetManifest, read_manifest, verify
 
 import job
 from infra.boot import archive, run_config, user_data
@@ -84,7 +84,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Mapping[str, Any], p
     missing = not_ready(definition, root)
     if missing and not preview:
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
-    dataset = read_manifest(folder) if folder and (folder / "dataset.json").is_file() else None
+    dataset = _dataset(folder, verified=not preview) if folder else None
     code = archive.build(Path(job.__file__).parent)
     inputs = {
         "archive": {"sha256": code.sha256, "bytes": len(code.content)},
@@ -128,6 +128,20 @@ def data_volume(definition: StackDefinition) -> str | None:
     """What the node finds on the data volume: nothing (it formats it), or a snapshot's contents (it must not)."""
     disk = definition.storage.data
     return None if disk is None else "snapshot" if disk.snapshot else "blank"
+
+
+def _dataset(folder: Path, *, verified: bool) -> DatasetManifest | None:
+    """What the folder holds, None when it is not prepared: not_ready says so. `verified`: every byte is what it says."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError:
+        return None
+    if verified:
+        try:
+            verify(folder, manifest)
+        except ValueError as error:
+            raise GpufleetError(str(error)) from error
+    return manifest
 
 
 def _quantiles(quantiles: Quantiles) -> list[tuple[str, Decimal]]:

@@ -163,4 +163,4 @@ def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
     return IAMPolicy(json.dumps(policy)).is_action_permitted(action, resource)
 
 
-FakeBucket.get_permission = _get_permission  # type: ignore[method-assign]
+FakeBucket.get_permission = _get_permission  # type: ignore[method-assign, assignment]

@@ -112,6 +112,7 @@ def settings(folder: Path, port: int) -> dict[str, str]:
         "PULUMI_DEBUG_PROVIDERS": f"aws:{port}",
         "PULUMI_DISABLE_AUTOMATIC_PLUGIN_ACQUISITION": "true",
         "PULUMI_SKIP_UPDATE_CHECK": "1",
+        "PULUMI_DEBUG_COMMANDS": "1",  # for --event-log
     }
 
 

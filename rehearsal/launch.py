@@ -12,7 +12,7 @@ from typing import Any
 from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.instance_types import INSTANCE_TYPES
-from moto.ec2.utils import convert_tag_spec
+from moto.ec2.utils import convert_tag_spec, parse_user_data
 from moto.iam.models import iam_backends
 
 FLEET_ROLE = "AWSServiceRoleForEC2Fleet"
@@ -92,6 +92,8 @@ class Launcher:
             version = template.get_version(asked.get("Version") or "$Default")
             for override in config.get("Overrides") or [{}]:
                 spec = {**version.data, **override}
+                if isinstance(spec.get("UserData"), str):  # moto parses it for a template's first version only
+                    spec["UserData"] = parse_user_data(spec["UserData"])
                 interfaces = spec.get("NetworkInterfaces") or [{}]
                 subnets = str(spec.get("SubnetId") or interfaces[0].get("SubnetId") or "")
                 for subnet_id in filter(None, subnets.replace(" ", "").split(",")):

@@ -7,6 +7,7 @@ pulumi/proto/pulumi/provider.proto; methods left out answer UNIMPLEMENTED, which
 # ruff: noqa: N802 - the protocol names the methods
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         return empty_pb2.Empty()
 
     def GetPluginInfo(self, request: Any, context: Any) -> Any:
-        return plugin_pb2.PluginInfo(version="0.0.0")
+        return plugin_pb2.PluginInfo(version=importlib.metadata.version("pulumi-aws"))
 
     def Cancel(self, request: Any, context: Any) -> Any:
         return empty_pb2.Empty()
