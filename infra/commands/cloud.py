@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the lines to paste, and serves until Ctrl-C, the end of a piped standard input, or --timeout."""
     try:
-        from rehearsal import provider, scratch
+        from rehearsal import engine, provider, scratch
         from rehearsal.cloud import Cloud
     except ImportError as error:
         raise GpufleetError(f"the embedded AWS is not installed ({error}): pip install -e '.[rehearsal]'") from error
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         ):
             print("# The embedded AWS answers on this machine only. Paste into another shell:")
             print("unset AWS_PROFILE AWS_SESSION_TOKEN")
-            for name, value in scratch.settings(project, cloud, port).items():
+            for name, value in {**cloud.environment(), **engine.settings(project, port)}.items():
                 print(f"export {name}={shlex.quote(value)}")
             print(f"cd {shlex.quote(str(project))}")
             print("# For example: pulumi stack init tinystories-growth && pulumi preview")

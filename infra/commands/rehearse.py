@@ -1,0 +1,24 @@
+"""`gpufleet rehearse STACK`: the whole run on this machine, against an embedded AWS."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+from infra.errors import GpufleetError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Command-line arguments."""
+    parser.add_argument("stack", metavar="STACK", help="a file of stacks/ without its .yaml, or a path")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when everything held, 1 when a step did not, 130 on Ctrl-C."""
+    try:
+        from rehearsal.rehearse import rehearse
+    except ImportError as error:
+        raise GpufleetError(f"the rehearsal is not installed ({error}): pip install -e '.[job,rehearsal]'") from error
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite end cleans up as Ctrl-C does
+    return rehearse(args.stack)

@@ -1,0 +1,234 @@
+"""`gpufleet rehearse STACK`: a whole run on this machine, from definition file to receipt, against the embedded AWS.
+
+The steps are a user's own, in a user's order, each through the command that a user would type. What only an AWS account
+can do is stood in for by rehearsal.cloud; what only a GPU can do is made small by the definition's `rehearsal` section.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from infra.definition import StackDefinition
+from infra.errors import GpufleetError
+from infra.loader import find, load, project_root, rehearsal_text
+from job import sizing
+from rehearsal import report, scratch
+from rehearsal.cloud import Cloud
+from rehearsal.engine import Engine, Result
+from rehearsal.interruptions import plan
+from rehearsal.node import NodeRunner
+from rehearsal.timeline import Timeline, say
+from rehearsal.watch import Watch
+
+RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
+
+
+class StepFailedError(GpufleetError):
+    """A step of the rehearsal did not hold. Carries which."""
+
+    def __init__(self, step: str, why: str) -> None:
+        self.step = step
+        super().__init__(f"{step}: {why}")
+
+
+@dataclass(kw_only=True, slots=True)
+class Rehearsal:
+    """One rehearsal: where it works, what it works on, and what it has seen."""
+
+    definition: StackDefinition  # the rehearsal's form
+    folder: Path  # rehearsals/<stack>/<run>
+    project: Path  # the scratch project
+    root: Path  # the user's project
+    timeline: Timeline
+    cloud: Cloud
+    engine: Engine
+    runner: NodeRunner
+    watch: Watch | None = None
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
+
+def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str], None] = say) -> int:
+    """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project."""
+    root = root or project_root(Path.cwd())
+    path = find(name_or_path, root)
+    now = datetime.now(UTC)
+    definition = load(path, now=now, rehearsal=True)
+    folder = root / "rehearsals" / definition.name / definition.run.id
+    shutil.rmtree(folder, ignore_errors=True)
+    project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path)})
+    timeline = Timeline(folder / "timeline.jsonl", out=out)
+    out(
+        f"Rehearsal of {definition.name}, run {definition.run.id}: the real program, user-data and job; a stand-in for AWS."
+    )
+    try:
+        with ExitStack() as stack:
+            notice_s = float(definition.interruptions.notice_s)
+            cloud = stack.enter_context(
+                Cloud(project, region=definition.fleet.region, notice_s=notice_s, relaunch_delay_s=RELAUNCH_S)
+            )
+            runner = NodeRunner(cloud, project / "nodes")
+            stack.callback(runner.close)
+            engine = stack.enter_context(
+                Engine.open(project, cloud.environment(), definition.name, say=_logger(project / "engine.log"))
+            )
+            rehearsal = Rehearsal(
+                definition=definition,
+                folder=folder,
+                project=project,
+                root=root,
+                timeline=timeline,
+                cloud=cloud,
+                engine=engine,
+                runner=runner,
+            )
+            out(f"Engine: {engine.name}")
+            try:
+                run_steps(rehearsal, out)
+            except BaseException:
+                report.save_bucket(cloud, project / "bucket")
+                raise
+    except GpufleetError as error:
+        out(f"\nFAILED after {timeline.seconds:.0f} s, at {error}\nEverything it left is in {_shown(project, root)}")
+        return 1
+    except KeyboardInterrupt:
+        shutil.rmtree(project, ignore_errors=True)
+        out("\nStopped. Every process of the rehearsal has ended; its scratch project is removed.")
+        return 130
+    shutil.rmtree(project)
+    return 0
+
+
+def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
+    """The rehearsal itself. Raises StepFailedError at the first thing that does not hold."""
+    before = _git_status(rehearsal.root)
+    name, timeline = rehearsal.name, rehearsal.timeline
+    if not rehearsal.definition.storage.dataset.startswith("s3://"):
+        with step(rehearsal, "prepare"):
+            timeline.add("prepared", _last_line(command(rehearsal, "prepare", name)))
+    with step(rehearsal, "doctor --pin"):
+        said = command(rehearsal, "doctor", name, "--pin")
+        for line in said.splitlines():
+            if line.split()[:1] in (["pinned"], ["warning"], ["problem"]):
+                out(f"        {line.strip()}")
+    with step(rehearsal, "cost"):
+        (rehearsal.folder / "bill.json").write_text(command(rehearsal, "cost", name, "--json"), encoding="utf-8")
+    with step(rehearsal, "preview"):
+        previewed = _ok(rehearsal.engine.preview())
+        out(previewed.diagnostics.rstrip())
+    with step(rehearsal, "up"):
+        created = _ok(rehearsal.engine.up())
+        timeline.add("up", f"up: {_changes(created)}")
+    with step(rehearsal, "the run"):
+        _follow(rehearsal)
+    with step(rehearsal, "results"):
+        command(rehearsal, "results", name, "--to", str(rehearsal.folder / "results"))
+        timeline.add("results", "results downloaded")
+        checks = report.checks(rehearsal)
+    with step(rehearsal, "destroy"):
+        destroyed = _ok(rehearsal.engine.destroy())
+        timeline.add("destroy", f"destroy: {_changes(destroyed)}")
+    with step(rehearsal, "sweep"):
+        swept = command(rehearsal, "sweep", name)
+        left = report.leftovers(rehearsal)
+    with step(rehearsal, "git status"):
+        if _git_status(rehearsal.root) != before:
+            raise GpufleetError(f"`git status` has changed:\n{_git_status(rehearsal.root)}")
+    with step(rehearsal, "report"):
+        report.write(rehearsal, out, checks=checks, left=left, swept=swept)
+
+
+@contextmanager
+def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
+    """Names the step in whatever goes wrong in it, and keeps how long it took."""
+    began = rehearsal.timeline.seconds
+    try:
+        yield
+    except (GpufleetError, RuntimeError, OSError, ValueError, KeyError) as error:
+        why = str(error) if isinstance(error, GpufleetError) else f"{type(error).__name__}: {error}"
+        rehearsal.timeline.add("failed", f"{name} failed", quiet=True, why=why)
+        raise StepFailedError(name, why) from error
+    took = rehearsal.timeline.seconds - began
+    rehearsal.timeline.add(
+        "step", f"{name} took {took:.1f} s", quiet=True, step=name, began=round(began, 3), seconds=round(took, 3)
+    )
+
+
+def command(rehearsal: Rehearsal, *words: str) -> str:
+    """Runs `gpufleet WORDS` in the scratch project as a user would; its standard output. Raises when it says no."""
+    done = subprocess.run(
+        [sys.executable, "-m", "infra.cli", *words],
+        cwd=rehearsal.project,
+        env=scratch.environment(rehearsal.cloud.environment()),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    with (rehearsal.project / "commands.log").open("a", encoding="utf-8") as log:
+        log.write(f"$ gpufleet {' '.join(words)}\n{done.stdout}{done.stderr}")
+    if done.returncode:
+        raise GpufleetError(f"gpufleet {' '.join(words)} gave {done.returncode}\n{done.stdout}{done.stderr}".rstrip())
+    return done.stdout
+
+
+def _follow(rehearsal: Rehearsal) -> None:
+    outputs = rehearsal.engine.outputs()
+    definition = rehearsal.definition
+    steps = [phase.steps for phase in sizing.phases(definition.job.parameters)]
+    planned = plan(definition.interruptions, steps)
+    rehearsal.watch = Watch(
+        rehearsal.cloud, rehearsal.runner, rehearsal.timeline, planned, str(outputs["bucket"]), definition.run.id
+    )
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting = pool.submit(command, rehearsal, "wait", rehearsal.name)
+        rehearsal.watch.run(check=lambda: waiting.result() and None if waiting.done() else None)
+    if rehearsal.watch.planned:
+        missed = ", ".join(f"{p.kind} at step {p.step}" for p in rehearsal.watch.planned)
+        raise GpufleetError(f"the run ended before it could be interrupted as planned ({missed})")
+
+
+def _ok(result: Result) -> Result:
+    if not result.ok:
+        raise GpufleetError(result.diagnostics.rstrip() or result.text.rstrip())
+    return result
+
+
+def _changes(result: Result) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(result.changes.items())) or "nothing"
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else "done"
+
+
+def _logger(path: Path) -> Callable[[str], None]:
+    def write(line: str) -> None:
+        with path.open("a", encoding="utf-8") as log:
+            log.write(line + "\n")
+
+    return write
+
+
+def _git_status(root: Path) -> str:
+    """What git says of the user's checkout; empty without one."""
+    try:
+        done = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout
+
+
+def _shown(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)

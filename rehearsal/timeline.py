@@ -1,0 +1,70 @@
+"""What happened in a rehearsal and when: printed as it happens, kept as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+def say(line: str) -> None:
+    """One line of progress, at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """One thing that happened, `t` seconds after the rehearsal began."""
+
+    t: float
+    at: str
+    what: str  # step, launched, boot, training, notice, seen, lost, ended, checkpoint, done ...
+    text: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Timeline:
+    """Moments in order. `log` is written line by line, so that a rehearsal that dies leaves what it saw."""
+
+    def __init__(self, log: Path, *, out: Callable[[str], None] = say) -> None:
+        self._log = log
+        self._out = out
+        self._began = time.monotonic()
+        self._epoch = time.time()
+        self.moments: list[Moment] = []
+
+    def add(self, what: str, text: str, *, at: datetime | None = None, quiet: bool = False, **facts: Any) -> Moment:
+        """Records and prints. `at` for what was learned later than it happened."""
+        t = time.monotonic() - self._began if at is None else at.timestamp() - self._epoch
+        when = at or datetime.now(UTC)
+        moment = Moment(t=round(t, 3), at=when.isoformat(timespec="milliseconds"), what=what, text=text, facts=facts)
+        self.moments.append(moment)
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(asdict(moment)) + "\n")
+        if not quiet:
+            self._out(f"{clock(t)}  {text}")
+        return moment
+
+    def of(self, *kinds: str) -> list[Moment]:
+        """The moments of these kinds, in time order."""
+        return sorted((m for m in self.moments if m.what in kinds), key=lambda m: m.t)
+
+    @property
+    def seconds(self) -> float:
+        """Since the rehearsal began."""
+        return time.monotonic() - self._began
+
+    def since_began(self, epoch_s: float) -> float:
+        """A wall-clock time as seconds after the beginning."""
+        return epoch_s - self._epoch
+
+
+def clock(seconds: float) -> str:
+    """1:05 for 65 seconds."""
+    return f"{int(seconds) // 60:>3}:{int(seconds) % 60:02}"

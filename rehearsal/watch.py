@@ -1,0 +1,231 @@
+"""Follows a run from outside while it trains, and interrupts it as planned.
+
+Looks where a person could: the fleet, the nodes' own logs and metrics, the bucket. Drives nothing but interruptions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infra.errors import GpufleetError
+from rehearsal.cloud import Cloud
+from rehearsal.imds import NOTICE_PATHS
+from rehearsal.interruptions import Planned
+from rehearsal.launch import Instance
+from rehearsal.node import Node, NodeRunner
+from rehearsal.timeline import Timeline
+
+POLL_S = 0.05
+BUCKET_S = 0.5
+STALLED_S = 150.0  # nothing new for so long: something hangs
+WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # infra/boot/node.sh, local_nvme
+_TOLD = re.compile(r"attempt failed|the run is over|fleet .* at 0|fleet .* deleted|starting the container|timer:")
+_STEP = re.compile(r"^step \d+/\d+ \|")
+
+
+class RunFailedError(GpufleetError):
+    """The run did not do what a run must do."""
+
+
+@dataclass(kw_only=True, slots=True)
+class NodeView:
+    """What has been seen of one node."""
+
+    node: Node
+    number: int
+    lines: int = 0  # of the container's log
+    boot_lines: int = 0
+    metrics: int = 0
+    first_step_at: datetime | None = None
+    first_step: int | None = None
+    last_step: int = 0
+    seen: bool = False  # its supervisor has read the notice
+    ended: bool = False
+    interrupted: Planned | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"node {self.number}"
+
+
+class Watch:
+    """One run, from `up` to its end. `run` returns when the run has ended by itself."""
+
+    def __init__(
+        self, cloud: Cloud, runner: NodeRunner, timeline: Timeline, planned: Sequence[Planned], bucket: str, run_id: str
+    ) -> None:
+        self.cloud = cloud
+        self.runner = runner
+        self.timeline = timeline
+        self.planned = list(planned)
+        self.bucket, self.run_id = bucket, run_id
+        self.views: dict[str, NodeView] = {}
+        self.manifests: set[int] = set()
+        self._s3 = cloud.client("s3")
+        self._news = time.monotonic()
+        self._bucket_at = 0.0
+
+    def run(self, *, check: Callable[[], None] = lambda: None) -> None:
+        """Raises RunFailedError when a node fails, the run hangs, or ends before the last planned interruption."""
+        while not self._over():
+            check()
+            for instance in self.cloud.instances():
+                if instance.id not in self.views and instance.id in self.runner.nodes:
+                    self._launched(instance)
+            for view in self.views.values():
+                self._look(view)
+            self._checkpoints()
+            if time.monotonic() - self._news > STALLED_S:
+                raise RunFailedError(f"nothing new for {STALLED_S:.0f} s; the nodes' logs are in {self.runner.folder}")
+            time.sleep(POLL_S)
+        self._checkpoints(at_once=True)
+
+    def _over(self) -> bool:
+        """Every node has ended and the fleet wants none."""
+        fleets = [f for f in self.cloud.fleets.fleets.values() if f.state != "deleted"]
+        return (
+            bool(self.views) and all(view.ended for view in self.views.values()) and all(f.target == 0 for f in fleets)
+        )
+
+    def _launched(self, instance: Instance) -> None:
+        view = NodeView(node=self.runner.nodes[instance.id], number=len(self.views) + 1)
+        self.views[instance.id] = view
+        self._tell(
+            "launched",
+            f"{view.name}: {instance.type} {instance.id} launched in {instance.zone}",
+            at=instance.launched_at,
+            node=instance.id,
+            zone=instance.zone,
+        )
+
+    def _look(self, view: NodeView) -> None:
+        if view.ended:
+            return
+        instance = view.node.instance
+        over = instance.ended_at is not None
+        self._boot_log(view)
+        self._container_log(view)
+        self._metrics(view)
+        self._notice_seen(view)
+        if over:
+            self._ended(view)
+        elif self.planned and view.first_step is not None and view.last_step >= self.planned[0].step:
+            if view.interrupted is None:
+                self._interrupt(view, self.planned.pop(0))
+        elif (code := view.node.process.poll()) is not None and not over:
+            time.sleep(0.3)  # a shutdown is passed on within a moment
+            if view.node.instance.ended_at is None:
+                raise RunFailedError(f"{view.name}: the node script ended with {code} and left its machine running")
+
+    def _interrupt(self, view: NodeView, planned: Planned) -> None:
+        view.interrupted = planned
+        instance = view.node.instance
+        where = f"at step {view.last_step}"
+        if planned.kind == "notice":
+            self.cloud.interrupt(instance.id)
+            seconds = self.cloud.fleets.notice_s
+            self._tell(
+                "notice",
+                f"{view.name}: AWS will take it back in {seconds:.0f} s ({where})",
+                node=instance.id,
+                step=view.last_step,
+            )
+        else:
+            self.cloud.kill(instance.id)
+            self._tell("loss", f"{view.name}: lost without notice ({where})", node=instance.id, step=view.last_step)
+
+    def _notice_seen(self, view: NodeView) -> None:
+        instance = view.node.instance
+        if view.seen or view.interrupted is None or instance.notice_at is None:
+            return
+        path = f"/latest/meta-data/{NOTICE_PATHS[0]}"
+        for at, asked, status in self.cloud.metadata(instance.id).requests:
+            if asked == path and status == 200 and at >= instance.notice_at:
+                view.seen = True
+                after = (at - instance.notice_at).total_seconds()
+                self._tell(
+                    "seen", f"{view.name}: notice seen after {after:.1f} s", at=at, node=instance.id, seconds=after
+                )
+                return
+
+    def _ended(self, view: NodeView) -> None:
+        view.ended = True
+        instance = view.node.instance
+        assert instance.ended_at is not None
+        why = {"notice": "taken back by AWS", "loss": "gone"}.get(
+            view.interrupted.kind if view.interrupted else "", "shut itself down"
+        )
+        self._tell("ended", f"{view.name}: {why}, last step {view.last_step}", at=instance.ended_at, node=instance.id)
+
+    def _boot_log(self, view: NodeView) -> None:
+        for line in _new(view.node.log, view.boot_lines):
+            view.boot_lines += 1
+            said = line.partition(" ")[2]
+            if "attempt failed" in said:
+                view.problems.append(said)
+            if _TOLD.search(said):
+                self._tell("boot", f"{view.name}: {said}", node=view.node.instance.id)
+
+    def _container_log(self, view: NodeView) -> None:
+        for line in _new(view.node.container_log, view.lines):
+            view.lines += 1
+            self._news = time.monotonic()
+            if _STEP.match(line):
+                self._tell("step", line, quiet=False, node=view.node.instance.id)
+
+    def _metrics(self, view: NodeView) -> None:
+        for folder in WORK_FOLDERS:
+            path = view.node.root / folder / "metrics.jsonl"
+            for line in _new(path, view.metrics):
+                view.metrics += 1
+                try:
+                    entry: dict[str, Any] = json.loads(line)
+                except ValueError:
+                    continue
+                self._logged_step(view, entry)
+
+    def _logged_step(self, view: NodeView, entry: dict[str, Any]) -> None:
+        at = datetime.fromtimestamp(float(entry.get("ts", 0)), UTC)
+        if at < view.node.instance.launched_at or "step" not in entry:
+            return  # an earlier node's, downloaded to go on from
+        step = int(entry["step"])
+        view.last_step = max(view.last_step, step)
+        if view.first_step is None:
+            view.first_step, view.first_step_at = step, at
+            after = (at - view.node.instance.launched_at).total_seconds()
+            text = f"{view.name}: trains, first logged step {step}, {after:.1f} s after its launch"
+            self._tell("training", text, at=at, node=view.node.instance.id, step=step, seconds=after)
+
+    def _checkpoints(self, *, at_once: bool = False) -> None:
+        if not at_once and time.monotonic() - self._bucket_at < BUCKET_S:
+            return
+        self._bucket_at = time.monotonic()
+        listed = self._s3.list_objects_v2(Bucket=self.bucket, Prefix=f"{self.run_id}/ckpt/").get("Contents", [])
+        for entry in listed:
+            match = re.search(r"/step_(\d+)/manifest\.json$", entry["Key"])
+            if match and int(match[1]) not in self.manifests:
+                self.manifests.add(int(match[1]))
+                self._tell(
+                    "checkpoint", f"checkpoint of step {int(match[1])} published", quiet=True, step=int(match[1])
+                )
+
+    def _tell(self, what: str, text: str, **facts: Any) -> None:
+        self._news = time.monotonic()
+        self.timeline.add(what, text, **facts)
+
+
+def _new(path: Path, known: int) -> list[str]:
+    """Complete lines after the first `known`."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    return text[: text.rfind("\n") + 1].splitlines()[known:]

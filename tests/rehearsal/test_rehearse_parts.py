@@ -1,0 +1,90 @@
+"""What a rehearsal is made of: the plan of interruptions, the timeline, the scratch project, the picture."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from infra.definition import Interruptions
+from rehearsal import picture, scratch
+from rehearsal.interruptions import plan
+from rehearsal.timeline import Timeline, clock
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_interruptions_fall_inside_the_run_after_the_first_phase_and_apart(seed: int) -> None:
+    planned = plan(Interruptions(seed=seed, with_notice=2, without_notice=1), [30, 30, 30])
+    steps = [p.step for p in planned]
+    assert [p.kind for p in planned] == ["notice", "notice", "loss"]
+    assert steps == sorted(steps)
+    assert all(after - before >= 10 for before, after in itertools.pairwise(steps))
+    assert steps[0] > 30
+    assert steps[-1] <= 90 - 6
+
+
+def test_the_seed_fixes_the_schedule() -> None:
+    first, same, other = (plan(Interruptions(seed=seed), [30, 30, 30]) for seed in (7, 7, 8))
+    assert first == same != other
+
+
+def test_a_run_of_one_phase_is_interrupted_too() -> None:
+    assert 20 <= plan(Interruptions(with_notice=1, without_notice=0), [100])[0].step <= 60
+
+
+def test_no_interruptions_are_none() -> None:
+    assert plan(Interruptions(with_notice=0, without_notice=0), [30, 30]) == ()
+
+
+def test_the_timeline_is_on_disk_as_it_grows(tmp_path: Path) -> None:
+    printed: list[str] = []
+    timeline = Timeline(tmp_path / "timeline.jsonl", out=printed.append)
+    now = datetime.now().astimezone()
+    timeline.add("notice", "node 1: AWS will take it back", node="i-1")
+    timeline.add("seen", "seen", at=now + timedelta(seconds=65), quiet=True, seconds=1.5)
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [(line["what"], line["facts"]) for line in lines] == [
+        ("notice", {"node": "i-1"}),
+        ("seen", {"seconds": 1.5}),
+    ]
+    assert lines[1]["t"] == pytest.approx(65, abs=2)
+    assert printed == ["  0:00  node 1: AWS will take it back"]
+    assert [moment.what for moment in timeline.of("seen", "notice")] == ["notice", "seen"]
+
+
+def test_a_clock_reads_minutes_and_seconds() -> None:
+    assert clock(65.9) == "  1:05"
+
+
+def test_a_scratch_project_takes_nothing_of_the_users_aws_or_pulumi_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    monkeypatch.setenv("PULUMI_ACCESS_TOKEN", "pul-1")
+    monkeypatch.setenv("GPUFLEET_REGISTRY_ENDPOINT", "https://elsewhere")
+    monkeypatch.setenv("EDITOR", "ed")
+    environment = scratch.environment({"AWS_ACCESS_KEY_ID": "dummy"})
+    assert environment["AWS_ACCESS_KEY_ID"] == "dummy"
+    assert environment["EDITOR"] == "ed"
+    assert not {"AWS_PROFILE", "PULUMI_ACCESS_TOKEN", "GPUFLEET_REGISTRY_ENDPOINT"} & set(environment)
+    project = scratch.make(tmp_path / "project", {"a": "run: {}\n"})
+    assert (project / "stacks" / "a.yaml").read_text() == "run: {}\n"
+    assert (project / "Pulumi.yaml").is_file()
+
+
+def test_the_picture_can_be_drawn_of_a_run_without_interruptions_or_losses(tmp_path: Path) -> None:
+    target = tmp_path / "loss.png"
+    lane = picture.Lane(name="node 1", launched=1, trains=None, notice=None, ended=5, how="done")
+    picture.draw(
+        target,
+        title="a run",
+        metrics=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": None, "val_loss": 1.5}],
+        phases=[picture.Phase(name="dense", first=1, last=2), picture.Phase(name="moe", first=3, last=4)],
+        marks=[],
+        lanes=[lane],
+        checkpoints=[],
+    )
+    assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
