@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra import checks
+from infra.boot import user_data
 from infra.definition import Interruptions, StackDefinition
 from infra.errors import DefinitionError, GpufleetError, Problem
+from infra.run_guard import timer_seconds
 from infra.schema import SECTIONS, Findings, build, check_keys
 from infra.yaml_tree import Mapping, Node, Scalar, UnreadableError, at, decode, dump, merge, read
 
@@ -182,6 +184,25 @@ def _definition(
         name=path.stem, source=path, purpose=_purpose(text), interruptions=interruptions, **parts
     )
     return definition, findings.problems
+
+
+def _user_data(definition: StackDefinition, findings: Findings) -> None:
+    """The node's script must fit EC2's limit with this file's values."""
+    if findings.bad & {"run.id", "job.image", "fleet.region", "limits.max_hours"}:
+        return
+    disk = definition.storage.data
+    try:
+        user_data.check_size(
+            stack=definition.name,
+            run_id=definition.run.id,
+            region=definition.fleet.region,
+            image=definition.job.image,
+            timer_seconds=timer_seconds(definition),
+            data_volume=None if disk is None else "snapshot" if disk.snapshot else "blank",
+        )
+    except DefinitionError as error:
+        for problem in error.problems:
+            findings.add(problem.path, problem.allowed, problem.hint)
 
 
 def _catalog() -> Catalog:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import boto3
@@ -16,12 +18,20 @@ from infra.errors import AwsRefused
 
 STACK_TAG, RUN_TAG = "gpufleet:stack", "gpufleet:run"
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
-# Services with one endpoint for all regions: botocore finds it from any region.
 _CONFIG = Config(
     connect_timeout=5,
     read_timeout=60,
     retries={"mode": "standard", "total_max_attempts": 4},
     user_agent_extra="gpufleet",
+)
+# What decides who we are; the rest of the environment is read for each client.
+_IDENTITY = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_PROFILE",
+    "AWS_CONFIG_FILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
 )
 _DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError", "403")
 _BAD_KEYS = (
@@ -37,8 +47,14 @@ _BAD_KEYS = (
 
 
 def client(service: str, region: str) -> Any:
-    """A boto3 client with bounded waits. Reads AWS_ENDPOINT_URL, which is how a rehearsal stands in for AWS."""
-    return boto3.client(service, region_name=region, config=_CONFIG)
+    """A boto3 client with bounded waits. The environment counts as it is now: AWS_ENDPOINT_URL too."""
+    return _session(*map(os.environ.get, _IDENTITY)).client(service, region_name=region, config=_CONFIG)
+
+
+@cache
+def _session(*identity: str | None) -> boto3.session.Session:
+    """A session per identity: it caches credentials for good, and reading a service's description takes time."""
+    return boto3.session.Session()
 
 
 def refusal(error: Exception) -> AwsRefused | None:
@@ -54,7 +70,7 @@ def refusal(error: Exception) -> AwsRefused | None:
         error, exceptions.TokenRetrievalError | exceptions.SSOTokenLoadError | exceptions.UnauthorizedSSOTokenError
     ):
         return AwsRefused(f"the sign-in has expired ({error}). Run `aws sso login`.")
-    if isinstance(error, exceptions.EndpointConnectionError | exceptions.HTTPClientError):
+    if isinstance(error, exceptions.ConnectionError | exceptions.HTTPClientError):
         return AwsRefused(
             f"AWS cannot be reached ({error}). Check the network, a proxy (HTTPS_PROXY), and AWS_ENDPOINT_URL: "
             "it must be unset for real AWS, and `gpufleet cloud` must be running where it is set."

@@ -94,7 +94,8 @@ class Reader:
             startTime=self.since_ms,
         )
         for event in sorted(events, key=lambda event: int(event["timestamp"])):
-            if event["eventId"] in self.seen:
+            # The service applies the prefix; stand-ins of it may not.
+            if event["eventId"] in self.seen or not event["logStreamName"].startswith(f"{self.definition.run.id}/"):
                 continue
             self.seen.add(event["eventId"])
             # Events of several nodes arrive late and out of order, so each poll looks a minute back.

@@ -1,4 +1,4 @@
-"""`gpufleet sweep`: what of a stack is still in the account, what it costs, and what of it was asked for. Deletes nothing.
+"""`gpufleet sweep`: what of a stack is still in the account, what it costs, what of it was asked for. Deletes nothing.
 
 Tags alone are not enough: the disks of spot nodes in a maintained fleet cannot be tagged from the template, so the
 sweep walks from instances to their disks too. It looks in the definition's region.

@@ -55,6 +55,12 @@ def test_a_file_that_cannot_be_read_says_where_and_why(tmp_path: Path, raw: byte
     assert words in str(caught.value)
 
 
+def test_a_node_script_over_ec2s_limit_is_a_problem_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.boot.user_data._body", lambda: "#" * 16_384)
+    with pytest.raises(DefinitionError, match=r"line 11, job.image: .* what fits user-data of 16384 bytes"):
+        load(SHIPPED, now=NOW)
+
+
 def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(GpufleetError, match=r"cannot be read: No such file"):
         load(tmp_path / "nothing.yaml", now=NOW)

@@ -1,0 +1,123 @@
+"""What the tests of the commands stand on: an embedded AWS that stands still, a project, a stack declared by hand."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.definition import StackDefinition
+from infra.loader import load, pin
+from rehearsal.account import AMI_PARAMETERS, ami_id
+from rehearsal.clock import ManualClock
+from rehearsal.cloud import Cloud
+from rehearsal.registry import digest
+
+NAME, RUN = "small-growth", "r1"
+TAGS = {"gpufleet:stack": NAME, "gpufleet:run": RUN, "gpufleet:owner": "you"}
+AMI = next(iter(AMI_PARAMETERS))
+DEFINITION = f"""\
+# A small growth. Bound: one hour.
+run: {{id: {RUN}, owner: you}}
+job: {{experiment: tinystories-growth, image: public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023}}
+fleet:
+  region: us-east-2
+  zones: [us-east-2a, us-east-2b]
+  instance_types: [g5.2xlarge]
+  ami: unpinned  # doctor writes it
+storage: {{dataset: s3://elsewhere/tokens}}
+limits: {{max_usd: 3.00, max_hours: 1}}
+"""
+
+
+def project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with one stack, and the current directory in it; returns the definition file."""
+    stacks = folder / "project" / "stacks"
+    stacks.mkdir(parents=True)
+    path = stacks / f"{NAME}.yaml"
+    path.write_text(DEFINITION)
+    monkeypatch.chdir(stacks.parent)
+    return path
+
+
+def pinned(path: Path) -> Path:
+    """The file as `doctor --pin` leaves it."""
+    tag = definition(path).job.image
+    name, _, version = tag.partition("/")[2].partition(":")
+    pin(path, ami=ami_id("us-east-2", AMI), image=f"{tag}@{digest(name, version)}")
+    return path
+
+
+def definition(path: Path) -> StackDefinition:
+    return load(path, now=datetime(2026, 11, 21, tzinfo=UTC))
+
+
+@contextmanager
+def account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    """An embedded AWS, and the environment that makes it everybody's AWS."""
+    with Cloud(folder / "cloud", clock=ManualClock()) as cloud:
+        for name, value in cloud.environment().items():
+            monkeypatch.setenv(name, value)
+        yield cloud
+
+
+def declare_fleet(cloud: Cloud, run: str = RUN) -> str:
+    """VPC, template and fleet with the stack's tags; nothing launches before the next tick."""
+    ec2 = cloud.client("ec2")
+    tags = [{"Key": key, "Value": value} for key, value in {**TAGS, "gpufleet:run": run}.items()]
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=[{"ResourceType": "vpc", "Tags": tags}])
+    vpc_id = vpc["Vpc"]["VpcId"]
+    subnet = ec2.create_subnet(VpcId=vpc_id, CidrBlock="10.0.0.0/24", AvailabilityZone="us-east-2a")
+    data = {
+        "ImageId": ami_id(cloud.region, AMI),
+        "UserData": base64.b64encode(b"#!/bin/bash\n").decode(),
+        "InstanceInitiatedShutdownBehavior": "terminate",
+        "TagSpecifications": [{"ResourceType": kind, "Tags": tags} for kind in ("instance", "network-interface")],
+        "BlockDeviceMappings": [
+            {
+                "DeviceName": "/dev/xvda",
+                "Ebs": {"VolumeSize": 100, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True},
+            }
+        ],
+    }
+    template = ec2.create_launch_template(
+        LaunchTemplateName=f"gpufleet-{NAME}-{run}",
+        LaunchTemplateData=data,
+        TagSpecifications=[{"ResourceType": "launch-template", "Tags": tags}],
+    )["LaunchTemplate"]["LaunchTemplateId"]
+    made = ec2.create_fleet(
+        Type="maintain",
+        TargetCapacitySpecification={"TotalTargetCapacity": 1, "DefaultTargetCapacityType": "spot"},
+        SpotOptions={"AllocationStrategy": "price-capacity-optimized"},
+        ExcessCapacityTerminationPolicy="termination",
+        ValidUntil=datetime(2026, 11, 23, tzinfo=UTC),
+        LaunchTemplateConfigs=[
+            {
+                "LaunchTemplateSpecification": {"LaunchTemplateId": template, "Version": "1"},
+                "Overrides": [{"InstanceType": "g5.2xlarge", "SubnetId": subnet["Subnet"]["SubnetId"]}],
+            }
+        ],
+        TagSpecifications=[{"ResourceType": "fleet", "Tags": tags}],
+    )
+    return str(made["FleetId"])
+
+
+def declare_bucket(cloud: Cloud, suffix: str = "0a1b2c3") -> str:
+    """The stack's bucket."""
+    s3, name = cloud.client("s3"), f"gpufleet-{NAME}-{suffix}"
+    s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": cloud.region})
+    tags = [{"Key": key, "Value": value} for key, value in TAGS.items()]
+    s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": tags})
+    return name
+
+
+def put(cloud: Cloud, bucket: str, name: str, content: Any, run: str = RUN) -> None:
+    """An object of the run; anything but bytes as JSON."""
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    cloud.client("s3").put_object(Bucket=bucket, Key=f"{run}/{name}", Body=body)

@@ -1,0 +1,134 @@
+"""The command line: every command is wired, nothing is imported that a command does not need, errors are sentences."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import botocore.exceptions
+import pytest
+from botocore.config import Config
+
+from infra import cli
+from infra.commands import aws
+from infra.errors import AwsRefused
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for name in cli.COMMANDS:
+        assert f"\n    {name} " in said
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_exists_and_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: gpufleet {name}" in capsys.readouterr().out
+    assert callable(importlib.import_module(f"infra.commands.{name}").run)
+
+
+def test_no_command_at_all_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: gpufleet" in capsys.readouterr().out
+
+
+def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["costs"])
+    assert ended.value.code == 2
+    assert "cost" in capsys.readouterr().err
+
+
+def test_a_wrong_stack_is_a_sentence_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT / "infra")
+    assert cli.main(["status", "tinystories-grow"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("gpufleet: there is no stack 'tinystories-grow'")
+    assert "Nearest: tinystories-growth." in said.err
+
+
+def test_a_wrong_definition_is_reported_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("run: {id: R}\n")
+    assert cli.main(["status", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "problems, nothing was declared" in said
+    assert "line 1, run.id: 'R' is not accepted" in said
+    assert "Traceback" not in said
+
+
+def test_looking_for_help_loads_neither_aws_nor_the_engine_nor_torch() -> None:
+    program = (
+        "import sys, infra.cli, infra.loader\n"
+        "infra.cli._parser(None, None).format_help()\n"
+        "print([name for name in ('boto3', 'botocore', 'pulumi', 'torch', 'moto', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
+
+
+def client_error(code: str, message: str = "the message.") -> botocore.exceptions.ClientError:
+    return botocore.exceptions.ClientError({"Error": {"Code": code, "Message": message}}, "DescribeFleets")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (botocore.exceptions.NoCredentialsError(), "aws configure"),
+        (botocore.exceptions.ProfileNotFound(profile="x"), "list-profiles"),
+        (botocore.exceptions.SSOTokenLoadError(error_msg="gone"), "aws sso login"),
+        (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), "cannot be reached"),
+        (botocore.exceptions.ConnectTimeoutError(endpoint_url="http://x"), "cannot be reached"),
+        (client_error("UnauthorizedOperation"), "does not let you call DescribeFleets: the message."),
+        (client_error("AccessDenied"), "does not let you call"),
+        (client_error("ExpiredToken"), "aws sso login"),
+        (client_error("AuthFailure"), "AWS_PROFILE"),
+        (client_error("Throttling"), "AWS answered Throttling to DescribeFleets"),
+    ],
+)
+def test_every_refusal_by_aws_says_what_to_do(error: Exception, words: str) -> None:
+    refused = aws.refusal(error)
+    assert isinstance(refused, AwsRefused)
+    assert words in str(refused)
+
+
+def test_a_mistake_of_our_own_is_not_blamed_on_aws() -> None:
+    assert aws.refusal(botocore.exceptions.ParamValidationError(report="x")) is None
+    assert aws.refusal(KeyError("x")) is None
+
+
+def test_no_credentials_end_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["status", "tinystories-growth"]) == 2
+    assert capsys.readouterr().err.startswith("gpufleet: there are no AWS credentials. Run `aws configure sso`")
+
+
+def test_an_endpoint_that_is_not_there_ends_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(aws, "_CONFIG", aws._CONFIG.merge(Config(retries={"total_max_attempts": 1})))
+    assert cli.main(["status", "tinystories-growth"]) == 2
+    assert "`gpufleet cloud` must be running where it is set" in capsys.readouterr().err

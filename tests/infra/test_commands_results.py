@@ -1,0 +1,195 @@
+"""`gpufleet results` and `sweep`: what a run left, on disk and on the bill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands_world import TAGS, account, declare_bucket, declare_fleet, definition, project, put
+
+from infra.cli import main
+from infra.commands import aws, sweep
+from infra.definition import StackDefinition
+from rehearsal.cloud import Cloud
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return project(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def stack(path: Path) -> StackDefinition:
+    return definition(path)
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    with account(tmp_path, monkeypatch) as cloud:
+        yield cloud
+
+
+# results -------------------------------------------------------------------------------------------------------------
+
+
+def finished(cloud: Cloud, run: str = "r1") -> str:
+    bucket = declare_bucket(cloud)
+    files: dict[str, Any] = {
+        "results.json": {"loss": 2.5},
+        "receipt.json": {"usd": "0.42"},
+        "metrics.jsonl": b"{}\n",
+        "final/model.safetensors": b"m" * 5000,
+        "exports/phase1_end/model.safetensors": b"e" * 3000,
+        "ckpt/step_00000100/model.pt": b"c" * 9000,
+        "heartbeat/i-1.jsonl": b"{}\n",
+    }
+    for name, content in files.items():
+        put(cloud, bucket, name, content, run)
+    return bucket
+
+
+def downloaded(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def test_results_brings_everything_but_checkpoints(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished(cloud)
+    assert main(["results", "small-growth"]) == 0
+    folder = path.parents[1] / "results" / "small-growth" / "r1"
+    assert downloaded(folder) == [
+        "exports/phase1_end/model.safetensors",
+        "final/model.safetensors",
+        "heartbeat/i-1.jsonl",
+        "metrics.jsonl",
+        "receipt.json",
+        "results.json",
+    ]
+    assert (folder / "final" / "model.safetensors").read_bytes() == b"m" * 5000
+    assert "6 files, 8.0 kB; transfer out of AWS costs about $0.00" in capsys.readouterr().out
+
+
+def test_a_second_download_leaves_the_models_alone(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished(cloud)
+    main(["results", "small-growth"])
+    capsys.readouterr()
+    assert main(["results", "small-growth"]) == 0
+    assert "safetensors" not in capsys.readouterr().out
+
+
+def test_light_leaves_the_models_in_the_bucket(cloud: Cloud, path: Path, tmp_path: Path) -> None:
+    finished(cloud)
+    assert main(["results", "small-growth", "--light", "--to", str(tmp_path / "out")]) == 0
+    assert downloaded(tmp_path / "out") == ["heartbeat/i-1.jsonl", "metrics.jsonl", "receipt.json", "results.json"]
+
+
+def test_an_earlier_run_can_be_named(cloud: Cloud, path: Path) -> None:
+    finished(cloud, run="r0")
+    assert main(["results", "small-growth"]) == 2
+    assert main(["results", "small-growth", "--run", "r0"]) == 0
+    assert (path.parents[1] / "results" / "small-growth" / "r0" / "results.json").is_file()
+
+
+def test_a_run_without_receipt_is_downloaded_but_not_complete(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(cloud, declare_bucket(cloud), "metrics.jsonl", b"{}\n")
+    assert main(["results", "small-growth"]) == 1
+    assert "no results.json and no receipt.json: it is not done" in capsys.readouterr().out
+
+
+def test_no_object_can_be_written_outside_the_folder(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(cloud, finished(cloud), "../../../evil", b"x")
+    assert main(["results", "small-growth"]) == 2
+    assert "unsafe name '../../../evil'" in capsys.readouterr().err
+    assert not list(path.parents[1].rglob("evil"))
+
+
+# sweep ---------------------------------------------------------------------------------------------------------------
+
+
+def left(stack: StackDefinition) -> dict[str, sweep.Left]:
+    return {found.kind: found for found in sweep.look(stack, aws.client)}
+
+
+def test_sweep_of_an_empty_account_finds_nothing(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "small-growth"]) == 0
+    assert capsys.readouterr().out == "small-growth in us-east-2: nothing billable is left over.\n"
+
+
+def test_sweep_walks_from_a_running_node_to_its_untagged_disk(
+    cloud: Cloud, stack: StackDefinition, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare_fleet(cloud)
+    cloud.tick()
+    found = left(stack)
+    assert {"fleet", "instance", "volume", "network interface", "launch template", "VPC"} <= set(found)
+    assert found["volume"].usd_per_month == Decimal("8.00")
+    assert found["instance"].usd_per_month >= Decimal("1.212") * 730
+    assert main(["sweep", "small-growth"]) == 1
+    said = capsys.readouterr().out
+    assert "Billed, and nobody asked for it:" in said
+    assert "aws ec2 terminate-instances --instance-ids i-" in said
+    assert "it can launch a node at any time" in said
+
+
+def test_sweep_finds_a_node_by_its_fleet_when_its_own_tags_are_gone(cloud: Cloud, stack: StackDefinition) -> None:
+    declare_fleet(cloud)
+    cloud.tick()
+    (node,) = cloud.instances()
+    cloud.client("ec2").delete_tags(Resources=[node.id], Tags=[{"Key": key} for key in TAGS])
+    assert left(stack)["instance"].id == node.id
+
+
+def test_a_kept_bucket_is_no_leftover_and_shows_its_price(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished(cloud)
+    assert main(["sweep", "small-growth"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Kept on purpose (storage.keep of small-growth.yaml):")
+    assert "7 objects, 0.000 GB, expiring after 30 days" in said
+    path.write_text(path.read_text().replace("tokens}", "tokens, keep: {bucket: false}}"))
+    assert main(["sweep", "small-growth"]) == 1
+    assert "aws s3 rb --force s3://gpufleet-small-growth-0a1b2c3" in capsys.readouterr().out
+
+
+def test_a_bucket_of_another_stack_with_a_like_name_is_not_ours(cloud: Cloud, stack: StackDefinition) -> None:
+    s3 = cloud.client("s3")
+    name = "gpufleet-small-growth-two-0a1b2c3"
+    s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": cloud.region})
+    assert left(stack) == {}
+    s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": [{"Key": "gpufleet:stack", "Value": "small-growth-two"}]})
+    assert left(stack) == {}
+
+
+def test_a_loose_disk_like_ours_is_shown_but_not_claimed(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ec2 = cloud.client("ec2")
+    make = {"VolumeType": "gp3", "Iops": 3000, "Throughput": 125, "AvailabilityZone": "us-east-2a"}
+    volume = ec2.create_volume(Size=100, **make)["VolumeId"]
+    other = ec2.create_volume(Size=101, **make)["VolumeId"]
+    assert main(["sweep", "small-growth"]) == 0
+    said = capsys.readouterr().out
+    assert "Perhaps ours: no tag says so:" in said
+    assert volume in said
+    assert other not in said
+
+
+def test_after_the_fleet_is_deleted_only_what_is_free_remains(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet = declare_fleet(cloud)
+    cloud.tick()
+    cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)
+    cloud.tick()
+    found = left(stack)
+    assert {"fleet", "instance", "volume"} & set(found) == set()
+    assert all(not one.usd_per_month for one in found.values())

@@ -1,0 +1,158 @@
+"""`gpufleet status` and `logs`: what they say of a run that is up, over, or has not begun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from commands_world import TAGS, account, declare_bucket, declare_fleet, definition, project, put
+
+from infra.cli import main
+from infra.commands import aws, status
+from infra.commands.logs import Reader
+from infra.definition import StackDefinition
+from rehearsal.cloud import Cloud
+
+NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
+BEAT = b'{"ts":"2026-11-21T12:00:00Z","step":1}\n' * 200 + (
+    b'{"ts":"2026-11-21T12:08:00Z","step":120,"phase":"moe","spent_usd":0.42,"loss":2.5,"tok_s":51072}\n{"ts": torn'
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return project(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def stack(path: Path) -> StackDefinition:
+    return definition(path)
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    with account(tmp_path, monkeypatch) as cloud:
+        yield cloud
+
+
+def stated(stack: StackDefinition) -> dict[str, str]:
+    """The report's lines by their first word; the last of each."""
+    lines = status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW)
+    return {line[:12].strip(): line[12:] for line in lines}
+
+
+# status --------------------------------------------------------------------------------------------------------------
+
+
+def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet, bucket = declare_fleet(cloud), declare_bucket(cloud)
+    cloud.tick()
+    (node,) = cloud.instances()
+    put(cloud, bucket, f"heartbeat/{node.id}.jsonl", BEAT)
+    put(cloud, bucket, f"attempts/{node.id}.json", {"instance": node.id, "type": "g5.2xlarge", "booted_at": "12:00"})
+    for step in (100, 90):
+        put(cloud, bucket, f"ckpt/step_{step:08d}/manifest.json", {})
+        put(cloud, bucket, f"ckpt/step_{step:08d}/model.pt", b"x")
+    put(cloud, bucket, "ckpt/step_00000110/model.pt", b"not published")
+    put(cloud, bucket, "best.json", {"step": 90})
+    told = stated(stack)
+    assert told["fleet"].startswith(f"{fleet}, active, wants 1 node, ends at the latest 2026-11-23 00:00 UTC")
+    assert told["node"].startswith(f"{node.id}, g5.2xlarge spot in us-east-2a, running since 2026-11-21")
+    assert told["attempt"].endswith("running")
+    assert told["heartbeat"] == "2026-11-21T12:08:00Z, 120 s ago"
+    assert told["progress"] == "phase moe, step 120, loss 2.5, 51072 tokens/s"
+    assert told["spent"] == "$0.4200 of $3.00"
+    assert told["checkpoint"] == "steps 90, 100, best 90"
+    assert "done" not in told
+
+
+def test_status_says_when_the_heartbeat_has_stopped(cloud: Cloud, stack: StackDefinition) -> None:
+    put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", b'{"ts":"2026-11-21T12:00:00Z"}\n')
+    assert "that is more than 5 intervals of 60 s: see `gpufleet logs small-growth`" in stated(stack)[""]
+
+
+def test_status_of_a_run_that_is_done_says_what_comes_next(cloud: Cloud, stack: StackDefinition) -> None:
+    bucket = declare_bucket(cloud)
+    put(cloud, bucket, "heartbeat/i-1.jsonl", b'{"ts":"2026-11-21T12:00:00Z"}\n')
+    put(cloud, bucket, "done.json", {"reason": "max_usd", "detail": "$2.98 spent", "at": "2026-11-21T12:01:00Z"})
+    told = stated(stack)
+    assert told["fleet"].startswith("none")
+    assert told["done"] == "max_usd, 2026-11-21T12:01:00Z. $2.98 spent"
+    assert told["next"].startswith("gpufleet results small-growth")
+    assert "" not in told
+
+
+def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "small-growth"]) == 2
+    assert (
+        capsys.readouterr().err == "gpufleet: there is no run r1 of small-growth in us-east-2: run `pulumi up` first.\n"
+    )
+
+
+# logs ----------------------------------------------------------------------------------------------------------------
+
+
+def log_group(cloud: Cloud, stream: str, *messages: str) -> None:
+    logs = cloud.client("logs")
+    for name in ("gpufleet-small-growth-other", "gpufleet-small-growth-0a1b2c3"):
+        logs.create_log_group(logGroupName=name, tags=TAGS if name.endswith("3") else {"gpufleet:stack": "other"})
+    logs.create_log_stream(logGroupName="gpufleet-small-growth-0a1b2c3", logStreamName=stream)
+    write(cloud, stream, *messages)
+
+
+def write(cloud: Cloud, stream: str, *messages: str) -> None:
+    start = int(datetime.now(UTC).timestamp() * 1000)
+    events = [{"timestamp": start + n, "message": message} for n, message in enumerate(messages)]
+    cloud.client("logs").put_log_events(
+        logGroupName="gpufleet-small-growth-0a1b2c3", logStreamName=stream, logEvents=events
+    )
+
+
+def test_logs_come_from_the_stacks_own_group_and_run(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_group(cloud, "r1/i-1", "step 1", "step 2")
+    cloud.client("logs").create_log_stream(logGroupName="gpufleet-small-growth-0a1b2c3", logStreamName="r0/i-0")
+    write(cloud, "r0/i-0", "of an earlier run")
+    assert main(["logs", "small-growth"]) == 0
+    assert [line[9:] for line in capsys.readouterr().out.splitlines()] == ["step 1", "step 2"]
+
+
+def test_logs_fall_back_to_the_bucket(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(cloud, declare_bucket(cloud), "job.log", b"step 1\nstep 2\n")
+    assert main(["logs", "small-growth"]) == 0
+    assert capsys.readouterr().out == "step 1\nstep 2\n"
+
+
+def test_follow_prints_each_line_once_and_ends_with_the_run(cloud: Cloud, stack: StackDefinition) -> None:
+    bucket = declare_bucket(cloud)
+    log_group(cloud, "r1/i-1", "step 1")
+    rounds = iter(
+        [lambda: write(cloud, "r1/i-1", "step 2"), lambda: put(cloud, bucket, "done.json", {"reason": "finished"})]
+    )
+    said: list[str] = []
+    reader = Reader(
+        definition=stack,
+        logs=aws.client("logs", "us-east-2"),
+        s3=aws.client("s3", "us-east-2"),
+        sleep=lambda _: rounds.pop(0)(),
+        say=said.append,
+    )
+    assert reader.follow() == 0
+    assert [line[9:] for line in said[:-1]] == ["step 1", "step 2"]
+    assert said[-1] == "-- the run is done: finished"
+
+
+def test_boot_logs_are_shown_on_request(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(cloud, declare_bucket(cloud), "boot/i-1.log", b"no GPU found\n")
+    assert main(["logs", "small-growth", "--boot"]) == 0
+    assert capsys.readouterr().out == "-- boot/i-1.log\nno GPU found\n"
+
+
+def test_a_run_that_has_printed_nothing_says_where_to_look(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["logs", "small-growth"]) == 2
+    assert "has printed nothing yet" in capsys.readouterr().err

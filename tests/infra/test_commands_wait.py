@@ -1,0 +1,201 @@
+"""`gpufleet wait`: a fleet that gets no node is explained, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from commands_world import AMI, account, declare_bucket, declare_fleet, definition, project, put
+
+from infra.commands import aws
+from infra.commands.explain import explain
+from infra.commands.wait import Watch
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+from rehearsal.account import ami_id
+from rehearsal.clock import ManualClock
+from rehearsal.cloud import Cloud
+
+
+@pytest.fixture
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackDefinition:
+    return definition(project(tmp_path, monkeypatch))
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    with account(tmp_path, monkeypatch) as cloud:
+        yield cloud
+
+
+def waited(cloud: Cloud, stack: StackDefinition, timeout_s: float = 60) -> tuple[int, str]:
+    """The exit code and all that was said; sleeping moves the cloud's clock."""
+    clock, said = cloud.clock, list[str]()
+    assert isinstance(clock, ManualClock)
+    start = clock.now()
+    watch = Watch(
+        definition=stack,
+        ec2=aws.client("ec2", "us-east-2"),
+        s3=aws.client("s3", "us-east-2"),
+        sleep=clock.advance,
+        clock=lambda: (clock.now() - start).total_seconds(),
+        say=said.append,
+    )
+    return watch.until_node(timeout_s), "\n".join(said)
+
+
+def test_a_node_is_named_with_type_and_zone(cloud: Cloud, stack: StackDefinition) -> None:
+    declare_fleet(cloud)
+    code, said = waited(cloud, stack)
+    (node,) = cloud.instances()
+    assert code == 0
+    assert f"node {node.id}, g5.2xlarge in us-east-2a runs since 2026-11-21" in said
+
+
+def no_quota(cloud: Cloud) -> None:
+    cloud.quotas["L-3819A6DF"] = 0
+
+
+def no_role(cloud: Cloud) -> None:
+    cloud.client("iam").delete_role(RoleName="AWSServiceRoleForEC2Fleet")
+
+
+def no_capacity(cloud: Cloud) -> None:
+    cloud.no_capacity()
+
+
+def no_ami(cloud: Cloud) -> None:
+    cloud.deregister_ami(ami_id("us-east-2", AMI))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "event", "cause", "remedy", "at_once"),
+    [
+        pytest.param(
+            no_quota,
+            "spotInstanceCountLimitExceeded",
+            "the account's vCPU quota",
+            "gpufleet doctor",
+            False,
+            id="quota 0",
+        ),
+        pytest.param(
+            no_role, "iamFleetRoleInvalid", "the fleet may not launch", "ec2fleet.amazonaws.com", True, id="role"
+        ),
+        pytest.param(
+            no_capacity, "allLaunchSpecs", "AWS has no free g5.2xlarge", "keeps trying", False, id="no capacity"
+        ),
+        pytest.param(no_ami, "allLaunchSpecs", "the AMI does not exist", "--pin", True, id="AMI gone"),
+    ],
+)
+def test_why_there_is_no_node_is_said_once_with_what_to_do(
+    cloud: Cloud,
+    stack: StackDefinition,
+    break_it: Callable[[Cloud], None],
+    event: str,
+    cause: str,
+    remedy: str,
+    at_once: bool,
+) -> None:
+    declare_fleet(cloud)
+    break_it(cloud)
+    started = cloud.clock.now()
+    code, said = waited(cloud, stack, timeout_s=120)
+    assert code == 1
+    assert event in said
+    assert said.count(f"That means {cause}") == 1
+    assert remedy in said
+    assert ("Waiting cannot help" in said) is at_once
+    assert ((cloud.clock.now() - started).total_seconds() < 1) is at_once
+
+
+def test_a_wait_that_times_out_ends_with_the_reasons_and_the_next_command(cloud: Cloud, stack: StackDefinition) -> None:
+    declare_fleet(cloud)
+    cloud.no_capacity()
+    code, said = waited(cloud, stack, timeout_s=30)
+    assert code == 1
+    heading, reason, _ = said.splitlines()[-3:]
+    assert heading == "No node after 30 s."
+    assert reason.startswith("  - AWS has no free g5.2xlarge in us-east-2a, us-east-2b right now. Wait: ")
+    assert said.endswith("`gpufleet wait small-growth` again, or `pulumi destroy`.")
+
+
+def test_a_run_that_is_done_is_no_failure(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet = declare_fleet(cloud)
+    put(cloud, declare_bucket(cloud), "done.json", {"reason": "finished", "detail": "3000 steps"})
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    assert waited(cloud, stack) == (
+        0,
+        "the run is over: finished. 3000 steps\nNext: `gpufleet results small-growth`, then `pulumi destroy`.",
+    )
+
+
+def test_a_fleet_at_zero_without_a_done_marker_is_a_failure(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet = declare_fleet(cloud)
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    code, said = waited(cloud, stack)
+    assert code == 1
+    assert "no done marker" in said
+
+
+def test_a_deleted_fleet_launches_nothing_more(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet = declare_fleet(cloud)
+    cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)
+    code, said = waited(cloud, stack)
+    assert code == 1
+    assert "launches nothing more" in said
+
+
+def test_a_fleet_of_another_run_is_not_taken_for_ours(cloud: Cloud, stack: StackDefinition) -> None:
+    declare_fleet(cloud, run="r0")
+    with pytest.raises(AwsRefused, match=r"no fleet of run r1 .* `pulumi up` first. This stack has fleets of r0"):
+        waited(cloud, stack)
+
+
+def test_a_node_that_ended_and_was_replaced_is_told(cloud: Cloud, stack: StackDefinition) -> None:
+    declare_fleet(cloud)
+    cloud.tick()
+    (first,) = cloud.instances()
+    cloud.kill(first.id)
+    code, said = waited(cloud, stack)
+    assert code == 0
+    assert f"node {first.id} has ended" in said
+    assert f"node {cloud.instances()[1].id}, " in said
+
+
+@pytest.mark.parametrize(
+    ("sub_type", "description", "cause", "final"),
+    [
+        ("spotInstanceCountLimitExceeded", "", "quota", False),
+        ("launchSpecTemporarilyBlacklisted", "g5: VcpuLimitExceeded: more vCPU capacity than allowed", "quota", False),
+        ("launchSpecTemporarilyBlacklisted", "InsufficientInstanceCapacity", "no free", False),
+        ("launchSpecUnusable", "", "ceiling", False),
+        ("fleetProgressHalted", "", "ceiling", False),
+        ("iamFleetRoleInvalid", "", "service-linked", True),
+        ("launchSpecTemporarilyBlacklisted", "Not authorized for ServiceLinkedRoleCreation", "service-linked", True),
+        ("launchSpecTemporarilyBlacklisted", "InvalidAMIID.NotFound", "AMI", True),
+        ("launchSpecTemporarilyBlacklisted", "InvalidSnapshot.NotFound", "snapshot", True),
+        ("", "Client.InternalError: Client error on launch", "encryption key", True),
+        (
+            "launchSpecTemporarilyBlacklisted",
+            "Unsupported: not supported in your requested Availability Zone",
+            "offer",
+            False,
+        ),
+        ("launchSpecTemporarilyBlacklisted", "InvalidSubnetID.NotFound", "network", True),
+        ("spotFleetRequestConfigurationInvalid", "something new", "does not accept", False),
+    ],
+)
+def test_every_known_event_has_a_cause(
+    stack: StackDefinition, sub_type: str, description: str, cause: str, final: bool
+) -> None:
+    reason = explain(sub_type, description, stack)
+    assert reason is not None
+    assert cause in reason.cause
+    assert reason.final is final
+    assert reason.remedy
+
+
+def test_what_is_not_known_is_not_guessed(stack: StackDefinition) -> None:
+    assert explain("registerWithLoadBalancersFailed", "odd", stack) is None
