@@ -12,8 +12,8 @@ from decimal import Decimal
 from typing import Any
 
 from job import atomic
-from job.meter import CENT_100, MINIMUM_S, hours
 from job.metadata import epoch
+from job.meter import CENT_100, MINIMUM_S, hours
 from job.run_file import RunFile
 from job.store import Store
 
@@ -36,6 +36,7 @@ class Attempt:
     resumed_step: int
     last_step: int
     step_s: float
+    idle_s: Decimal  # told to end and waiting for AWS to do it
     rung: int | None
     exit: dict[str, Any] | None
 
@@ -76,6 +77,7 @@ def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, An
             seconds = max(seconds, Decimal(f"{time - launched:.3f}"))
     compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.assumed * hours(seen)
     compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.assumed)))
+    told, gone = epoch((ended or {}).get("at")), epoch((ended or {}).get("ends_at"))
     free = Decimal(0)
     if ended and ended.get("notice") and seconds < FREE_S and rates.capacity == "spot":
         free = compute
@@ -93,6 +95,7 @@ def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, An
         resumed_step=int(record.get("resumed_step") or 0),
         last_step=int(beat.get("step") or record.get("resumed_step") or 0),
         step_s=float(beat.get("step_s") or 0.0),
+        idle_s=Decimal(f"{max(0.0, gone - told):.3f}") if told and gone else Decimal(0),
         rung=record.get("rung"),
         exit=ended,
     )

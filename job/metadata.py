@@ -61,7 +61,7 @@ class Metadata:
                 self._take_notice(self._get(NOTICE_PATH))
             if self._turn % 2:
                 self._take_recommendation(self._get(REBALANCE_PATH))
-        except _Doubt as error:
+        except _DoubtError as error:
             complaint = str(error)
         except (OSError, http.client.HTTPException, ValueError) as error:
             complaint = f"metadata: {type(error).__name__}: {error}"
@@ -75,12 +75,14 @@ class Metadata:
         document = _object(body)
         action = document.get("action")
         if action not in ACTIONS:
-            raise _Doubt(f"metadata: ignoring an instance-action that names no action: {body[:80]!r}")
+            raise _DoubtError(f"metadata: ignoring an instance-action that names no action: {body[:80]!r}")
         now = self._clock()
         at = epoch(document.get("time"))
         if at is None or not now - PAST_S <= at <= now + AHEAD_S:
             self.save_wanted = f"doubtful notice {document.get('time')!r}"[:100]
-            raise _Doubt(f"metadata: {action} at {str(document.get('time'))[:40]!r} cannot be: saving, not stopping")
+            raise _DoubtError(
+                f"metadata: {action} at {str(document.get('time'))[:40]!r} cannot be: saving, not stopping"
+            )
         self.notice = Notice(action=str(action), at=at, seen_at=now)
         self._say(f"spot notice: {action} in {at - now:.0f} s")
 
@@ -89,7 +91,7 @@ class Metadata:
             return
         time = _object(body).get("noticeTime")
         if not isinstance(time, str) or epoch(time) is None:
-            raise _Doubt(f"metadata: ignoring a recommendation without a time: {body[:80]!r}")
+            raise _DoubtError(f"metadata: ignoring a recommendation without a time: {body[:80]!r}")
         if self.save_wanted != time:
             self._say(f"rebalance recommendation of {time}: saving, not stopping")
             self.save_wanted = time
@@ -104,7 +106,7 @@ class Metadata:
                 return None
             self._token = None if status == 401 else self._token
             if last or status != 401:
-                raise _Doubt(f"metadata: {path} answers {status}")
+                raise _DoubtError(f"metadata: {path} answers {status}")
         raise AssertionError
 
     def _valid_token(self) -> str:
@@ -114,7 +116,7 @@ class Metadata:
             status, body = self._fetch("PUT", "/latest/api/token", headers)
             token = body.decode("ascii", "replace").strip()
             if status != 200 or not token.isprintable() or not token.isascii():
-                raise _Doubt(f"metadata: no token, answer {status}")
+                raise _DoubtError(f"metadata: no token, answer {status}")
             self._token, self._token_until = token, now + TOKEN_S - TOKEN_MARGIN_S
         return self._token
 
@@ -175,7 +177,7 @@ def epoch(text: Any) -> float | None:
         return None
 
 
-class _Doubt(Exception):
+class _DoubtError(Exception):
     """An answer that is not to be believed."""
 
 
@@ -192,5 +194,5 @@ def _object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise _Doubt(f"metadata: ignoring what is not an object: {body[:80]!r}")
+        raise _DoubtError(f"metadata: ignoring what is not an object: {body[:80]!r}")
     return document

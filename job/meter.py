@@ -94,7 +94,7 @@ class Meter:
         )
 
     def limit(self, now: float, limits: Limits, reserve_s: float) -> str | None:
-        """The limit that the run would pass if it went on for `reserve_s` more: max_usd, max_hours, deadline or None."""
+        """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline or None."""
         spent, reserve = self.spent(now), Decimal(f"{reserve_s:.3f}")
         if spent.usd + hours(reserve) * (spent.usd_per_hour + self.rates.extras) >= limits.max_usd:
             return "max_usd"

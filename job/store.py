@@ -26,11 +26,11 @@ class StoreError(OSError):
     """The store cannot be reached, or refuses."""
 
 
-class Missing(StoreError):
+class MissingError(StoreError):
     """There is no such object."""
 
 
-class Cancelled(StoreError):
+class GivenUpError(StoreError):
     """The transfer was given up by `cancel`."""
 
 
@@ -82,7 +82,7 @@ class FolderStore:
 
     def get_file(self, key: str, path: Path) -> None:
         if not (self.root / key).is_file():
-            raise Missing(f"{self.root / key}: no such object")
+            raise MissingError(f"{self.root / key}: no such object")
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.root / key, path)
 
@@ -166,14 +166,14 @@ class S3Store:
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
                 content: bytes = answer["Body"].read()
                 return content
-        except Missing:
+        except MissingError:
             return None
 
     def size(self, key: str) -> int | None:
         try:
             with _translated(f"size of {key}"):
                 return int(self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)["ContentLength"])
-        except Missing:
+        except MissingError:
             return None
 
     def entries(self, prefix: str) -> list[Entry]:
@@ -237,9 +237,13 @@ def _translated(what: str) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        kind = Missing if error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound") else StoreError
+        kind = (
+            MissingError
+            if error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound")
+            else StoreError
+        )
         raise kind(f"{what}: {error}") from error
     except CancelledError as error:
-        raise Cancelled(f"{what}: given up") from error
+        raise GivenUpError(f"{what}: given up") from error
     except (BotoCoreError, Boto3Error, HTTPError, OSError) as error:
         raise StoreError(f"{what}: {error}") from error

@@ -1,0 +1,65 @@
+"""Packages that the image lacks, installed before anything imports them. Standard library only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+MARK = "GPUFLEET_PACKAGES"  # set in the environment of the process that has them
+TRIES = 3
+
+
+def ensure(folder: Path) -> None:
+    """Installs what is missing into `folder`, then starts this program again with it on the path.
+
+    Raises RuntimeError when that cannot be done.
+    """
+    lacking = missing(REQUIREMENTS.read_text())
+    if not lacking:
+        return
+    if os.environ.get(MARK):
+        raise RuntimeError(f"{', '.join(lacking)}: installed into {os.environ[MARK]}, yet not found")
+    sys.stdout.write(f"installing {', '.join(lacking)}\n")
+    sys.stdout.flush()
+    install(lacking, folder)
+    os.environ[MARK] = str(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder))))
+    os.execv(sys.executable, [sys.executable, "-m", "job", *sys.argv[1:]])
+
+
+def missing(requirements: str, version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
+    """The requirements that no installed distribution answers to, as {name: its lines}."""
+    found = {}
+    for block in re.split(r"(?<!\\)\n", requirements):
+        match = re.match(r"([A-Za-z0-9._-]+)==", block)
+        if match:
+            try:
+                version(match[1])
+            except importlib.metadata.PackageNotFoundError:
+                found[match[1]] = block
+    return found
+
+
+def command(listed: Path, folder: Path) -> list[str]:
+    """pip, told to accept nothing but the pinned bytes."""
+    options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-cache-dir"]
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--root-user-action", "ignore"]
+    target = ["--target", str(folder), "--upgrade", "-r", str(listed)]
+    return [sys.executable, "-m", "pip", "install", *options, *quiet, *target]
+
+
+def install(lacking: dict[str, str], folder: Path) -> None:
+    """Raises RuntimeError after three failures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = folder / "requirements.txt"
+    listed.write_text("\n".join(lacking.values()) + "\n")
+    for _ in range(TRIES):
+        if subprocess.run(command(listed, folder), check=False).returncode == 0:
+            return
+    raise RuntimeError(f"pip cannot install {', '.join(lacking)}: see above")

@@ -1,0 +1,151 @@
+"""The trainer as the supervisor sees it: a process group, its output, its progress in metrics.jsonl."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+from job import atomic
+
+FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
+QUIET_MIN_S = 900.0
+
+
+class Log:
+    """job.log and standard output. A full disk or a closed pipe never stops training."""
+
+    def __init__(self, path: Path, stream: IO[bytes] | None = None) -> None:
+        self.path = path
+        self._stream = stream if stream is not None else sys.stdout.buffer
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        """One line of the supervisor's own."""
+        self.write(f"{time.strftime('%H:%M:%S', time.gmtime())} supervisor: {text}\n".encode())
+
+    def write(self, line: bytes) -> None:
+        with self._lock:
+            with suppress(OSError, ValueError):
+                self._stream.write(line)
+                self._stream.flush()
+            with suppress(OSError), self.path.open("ab") as file:
+                file.write(line)
+
+
+class Child:
+    """A running trainer, its own process group. Its output goes to the log, line by line."""
+
+    def __init__(self, argv: list[str], environment: Mapping[str, str], log: Log, clock: Callable[[], float]) -> None:
+        self.output_at = clock()
+        self._clock = clock
+        self._log = log
+        self._process = subprocess.Popen(
+            argv,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        self._reader = threading.Thread(target=self._read, name="trainer output", daemon=True)
+        self._reader.start()
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs. Nothing of its group is left when it has one."""
+        code = self._process.poll()
+        if code is not None:
+            self.kill()
+        return code
+
+    def kill(self) -> None:
+        """Ends the whole group now. Safe to call again."""
+        if self._process.stdout is None or self._process.stdout.closed:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(timeout=5)
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(ValueError):  # closed under us after a kill
+            for line in self._process.stdout:
+                self.output_at = self._clock()
+                self._log.write(line)
+
+
+def trainer(workdir: Path, rung: int) -> list[str]:
+    """The trainer's command line."""
+    return [sys.executable, "-m", "job.leash", str(os.getpid()), "-m", "job.train", str(workdir), "--rung", str(rung)]
+
+
+class Progress:
+    """Follows metrics.jsonl: the newest record, the pace, and when it last grew."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self.record: dict[str, Any] = {}
+        self.step = 0
+        self.first_at: float | None = None  # of this attempt's first new record
+        self.grew_at = clock()
+        self._path = path
+        self._clock = clock
+        self._offset = 0
+        self._gaps: list[float] = []
+        self._step_s: list[float] = []
+
+    def skip(self, step: int) -> None:
+        """Starts after what is there already: the records of earlier attempts."""
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        self.step = step
+
+    def poll(self) -> None:
+        """Takes in what was written since."""
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            return
+        if size < self._offset:  # the trainer cut off what a resume repeats
+            self._offset = size
+        if size == self._offset:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            self._take(atomic.parse_object(line))
+
+    def _take(self, record: dict[str, Any] | None) -> None:
+        if record is None or not isinstance(record.get("step"), int):
+            return
+        now = self._clock()
+        if self.first_at is not None:
+            self._gaps = [*self._gaps[-49:], now - self.grew_at]
+        self.first_at = now if self.first_at is None else self.first_at
+        self.grew_at = now
+        self.record = {**self.record, **{key: value for key, value in record.items() if value is not None}}
+        self.step = record["step"]
+        if isinstance(record.get("step_ms"), int | float):
+            self._step_s = [*self._step_s[-19:], float(record["step_ms"]) / 1000]
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of the slowest of the last 20 steps that were logged."""
+        return max(self._step_s, default=None)
+
+    def quiet_limit_s(self) -> float:
+        """How long silence is normal: 20 times the median gap between records, 15 to 30 minutes."""
+        if not self._gaps:
+            return FIRST_SIGN_S
+        return min(max(20 * median(self._gaps), QUIET_MIN_S), FIRST_SIGN_S)

@@ -1,0 +1,27 @@
+"""Starts a Python module that dies with the process that started it: `python -m job.leash PARENT -m MODULE ARG...`.
+
+The trainer is in a process group of its own, so a SIGKILL that ends the supervisor would leave it running. Linux only;
+elsewhere the module just starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across execve
+
+
+def main(words: list[str]) -> None:
+    parent, *rest = words
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != int(parent):
+            sys.exit("the supervisor is gone")
+    os.execv(sys.executable, [sys.executable, *rest])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

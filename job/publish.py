@@ -1,0 +1,262 @@
+"""Checkpoints out of the node: files in parallel, sizes checked, the manifest last. Then best.json, then pruning.
+
+A checkpoint without a manifest does not exist, so whatever dies in here leaves the last published one in force.
+Kept are best, last and last but one, in the store and on the disk; older ones go only after the newer manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from job import atomic
+from job.staging import MANIFEST
+from job.store import GivenUpError, Store, StoreError
+
+PARALLEL = 8
+FREE_FACTOR = 1.2  # of the predicted size must be free before a save
+FOLDER = re.compile(r"step_(\d{8})")
+OWN = {"run.json", "stop.json", "save.json", "spent.json", "receipt.json"}  # in the work folder, but no results
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """A checkpoint that the trainer has completed on disk. `tree` is its commit.json."""
+
+    path: Path
+    step: int
+    reason: str
+    val_loss: float | None
+    files: tuple[tuple[str, int], ...]
+    requires: tuple[str, ...]
+    tree: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(size for _, size in self.files)
+
+
+def commits(workdir: Path) -> list[Commit]:
+    """Complete checkpoints on disk, lowest step first. What has no valid commit.json is none."""
+    found = []
+    for path in sorted((workdir / "ckpt").glob("step_*")):
+        tree = atomic.read_object(path / "commit.json")
+        match = FOLDER.fullmatch(path.name)
+        if tree is None or match is None or tree.get("step") != int(match[1]) or not tree.get("files"):
+            continue
+        found.append(
+            Commit(
+                path=path,
+                step=tree["step"],
+                reason=str(tree.get("reason", "timed")),
+                val_loss=_finite(tree.get("val_loss")),
+                files=tuple((entry["name"], entry["bytes"]) for entry in tree["files"]),
+                requires=tuple(tree.get("requires") or ()),
+                tree=tree,
+            )
+        )
+    return found
+
+
+class Publisher:
+    """Publishes commits of one work folder. `stamp` gives what a manifest says besides: run, attempt, money, time."""
+
+    def __init__(
+        self, *, store: Store, workdir: Path, stamp: Callable[[], dict[str, Any]], say: Callable[[str], None]
+    ) -> None:
+        self.newest = -1  # highest step with a manifest in the store, as far as we put it there or resumed from it
+        self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
+        self._store, self._workdir, self._stamp, self._say = store, workdir, stamp, say
+        self._best: dict[str, Any] | None = None
+        self._done: set[int] = set()
+        self._cancel = threading.Event()
+
+    def resumed(self, step: int) -> None:
+        """The store's newest good checkpoint is that of `step`; a best of a later step is nobody's."""
+        self.newest = step
+        self._done.add(step)
+        best = atomic.parse_object(self._store.get_bytes("best.json"))
+        self._best = best if best and isinstance(best.get("step"), int) and best["step"] <= step else None
+
+    def pending(self) -> list[Commit]:
+        """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters."""
+        waiting = [commit for commit in commits(self._workdir) if commit.step not in self._done]
+        return [
+            commit
+            for commit in waiting
+            if self._improves(commit)
+            or (commit.step > self.newest and (commit is waiting[-1] or commit.reason != "timed"))
+        ]
+
+    def give_up(self, commit: Commit) -> None:
+        """Never tries this one again."""
+        self._done.add(commit.step)
+
+    def cancel(self) -> None:
+        """Makes a publication under way raise GivenUpError soon. The next one starts afresh."""
+        self._cancel.set()
+        self._store.cancel()
+
+    def publish(self, commit: Commit) -> None:
+        """Raises StoreError (GivenUpError after `cancel`), or OSError when the files are not there as committed."""
+        self._cancel.clear()
+        started = time.monotonic()
+        folder = f"ckpt/{commit.path.name}"
+        for name, size in commit.files:
+            if (commit.path / name).stat().st_size != size:
+                raise FileNotFoundError(f"{commit.path / name} is not {size} bytes long")
+        if commit.step <= self.newest:
+            self._store.delete([f"{folder}/manifest.json"])  # never new files under an old manifest
+        required = self._require(commit.requires)
+        names = [name for name, _ in commit.files]
+        with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
+            hashes = [pool.submit(_sha256, commit.path / name) for name in names]
+            sent = [pool.submit(self._send, commit.path / name, f"{folder}/{name}") for name in names]
+            _all(sent)
+            digests = [done.result() for done in hashes]
+        self.metrics()
+        files = [
+            {"name": name, "bytes": size, "sha256": digest}
+            for (name, size), digest in zip(commit.files, digests, strict=True)
+        ]
+        manifest = {**commit.tree, **self._stamp(), "files": files, "required_files": required}
+        self._check_cancel()
+        self._store.put_bytes(_json(manifest), f"{folder}/manifest.json")
+        self._done.add(commit.step)
+        self.newest = max(self.newest, commit.step)
+        self.measured = (commit.bytes, time.monotonic() - started)
+        self._say(f"published step {commit.step} ({commit.reason}), {commit.bytes / 1e6:.1f} MB")
+        if self._improves(commit):
+            self._best = {
+                "schema": 1,
+                "step": commit.step,
+                "val_loss": commit.val_loss,
+                "manifest": f"{folder}/manifest.json",
+            }
+            self._store.put_bytes(_json(self._best), "best.json")
+
+    def prune(self) -> None:
+        """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last."""
+        entries = self._store.entries("ckpt/")
+        steps = sorted(int(match[1]) for entry in entries if (match := MANIFEST.fullmatch(entry.key)))
+        keep = self._kept(steps)
+        old = [
+            entry.key
+            for entry in entries
+            if (step := _step(entry.key.split("/")[1])) < self.newest and step not in keep
+        ]
+        self._store.delete([key for key in old if key.endswith("/manifest.json")])
+        self._store.delete([key for key in old if not key.endswith("/manifest.json")])
+        self._prune_disk(keep | {commit.step for commit in self.pending()})
+        held = [commit for commit in commits(self._workdir) if commit.step == self.newest]
+        if held and shutil.disk_usage(self._workdir).free < FREE_FACTOR * held[0].bytes:
+            self._say("the disk is short of room for another checkpoint: only the last one stays on it")
+            self._prune_disk({self.newest})
+
+    def metrics(self) -> None:
+        """metrics.jsonl as it is now, up to its last whole line."""
+        content = _whole_lines(self._workdir / "metrics.jsonl")
+        if content:
+            self._store.put_bytes(content, "metrics.jsonl")
+
+    def outputs(self) -> None:
+        """Everything the trainer leaves besides checkpoints. An export that is there already is not sent again."""
+        there = {entry.key: entry.bytes for entry in self._store.entries("exports/")}
+        paths = [path for name in ("exports", "final", "tb") for path in _files(self._workdir / name)]
+        for path in paths:
+            key = path.relative_to(self._workdir).as_posix()
+            if there.get(key) != path.stat().st_size:
+                self._send(path, key)
+        for path in sorted(self._workdir.glob("*")):
+            if path.suffix in (".json", ".csv", ".txt", ".png", ".md") and path.name not in OWN and path.is_file():
+                self._send(path, path.name)
+        self.metrics()
+
+    def _require(self, names: Iterable[str]) -> list[dict[str, Any]]:
+        """Sends the exports that a checkpoint relies on, unless an earlier attempt has; gives what is there."""
+        found = []
+        for name in names:
+            prefix = name.rstrip("/")
+            there = {entry.key: entry.bytes for entry in self._store.entries(prefix) if _under(entry.key, prefix)}
+            local = list(_files(self._workdir / prefix) or self._workdir.glob(prefix + ".*"))
+            for path in local:
+                key = path.relative_to(self._workdir).as_posix()
+                if there.get(key) != path.stat().st_size:
+                    self._send(path, key)
+                    there[key] = path.stat().st_size
+            if not there:
+                raise FileNotFoundError(f"{prefix} is required, but neither here nor in the store")
+            found += [{"name": key, "bytes": size} for key, size in sorted(there.items())]
+        return found
+
+    def _send(self, path: Path, key: str) -> None:
+        self._check_cancel()
+        size = path.stat().st_size
+        self._store.put_file(path, key)
+        if (found := self._store.size(key)) != size:
+            raise StoreError(f"{key} arrived with {found} bytes, not {size}")
+
+    def _check_cancel(self) -> None:
+        if self._cancel.is_set():
+            raise GivenUpError("publication given up")
+
+    def _improves(self, commit: Commit) -> bool:
+        best = None if self._best is None else _finite(self._best.get("val_loss"))
+        return commit.val_loss is not None and (best is None or commit.val_loss < best)
+
+    def _kept(self, steps: list[int]) -> set[int]:
+        return {*steps[-2:], *([self._best["step"]] if self._best else []), self.newest}
+
+    def _prune_disk(self, keep: set[int]) -> None:
+        for path in (self._workdir / "ckpt").glob("step_*"):
+            if (step := _step(path.name)) < self.newest and step not in keep:
+                (path / "commit.json").unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _all(futures: list[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+def _finite(value: Any) -> float | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if number and math.isfinite(value) else None
+
+
+def _step(name: str) -> int:
+    match = FOLDER.fullmatch(name)
+    return int(match[1]) if match else 10**9
+
+
+def _under(key: str, prefix: str) -> bool:
+    return key.startswith((prefix + "/", prefix + "."))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+
+
+def _whole_lines(path: Path) -> bytes:
+    content = path.read_bytes() if path.exists() else b""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, sort_keys=True) + "\n").encode()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,167 @@
+"""The receipt: what the run cost, line by line against its bill, and why the two differ.
+
+Actual money is metered time at the hour's prices; S3, logs and transfer are as in the bill, because AWS reports them a
+day later. A first hour that AWS interrupted is not charged for compute; the receipt credits it and says so.
+
+Causes, which add up to the difference exactly: *price*, the hours used at another price than estimated; *interruptions*,
+restarts, repeated steps and idling for AWS less what was free, against the bill's line; *runtime*, all other hours
+against the estimated ones; *other*, the rest, to the last digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from job.attempts import Attempt
+from job.meter import CENT_100, hours
+from job.run_file import RunFile
+
+SCHEMA = 1
+
+
+def build(run: RunFile, attempts: Sequence[Attempt], *, reason: str, at: str) -> dict[str, Any]:
+    """receipt.json; money and hours as decimal strings. `attempts` oldest first, the one that ends the run last."""
+    estimate = run.estimate
+    usd = {key: Decimal(value) for key, value in estimate["usd"].items()}
+    rows = _rows(run, attempts)
+    total = sum((row.actual for row in rows), Decimal(0))
+    used = sum((hours(attempt.seconds) for attempt in attempts), Decimal(0))
+    difference = total - usd["p50"]
+    return {
+        "schema": SCHEMA,
+        "run": run.run,
+        "stack": run.tree["run"]["stack"],
+        "reason": reason,
+        "counted_until": at,
+        "usd": {"estimate": _money(usd["p50"]), "actual": _money(total), "difference": _money(difference)},
+        "error_percent": f"{difference / usd['p50'] * 100:.1f}" if usd["p50"] else None,
+        "range_usd": {"p10": _money(usd["p10"]), "p90": _money(usd["p90"])},
+        "grade": grade(total, usd["p10"], usd["p90"]),
+        "inside_range": usd["p10"] <= total <= usd["p90"],
+        "hours": {"estimate": estimate["hours"]["p50"], "actual": f"{used:.4f}"},
+        "lines": [
+            {"name": row.name, "estimate": _money(row.estimate), "actual": _money(row.actual), "note": row.note}
+            for row in rows
+        ],
+        "causes": {name: _money(amount) for name, amount in causes(run, attempts, difference).items()},
+        "free_first_hour_usd": _money(sum((attempt.free_usd for attempt in attempts), Decimal(0))),
+        "interruptions": {
+            "expected": estimate.get("interruptions_expected"),
+            "with_notice": sum(attempt.noticed for attempt in attempts),
+            "without_notice": sum(attempt.exit is None for attempt in attempts[:-1]),
+        },
+        "attempts": [_attempt(attempt) for attempt in attempts],
+    }
+
+
+def grade(actual: Decimal, p10: Decimal, p90: Decimal) -> str:
+    """Where the run ended in the range that eight runs in ten were promised to end in."""
+    return "below p10" if actual < p10 else "above p90" if actual > p90 else "inside p10-p90"
+
+
+def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> dict[str, Decimal]:
+    """Why actual and estimate differ, in USD; the sum is `difference`."""
+    lines = {line["name"]: line for line in run.estimate["lines"]}
+    compute = lines["compute"]
+    price, estimated_h = Decimal(compute["unit_price"]), Decimal(compute["quantity"])
+    extras = Decimal(run.tree["extras"]["disk_usd_per_hour"]) + Decimal(run.tree["extras"]["ipv4_usd_per_hour"])
+    used_h = sum((hours(attempt.seconds) for attempt in attempts), Decimal(0))
+    lost_h = sum((hours(seconds) for seconds in _lost(attempts)), Decimal(0))
+    free = sum((attempt.free_usd for attempt in attempts), Decimal(0))
+    estimated = Decimal(lines["interruptions"]["amount"]) if "interruptions" in lines else Decimal(0)
+    paid = sum((attempt.compute_usd for attempt in attempts), Decimal(0))
+    found = {
+        "price": (paid - used_h * price).quantize(CENT_100),
+        "runtime": ((used_h - lost_h - estimated_h) * (price + extras)).quantize(CENT_100),
+        "interruptions": (lost_h * (price + extras) - free - estimated).quantize(CENT_100),
+    }
+    return {**found, "other": difference - sum(found.values(), Decimal(0))}
+
+
+def text(receipt: dict[str, Any]) -> str:
+    """The receipt for people: a dozen lines."""
+    usd, used = receipt["usd"], receipt["hours"]
+    error = "" if receipt["error_percent"] is None else f" ({float(receipt['error_percent']):+.1f} %)"
+    said = [
+        f"receipt of {receipt['stack']} {receipt['run']}: {receipt['reason']}",
+        f"  ${usd['actual']} against ${usd['estimate']} estimated{error}, {receipt['grade']} "
+        f"(${receipt['range_usd']['p10']} to ${receipt['range_usd']['p90']}); "
+        f"{used['actual']} h against {used['estimate']} h",
+    ]
+    for line in receipt["lines"]:
+        note = f"  {line['note']}" if line["note"] else ""
+        said.append(f"  {line['name']:<34} {line['estimate']:>10} {line['actual']:>10}{note}")
+    named = ", ".join(f"{name} {Decimal(amount):+}" for name, amount in receipt["causes"].items())
+    said.append(f"  difference {Decimal(usd['difference']):+} = {named}")
+    for attempt in receipt["attempts"]:
+        end = attempt["exit"]["reason"] if attempt["exit"] else "gone without notice"
+        said.append(f"  {attempt['instance']} {attempt['type']} {attempt['seconds']} s ${attempt['usd']}: {end}")
+    return "\n".join(said)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    name: str
+    estimate: Decimal
+    actual: Decimal
+    note: str = ""
+
+
+def _rows(run: RunFile, attempts: Sequence[Attempt]) -> list[_Row]:
+    """Every line of the bill with what became of it. Disks are one line: the meter does not tell them apart."""
+    used = sum((hours(attempt.seconds) for attempt in attempts), Decimal(0))
+    extras, listed = run.tree["extras"], [(line["name"], Decimal(line["amount"])) for line in run.estimate["lines"]]
+    free = sum((attempt.free_usd for attempt in attempts), Decimal(0))
+    compute = sum((attempt.compute_usd for attempt in attempts), Decimal(0))
+    ipv4 = (used * Decimal(extras["ipv4_usd_per_hour"])).quantize(CENT_100)
+    disks = sum((attempt.usd - attempt.compute_usd for attempt in attempts), Decimal(0)) - ipv4
+    actual = {"compute": compute, "disks": disks, "public IPv4": ipv4}
+    estimate = dict.fromkeys(actual, Decimal(0))
+    fixed, interruptions = [], Decimal(0)
+    for name, amount in listed:
+        group = "disks" if "disk" in name.split()[:2] else name
+        if group in actual:
+            estimate[group] += amount
+        elif group == "interruptions":
+            interruptions = amount
+        else:
+            fixed.append(_Row(name, amount, amount, "as in the bill"))
+    rows = [_Row(name, estimate[name], actual[name]) for name in actual]
+    note = "first hours that AWS does not charge; the rest is in compute"
+    return [*rows, *fixed, _Row("interruptions", interruptions, -free, note)]
+
+
+def _lost(attempts: Sequence[Attempt]) -> list[Decimal]:
+    """Seconds of each attempt that only interruptions explain."""
+    found = []
+    for before, attempt in zip([None, *attempts], attempts, strict=False):
+        seconds = Decimal(0)
+        if before is not None:
+            seconds += attempt.seconds if attempt.started_s is None else min(attempt.started_s, attempt.seconds)
+            repeated = max(0, before.last_step - attempt.resumed_step)
+            seconds += Decimal(f"{repeated * attempt.step_s:.3f}")
+        seconds += attempt.idle_s
+        found.append(min(seconds, attempt.seconds))
+    return found
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "instance": attempt.instance,
+        "type": attempt.type,
+        "zone": attempt.zone,
+        "seconds": f"{attempt.seconds:.3f}",
+        "usd": _money(attempt.usd),
+        "free_usd": _money(attempt.free_usd),
+        "resumed_step": attempt.resumed_step,
+        "last_step": attempt.last_step,
+        "rung": attempt.rung,
+        "exit": attempt.exit,
+    }
+
+
+def _money(amount: Decimal) -> str:
+    return f"{amount.quantize(CENT_100):f}"

@@ -1,0 +1,183 @@
+"""What an attempt needs before it can train: the dataset, and the newest checkpoint that verifies.
+
+A checkpoint counts only through its manifest: right schema, run and config, every file there with its size, its sha256
+right once downloaded. The highest step that passes is taken; one that fails is set aside and the next lower is tried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from job import atomic
+from job.run_file import Dataset, InputFile, RunFile
+from job.store import MissingError, Store, StoreError, open_store, parent
+
+DATASET = "dataset.json"
+MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")
+T = TypeVar("T")
+PARALLEL = 8
+TRIES = 3
+ADDED = ("run", "spent_usd", "spent_s", "attempt", "instance", "published_at")  # what a manifest has beyond commit.json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Where things come from and go to. `check` is called between files and may raise to give up."""
+
+    store: Store
+    run: RunFile
+    workdir: Path
+    say: Callable[[str], None]
+    check: Callable[[], None] = lambda: None
+    pause: Callable[[float], None] = field(default=lambda seconds: None)
+
+
+class MismatchError(ValueError):
+    """Bytes that are not the promised ones."""
+
+
+def clear(workdir: Path) -> None:
+    """Empties a used work folder: what counts is in the store, a node's disk is no memory."""
+    for name in ("ckpt", "exports", "final"):
+        shutil.rmtree(workdir / name, ignore_errors=True)
+    for pattern in ("*.jsonl", "*.log", "stop.json", "save.json", "fatal.json", "results.json", "growth_report.json"):
+        for path in workdir.glob(pattern):
+            path.unlink()
+
+
+def dataset(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
+    """Fills <workdir>/data. Raises ValueError when the dataset is not what the run names."""
+    wanted: Dataset = stage.run.dataset
+    place = opened(wanted.uri or f"{parent(stage.store.uri)}/inputs/{wanted.sha256}")
+    folder, files = stage.workdir / "data", wanted.files
+    try:
+        if not files:
+            _retried(stage, lambda: place.get_file(DATASET, folder / DATASET), f"{place.uri}/{DATASET}")
+            files = _listed(folder / DATASET, wanted.sha256)
+        stage.say(f"dataset: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
+        _download(stage, place, "", files, folder)
+    except MissingError as error:
+        raise ValueError(f"the dataset is not where the run says: {error}") from error
+
+
+def _listed(path: Path, sha256: str | None) -> tuple[InputFile, ...]:
+    tree = atomic.read_object(path)
+    if tree is None or not isinstance(tree.get("files"), list):
+        raise ValueError(f"{path.name} of the dataset names no files; prepare the dataset again")
+    if sha256 is not None and _sha256(path) != sha256:
+        raise ValueError(f"{path.name} of the dataset is not the one that the run names ({sha256})")
+    return tuple(InputFile(name=f["name"], bytes=f["bytes"], sha256=f["sha256"]) for f in tree["files"])
+
+
+def checkpoint(stage: Stage) -> dict[str, Any] | None:
+    """Puts the newest good checkpoint into <workdir>/ckpt and gives its manifest; None: start from scratch."""
+    sizes = {entry.key: entry.bytes for entry in _retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
+    for key in sorted((key for key in sizes if MANIFEST.fullmatch(key)), reverse=True):
+        manifest = atomic.parse_object(_retried(stage, partial(stage.store.get_bytes, key), key))
+        why = unfit(manifest, key, sizes, stage.run)
+        if why is None:
+            assert manifest is not None
+            try:
+                _restore(stage, key, manifest)
+            except (MismatchError, MissingError) as error:
+                why = str(error)
+            else:
+                return manifest
+        stage.say(f"{key} does not verify: {why}")
+        # Out of the way, but kept to look at: the node script counts progress by the newest manifest.
+        stage.store.put_bytes(f"{why}\n".encode(), key.replace("manifest.json", "rejected.txt"))
+        stage.store.delete([key])
+    return None
+
+
+def unfit(manifest: dict[str, Any] | None, key: str, sizes: dict[str, int], run: RunFile) -> str | None:
+    """Why this manifest must not be resumed from; None when all that can be seen without a download is right."""
+    match = MANIFEST.fullmatch(key)
+    if manifest is None or manifest.get("schema") != 1 or match is None:
+        return "no manifest of schema 1"
+    if manifest.get("step") != int(match[1]):
+        return f"it is of step {manifest.get('step')!r}"
+    if manifest.get("run") != run.run:
+        return f"it is of run {manifest.get('run')!r}, this is {run.run!r}"
+    if manifest.get("config_sha256") != run.config_sha256:
+        return "it is of another config"
+    files = manifest.get("files")
+    if not isinstance(files, list) or not files:
+        return "it names no files"
+    prefix = key.removesuffix("manifest.json")
+    for entry in files:
+        if not _well_formed(entry):
+            return f"a file entry is malformed: {str(entry)[:80]}"
+        found = sizes.get(prefix + entry["name"])
+        if found != entry["bytes"]:
+            return f"{entry['name']} has {found} bytes, not {entry['bytes']}"
+    return None
+
+
+def _well_formed(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not isinstance(entry.get("bytes"), int):
+        return False
+    path = PurePosixPath(entry["name"])
+    return (
+        bool(path.parts) and not path.is_absolute() and ".." not in path.parts and isinstance(entry.get("sha256"), str)
+    )
+
+
+def _restore(stage: Stage, key: str, manifest: dict[str, Any]) -> None:
+    name = key.split("/")[1]
+    unfinished = stage.workdir / "ckpt" / f".{name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    files = [InputFile(name=f["name"], bytes=f["bytes"], sha256=f["sha256"]) for f in manifest["files"]]
+    stage.say(f"resuming from step {manifest['step']}: {sum(file.bytes for file in files) / 1e6:.1f} MB")
+    try:
+        _download(stage, stage.store, key.removesuffix("manifest.json"), files, unfinished)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    commit = {key: value for key, value in manifest.items() if key not in ADDED}
+    commit["files"] = [{"name": file.name, "bytes": file.bytes} for file in files]
+    atomic.write_json(unfinished / "commit.json", commit)
+    unfinished.replace(unfinished.with_name(name))
+
+
+def _download(stage: Stage, store: Store, prefix: str, files: Sequence[InputFile], folder: Path) -> None:
+    def one(file: InputFile) -> None:
+        stage.check()
+        _retried(stage, lambda: _verified(store, prefix + file.name, file, folder / file.name), prefix + file.name)
+
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        for done in [pool.submit(one, file) for file in files]:
+            done.result()
+
+
+def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
+    if path.is_file() and path.stat().st_size == file.bytes and _sha256(path) == file.sha256:
+        return
+    store.get_file(key, path)
+    if (found := _sha256(path)) != file.sha256:
+        raise MismatchError(f"{key}: sha256 is {found}, expected {file.sha256}")
+
+
+def _retried(stage: Stage, act: Callable[[], T], what: str) -> T:
+    for attempt in range(1, TRIES + 1):
+        try:
+            return act()
+        except (StoreError, MismatchError) as error:
+            if attempt == TRIES or isinstance(error, MissingError):
+                raise
+            stage.say(f"{what}: {error}; again")
+            stage.pause(2.0**attempt)
+    raise AssertionError
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

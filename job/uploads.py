@@ -1,0 +1,128 @@
+"""Uploads beside training: one checkpoint at a time, and a pulse of heartbeat, metrics and log.
+
+Nothing here stops training: what fails is tried again later, longer apart each time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+from job.publish import Commit, Publisher
+from job.store import GivenUpError, Store, StoreError
+
+BACKOFF_S = (2.0, 60.0)  # first and longest pause after a failure
+
+
+class Uploader:
+    """Publishes what the trainer commits. `poll` is called often and never waits."""
+
+    def __init__(
+        self, publisher: Publisher, executor: Executor, clock: Callable[[], float], say: Callable[[str], None]
+    ) -> None:
+        self.publisher = publisher
+        self._executor, self._clock, self._say = executor, clock, say
+        self._running: tuple[Commit, Future[None]] | None = None
+        self._pause_s, self._not_before = BACKOFF_S[0], 0.0
+        self._newest_first = False
+
+    def poll(self) -> None:
+        """Takes note of what has ended and starts what is next."""
+        if self._running is not None:
+            commit, future = self._running
+            if not future.done():
+                return
+            self._running = None
+            self._settle(commit, future.exception())
+        if self._clock() < self._not_before:
+            return
+        pending = self.publisher.pending()
+        if pending:
+            commit = pending[-1 if self._newest_first else 0]
+            self._running = (commit, self._executor.submit(self._publish, commit))
+
+    def hurry(self) -> None:
+        """From now on the newest commit goes first; an older one under way makes room for it."""
+        self._newest_first = True
+        if self._running is not None:
+            self.publisher.cancel()
+
+    def fast(self) -> None:
+        """Forgets a pause after a failure: there is no time for it."""
+        self._not_before = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return self._running is None and not self.publisher.pending()
+
+    def _publish(self, commit: Commit) -> None:
+        self.publisher.publish(commit)
+        try:
+            self.publisher.prune()
+        except StoreError as error:
+            self._say(f"old checkpoints stay for now: {error}")
+
+    def _settle(self, commit: Commit, error: BaseException | None) -> None:
+        if error is None:
+            self._pause_s, self._not_before = BACKOFF_S[0], 0.0
+        elif isinstance(error, GivenUpError):
+            self._say(f"step {commit.step} makes room for a newer checkpoint")
+        elif isinstance(error, StoreError):
+            self._say(f"step {commit.step} not published: {error}; again in {self._pause_s:.0f} s")
+            self._not_before = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
+        elif isinstance(error, OSError | KeyError | TypeError | ValueError):
+            self._say(f"step {commit.step} cannot be published: {type(error).__name__}: {error}")
+            self.publisher.give_up(commit)
+        else:
+            raise error
+
+
+class Pulse:
+    """heartbeat/<instance>.jsonl, metrics.jsonl and job.log, each time anew as a whole: S3 cannot append."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        instance: str,
+        log: Path,
+        publisher: Publisher,
+        executor: Executor,
+        before: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._store, self._instance, self._log, self._publisher = store, instance, log, publisher
+        self._executor, self._before, self._say = executor, before, say
+        self._beats: list[str] = []
+        self._running: Future[None] | None = None
+
+    def beat(self, record: dict[str, Any]) -> None:
+        """Adds a heartbeat and sends, unless the last sending is still under way: then the next one carries it."""
+        self._beats.append(json.dumps(record, sort_keys=True))
+        if self._running is not None:
+            if not self._running.done():
+                return
+            error = self._running.exception()
+            if error is not None and not isinstance(error, OSError):
+                raise error
+            if error is not None:
+                self._say(f"heartbeat not sent: {error}")
+        self._running = self._executor.submit(self._send)
+
+    def last(self, record: dict[str, Any]) -> None:
+        """The same at the end, in the foreground. Raises StoreError."""
+        self._beats.append(json.dumps(record, sort_keys=True))
+        if self._running is not None:
+            self._running.exception()
+        self._send()
+
+    def _send(self) -> None:
+        self._store.put_bytes(("\n".join(self._beats) + "\n").encode(), f"heartbeat/{self._instance}.jsonl")
+        self._publisher.metrics()
+        self._store.put_bytes(self._log.read_bytes() if self._log.exists() else b"", "job.log")
+        self._before()
