@@ -1,0 +1,105 @@
+"""A rehearsal that does not hold says which step and why, and leaves the user's checkout alone."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from declared import fleet, template
+
+from infra.errors import GpufleetError
+from rehearsal.cloud import Cloud
+from rehearsal.interruptions import Planned
+from rehearsal.node import NodeRunner
+from rehearsal.rehearse import rehearse
+from rehearsal.timeline import Timeline
+from rehearsal.watch import RunFailedError, Watch
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_a_stack_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "other.yaml").touch()
+    with pytest.raises(GpufleetError, match="no-such-stack"):
+        rehearse("no-such-stack", root=tmp_path)
+
+
+def test_the_step_that_fails_is_named_with_its_reason_and_its_scratch_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    text = (REPOSITORY / "stacks" / "tinystories-growth.yaml").read_text()
+    assert "vocab: 512" in text
+    (tmp_path / "stacks" / "small.yaml").write_text(text.replace("vocab: 512", "vocab: 16"))
+    said: list[str] = []
+    assert rehearse("small", root=tmp_path, out=said.append) == 1
+    assert "FAILED" in said[-1]
+    assert "at prepare: gpufleet prepare small gave 2" in said[-1]
+    assert "rehearsals/small/r1/scratch" in said[-1]
+    assert (tmp_path / "rehearsals" / "small" / "r1" / "scratch" / "commands.log").is_file()
+
+
+def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
+    paths = ["rehearsals/tinystories-growth/r1/receipt.json", ".venv/ready", "data/x"]
+    done = subprocess.run(["git", "check-ignore", *paths], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode == 128:
+        pytest.skip("not a git checkout")
+    assert done.stdout.split() == paths
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[Cloud]:
+    with Cloud(tmp_path, relaunch_delay_s=0.2) as cloud:
+        cloud.client("s3").create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": "us-east-2"})
+        yield cloud
+
+
+def test_a_node_that_runs_on_after_its_script_has_ended_is_a_failure(cloud: Cloud, tmp_path: Path) -> None:
+    runner = NodeRunner(cloud, tmp_path / "nodes")
+    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), (), "bucket", "r1")
+    fleet(cloud, template(cloud, user_data="#!/bin/bash\nexit 3\n"))
+    with pytest.raises(RunFailedError, match="node 1: the node script ended with 3 and left its machine running"):
+        watching.run()
+    runner.close()
+
+
+# A run of 6 logged steps, 2 at a time: resumes after what any earlier node logged, and at the end stops the fleet.
+RUN = """#!/bin/bash
+set -eu
+work=$GPUFLEET_ROOT/opt/gpufleet/run
+mkdir -p "$work"
+steps=$GPUFLEET_ROOT/../steps
+touch "$steps"
+while (( $(wc -l <"$steps") < 6 )); do
+  echo >>"$steps"
+  printf '{"ts": %s, "step": %s}\\n' "$(date +%s.%N)" "$(wc -l <"$steps")" >>"$work/metrics.jsonl"
+  sleep 0.3
+done
+touch "$GPUFLEET_ROOT/../over"
+shutdown -h now
+"""
+
+
+def test_planned_interruptions_happen_at_their_steps_on_a_node_each(cloud: Cloud, tmp_path: Path) -> None:
+    cloud.fleets.notice_s = 0.2
+    planned = (Planned(step=2, kind="notice"), Planned(step=4, kind="loss"))
+    runner = NodeRunner(cloud, tmp_path / "nodes")
+    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), planned, "bucket", "r1")
+    fleet_id = fleet(cloud, template(cloud, user_data=RUN))
+
+    def stop_the_fleet_when_the_run_is_over() -> None:
+        if (tmp_path / "nodes" / "over").exists() and cloud.calls("ModifyFleet") == 0:
+            cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+
+    try:
+        watching.run(check=stop_the_fleet_when_the_run_is_over)
+    finally:
+        runner.close()
+    assert watching.planned == []
+    nodes = list(watching.views.values())
+    assert [node.interrupted and node.interrupted.kind for node in nodes[:3]] == ["notice", "loss", None]
+    assert nodes[0].last_step >= 2
+    assert nodes[1].last_step >= 4
+    assert nodes[2].last_step == 6
+    assert {"launched", "training", "notice", "loss", "ended"} <= {m.what for m in watching.timeline.moments}
