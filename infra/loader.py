@@ -183,6 +183,7 @@ def _definition(
     definition = StackDefinition(
         name=path.stem, source=path, purpose=_purpose(text), interruptions=interruptions, **parts
     )
+    _user_data(definition, findings)
     return definition, findings.problems
 
 

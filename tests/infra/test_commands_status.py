@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -129,9 +130,9 @@ def test_logs_fall_back_to_the_bucket(cloud: Cloud, path: Path, capsys: pytest.C
 def test_follow_prints_each_line_once_and_ends_with_the_run(cloud: Cloud, stack: StackDefinition) -> None:
     bucket = declare_bucket(cloud)
     log_group(cloud, "r1/i-1", "step 1")
-    rounds = iter(
-        [lambda: write(cloud, "r1/i-1", "step 2"), lambda: put(cloud, bucket, "done.json", {"reason": "finished"})]
-    )
+    more = functools.partial(write, cloud, "r1/i-1", "step 2")
+    end = functools.partial(put, cloud, bucket, "done.json", {"reason": "finished"})
+    rounds = [more, end]
     said: list[str] = []
     reader = Reader(
         definition=stack,
