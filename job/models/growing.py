@@ -59,10 +59,9 @@ def widen(state: State, *, noise: float, generator: torch.Generator) -> State:
             # the tied head [E, E] doubles every logit; its input is halved here, once
             grown[name] = torch.cat([tensor, tensor]) / 2
         elif name.endswith("router.weight"):
-            grown[name] = _twice_the_inputs(tensor, noise, generator)  # output count, and with it the choice, kept
+            grown[name] = _widened(tensor, 1, noise, generator)  # output count, and with it the choice, kept
         elif name.endswith("weight") and tensor.ndim > 1:
-            halves = [_twice_the_inputs(tensor, noise, generator) for _ in range(2)]
-            grown[name] = torch.cat(halves, dim=-2)
+            grown[name] = _widened(tensor, 2, noise, generator)
         else:  # layer norms' gains and biases, Linear biases: one value per output
             grown[name] = torch.cat([tensor, tensor], dim=-1)
     return grown
@@ -70,11 +69,11 @@ def widen(state: State, *, noise: float, generator: torch.Generator) -> State:
 
 def deepen(state: State, *, new_layers: int, router_std: float, generator: torch.Generator) -> State:
     """`new_layers` blocks appended that add exactly 0: what writes to the residual stream (o and every expert's
-    down-projection, weights and biases) is zero, the rest ordinarily initialised.
+    down-projection, weights and biases) is zero, the rest ordinarily initialised. The old layers' tensors are shared.
     """
     layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
     template = [(name.removeprefix("blocks.0."), tensor) for name, tensor in state.items() if ".0." in name[:9]]
-    grown = {name: tensor.clone() for name, tensor in state.items() if not name.startswith("norm.")}
+    grown = {name: tensor for name, tensor in state.items() if not name.startswith("norm.")}
     for index in range(layers, layers + new_layers):
         for part, tensor in template:
             std = initial_std(part, layers + new_layers, router_std)
@@ -85,14 +84,22 @@ def deepen(state: State, *, new_layers: int, router_std: float, generator: torch
             else:
                 fresh = _normal(tensor.shape, std, tensor, generator)
             grown[f"blocks.{index}.{part}"] = fresh
-    return grown | {name: tensor.clone() for name, tensor in state.items() if name.startswith("norm.")}
+    return grown | {name: tensor for name, tensor in state.items() if name.startswith("norm.")}
 
 
-def _twice_the_inputs(matrix: Tensor, noise: float, generator: torch.Generator) -> Tensor:
-    """[W/2 + N, W/2 - N]; N's scale is each matrix's own, also among stacked experts."""
-    half = matrix / 2
-    n = _normal(matrix.shape, noise, matrix, generator) * matrix.std(dim=(-2, -1), keepdim=True)
-    return torch.cat([half + n, half - n], dim=-1)
+def _widened(matrix: Tensor, copies: int, noise: float, generator: torch.Generator) -> Tensor:
+    """[W/2 + N, W/2 - N], with a fresh N for each copy of the outputs. N's scale is each matrix's own, also among
+    stacked experts. Written in place: at full size every temporary is a third of a gigabyte.
+    """
+    rows, columns = matrix.shape[-2:]
+    wide = matrix.new_empty(*matrix.shape[:-2], copies * rows, 2 * columns)
+    half, scale = matrix / 2, matrix.std(dim=(-2, -1), keepdim=True)
+    for start in range(0, copies * rows, rows):
+        copy = wide[..., start : start + rows, :]
+        n = _normal(matrix.shape, noise, matrix, generator).mul_(scale)
+        torch.add(half, n, out=copy[..., :columns])
+        torch.sub(half, n, out=copy[..., columns:])
+    return wide
 
 
 def _normal(shape: tuple[int, ...], std: float, like: Tensor, generator: torch.Generator) -> Tensor:
