@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +28,7 @@ from rehearsal.node import NodeRunner
 from rehearsal.timeline import Timeline, say
 from rehearsal.watch import Watch
 
+QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
 RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
 
 
@@ -52,6 +53,7 @@ class Rehearsal:
     engine: Engine
     runner: NodeRunner
     watch: Watch | None = None
+    torch_s: float = 0.0  # importing torch in a new process, on this machine
 
     @property
     def name(self) -> str:
@@ -69,7 +71,8 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path)})
     timeline = Timeline(folder / "timeline.jsonl", out=out)
     out(
-        f"Rehearsal of {definition.name}, run {definition.run.id}: the real program, user-data and job; a stand-in for AWS."
+        f"Rehearsal of {definition.name}, run {definition.run.id}: "
+        "the real program, user-data and job, against a stand-in for AWS."
     )
     try:
         with ExitStack() as stack:
@@ -190,12 +193,29 @@ def _follow(rehearsal: Rehearsal) -> None:
     rehearsal.watch = Watch(
         rehearsal.cloud, rehearsal.runner, rehearsal.timeline, planned, str(outputs["bucket"]), definition.run.id
     )
-    with ThreadPoolExecutor(max_workers=1) as pool:
+    with ThreadPoolExecutor() as pool:
         waiting = pool.submit(command, rehearsal, "wait", rehearsal.name)
-        rehearsal.watch.run(check=lambda: waiting.result() and None if waiting.done() else None)
+        measuring: list[Future[float]] = []
+
+        def check() -> None:
+            if waiting.done():
+                waiting.result()  # raises what `wait` said
+            seen = rehearsal.timeline.of("seen")
+            if seen and not measuring and rehearsal.timeline.seconds > seen[0].t + QUIET_S:
+                measuring.append(pool.submit(import_torch_s))
+
+        rehearsal.watch.run(check=check)
+        rehearsal.torch_s = measuring[0].result() if measuring else import_torch_s()
     if rehearsal.watch.planned:
         missed = ", ".join(f"{p.kind} at step {p.step}" for p in rehearsal.watch.planned)
         raise GpufleetError(f"the run ended before it could be interrupted as planned ({missed})")
+
+
+def import_torch_s() -> float:
+    """Seconds to import torch in a new process: the part of a restart that is not ours."""
+    program = "import time; began = time.perf_counter(); import torch; print(time.perf_counter() - began)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return float(done.stdout)
 
 
 def _ok(result: Result) -> Result:
