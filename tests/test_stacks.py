@@ -1,0 +1,197 @@
+"""What holds for every definition file in stacks/, and for the page that explains them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.catalog import load_catalog
+from infra.definition import Disk, Interruptions, Keep, StackDefinition
+from infra.loader import load, rehearsal_text
+from infra.rules import RULES
+from infra.schema import SECTIONS, describe
+from job import sizing
+from job.config import EXPERIMENTS
+
+ROOT = Path(__file__).parents[1]
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+STACKS = sorted((ROOT / "stacks").iterdir())
+PAGE = (ROOT / "docs" / "definition.md").read_text()
+
+
+@pytest.fixture(params=STACKS, ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+@pytest.fixture
+def stack(path: Path) -> StackDefinition:
+    return load(path, now=NOW)
+
+
+@pytest.fixture
+def rehearsed(path: Path) -> StackDefinition:
+    return load(path, now=NOW, rehearsal=True)
+
+
+def test_there_are_only_definition_files_and_each_is_named_after_its_experiment() -> None:
+    assert STACKS
+    for path in STACKS:
+        assert path.suffix == ".yaml"
+        assert load(path, now=NOW).job.experiment == path.stem
+
+
+def test_it_opens_with_its_purpose_and_its_bound(stack: StackDefinition) -> None:
+    assert stack.purpose.startswith(f"{stack.name}: ")
+    bound = stack.purpose.partition("Bound: ")[2]
+    assert bound, "the opening comment says no bound"
+    hours, usd = re.search(r"([0-9.]+) billed hours", bound), re.search(r"\$([0-9]+(?:\.[0-9]+)?)", bound)
+    assert hours is not None
+    assert usd is not None
+    assert Decimal(hours[1]) == stack.limits.max_hours
+    assert Decimal(usd[1]) == stack.limits.max_usd
+
+
+def test_it_expires_and_is_capped(stack: StackDefinition) -> None:
+    assert 0 < stack.limits.max_usd <= 1000
+    assert 0 < stack.limits.max_hours <= 72
+
+
+def test_it_is_tagged_with_an_owner_that_the_user_must_set(stack: StackDefinition) -> None:
+    assert stack.run.owner == "you"
+    assert stack.run.id == "r1"
+
+
+def test_every_listed_type_is_on_offer_and_has_a_price(stack: StackDefinition) -> None:
+    catalog = load_catalog()
+    for name in stack.fleet.instance_types:
+        kind = catalog.instance(name)
+        assert kind is not None
+        assert kind.left_ec2 is None
+        assert catalog.on_demand(name, stack.fleet.region).amount > 0
+        if stack.fleet.capacity == "spot":
+            assert catalog.spot(name, stack.fleet.region)
+
+
+def test_every_phase_fits_every_listed_type(stack: StackDefinition) -> None:
+    config = stack.job.parameters
+    for name in stack.fleet.instance_types:
+        kind = load_catalog().instance(name)
+        assert kind is not None
+        for phase in range(len(sizing.phases(config))):
+            assert sizing.choose_rung(config, kind.gpu_memory_gb, phase) is not None
+
+
+def test_the_shipped_file_pins_nothing_that_ages(stack: StackDefinition) -> None:
+    assert stack.fleet.ami == "unpinned"
+    assert "@" not in stack.job.image
+    assert stack.limits.deadline is None
+
+
+def test_the_disks_need_no_paid_extras(stack: StackDefinition) -> None:
+    assert (stack.storage.root.iops, stack.storage.root.throughput_mibps) == (3000, 125)
+
+
+def test_the_rehearsal_is_the_same_job_on_a_laptop(stack: StackDefinition, rehearsed: StackDefinition) -> None:
+    assert rehearsed.job.parameters.device == "cpu"
+    assert rehearsed.job.experiment == stack.job.experiment
+    assert rehearsed.job.image == stack.job.image
+    assert len(sizing.phases(rehearsed.job.parameters)) == len(sizing.phases(stack.job.parameters))
+    assert max(phase.params_total for phase in sizing.phases(rehearsed.job.parameters)) < 20_000_000
+    assert rehearsed.interruptions.with_notice >= 1
+    assert rehearsed.interruptions.without_notice >= 1
+
+
+def test_the_rehearsals_file_loads_to_the_rehearsal(path: Path, rehearsed: StackDefinition, tmp_path: Path) -> None:
+    copy = tmp_path / path.name
+    copy.write_text(rehearsal_text(path))
+    assert dataclasses.replace(load(copy, now=NOW), source=path) == rehearsed
+
+
+# docs/definition.md ---------------------------------------------------------------------------------------------------
+
+
+def documented(section: str) -> dict[str, str]:
+    """Key -> value column, of the tables under a heading."""
+    _, _, rest = PAGE.partition(f"\n## {section}\n")
+    assert rest, section
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| (.*?) \|", rest.partition("\n## ")[0], flags=re.MULTILINE)
+    return dict(rows)
+
+
+def fields_of(cls: type[Any], prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+    """Every leaf of a tree of dataclasses, by its dotted path."""
+    found: dict[str, dataclasses.Field[Any]] = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            found |= fields_of(typing.cast(type[Any], hints[field.name]), f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = field
+    return found
+
+
+def test_the_page_explains_every_key_of_every_section_and_no_other() -> None:
+    nested: dict[str, set[str]] = {"storage": {f.name for cls in (Disk, Keep) for f in dataclasses.fields(cls)}}
+    for section, cls in SECTIONS.items():
+        keys = {field.name for field in dataclasses.fields(cls)} | nested.get(section, set())
+        assert set(documented(section)) == keys
+    assert set(documented("rehearsal")) == {field.name for field in dataclasses.fields(Interruptions)}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_page_explains_every_parameter_with_its_default_and_range(experiment: str) -> None:
+    rows = documented(f"job.parameters of {experiment}")
+    fields = fields_of(EXPERIMENTS[experiment])
+    assert set(rows) == set(fields)
+    for name, field in fields.items():
+        low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
+        if low is not None:
+            assert f"{low:g} to " in rows[name], name
+        if high is not None:
+            spelled = f"{high:,.0f}" if high >= 1 else f"{high:g}"
+            assert f"to {spelled}" in rows[name], name
+        if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+            written = re.search(r"\*\*([0-9.e-]+)\*\*", rows[name])
+            assert written is not None, name
+            assert float(written[1]) == field.default, name
+
+
+def test_the_page_gives_the_range_that_the_loader_enforces() -> None:
+    sections = {cls: name for name, cls in SECTIONS.items()} | {
+        Disk: "storage",
+        Keep: "storage",
+        Interruptions: "rehearsal",
+    }
+    for (cls, key), rule in RULES.items():
+        if rule.maximum is None:
+            continue
+        said = documented(sections[cls])[key]
+        spelled = re.search(r"from (\S+) to (\S+)", describe(Decimal, rule))
+        assert spelled is not None
+        assert f"{spelled[1]} to {spelled[2]}" in said, (key, said)
+
+
+def test_the_page_gives_the_default_that_the_code_has() -> None:
+    nested: list[tuple[str, type[Any]]] = [("storage", Disk), ("storage", Keep), ("rehearsal", Interruptions)]
+    for section, cls in [*SECTIONS.items(), *nested]:
+        for field in dataclasses.fields(cls):
+            said = documented(section)[field.name]
+            if field.default is dataclasses.MISSING:
+                if field.name not in ("parameters",):
+                    assert "*required*" in said, (section, field.name)
+            elif field.default is None:
+                assert said.startswith("**none**"), (section, field.name)
+            elif isinstance(field.default, bool | int | str):
+                assert str(field.default).lower() in said.replace(",", "").partition(";")[0].lower(), (
+                    section,
+                    field.name,
+                )
