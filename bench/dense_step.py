@@ -1,0 +1,140 @@
+"""One training step, eager, fp32 on the CPU or bf16 on a GPU: forward, backward, fused AdamW. Pairs timed in turn.
+
+    python bench/dense_step.py [--nanogpt PATH_OF_A_CHECKOUT] [--layers 7] [--sequences 2] [--pairs 7] [--device cpu]
+
+- dense against nanoGPT of the same shape (nanoGPT has learned positions and a fused q, k, v; we rotate);
+- the mixture's FFN with its routing against a dense FFN of equal active size, forward and backward: no whole step,
+  because a mixture has more weights to update.
+
+The ratio is the median over pairs timed one after the other, so that a noisy machine disturbs both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from job import sizing
+from job.config import GrowthConfig, GrowthModel, Precision
+from job.models.blocks import Experts, FeedForward
+from job.models.growth import build, parameter_groups
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nanogpt", type=Path)
+    parser.add_argument("--layers", type=int, default=7)
+    parser.add_argument("--sequences", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
+    a = parser.parse_args()
+    compute = "fp32" if a.device == "cpu" else "bf16"
+    config = replace(
+        GrowthConfig(),
+        model=replace(GrowthModel(), layers=a.layers),
+        precision=Precision(compute=compute, phase3_state="fp32"),  # type: ignore[arg-type]
+    )
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {a.device}, {compute}")  # noqa: T201
+    tokens = torch.randint(config.model.vocab, (a.sequences, 257), device=a.device)
+    if a.nanogpt:
+        ours = our_step(config, tokens)
+        report("dense step / nanoGPT's", *paired(ours, nanogpt_step(a.nanogpt, config, tokens), a.pairs, a.device))
+    x = torch.randn(a.sequences, 256, config.model.width, device=a.device)
+    x = x if compute == "fp32" else x.bfloat16()
+    for dispatch in ("grouped", "padded"):
+        report(f"experts ({dispatch}) / dense FFN", *paired(*ffns(config, x, dispatch), a.pairs, a.device))
+    return 0
+
+
+def our_step(config: GrowthConfig, tokens: Tensor) -> Callable[[], None]:
+    """Our dense model's whole step."""
+    module = build(config, 0, device=tokens.device)
+    optimizer = torch.optim.AdamW(parameter_groups(module, config), lr=1e-4, fused=True)
+
+    def step() -> None:
+        out = module(tokens[:, :-1], tokens[:, 1:])
+        (out.loss_sum / tokens[:, 1:].numel()).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def nanogpt_step(folder: Path, config: GrowthConfig, tokens: Tensor) -> Callable[[], None]:
+    """nanoGPT's, with autocast on a GPU as its train.py has it."""
+    from nanogpt_parity import nanogpt
+
+    theirs, m = nanogpt(folder), config.model
+    module = theirs.GPT(
+        theirs.GPTConfig(block_size=256, vocab_size=m.vocab, n_layer=m.layers, n_head=m.heads, n_embd=m.width)
+    ).to(tokens.device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    x, y, cuda = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), tokens.device.type == "cuda"
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=cuda):
+            _, loss = module(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def ffns(config: GrowthConfig, x_BTd: Tensor, dispatch: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A mixture's FFN, and a dense one with as many active parameters."""
+    mixture = sizing.shape(config.model, 1)
+    dense = replace(sizing.shape(config.model, 0), ffn=mixture.top_k * mixture.ffn)
+    modules = Experts(mixture).to(x_BTd.device), FeedForward(dense).to(x_BTd.device)
+    for p in [*modules[0].parameters(), *modules[1].parameters()]:
+        nn.init.normal_(p, 0.0, 0.02)
+    modules[0].dispatch = dispatch  # type: ignore[assignment]
+
+    def passes(module: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            leaf = x_BTd.clone().requires_grad_()
+            y, _ = module(leaf)
+            y.backward(torch.ones_like(y))
+            module.zero_grad(set_to_none=True)
+
+        return run
+
+    return passes(modules[0]), passes(modules[1])
+
+
+def paired(
+    first: Callable[[], None], second: Callable[[], None], pairs: int, device: str
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of each, in turn, after one unmeasured pair."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for pair in range(pairs + 1):
+        for run, seen in zip((first, second), times, strict=True):
+            start = time.perf_counter()
+            run()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            if pair:
+                seen.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def report(name: str, ours: list[float], theirs: list[float]) -> None:
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    print(  # noqa: T201
+        f"{name}: {statistics.median(ratios):.2f} (from {min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} pairs; "
+        f"{statistics.median(ours):.0f} against {statistics.median(theirs):.0f} ms)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

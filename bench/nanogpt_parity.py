@@ -1,0 +1,167 @@
+"""First 100 fp32 losses of the dense model against nanoGPT's, from identical weights, data and optimizer.
+
+    python bench/nanogpt_parity.py PATH_OF_A_NANOGPT_CHECKOUT [--shape small|full] [--steps 100]
+
+nanoGPT has learned positions and a fused q, k, v. Its position table is set to zero and frozen here, its c_attn is our
+q, k and v stacked. What is left to differ is the rotation, so there are two comparisons:
+- `rotary`: our model untouched; nanoGPT's attention gets rotary positions written independently (complex numbers);
+- `none`: nanoGPT's code untouched; our rotation is replaced by nothing.
+Both use nanoGPT's own configure_optimizers, with the embedding moved to the group without decay, as ours has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from job.config import GrowthConfig, GrowthModel, Precision
+from job.models import blocks
+from job.models.growth import Growth, build, parameter_groups
+
+SHAPES = {
+    "small": (GrowthModel(vocab=512, layers=3, width=64, heads=4, ffn=256), 8, 64),
+    "full": (GrowthModel(), 1, 128),
+}
+LIMIT = 1e-4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("nanogpt", type=Path)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--positions", choices=["rotary", "none"], nargs="*", default=["rotary", "none"])
+    arguments = parser.parse_args()
+    theirs = nanogpt(arguments.nanogpt)
+    worst = 0.0
+    for positions in arguments.positions:
+        start = time.perf_counter()
+        ours, nano = both(theirs, arguments.shape, arguments.steps, positions)
+        gaps = [abs(a - b) for a, b in zip(ours, nano, strict=True)]
+        worst = max(worst, *gaps)
+        print(  # noqa: T201
+            f"{arguments.shape} shape, positions {positions}: {len(gaps)} steps, loss {ours[0]:.4f} -> {ours[-1]:.4f}, "
+            f"largest difference {max(gaps):.1e} (limit {LIMIT:.0e}), {time.perf_counter() - start:.0f} s, "
+            f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+        )
+    return 0 if worst <= LIMIT else 1
+
+
+def nanogpt(folder: Path) -> ModuleType:
+    """The checkout's model.py, not installed and not copied."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["nanogpt_model"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def both(theirs: ModuleType, shape: str, steps: int, positions: str) -> tuple[list[float], list[float]]:
+    """The losses of both models, step by step on the same batches."""
+    model, batch, sequence = SHAPES[shape]
+    config = replace(GrowthConfig(), model=model, precision=Precision(compute="fp32", phase3_state="fp32"))
+    ours = build(config, 0)
+    nano = converted(theirs, ours, model, sequence)
+    if positions == "rotary":
+        for block in nano.transformer.h:
+            block.attn.forward = rotary_attention(block.attn)
+    betas: Any = config.optim.betas
+    our_optimizer = torch.optim.AdamW(parameter_groups(ours, config), lr=config.optim.lr[0], betas=betas)
+    with mock.patch("builtins.print"):
+        nano_optimizer = nano.configure_optimizers(config.optim.weight_decay, config.optim.lr[0], betas, "cpu")
+    decayed, plain = nano_optimizer.param_groups
+    decayed["params"] = [p for p in decayed["params"] if p is not nano.transformer.wte.weight]
+    plain["params"].append(nano.transformer.wte.weight)
+
+    losses: tuple[list[float], list[float]] = ([], [])
+    no_rotation = mock.patch.object(blocks, "rotate", lambda x, cos, sin: x)
+    for step in range(steps):
+        tokens = words(batch, sequence + 1, model.vocab, step)
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if positions == "none":
+            with no_rotation:
+                loss = ours(x, y).loss_sum / y.numel()
+        else:
+            loss = ours(x, y).loss_sum / y.numel()
+        _, nano_loss = nano(x, y)
+        for value, module, optimizer, seen in (
+            (loss, ours, our_optimizer, losses[0]),
+            (nano_loss, nano, nano_optimizer, losses[1]),
+        ):
+            value.backward()
+            nn.utils.clip_grad_norm_(module.parameters(), config.optim.clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            seen.append(value.item())
+    return losses
+
+
+def converted(theirs: ModuleType, ours: Growth, model: GrowthModel, sequence: int) -> Any:
+    """A nanoGPT holding our weights; positions zero and frozen."""
+    settings = theirs.GPTConfig(
+        block_size=sequence, vocab_size=model.vocab, n_layer=model.layers, n_head=model.heads, n_embd=model.width
+    )
+    with mock.patch("builtins.print"):
+        nano = theirs.GPT(settings)
+    state = {"transformer.wte.weight": ours.embed.weight, "lm_head.weight": ours.embed.weight}
+    state["transformer.wpe.weight"] = torch.zeros(sequence, model.width)
+    names = {"norm1": "ln_1", "norm2": "ln_2", "attention.o": "attn.c_proj", "ffn.up": "mlp.c_fc"}
+    names["ffn.down"] = "mlp.c_proj"
+    weights = dict(ours.named_parameters())
+    for kind in ("weight", "bias"):
+        state[f"transformer.ln_f.{kind}"] = weights[f"norm.{kind}"]
+        for i in range(model.layers):
+            for our_name, nano_name in names.items():
+                state[f"transformer.h.{i}.{nano_name}.{kind}"] = weights[f"blocks.{i}.{our_name}.{kind}"]
+            qkv = [weights[f"blocks.{i}.attention.{p}.{kind}"] for p in "qkv"]
+            state[f"transformer.h.{i}.attn.c_attn.{kind}"] = torch.cat(qkv)
+    nano.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()})
+    nano.transformer.wpe.weight.requires_grad_(False)
+    return nano
+
+
+def rotary_attention(attention: Any) -> Any:
+    """nanoGPT's attention with positions by complex multiplication: dimensions i and i + D/2 are one number."""
+
+    def turn(x_BHTD: Tensor) -> Tensor:
+        left, right = x_BHTD.chunk(2, dim=-1)
+        t, half = x_BHTD.shape[2], left.shape[3]
+        angle = torch.arange(t)[:, None] * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        turned = torch.complex(left, right) * torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    def forward(x: Tensor) -> Tensor:
+        parts = attention.c_attn(x).split(attention.n_embd, dim=2)
+        q, k, v = (p.unflatten(2, (attention.n_head, -1)).transpose(1, 2) for p in parts)
+        y = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+        out: Tensor = attention.c_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+    return forward
+
+
+def words(batch: int, length: int, vocab: int, step: int) -> Tensor:
+    """Seeded windows with something to learn: most words follow from the one before."""
+    g = torch.Generator().manual_seed(step)
+    tokens = torch.randint(vocab, (batch, length), generator=g)
+    leap = torch.rand(batch, length, generator=g) < 0.3
+    for t in range(1, length):
+        tokens[:, t] = torch.where(leap[:, t], tokens[:, t], (tokens[:, t - 1] * 31 + 7) % min(vocab, 256))
+    return tokens
+
+
+if __name__ == "__main__":
+    sys.exit(main())
