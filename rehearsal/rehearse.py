@@ -9,8 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -169,45 +168,63 @@ def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
 
 def command(rehearsal: Rehearsal, *words: str) -> str:
     """Runs `gpufleet WORDS` in the scratch project as a user would; its standard output. Raises when it says no."""
-    done = subprocess.run(
+    with _started(rehearsal, *words) as process:
+        return _answer(rehearsal, process, words)
+
+
+@contextmanager
+def _started(rehearsal: Rehearsal, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """`gpufleet WORDS`, running until the block ends at the latest."""
+    with subprocess.Popen(
         [sys.executable, "-m", "infra.cli", *words],
         cwd=rehearsal.project,
         env=scratch.environment(rehearsal.cloud.environment()),
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=False,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _answer(rehearsal: Rehearsal, process: subprocess.Popen[str], words: Sequence[str]) -> str:
+    out, _ = process.communicate()
     with (rehearsal.project / "commands.log").open("a", encoding="utf-8") as log:
-        log.write(f"$ gpufleet {' '.join(words)}\n{done.stdout}{done.stderr}")
-    if done.returncode:
-        raise GpufleetError(f"gpufleet {' '.join(words)} gave {done.returncode}\n{done.stdout}{done.stderr}".rstrip())
-    return done.stdout
+        log.write(f"$ gpufleet {' '.join(words)}\n{out}")
+    if process.returncode:
+        raise GpufleetError(f"gpufleet {' '.join(words)} gave {process.returncode}\n{out}".rstrip())
+    return out
 
 
 def _follow(rehearsal: Rehearsal) -> None:
+    """Watches the run to its end, with `gpufleet wait` beside it as a user would have it."""
     outputs = rehearsal.engine.outputs()
     definition = rehearsal.definition
     steps = [phase.steps for phase in sizing.phases(definition.job.parameters)]
     planned = plan(definition.interruptions, steps)
-    rehearsal.watch = Watch(
+    rehearsal.watch = watch = Watch(
         rehearsal.cloud, rehearsal.runner, rehearsal.timeline, planned, str(outputs["bucket"]), definition.run.id
     )
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(command, rehearsal, "wait", rehearsal.name)
-        measuring: list[Future[float]] = []
+    words = ("wait", rehearsal.name)
+    with _started(rehearsal, *words) as waiting:
+        answered = False
 
         def check() -> None:
-            if waiting.done():
-                waiting.result()  # raises what `wait` said
+            nonlocal answered
+            if not answered and waiting.poll() is not None:
+                answered = True
+                _answer(rehearsal, waiting, words)
             seen = rehearsal.timeline.of("seen")
-            if seen and not measuring and rehearsal.timeline.seconds > seen[0].t + QUIET_S:
-                measuring.append(pool.submit(import_torch_s))
+            if seen and not rehearsal.torch_s and rehearsal.timeline.seconds > seen[0].t + QUIET_S:
+                rehearsal.torch_s = import_torch_s()
 
-        rehearsal.watch.run(check=check)
-        rehearsal.torch_s = measuring[0].result() if measuring else import_torch_s()
-    if rehearsal.watch.planned:
-        missed = ", ".join(f"{p.kind} at step {p.step}" for p in rehearsal.watch.planned)
+        watch.run(check=check)
+    rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
+    if watch.planned:
+        missed = ", ".join(f"{p.kind} at step {p.step}" for p in watch.planned)
         raise GpufleetError(f"the run ended before it could be interrupted as planned ({missed})")
 
 

@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rehearsal.node import Node, NodeRunner
 from rehearsal.timeline import Timeline
 
 POLL_S = 0.05
+TAIL = 15  # lines of a failed container's log that are shown
 BUCKET_S = 0.5
 STALLED_S = 150.0  # nothing new for so long: something hangs
 WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # infra/boot/node.sh, local_nvme
@@ -49,7 +50,6 @@ class NodeView:
     seen: bool = False  # its supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
-    problems: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -170,7 +170,8 @@ class Watch:
             view.boot_lines += 1
             said = line.partition(" ")[2]
             if "attempt failed" in said:
-                view.problems.append(said)
+                last = "\n".join(_new(view.node.container_log, 0)[-TAIL:])
+                raise RunFailedError(f"{view.name}: {said}\n{last}".rstrip())
             if _TOLD.search(said):
                 self._tell("boot", f"{view.name}: {said}", node=view.node.instance.id)
 
