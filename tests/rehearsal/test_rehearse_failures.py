@@ -103,3 +103,20 @@ def test_planned_interruptions_happen_at_their_steps_on_a_node_each(cloud: Cloud
     assert nodes[1].last_step >= 4
     assert nodes[2].last_step == 6
     assert {"launched", "training", "notice", "loss", "ended"} <= {m.what for m in watching.timeline.moments}
+
+
+def test_a_failed_attempt_is_shown_with_the_containers_last_words(cloud: Cloud, tmp_path: Path) -> None:
+    runner = NodeRunner(cloud, tmp_path / "nodes")
+    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), (), "bucket", "r1")
+    script = """#!/bin/bash
+mkdir -p "$GPUFLEET_ROOT/opt/gpufleet"
+echo "ValueError: no such key" >"$GPUFLEET_ROOT/opt/gpufleet/container.log"
+echo "2026-11-21T12:00:00Z attempt failed: the container ended with 1"
+sleep 60
+"""
+    fleet(cloud, template(cloud, user_data=script))
+    with pytest.raises(
+        RunFailedError, match="node 1: attempt failed: the container ended with 1\nValueError: no such key"
+    ):
+        watching.run()
+    runner.close()
