@@ -6,6 +6,7 @@ its end is billed until that end.
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -15,7 +16,7 @@ from job import atomic
 from job.metadata import epoch
 from job.meter import CENT_100, MINIMUM_S, hours
 from job.run_file import RunFile
-from job.store import Store
+from job.store import Store, StoreError
 
 FREE_S = 3600  # AWS does not charge compute when it interrupts a spot instance in its first hour (EC2 User Guide)
 
@@ -38,12 +39,38 @@ class Attempt:
     step_s: float
     idle_s: Decimal  # told to end and waiting for AWS to do it
     rung: int | None
+    floor: int  # rung of the ladder to begin at: above it memory ran out
     exit: dict[str, Any] | None
 
     @property
     def noticed(self) -> bool:
         """AWS said that it would take the node away."""
         return bool((self.exit or {}).get("notice"))
+
+
+class Record:
+    """attempts/<instance>.json of this attempt. The node script's keys stay; `flush` sends what changed."""
+
+    def __init__(self, store: Store, instance: str) -> None:
+        self._store = store
+        self._key = f"attempts/{instance}.json"
+        self.fields: dict[str, Any] = {"instance": instance, **(atomic.parse_object(store.get_bytes(self._key)) or {})}
+        self._changed = False
+
+    def update(self, **fields: Any) -> None:
+        """Notes it here; no network."""
+        self.fields = {**self.fields, **fields}  # a new dict: another thread may be sending the old one
+        self._changed = True
+
+    def flush(self) -> None:
+        """Raises StoreError."""
+        if self._changed:
+            self._changed = False
+            try:
+                self._store.put_bytes(json.dumps(self.fields, sort_keys=True).encode(), self._key)
+            except StoreError:
+                self._changed = True
+                raise
 
 
 def read(store: Store, run: RunFile, *, but: str | None = None) -> list[Attempt]:
@@ -97,5 +124,6 @@ def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, An
         step_s=float(beat.get("step_s") or 0.0),
         idle_s=Decimal(f"{max(0.0, gone - told):.3f}") if told and gone else Decimal(0),
         rung=record.get("rung"),
+        floor=int(record.get("floor") or 0),
         exit=ended,
     )

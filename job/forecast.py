@@ -1,4 +1,8 @@
-"""How long a stop takes: one optimizer step, save, hash and upload. Measured as soon as something can be."""
+"""How long a stop takes: one optimizer step, save, hash and upload.
+
+The bill has predicted it per type and phase, and said whether it fits a notice. Here that is only made longer: by
+slower steps, and by an upload that was measured to be slower. So what the bill promises is what is decided.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +11,40 @@ from typing import Any
 from job import sizing
 from job.config import JobConfig
 
-DISK_BYTES_S = 1.0e8  # gp3's included 125 MiB/s less a little; instance-store NVMe is faster. An assumption
-UPLOAD_BYTES_S = 2.0e8  # assumption; 1.02 GB/s was once measured on g5.12xlarge, hashing (1.4 GB/s) runs beside it
-LATENCY_S = 2.0  # of a save and an upload of nothing
+GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
+LATENCY_S = 2.0  # of a save and an upload of next to nothing
 SLACK = 1.25
 MEASURABLE_BYTES = 50_000_000  # below this an upload's time is all latency
 
 
 class Forecast:
-    """Predictions for one run on one node."""
+    """Predictions for one run on one type of node."""
 
-    def __init__(self, config: JobConfig, predicted: list[dict[str, Any]]) -> None:
+    def __init__(self, config: JobConfig, estimate: dict[str, Any], instance_type: str) -> None:
         self._config = config
-        self._predicted_s = [float(phase["step_ms"]) / 1000 for phase in predicted]
-        self._upload_bytes_s = UPLOAD_BYTES_S
+        self._names = [phase.name for phase in sizing.phases(config)]
+        self._step_s = {row["phase"]: float(row["step_ms"]) / 1000 for row in estimate.get("phases", ())}
+        self._stop_s = {
+            row["phase"]: float(row["seconds"])
+            for row in estimate.get("notice", ())
+            if row["type"] == instance_type and row["seconds"] is not None
+        }
+        self._upload_s_per_byte = 0.0
 
     def learn(self, measured: tuple[int, float] | None) -> None:
         """Takes in bytes and seconds of an upload."""
         if measured is not None and measured[0] >= MEASURABLE_BYTES:
-            self._upload_bytes_s = measured[0] / max(measured[1], 0.001)
+            self._upload_s_per_byte = measured[1] / measured[0]
 
     def phase(self, step: int) -> int:
         """The phase that optimizer step `step` belongs to."""
-        return min(step // self._config.steps_per_phase, len(sizing.phases(self._config)) - 1)
+        return min(step // self._config.steps_per_phase, len(self._names) - 1)
 
     def stop_s(self, step: int, step_s: float | None) -> float:
         """From the request to the published manifest, at `step`, with steps of `step_s` (None: the bill's)."""
-        phase = self.phase(step)
-        if step_s is None:
-            step_s = self._predicted_s[phase] if phase < len(self._predicted_s) else 0.0
-        size = sizing.checkpoint_bytes(self._config, phase)
-        return step_s + LATENCY_S + SLACK * (size / DISK_BYTES_S + size / self._upload_bytes_s)
+        index = self.phase(step)
+        name, size = self._names[index], sizing.checkpoint_bytes(self._config, index)
+        predicted_s = self._step_s.get(name, 0.0)
+        found = self._stop_s.get(name, predicted_s + LATENCY_S + size / 1e9 * GB_S)
+        slower = max(0.0, (step_s or 0.0) - predicted_s)
+        return max(found + slower, predicted_s + slower + LATENCY_S + SLACK * size * self._upload_s_per_byte)

@@ -26,7 +26,7 @@ from job.store import GivenUpError, Store, StoreError
 PARALLEL = 8
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
 FOLDER = re.compile(r"step_(\d{8})")
-OWN = {"run.json", "stop.json", "save.json", "spent.json", "receipt.json"}  # in the work folder, but no results
+OWN = {"run.json", "stop.json", "save.json", "spent.json", "receipt.json", "rung.json"}  # no results
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +80,7 @@ class Publisher:
         self._store, self._workdir, self._stamp, self._say = store, workdir, stamp, say
         self._best: dict[str, Any] | None = None
         self._done: set[int] = set()
+        self._sent: dict[str, int] = {}  # exports, with their time of writing
         self._cancel = threading.Event()
 
     def resumed(self, step: int) -> None:
@@ -171,13 +172,10 @@ class Publisher:
             self._store.put_bytes(content, "metrics.jsonl")
 
     def outputs(self) -> None:
-        """Everything the trainer leaves besides checkpoints. An export that is there already is not sent again."""
-        there = {entry.key: entry.bytes for entry in self._store.entries("exports/")}
-        paths = [path for name in ("exports", "final", "tb") for path in _files(self._workdir / name)]
-        for path in paths:
-            key = path.relative_to(self._workdir).as_posix()
-            if there.get(key) != path.stat().st_size:
-                self._send(path, key)
+        """Everything the trainer leaves besides checkpoints."""
+        for name in ("exports", "final", "tb"):
+            for path in _files(self._workdir / name):
+                self._export(path)
         for path in sorted(self._workdir.glob("*")):
             if path.suffix in (".json", ".csv", ".txt", ".png", ".md") and path.name not in OWN and path.is_file():
                 self._send(path, path.name)
@@ -188,17 +186,20 @@ class Publisher:
         found = []
         for name in names:
             prefix = name.rstrip("/")
-            there = {entry.key: entry.bytes for entry in self._store.entries(prefix) if _under(entry.key, prefix)}
-            local = list(_files(self._workdir / prefix) or self._workdir.glob(prefix + ".*"))
-            for path in local:
-                key = path.relative_to(self._workdir).as_posix()
-                if there.get(key) != path.stat().st_size:
-                    self._send(path, key)
-                    there[key] = path.stat().st_size
+            for path in _files(self._workdir / prefix) or sorted(self._workdir.glob(prefix + ".*")):
+                self._export(path)
+            there = [entry for entry in self._store.entries(prefix) if _under(entry.key, prefix)]
             if not there:
                 raise FileNotFoundError(f"{prefix} is required, but neither here nor in the store")
-            found += [{"name": key, "bytes": size} for key, size in sorted(there.items())]
+            found += [{"name": entry.key, "bytes": entry.bytes} for entry in there]
         return found
+
+    def _export(self, path: Path) -> None:
+        """Sends a file once; again when it was written anew, whatever an earlier attempt has left in its place."""
+        key, written = path.relative_to(self._workdir).as_posix(), path.stat().st_mtime_ns
+        if self._sent.get(key) != written:
+            self._send(path, key)
+            self._sent[key] = written
 
     def _send(self, path: Path, key: str) -> None:
         self._check_cancel()

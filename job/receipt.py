@@ -3,9 +3,9 @@
 Actual money is metered time at the hour's prices; S3, logs and transfer are as in the bill, because AWS reports them a
 day later. A first hour that AWS interrupted is not charged for compute; the receipt credits it and says so.
 
-Causes, which add up to the difference exactly: *price*, the hours used at another price than estimated; *interruptions*,
-restarts, repeated steps and idling for AWS less what was free, against the bill's line; *runtime*, all other hours
-against the estimated ones; *other*, the rest, to the last digit.
+Causes, which add up to the difference exactly: *price*, the hours used at another price than estimated;
+*interruptions*, restarts, repeated steps and idling for AWS less what was free, against the bill's line; *runtime*, all
+other hours against the estimated ones; *other*, the rest, to the last digit.
 """
 
 from __future__ import annotations

@@ -93,11 +93,11 @@ class Pulse:
         log: Path,
         publisher: Publisher,
         executor: Executor,
-        before: Callable[[], None],
+        also: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
         self._store, self._instance, self._log, self._publisher = store, instance, log, publisher
-        self._executor, self._before, self._say = executor, before, say
+        self._executor, self._also, self._say = executor, also, say
         self._beats: list[str] = []
         self._running: Future[None] | None = None
 
@@ -125,4 +125,4 @@ class Pulse:
         self._store.put_bytes(("\n".join(self._beats) + "\n").encode(), f"heartbeat/{self._instance}.jsonl")
         self._publisher.metrics()
         self._store.put_bytes(self._log.read_bytes() if self._log.exists() else b"", "job.log")
-        self._before()
+        self._also()

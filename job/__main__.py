@@ -1,0 +1,59 @@
+"""`python -m job <workdir>/run.json`: the supervisor, with its packages and its places."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from job import bootstrap
+
+
+def main() -> int:
+    run_json = Path(sys.argv[1]).resolve()
+    try:
+        bootstrap.ensure(run_json.parent / "packages")
+    except RuntimeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return supervise(run_json)
+
+
+def supervise(run_json: Path) -> int:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from job.child import Child, Log, trainer
+    from job.metadata import Metadata, Watch, http_fetch
+    from job.meter import spot_history
+    from job.run_file import Node, load
+    from job.store import open_store, parent
+    from job.supervisor import Supervisor
+    from job.world import World
+
+    terminated: list[float] = []
+    signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))
+    workdir, environment = run_json.parent, os.environ
+    log = Log(workdir / "job.log")
+    run, node = load(run_json), Node.of(environment, time.time())
+    metadata = Metadata(
+        fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=time.time, say=log.say
+    )
+    child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
+    with Watch(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
+        world = World(
+            store=open_store(environment.get("GPUFLEET_RUN_URI") or f"{parent(str(workdir))}/store/{run.run}"),
+            metadata=metadata,
+            start=lambda rung: Child(trainer(workdir, rung), child_environment, log, time.time),
+            terminated=lambda: terminated[0] if terminated else None,
+            uploads=uploads,
+            pulse=pulse,
+            log=log,
+            spot_price=spot_history(node.type, node.zone),
+        )
+        return Supervisor(run, node, workdir, world).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""How an attempt ends: finished or failed (done.json, last of all), interrupted, crashed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from job import atomic, receipt
+from job.attempts import Attempt
+from job.store import StoreError
+
+if TYPE_CHECKING:
+    from job.supervisor import Supervisor
+
+FINISHED, FAILED, INTERRUPTED, CRASHED = 0, 70, 75, 1  # exit codes, for the node script
+TICK_S = 0.25
+FINISH_S = 900.0  # to upload everything; then the attempt counts as crashed and the next one does it
+CRASH_S = 120.0  # to publish what the trainer had committed
+LATE_S = 60.0  # AWS may take the machine later than it said
+
+
+def finish(s: Supervisor, reason: str, detail: str = "") -> int:
+    """Everything uploaded, receipt, then done.json. 0, 70 for `failed`, or 1 when the store does not take it."""
+    code = FAILED if reason == "failed" else FINISHED
+    s.say(f"the run ends: {reason} {detail}".rstrip())
+    until = s.clock() + FINISH_S
+    if not _drain(s, until if code == FINISHED else s.clock() + CRASH_S) and code == FINISHED:
+        return crashed(s, "the last checkpoints could not be uploaded")
+    at = iso(s.clock())
+    s.record.update(exit={"code": code, "reason": reason, "notice": False, "at": at})
+    try:
+        _insist(s, until, s.publisher.outputs)
+        _insist(s, until, lambda: s.pulse.last(s.heartbeat()))
+        _insist(s, until, lambda: _receipt(s, reason, at))
+        _insist(s, until, s.record.flush)
+        _insist(s, until, lambda: s.store.put_bytes(s.world.log.path.read_bytes(), "job.log"))
+        done = {"schema": 1, "reason": reason, "detail": detail, "instance": s.node.instance, "at": at}
+        _insist(s, until, lambda: s.store.put_bytes(_json(done), "done.json"))
+    except OSError as error:
+        s.record.fields.pop("exit", None)
+        return crashed(s, f"the end of the run could not be written: {error}")
+    return code
+
+
+def interrupted(s: Supervisor) -> int:
+    """Publishes what there is time for, then says so. 75: this machine must not go on."""
+    cause = s.cause
+    assert cause is not None
+    assert cause.deadline is not None
+    s.uploader.hurry()
+    s.uploader.fast()
+    published = _drain(s, cause.deadline + LATE_S)
+    s.say(
+        f"interrupted ({cause.reason}); newest published step {s.publisher.newest}"
+        + ("" if published else "; more was committed, and is lost")
+    )
+    ending: dict[str, Any] = {"code": INTERRUPTED, "reason": cause.reason, "notice": cause.reason == "notice"}
+    ending["at"] = iso(s.clock())
+    if cause.reason == "notice":
+        ending["ends_at"] = iso(cause.deadline)
+    _leave(s, ending)
+    return INTERRUPTED
+
+
+def crashed(s: Supervisor, why: str) -> int:
+    """Publishes what the trainer had committed. The node script counts such ends."""
+    s.say(f"this attempt failed: {why}")
+    if hasattr(s, "meter"):
+        _drain(s, s.clock() + CRASH_S)
+        _leave(s, {"code": CRASHED, "reason": why, "notice": False, "at": iso(s.clock())})
+    return CRASHED
+
+
+def _leave(s: Supervisor, ending: dict[str, Any]) -> None:
+    s.record.update(exit=ending)
+    for act in (s.record.flush, lambda: s.pulse.last(s.heartbeat())):
+        try:
+            act()
+        except OSError as error:
+            s.say(f"not written: {error}")
+
+
+def _drain(s: Supervisor, until: float) -> bool:
+    """Uploads what is committed until there is no more, or no more time. True: nothing is left."""
+    s.uploader.poll()
+    while not s.uploader.idle and s.clock() < until:
+        s.world.sleep(TICK_S)
+        s.uploader.poll()
+    return s.uploader.idle
+
+
+def _insist(s: Supervisor, until: float, act: Callable[[], Any]) -> None:
+    pause = 2.0
+    while True:
+        try:
+            act()
+            return
+        except StoreError as error:
+            if s.clock() + pause > until:
+                raise
+            s.say(f"{error}; again in {pause:.0f} s")
+            s.world.sleep(pause)
+            pause = min(2 * pause, 60.0)
+
+
+def _receipt(s: Supervisor, reason: str, at: str) -> None:
+    """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
+    try:
+        made = receipt.build(s.run_file, [*s.earlier, _present(s)], reason=reason, at=at)
+        text = receipt.text(made)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        s.say(f"no receipt: {type(error).__name__}: {error}")
+        return
+    s.store.put_bytes(_json(made), "receipt.json")
+    with suppress(OSError):
+        atomic.write_json(s.workdir / "receipt.json", made)
+    s.world.log.write((text + "\n").encode())
+
+
+def _present(s: Supervisor) -> Attempt:
+    spent = s.meter.spent(s.clock())
+    started = s.record.fields.get("started_s")
+    return Attempt(
+        instance=s.node.instance,
+        type=s.node.type,
+        zone=s.node.zone,
+        launched_at=s.node.launched_at,
+        seconds=spent.attempt_s,
+        usd=spent.attempt_usd,
+        compute_usd=spent.compute_usd,
+        free_usd=Decimal(0),
+        started_s=None if started is None else Decimal(str(started)),
+        resumed_step=s.resumed_step,
+        last_step=s.progress.step,
+        step_s=s.progress.step_s or 0.0,
+        idle_s=Decimal(0),
+        rung=s.record.fields.get("rung"),
+        floor=s.rung,
+        exit=s.record.fields.get("exit"),
+    )
+
+
+def iso(at: float) -> str:
+    """UTC, milliseconds, Z."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, sort_keys=True) + "\n").encode()

@@ -1,0 +1,67 @@
+"""What this node is, for the record: GPUs, driver, versions. Imports no torch: it costs seconds and memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+MIB = 1024 * 1024
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "boto3")
+QUERY = "--query-gpu=name,memory.total,driver_version"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """`memory_gb` in units of 1e9 bytes, as the driver reports it."""
+
+    name: str
+    memory_gb: float
+    driver: str
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """All of them; none where there is no working driver."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", QUERY, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse(answer)
+
+
+def parse(answer: str) -> tuple[Gpu, ...]:
+    """Of nvidia-smi's lines; what is not a GPU's line is skipped."""
+    found = []
+    for line in answer.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 3 and words[1].isdigit():
+            found.append(Gpu(name=words[0], memory_gb=int(words[1]) * MIB / 1e9, driver=words[2]))
+    return tuple(found)
+
+
+def record(found: tuple[Gpu, ...]) -> dict[str, Any]:
+    """For attempts/<instance>.json."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    return {
+        "gpu": found[0].name if found else None,
+        "gpu_count": len(found),
+        "gpu_memory_gb": round(min(gpu.memory_gb for gpu in found), 2) if found else None,
+        "driver": found[0].driver if found else None,
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }

@@ -1,0 +1,292 @@
+"""The parent of the trainer: stages, starts, watches, publishes, and decides how the attempt ends.
+
+An attempt ends in one of five ways: finished (or at a limit of the run), failed for good, interrupted, crashed, or
+over before it began. Only the first two write done.json, last of all. See job/endings.py and docs/interruptions.md.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from job import atomic, attempts, endings, machine, sizing, staging
+from job.child import Progress
+from job.endings import FAILED, FINISHED, TICK_S, iso
+from job.forecast import Forecast
+from job.meter import RESERVE_S, Meter
+from job.publish import Publisher
+from job.run_file import Node, RunFile
+from job.store import StoreError
+from job.uploads import Pulse, Uploader
+from job.world import Cause, Trainer, World
+
+DONE, FATAL, OUT_OF_MEMORY, STOPPED = 0, 65, 69, 75  # the trainer's
+SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
+MARGIN_S = 5.0  # between a predicted publication and the end of the machine
+SIGTERM_S = 105.0  # docker stop waits 115 s
+PATIENCE_S = 120.0  # at least, for a trainer asked to stop without a deadline
+
+
+class InterruptedEarlyError(Exception):
+    """The machine goes away before training began."""
+
+
+class Supervisor:
+    """One attempt. `run` gives the exit code for the node script."""
+
+    def __init__(self, run: RunFile, node: Node, workdir: Path, world: World) -> None:
+        self.run_file, self.node, self.workdir, self.world = run, node, workdir, world
+        self.cause: Cause | None = None
+        self.say = world.log.say
+        self.store, self.clock = world.store, world.clock
+        self.forecast = Forecast(run.config, run.estimate, node.type)
+        self.publisher = Publisher(store=self.store, workdir=workdir, stamp=self._stamp, say=self.say)
+        self.uploader = Uploader(self.publisher, world.uploads, self.clock, self.say)
+        self.pulse = Pulse(
+            store=self.store,
+            instance=node.instance,
+            log=world.log.path,
+            publisher=self.publisher,
+            executor=world.pulse,
+            also=self._refresh,
+            say=self.say,
+        )
+        self.progress = Progress(workdir / "metrics.jsonl", self.clock)
+        self.resumed_step = 0
+        self.rung = 0
+        self._child: Trainer | None = None
+        self._kill_at: float | None = None
+        self._advised: str | None = None
+        self._beat_at = self._spent_at = float("-inf")
+
+    def run(self) -> int:
+        """Until the attempt has ended, whatever way."""
+        try:
+            over = atomic.parse_object(self.store.get_bytes("done.json"))
+            if over is not None:
+                self.say(f"the run is over already: {over.get('reason')}")
+                return FAILED if over.get("reason") in ("failed", "boot-loop") else FINISHED
+            self._open()
+            try:
+                self._stage()
+                self.rung = self._first_rung()
+            except ValueError as error:  # wrong on every node
+                return endings.finish(self, "failed", str(error))
+            return self._conclude(self._train())
+        except InterruptedEarlyError:
+            self._look()
+            return endings.interrupted(self)
+        except StoreError as error:
+            return endings.crashed(self, f"the store: {error}")
+        finally:
+            if self._child is not None:
+                self._child.kill()
+            self.publisher.cancel()  # nothing under way keeps this process
+
+    # Before training ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        staging.clear(self.workdir)
+        earlier = self.store.get_bytes("job.log")
+        if earlier:
+            atomic.write_bytes(self.world.log.path, earlier)
+        self.record = attempts.Record(self.store, self.node.instance)
+        self.earlier = attempts.read(self.store, self.run_file, but=self.node.instance)
+        self.meter = Meter(
+            rates=self.run_file.rates(self.node.type, self.node.zone),
+            launched_at=self.node.launched_at,
+            fixed_usd=self.run_file.fixed_usd,
+            prior_usd=sum((attempt.usd for attempt in self.earlier), Decimal(0)),
+            prior_s=sum((attempt.seconds for attempt in self.earlier), Decimal(0)),
+            spot_price=self.world.spot_price,
+        )
+        self.say(f"attempt {len(self.earlier) + 1} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
+        self.record.update(
+            type=self.node.type,
+            zone=self.node.zone,
+            launched_at=iso(self.node.launched_at),
+            attempt=len(self.earlier) + 1,
+            supervised_at=iso(self.clock()),
+            **machine.record(self.world.gpus() if self.run_file.config.device == "cuda" else ()),
+        )
+        self._beat()
+
+    def _stage(self) -> None:
+        stage = staging.Stage(
+            store=self.store,
+            run=self.run_file,
+            workdir=self.workdir,
+            say=self.say,
+            check=self._check_early,
+            pause=self.world.sleep,
+        )
+        staging.dataset(stage)
+        manifest = staging.checkpoint(stage)
+        self.resumed_step = 0 if manifest is None else manifest["step"]
+        if manifest is not None:
+            self.publisher.resumed(self.resumed_step)
+            metrics = self.store.get_bytes("metrics.jsonl")
+            if metrics:
+                atomic.write_bytes(self.workdir / "metrics.jsonl", metrics)
+        self.progress.skip(self.resumed_step)
+        self.record.update(resumed_step=self.resumed_step)
+        self._check_early()
+        self._look()
+
+    def _check_early(self) -> None:
+        if self.world.metadata.notice is not None or self.world.terminated() is not None:
+            raise InterruptedEarlyError
+
+    def _first_rung(self) -> int:
+        """The trainer itself goes lower where a phase is predicted not to fit; this is what memory really ran out at."""
+        return max([attempt.floor for attempt in self.earlier if attempt.type == self.node.type], default=0)
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> int:
+        """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
+        while self.cause is None:
+            self.record.update(floor=self.rung)
+            self._child = self.world.start(self.rung)
+            self.progress.grew_at = self.clock()
+            while (code := self._child.poll()) is None:
+                self._tick()
+                self.world.sleep(TICK_S)
+            self.progress.poll()
+            if code != OUT_OF_MEMORY or self.cause is not None:
+                return code
+            used = atomic.read_object(self.workdir / "rung.json") or {}
+            lower = used.get("lower", self.rung + 1 if not used else None)
+            if lower is None or lower >= len(sizing.ladder(self.run_file.config)):
+                detail = f"at the end of the ladder: {used or self.rung}. Choose a type with more GPU memory."
+                atomic.write_json(self.workdir / "fatal.json", {"error": "out of memory", "detail": detail})
+                return FATAL
+            self.say(f"out of memory on rung {used.get('rung', self.rung)}: again on rung {lower}")
+            self.rung = lower
+        return STOPPED
+
+    def _tick(self) -> None:
+        now = self.clock()
+        self.progress.poll()
+        if self.progress.first_at is not None and "started_s" not in self.record.fields:
+            self.record.update(started_s=round(self.progress.first_at - self.node.launched_at, 3))
+        self.uploader.poll()
+        self.forecast.learn(self.publisher.measured)
+        if now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
+            self._beat()
+        if now >= self._spent_at + SPENT_S:
+            self._spent_at = now
+            self._tell("spent.json", {"spent_usd": str(self.meter.spent(now).usd), "at": now})
+        self._look()
+        advice = self.world.metadata.save_wanted
+        if advice is not None and advice != self._advised:
+            self._advised = advice
+            self._tell("save.json", {"reason": advice})
+        self._end_if_stuck(now)
+
+    def _look(self) -> None:
+        """Is there a cause to stop? The first one decides."""
+        if self.cause is not None:
+            return
+        now, notice, terminated = self.clock(), self.world.metadata.notice, self.world.terminated()
+        if notice is not None:
+            self.cause = Cause(reason="notice", deadline=notice.at)
+        elif terminated is not None:
+            self.cause = Cause(reason="sigterm", deadline=terminated + SIGTERM_S)
+        else:
+            reserve = self.forecast.stop_s(self.progress.step, self.progress.step_s) + RESERVE_S
+            limit = self.meter.limit(now, self.run_file.limits, reserve)
+            self.cause = None if limit is None else Cause(reason=limit)
+        if self.cause is not None:
+            self._stop(self.cause, now)
+
+    def _stop(self, cause: Cause, now: float) -> None:
+        needed = self.forecast.stop_s(self.progress.step, self.progress.step_s)
+        save = cause.deadline is None or now + needed + MARGIN_S <= cause.deadline
+        left = (
+            ""
+            if cause.deadline is None
+            else f", {cause.deadline - now:.0f} s left, save and upload need {needed:.0f} s"
+        )
+        self.say(f"stopping: {cause.reason}{left}{'' if save else ': nothing more is saved'}")
+        if save and cause.deadline is not None:
+            self.uploader.hurry()
+        self._kill_at = now + max(PATIENCE_S, 3 * needed) if cause.deadline is None else cause.deadline
+        if not self._tell("stop.json", {"reason": cause.reason, "deadline": cause.deadline, "save": save}):
+            self._kill_at = now  # it cannot be asked
+
+    def _end_if_stuck(self, now: float) -> None:
+        assert self._child is not None
+        newest = max(self._child.output_at, self.progress.grew_at)
+        if self._kill_at is not None and now >= self._kill_at:
+            self.say("the trainer did not stop in time: killed")
+        elif now - newest > self.progress.quiet_limit_s():
+            self.say(f"no sign of progress for {now - newest:.0f} s: killed")
+        else:
+            return
+        self._child.kill()
+
+    def _conclude(self, code: int) -> int:
+        """What the trainer's end makes of the attempt."""
+        if code == DONE:
+            return endings.finish(self, "finished")
+        if code == FATAL:
+            fatal = atomic.read_object(self.workdir / "fatal.json") or {}
+            return endings.finish(self, "failed", f"{fatal.get('error')}: {fatal.get('detail')}")
+        if self.cause is not None and self.cause.deadline is None:
+            return endings.finish(self, self.cause.reason)
+        if self.cause is not None:
+            return endings.interrupted(self)
+        return endings.crashed(self, f"the trainer ended with {code}")
+
+    # Beside training ------------------------------------------------------------------------------------------------
+
+    def heartbeat(self) -> dict[str, Any]:
+        """One line of heartbeat/<instance>.jsonl. Also what later attempts know of this one's cost."""
+        now, seen = self.clock(), self.progress.record
+        spent = self.meter.spent(now)
+        return {
+            "ts": iso(now),
+            "step": self.progress.step,
+            "phase": seen.get("phase"),
+            "loss": seen.get("loss"),
+            "tok_s": seen.get("tok_s"),
+            "step_s": self.progress.step_s,
+            "spent_usd": str(spent.usd),
+            "attempt_usd": str(spent.attempt_usd),
+            "attempt_s": str(spent.attempt_s),
+            "compute_usd": str(spent.compute_usd),
+            "usd_per_hour": str(spent.usd_per_hour),
+        }
+
+    def _beat(self) -> None:
+        self._beat_at = self.clock()
+        used = (atomic.read_object(self.workdir / "rung.json") or {}).get("rung")
+        if used is not None and used != self.record.fields.get("rung"):
+            self.record.update(rung=used)
+        self.pulse.beat(self.heartbeat())
+
+    def _refresh(self) -> None:
+        self.record.flush()
+        self.meter.refresh(self.clock())
+
+    def _stamp(self) -> dict[str, Any]:
+        spent = self.meter.spent(self.clock())
+        return {
+            "run": self.run_file.run,
+            "attempt": len(self.earlier) + 1,
+            "instance": self.node.instance,
+            "spent_usd": str(spent.usd),
+            "spent_s": str(spent.seconds),
+            "published_at": iso(self.clock()),
+        }
+
+    def _tell(self, name: str, words: dict[str, Any]) -> bool:
+        """Writes a file that the trainer reads. False when the disk refuses."""
+        try:
+            atomic.write_json(self.workdir / name, words)
+        except OSError as error:
+            self.say(f"{name} cannot be written: {error}")
+            return False
+        return True

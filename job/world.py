@@ -1,0 +1,49 @@
+"""What the supervisor takes from outside its process, so that tests can be the outside; and why training stops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol
+
+from job import machine
+from job.child import Log
+from job.metadata import Metadata
+from job.meter import SpotPrice
+from job.store import Store
+
+
+class Trainer(Protocol):
+    """A started trainer. `output_at`: when it last printed something."""
+
+    output_at: float
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The outside. Times are epoch seconds."""
+
+    store: Store
+    metadata: Metadata
+    start: Callable[[int], Trainer]  # at a rung of the ladder
+    terminated: Callable[[], float | None]  # when SIGTERM came
+    uploads: Executor
+    pulse: Executor
+    log: Log
+    spot_price: SpotPrice
+    gpus: Callable[[], tuple[machine.Gpu, ...]] = machine.gpus
+    clock: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """Why training stops. With a deadline (epoch seconds) the machine goes away; without one the run is over."""
+
+    reason: str  # notice, sigterm, max_usd, max_hours, deadline
+    deadline: float | None = None
