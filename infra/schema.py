@@ -43,12 +43,15 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
 
-    def add(self, path: str, allowed: str, hint: str = "", value: str | None = None) -> None:
-        """A problem at `path`, in the words of the file; where the file is silent, at the section above."""
+    def add(self, path: str, allowed: str, hint: str = "", value: str | None = None, node: Node | None = None) -> None:
+        """A problem at `path`, in the words of the file; where the file is silent, at the section above.
+
+        `node` where the path cannot be trusted to lead there: an unknown key may hold dots and brackets.
+        """
         if any(path == known or path.startswith((known + ".", known + "[")) for known in self.bad):
             return
         self.bad.add(path)
-        node = at(self.tree, path)
+        node = node or at(self.tree, path)
         if node is not None:
             written = value if value is not None else _written(node)
             self.problems.append(Problem(path=node.path, value=written, allowed=allowed, hint=hint, line=node.line))
@@ -95,14 +98,14 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings) -> A
 def check_keys(entries: Mapping | dict[str, Node], names: list[str], path: str, findings: Findings) -> None:
     """Reports every key that is not one of `names`, with the nearest, or with the section it belongs to."""
     written = entries.entries if isinstance(entries, Mapping) else entries
-    for key in written:
+    for key, node in written.items():
         if key in names:
             continue
         hint = nearest(key, names)
         if not hint and key in _HOME:
             hint = f"It belongs under {_HOME[key]}."
         where = f"{path}.{key}" if path else key
-        findings.add(where, f"the keys {', '.join(names)}", hint, value=key)
+        findings.add(where, f"the keys {', '.join(names)}", hint, value=key or "''", node=node)
 
 
 def describe(hint: Any, rule: Rule) -> str:
@@ -176,7 +179,7 @@ def _convert(hint: Any, node: Node, path: str, rule: Rule, findings: Findings) -
         return _BAD
     value, hint_text = _scalar(inner, node.text, rule)
     if value is _BAD:
-        findings.add(path, allowed, hint_text, value=node.text or "''")
+        findings.add(path, allowed, hint_text, value=_written(node) or "''")
     return value
 
 
@@ -250,7 +253,7 @@ def _parent(path: str) -> tuple[str, str]:
 
 def _written(node: Node) -> str:
     if isinstance(node, Scalar):
-        return node.text
+        return node.text if len(node.text) <= 100 else f"{node.text[:97]}..."
     return "a list" if isinstance(node, Items) else "a section"
 
 

@@ -61,6 +61,34 @@ def test_a_node_script_over_ec2s_limit_is_a_problem_of_the_file(monkeypatch: pyt
         load(SHIPPED, now=NOW)
 
 
+@pytest.mark.parametrize("odd", ["[{a: [b]}]", "1e999", "'é\\t\"'"])
+def test_no_value_anywhere_in_a_file_can_crash_the_loader(tmp_path: Path, odd: str) -> None:
+    lines, refused = SHIPPED.read_text().splitlines(), []
+    for number, line in enumerate(lines):
+        key, colon, _ = line.partition(":")
+        if colon and not line.startswith("#"):
+            try:
+                load(
+                    stack(tmp_path, "\n".join([*lines[:number], f"{key}: {odd}", *lines[number + 1 :]]).encode()),
+                    now=NOW,
+                )
+            except DefinitionError as error:
+                refused.append(str(error))
+    assert len(refused) > 30
+
+
+def test_a_key_that_looks_like_a_path_is_only_unknown(tmp_path: Path) -> None:
+    with pytest.raises(DefinitionError) as caught:
+        load(stack(tmp_path, SHIPPED.read_bytes() + b"  run[x].id: 1\n"), now=NOW)
+    assert [problem.path for problem in caught.value.problems] == ["rehearsal.run[x].id"]
+
+
+def test_a_long_value_is_cut_in_the_message(tmp_path: Path) -> None:
+    with pytest.raises(DefinitionError) as caught:
+        load(stack(tmp_path, SHIPPED.read_bytes().replace(b"id: r1", b"id: " + b"r" * 100_000)), now=NOW)
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(GpufleetError, match=r"cannot be read: No such file"):
         load(tmp_path / "nothing.yaml", now=NOW)
