@@ -1,0 +1,223 @@
+"""tinystories-growth: a dense model, turned into a mixture of experts, then made twice as wide and deeper.
+
+At each growth the new model is checked against the old one in fp32 before a step is taken (growth_check.py). Every
+phase starts with fresh moments and re-warms up. Leaves weights at each phase's start and end, `growth_report.json`,
+`results.json`, `loss.csv` and `final/`.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from job import atomic, sizing
+from job.experiments.growth_check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
+from job.models import growth
+from job.models.growing import grow
+from job.train import export
+from job.train.experiment import Phase, Session
+
+PROBE = 8  # windows of held-out text on which old and new model must agree
+
+
+class TinystoriesGrowth:
+    """The experiment as the training loop asks it."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.config = session, session.config
+        self.sizes = sizing.phases(self.config)
+        self.phases = [
+            Phase(
+                index=index,
+                name=size.name,
+                first=sum(earlier.steps for earlier in self.sizes[:index]),
+                steps=size.steps,
+                lr=self.config.optim.lr[index],
+                warmup=self.config.optim.warmup_after_growth if index else 0,
+                flops_per_token=size.flops_per_token,
+            )
+            for index, size in enumerate(self.sizes)
+        ]
+        self.progress: dict[str, Any] = {"boundaries": [], "phases": {}, "capacity": {}}
+        self.probe_BT = next(session.dataset.fixed(PROBE, PROBE))[0]
+
+    def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
+        """Fresh weights, or grown and verified ones. Raises GrowthCheckFailed, its numbers in growth_report.json."""
+        device = self.session.device.torch
+        self._announce(phase)
+        if previous is None:
+            return growth.build(self.config, 0, device=device)
+        assert isinstance(previous, growth.Growth)
+        generator = torch.Generator().manual_seed(self.config.seed + phase.index)
+        weights = {name: tensor.float() for name, tensor in previous.state_dict().items()}
+        grown = growth.load(self.config, phase.index, grow(self.config, phase.index, weights, generator), device=device)
+        folder = self._export(f"phase{phase.index + 1}_start")
+        try:
+            report = check_boundary(
+                self.config, phase.index, previous, grown, self.probe_BT, export=folder / export.WEIGHTS
+            )
+        except GrowthCheckFailed as error:
+            self._write_report([*self.progress["boundaries"], error.report.to_json()])
+            raise
+        export.describe(folder, self._meta(phase, grown, step=phase.first, val_loss=None))
+        earlier = [b for b in self.progress["boundaries"] if b["phase"] != phase.name]
+        self.progress["boundaries"] = [*earlier, report.to_json()]
+        self.progress["capacity"][phase.name] = report.capacity
+        self._write_report(self.progress["boundaries"])
+        at_once = report.before
+        self.session.say(
+            f"growth into {phase.name} verified: logits moved by up to {at_once.max_logit_difference:.1e} of "
+            f"{at_once.max_logit:.1f} ({report.after_round_trip.max_logit_difference:.1e} after save and load), "
+            f"limit {at_once.limit:.1e}, {at_once.routing_flips} of {at_once.routings} routings flipped"
+        )
+        return grown.to(growth.state_dtype(self.config, phase.index))
+
+    def blank(self, phase: Phase) -> nn.Module:
+        """Uninitialised weights of the phase's shapes, with the capacity that its boundary found."""
+        self._announce(phase)
+        device = self.session.device.torch
+        meta = growth.build(self.config, phase.index, device="meta")
+        empty = {name: torch.empty_like(tensor, device=device) for name, tensor in meta.state_dict().items()}
+        module = growth.load(self.config, phase.index, empty, device=device)
+        capacity = self.progress["capacity"].get(phase.name)
+        if capacity is not None and module.capacity is not None:
+            module.set_dispatch("padded", capacity)
+        return module
+
+    def groups(self, module: nn.Module) -> list[dict[str, Any]]:
+        """The model's own table of what decays."""
+        return growth.parameter_groups(module, self.config)
+
+    def requires(self, phase: Phase) -> tuple[str, ...]:
+        """The exports of every boundary behind: a resume makes only those at the end of its own phase again."""
+        done = [(f"exports/phase{n}_end", f"exports/phase{n + 1}_start") for n in range(1, phase.index + 1)]
+        return tuple(name for pair in done for name in pair)
+
+    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
+        """Weights, greedy samples, expert load; for the widened model how far its two halves have parted."""
+        assert isinstance(module, growth.Growth)
+        name = f"phase{phase.index + 1}_end"
+        export.export(self._export(name), module, self._meta(phase, module, step=phase.last, val_loss=val_loss))
+        used, spread = expert_load(module, self.probe_BT)
+        samples = {prompt: self._continue(module, prompt) for prompt in self.config.eval.prompts}
+        self.progress["phases"][phase.name] = {
+            "val_loss": val_loss,
+            "samples": samples,
+            "experts_used": used,
+            "load_max_over_mean": spread,
+            "halves_difference": halves_difference(module, self.probe_BT) if phase.index == 2 else None,
+        }
+        for prompt, text in samples.items():
+            self.session.say(f"  {prompt!r} -> {text!r}")
+
+    def finish(self) -> None:
+        """The model, the report, the result table and the curve."""
+        workdir = self.session.workdir
+        export.copy(self._export(f"phase{len(self.phases)}_end"), workdir / "final")
+        self._write_report(self.progress["boundaries"])
+        records = self.session.metrics.records()
+        self._write_curve(workdir / "loss.csv", records)
+        final = atomic.read_object(workdir / "final" / export.META) or {}
+        atomic.write_json(
+            workdir / "results.json",
+            {
+                "schema": 1,
+                "experiment": "tinystories-growth",
+                "steps": self.phases[-1].last,
+                "tokens": self.phases[-1].last * self.session.tokens_per_step,
+                "device": self.session.device.name,
+                "torch": torch.__version__,
+                "weights_sha256": final["files"][0]["sha256"],
+                "phases": [self._result(phase, records) for phase in self.phases],
+                "growth": self.progress["boundaries"],
+            },
+        )
+
+    def _result(self, phase: Phase, records: list[dict[str, Any]]) -> dict[str, Any]:
+        """One phase: sizes, what was predicted, what was measured."""
+        size = self.sizes[phase.index]
+        own = [record for record in records if record["phase"] == phase.name]
+        predicted = next((p for p in self.session.predicted if p.get("phase") == phase.name), None)
+
+        def middle(key: str) -> float | None:
+            values = [record[key] for record in own if record[key] is not None]
+            return median(values) if values else None
+
+        measured = {"step_ms": middle("step_ms"), "tokens_per_s": middle("tok_s"), "mfu": middle("mfu")}
+        return {
+            "name": phase.name,
+            "params_total": size.params_total,
+            "params_active": size.params_active,
+            "flops_per_token_causal": size.flops_per_token,
+            "steps": phase.steps,
+            "lr": phase.lr,
+            "warmup_steps": phase.warmup,
+            "loss_first": own[0]["loss"] if own else None,
+            "loss_last": own[-1]["loss"] if own else None,
+            "predicted": predicted,
+            "measured": {**measured, "memory_gb": max((r["mem_gb"] for r in own), default=None)},
+            **self.progress["phases"][phase.name],
+        }
+
+    @torch.no_grad()
+    def _continue(self, module: growth.Growth, prompt: str) -> str:
+        """The prompt and `eval.sample_tokens` greedy tokens, fewer when the story ends."""
+        tokenizer = self.session.dataset.tokenizer
+        ids = tokenizer.encode(prompt)
+        module.eval()
+        for _ in range(self.config.eval.sample_tokens):
+            window_1T = torch.tensor([ids[-self.config.data.sequence :]], device=self.session.device.torch)
+            logits_BTV: Tensor = module(window_1T).logits
+            ids.append(int(logits_BTV[0, -1].argmax()))
+            if ids[-1] == tokenizer.end:
+                break
+        module.train()
+        return tokenizer.decode(ids)
+
+    def _announce(self, phase: Phase) -> None:
+        size = self.sizes[phase.index]
+        self.session.say(
+            f"phase {phase.index + 1}/{len(self.phases)} {phase.name}: {size.params_total:,} parameters, "
+            f"{size.params_active:,} active per token, steps {phase.first + 1} to {phase.last}, lr {phase.lr:g}"
+            + (f" after {phase.warmup} steps of warm-up with fresh moments" if phase.warmup else "")
+        )
+
+    def _meta(self, phase: Phase, module: growth.Growth, *, step: int, val_loss: float | None) -> dict[str, Any]:
+        manifest = self.session.dataset.manifest
+        return {
+            "experiment": "tinystories-growth",
+            "phase": phase.name,
+            "step": step,
+            "tokens": step * self.session.tokens_per_step,
+            "val_loss": val_loss,
+            "shape": asdict(module.shape),
+            "dtype": str(module.embed.weight.dtype).removeprefix("torch."),
+            "params_total": self.sizes[phase.index].params_total,
+            "params_active": self.sizes[phase.index].params_active,
+            "tokenizer": {"kind": manifest.tokenizer, "id": manifest.tokenizer_id, "vocab": manifest.vocab},
+            "dataset_sha256": manifest.sha256,
+            "config_sha256": self.session.config_sha256,
+        }
+
+    def _export(self, name: str) -> Path:
+        return self.session.workdir / "exports" / name
+
+    def _write_report(self, boundaries: list[dict[str, Any]]) -> None:
+        atomic.write_json(self.session.workdir / "growth_report.json", {"schema": 1, "boundaries": boundaries})
+
+    def _write_curve(self, path: Path, records: list[dict[str, Any]]) -> None:
+        temporary = path.with_name(f".{path.name}")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(("step", "tokens", "phase", "loss", "val_loss"))
+            rows.writerows([r[key] for key in ("step", "tokens", "phase", "loss", "val_loss")] for r in records)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)

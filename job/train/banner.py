@@ -1,0 +1,48 @@
+"""What is said before the first step: precision and its reason, data, and the bill's prediction beside the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from job import sizing
+from job.prepare import describe
+from job.train.experiment import Session
+
+
+def lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
+    """After the device's own line."""
+    config = session.config
+    sizes = sizing.phases(config)
+    yield "phases: " + ", ".join(f"{s.name} {s.params_total:,} / {s.params_active:,} active" for s in sizes)
+    yield (
+        f"precision: products in {config.precision.compute}, state "
+        + ", ".join(f"{size.name} {sizing.state_dtype(config, index)}" for index, size in enumerate(sizes))
+        + " (run config); loss, norms and router in fp32"
+    )
+    yield f"data: {describe(session.dataset.manifest)}"
+    for predicted in session.predicted:
+        yield f"predicted {predicted['phase']}: {_figures(predicted)}"
+    if session.predicted:
+        yield _against_limits(session, run)
+
+
+def _figures(predicted: dict[str, Any]) -> str:
+    mfu = predicted.get("mfu")
+    return (
+        f"{predicted['step_ms']:.1f} ms, {predicted['tokens_per_s']:,.0f} tok/s, "
+        + (f"mfu {mfu:.1%}, " if mfu else "")
+        + f"{predicted['memory_gb']:.1f} GB"
+    )
+
+
+def _against_limits(session: Session, run: dict[str, Any]) -> str:
+    """The one line: predicted against limit."""
+    limits, estimate = run.get("limits") or {}, run.get("estimate") or {}
+    hours, usd = (estimate.get(key) or {} for key in ("hours", "usd"))
+    memory = max(predicted["memory_gb"] for predicted in session.predicted)
+    return (
+        f"predicted vs limit: {hours.get('p50', '?')} of {limits.get('max_hours', '?')} h, "
+        f"${usd.get('p50', '?')} of ${limits.get('max_usd', '?')}, "
+        f"{memory:.1f} of {session.device.memory_gb:.1f} GB"
+    )

@@ -1,0 +1,221 @@
+"""Checkpoints on the local disk: written beside training, committed last, verified before they are believed.
+
+A save copies the tensors to host memory (training waits for that alone), then one thread writes a
+torch.distributed.checkpoint folder, syncs it and writes `commit.json` by an atomic rename. A folder without it, or
+whose files have other sizes than it names, does not exist. Uploading is somebody else's work.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from job import atomic
+
+Reason = Literal["timed", "best", "stop", "boundary", "final"]
+State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor
+COMMIT, PROGRESS = "commit.json", "progress.json"
+FREE_FACTOR = 1.2  # free space before a save, in sizes of the save
+KEEP = 2  # newest ones, beside the best
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """commit.json but for the list of files. `val_loss` only where exactly this step was evaluated."""
+
+    step: int
+    phase: str
+    tokens: int
+    val_loss: float | None
+    config_sha256: str
+    determinism: dict[str, Any]
+    dataset: dict[str, Any]
+    requires: tuple[str, ...]  # what must be uploaded before this counts
+    reason: Reason
+    torch: str = torch.__version__
+    world_size: int = 1
+    schema: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A committed checkpoint whose files all have their sizes. `progress` is what the experiment carries along."""
+
+    path: Path
+    commit: dict[str, Any]
+    progress: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """One save that ended. `problem` None: committed."""
+
+    step: int
+    reason: Reason
+    blocking_s: float
+    seconds: float
+    bytes: int
+    problem: str | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one work folder. At most one is being written at any time."""
+
+    def __init__(self, folder: Path, *, config_sha256: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.saved_step = -1  # newest that is committed or on its way
+        self._config_sha256 = config_sha256
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._future: Future[Saved] | None = None
+        self._host: dict[str, dict[str, Tensor]] = {}  # kept from save to save: pinning memory is slow
+
+    def newest(self) -> Found | None:
+        """The highest step that is whole, of this config."""
+        for path, commit in reversed(list(self._committed())):
+            if commit["config_sha256"] == self._config_sha256:
+                self.saved_step = commit["step"]
+                progress = atomic.read_object(path / PROGRESS) or {}
+                return Found(path=path, commit=commit, progress=progress)
+        return None
+
+    def load(self, found: Found, state: State) -> None:
+        """Reads the tensors into `state`'s own."""
+        load(
+            {kind: dict(tensors) for kind, tensors in state.items()},
+            storage_reader=FileSystemReader(found.path),
+            no_dist=True,
+        )
+
+    @property
+    def busy(self) -> bool:
+        """A save is on its way."""
+        return self._future is not None and not self._future.done()
+
+    def save(self, state: State, commit: Commit, progress: dict[str, Any]) -> list[Saved]:
+        """Starts a save, after the one on its way. Gives the saves that ended meanwhile, this one too if it cannot
+        even begin. The caller may go on training once this returns.
+        """
+        ended = self.wait()
+        began = time.perf_counter()
+        size = sum(t.numel() * t.element_size() for tensors in state.values() for t in tensors.values())
+        if (problem := self._make_room(size)) is not None:
+            return [
+                *ended,
+                Saved(step=commit.step, reason=commit.reason, blocking_s=0, seconds=0, bytes=size, problem=problem),
+            ]
+        self._stage(state)
+        self.saved_step = commit.step
+        blocking = time.perf_counter() - began
+        self._future = self._thread.submit(self._write, self._host, commit, progress, size, blocking)
+        return ended
+
+    def poll(self) -> list[Saved]:
+        """The save that ended since the last look, if one did."""
+        return [] if self._future is None or self.busy else self.wait()
+
+    def wait(self) -> list[Saved]:
+        """Until nothing is on its way."""
+        if self._future is None:
+            return []
+        future, self._future = self._future, None
+        saved = future.result()
+        if saved.problem is not None:
+            self.saved_step = max((commit["step"] for _, commit in self._committed()), default=-1)
+        return [saved]
+
+    def release(self) -> None:
+        """Gives back the host copies: the next phase has other shapes."""
+        self._host = {}
+
+    def close(self) -> None:
+        """Ends the thread, after what it is writing."""
+        self._thread.shutdown(wait=True)
+
+    def _stage(self, state: State) -> None:
+        """Copies to host memory; returns when it holds exactly this step."""
+        for kind, tensors in state.items():
+            kept = self._host.setdefault(kind, {})
+            for name, tensor in tensors.items():
+                if name not in kept:
+                    kept[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                kept[name].copy_(tensor.detach(), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _write(self, host: State, commit: Commit, progress: dict[str, Any], size: int, blocking_s: float) -> Saved:
+        began = time.perf_counter()
+        path = self.folder / f"step_{commit.step:08d}"
+        problem: str | None = None
+        try:
+            shutil.rmtree(path, ignore_errors=True)  # what an earlier attempt left torn
+            save(dict(host), storage_writer=FileSystemWriter(path), no_dist=True)
+            atomic.write_json(path / PROGRESS, progress)
+            files = [{"name": file.name, "bytes": file.stat().st_size} for file in sorted(path.iterdir())]
+            atomic.write_json(path / COMMIT, {**asdict(commit), "files": files})
+            atomic.sync_folder(self.folder)
+            self._prune(KEEP)
+        except (OSError, CheckpointException) as error:
+            shutil.rmtree(path, ignore_errors=True)
+            problem = f"{type(error).__name__}: {error}"
+        return Saved(
+            step=commit.step,
+            reason=commit.reason,
+            blocking_s=blocking_s,
+            seconds=time.perf_counter() - began,
+            bytes=size,
+            problem=problem,
+        )
+
+    def _make_room(self, size: int) -> str | None:
+        """Why there is no room for a save of `size` bytes; None when there is, after pruning if need be."""
+        for keep in (KEEP, 1):
+            free = shutil.disk_usage(self.folder).free
+            if free >= FREE_FACTOR * size:
+                return None
+            self._prune(keep)
+        free = shutil.disk_usage(self.folder).free
+        if free >= FREE_FACTOR * size:
+            return None
+        return f"{free / 1e9:.2f} GB free in {self.folder}, {FREE_FACTOR * size / 1e9:.2f} GB needed"
+
+    def _prune(self, keep: int) -> None:
+        """Removes all but the newest `keep` and the best, commit.json first so that none looks whole on the way."""
+        committed = list(self._committed())
+        evaluated = [(commit["val_loss"], path) for path, commit in committed if commit["val_loss"] is not None]
+        best = min(evaluated)[1] if evaluated else None
+        for path, _ in committed[:-keep]:
+            if path != best:
+                with suppress(FileNotFoundError):
+                    (path / COMMIT).unlink()
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _committed(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Whole checkpoints, oldest first."""
+        for path in sorted(self.folder.glob("step_????????")):
+            commit = atomic.read_object(path / COMMIT)
+            if commit is not None and commit.get("schema") == 1 and _whole(path, commit["files"]):
+                yield path, commit
+
+
+def _whole(path: Path, files: list[dict[str, Any]]) -> bool:
+    for file in files:
+        try:
+            if (path / file["name"]).stat().st_size != file["bytes"]:
+                return False
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,170 @@
+"""The device a run trains on: chosen once, checked, described. Everything that asks the hardware is here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Dense bf16 TFLOP/s, the denominator of MFU. NVIDIA data sheets, 2026-11; A10G: AWS's own figure (the A10 has 125).
+PEAK_TFLOPS = {"A10G": 70, "L4": 121, "L40S": 362, "A100": 312, "H100": 989, "H200": 989, "B200": 2250}
+UTILIZATION_INTERVAL_S = 5
+
+
+class DeviceRefusedError(ValueError):
+    """The run config asks for a device that is not there, or cannot do what it asks for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What was found. Memory in GB (1e9 bytes); `peak_tflops` None: unknown, so no MFU."""
+
+    torch: torch.device
+    name: str
+    count: int
+    memory_gb: float
+    driver: str | None
+    peak_tflops: float | None
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Waits for all that was queued."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def reset_peak(self) -> None:
+        """Starts a new peak of memory, once the caches of the last phase are given back."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def used_gb(self) -> float:
+        """Peak since `reset_peak` as torch's allocator counts it; on a CPU the peak of the process."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated() / 1e9
+        unit = 1 if platform.system() == "Darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+    def banner(self) -> str:
+        """One line: CUDA or not, GPU name and count, memory, driver, torch, peak."""
+        peak = "unknown, no MFU" if self.peak_tflops is None else f"{self.peak_tflops:g} TFLOP/s bf16 dense"
+        what = f"{self.count} x {self.name}" if self.is_cuda else f"{self.name}, {torch.get_num_threads()} threads"
+        driver = f" | driver {self.driver}" if self.driver else ""
+        return (
+            f"CUDA {'available' if torch.cuda.is_available() else 'not available'} | {what} | {self.memory_gb:.1f} GB"
+            f"{driver} | torch {torch.__version__} | peak {peak}"
+        )
+
+
+def choose(wanted: str, *, bf16: bool) -> Device:
+    """The device a run config names. Raises DeviceRefusedError: never a silent CPU run, never an emulated bf16."""
+    if wanted == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+        name = platform.machine()
+        return Device(torch=torch.device("cpu"), name=name, count=0, memory_gb=memory, driver=None, peak_tflops=None)
+    if not torch.cuda.is_available():
+        raise DeviceRefusedError(
+            "the run config says device: cuda and there is no CUDA device: check the instance type and the driver, or "
+            "set job.parameters.device: cpu"
+        )
+    properties = torch.cuda.get_device_properties(0)
+    if bf16 and properties.major < 8:
+        raise DeviceRefusedError(
+            f"{properties.name} has no bf16 (compute capability {properties.major}.{properties.minor}, 8.0 is needed): "
+            "choose another instance type, or set precision.compute and precision.phase3_state to fp32"
+        )
+    return Device(
+        torch=torch.device("cuda", 0),
+        name=properties.name,
+        count=torch.cuda.device_count(),
+        memory_gb=properties.total_memory / 1e9,
+        driver=_driver(),
+        peak_tflops=peak_tflops(properties.name),
+    )
+
+
+def peak_tflops(name: str) -> float | None:
+    """By the word in the name that torch gives, for example `NVIDIA H100 80GB HBM3`."""
+    words = name.replace("-", " ").split()
+    return next((float(PEAK_TFLOPS[word]) for word in words if word in PEAK_TFLOPS), None)
+
+
+def determinism(device: Device) -> dict[str, Any]:
+    """What must be equal for a resumed run to continue bit for bit."""
+    return {
+        "torch": torch.__version__,
+        "device": device.name,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "flags": {
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "matmul_precision": torch.get_float32_matmul_precision(),
+        },
+    }
+
+
+@contextlib.contextmanager
+def settings(device: Device) -> Iterator[None]:
+    """The flags of a run: deterministic algorithms on a CPU, where resume is bit-exact."""
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(not device.is_cuda)
+    memory.fill_uninitialized_memory = False  # costs time and hides nothing: every value is written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
+
+
+class Utilization:
+    """The GPU's utilisation, from one nvidia-smi that runs beside training. None without one."""
+
+    def __init__(self, device: Device) -> None:
+        self.percent: float | None = None
+        self._process: subprocess.Popen[str] | None = None
+        smi = shutil.which("nvidia-smi") if device.is_cuda else None
+        if smi is None:
+            return
+        query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]
+        self._process = subprocess.Popen(
+            [smi, *query, "-l", str(UTILIZATION_INTERVAL_S)], stdout=subprocess.PIPE, text=True
+        )
+        threading.Thread(target=self._read, name="utilization", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends nvidia-smi."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with contextlib.suppress(ValueError):
+                self.percent = float(line)
+
+
+def _driver() -> str | None:
+    """From the kernel module, without starting anything."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    words = text.splitlines()[0].split()
+    return next((word for word in words if word[:1].isdigit() and "." in word), None)

@@ -1,0 +1,275 @@
+"""The training loop, one for every experiment: phases of steps, evaluation, checkpoints, stopping, the log.
+
+An experiment says which phases there are, where each one's model comes from and what is left behind at its end. The
+loop does the rest and knows nothing of models but their `Output`. The checkpoint at the end of a phase holds that
+phase's model: resuming from it repeats the growth, a pure function of the seed and those weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from job import atomic, sizing
+from job.train import device, metrics, optimizer, step
+from job.train.checkpoint import Commit, Found, Reason, Saved, State
+from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
+
+BEST_SPACING = 0.1  # of the cadence: an improvement sooner than this after the last save is not saved by itself
+
+
+class Loop:
+    """Trains an experiment from wherever it stands. Raises Stopped, LossNotFiniteError, torch.OutOfMemoryError."""
+
+    def __init__(self, session: Session, experiment: Experiment) -> None:
+        self.session, self.config, self.experiment = session, session.config, experiment
+        self.step = 0  # steps done
+        self.val_loss: float | None = None  # the newest
+        self._best = math.inf  # lowest validation loss that has a checkpoint
+        self._clock = metrics.StepClock(session.device.synchronize)
+        self._utilization = device.Utilization(session.device)
+        self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
+        self._events: list[str] = []  # for the next line of metrics.jsonl
+        self._saved_at = time.monotonic()
+
+    def run(self) -> None:
+        """To the end."""
+        try:
+            with device.settings(self.session.device):
+                self._run()
+        finally:
+            gc.unfreeze()
+            self._utilization.close()
+            self.session.checkpoints.close()
+
+    def _run(self) -> None:
+        found = self.session.checkpoints.newest()
+        phases = list(self.experiment.phases) if found is None else self._resume(found)
+        module: nn.Module | None = None
+        for phase in phases:
+            module = self.experiment.begin(phase, module) if found is None else self.experiment.blank(phase)
+            self._phase(phase, module, found)
+            found = None
+            gc.collect()
+            self._heed_stop(phase, None)
+            self.experiment.end(phase, module, val_loss=self.val_loss)
+        self._note(self.session.checkpoints.wait())
+        self.experiment.finish()
+
+    def _resume(self, found: Found) -> list[Phase]:
+        """Takes over where the checkpoint stands; the phases that are left, its own included."""
+        self.step = found.commit["step"]
+        best, self.val_loss = found.progress["best"], found.progress["val_loss"]
+        self._best = math.inf if best is None else best
+        self.experiment.progress.update(found.progress["experiment"])
+        self.session.metrics.resume(self.step)
+        self.session.say(f"resuming from step {self.step} ({found.commit['phase']}, {found.commit['reason']})")
+        then, now = found.commit["determinism"], device.determinism(self.session.device)
+        differing = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
+        if differing:
+            self.session.say(f"not bit for bit the same from here: {'; '.join(differing)}")
+        self._events.append(f"resumed at {self.step}")
+        first = next(phase.index for phase in self.experiment.phases if phase.name == found.commit["phase"])
+        return list(self.experiment.phases[first:])
+
+    def _phase(self, phase: Phase, module: nn.Module, found: Found | None) -> None:
+        """The steps of one phase that are left."""
+        rung = self._choose_rung(phase)
+        opt = optimizer.make(self.experiment.groups(module), self.config.optim, seed=self.config.seed)
+        self.session.checkpoints.release()
+        state: State = {"model": module.state_dict(), **optimizer.moments(opt, module)}
+        if found is not None:
+            self.session.checkpoints.load(found, state)
+            optimizer.set_step(opt, self.step - phase.first)
+        self.session.device.reset_peak()
+        self._clock.restart()
+        self._saved_at = time.monotonic()
+        module.train()
+        if hasattr(module, "checkpointing"):
+            setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
+        started = self.step
+        self._heed_stop(phase, state)
+        with step.compiled(module, self.session.device.torch):
+            while self.step < phase.last:
+                val_loss = self._step(phase, module, opt, rung, first=self.step == started)
+                if self.step < phase.last:
+                    self._save_if_due(phase, state, val_loss)
+                self._heed_stop(phase, state)
+                if self.step == started + 1:
+                    gc.collect()
+                    gc.freeze()
+        self._save(phase, state, "final" if phase is self.experiment.phases[-1] else "boundary", self.val_loss)
+        gc.unfreeze()
+
+    def _step(
+        self, phase: Phase, module: nn.Module, opt: torch.optim.Optimizer, rung: sizing.Rung, *, first: bool
+    ) -> float | None:
+        """One optimizer step with its log line; the validation loss where this step is evaluated."""
+        config, dataset = self.config, self.session.dataset
+        lr = phase.lr_at(self.step)
+        optimizer.set_lr(opt, lr)
+        self._clock.start()
+        result = step.update(module, opt, dataset, config, self.step, rung.micro)
+        self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
+        self.step += 1
+        local = self.step - phase.first
+        evaluated = local % config.eval.every == 0 or self.step == phase.last
+        values = result.read_back() if first or evaluated or local % config.log.every == 0 else None
+        self._clock.stop()
+        val_loss = None
+        if evaluated:
+            self.val_loss = val_loss = step.evaluate(module, dataset, config, rung.micro)
+        if values is not None:
+            self._require_finite()
+            self._log(phase, lr, {**values, "val_loss": val_loss})
+        return val_loss
+
+    def _log(self, phase: Phase, lr: float, values: dict[str, Any]) -> None:
+        session = self.session
+        step_s = self._clock.read()
+        tok_s = session.tokens_per_step / step_s if step_s else None
+        peak = session.device.peak_tflops
+        mfu = tok_s * phase.flops_per_token / (peak * 1e12) if tok_s and peak else None
+        spent = (atomic.read_object(session.workdir / "spent.json") or {}).get("spent_usd")
+        line = metrics.Line(
+            step=self.step,
+            steps=self.experiment.phases[-1].last,
+            loss=values["loss"],
+            val_loss=self.val_loss,
+            lr=lr,
+            step_s=step_s,
+            tokens_per_s=tok_s,
+            mfu=mfu,
+            memory_gb=session.device.used_gb(),
+            memory_total_gb=session.device.memory_gb,
+            gpu_util=self._utilization.percent,
+            spent_usd=None if spent is None else float(spent),
+            eta_s=None if step_s is None else self._eta_s(phase, step_s),
+        )
+        session.say(str(line))
+        session.metrics.write(
+            {
+                "ts": round(time.time(), 3),
+                "phase": phase.name,
+                "step": self.step,
+                "tokens": self.step * session.tokens_per_step,
+                "lr": lr,
+                "step_ms": None if step_s is None else round(step_s * 1000, 3),
+                "tok_s": None if tok_s is None else round(tok_s, 1),
+                "mfu": None if mfu is None else round(mfu, 4),
+                "mem_gb": round(line.memory_gb, 3),
+                "gpu_util": line.gpu_util,
+                "spent_usd": line.spent_usd,
+                "event": "; ".join(self._events) or None,
+                **values,
+            }
+        )
+        self._events.clear()
+
+    def _eta_s(self, phase: Phase, step_s: float) -> float:
+        """Steps that are left, later phases' in proportion to their FLOPs; no growth, no evaluation."""
+        later = sum(p.steps * p.flops_per_token for p in self.experiment.phases[phase.index + 1 :])
+        return step_s * (phase.last - self.step + later / phase.flops_per_token)
+
+    def _save_if_due(self, phase: Phase, state: State, val_loss: float | None) -> None:
+        """An improvement, the cadence or a wish of the supervisor's. One save at a time."""
+        checkpoints = self.session.checkpoints
+        self._note(checkpoints.poll())
+        since, interval = time.monotonic() - self._saved_at, self.config.checkpoint.interval_s
+        improved = val_loss is not None and val_loss < self._best
+        wished = self.session.requests.save()
+        if checkpoints.busy:
+            if wished:
+                self._events.append("a save is on its way already")
+        elif improved and since >= BEST_SPACING * interval:
+            self._save(phase, state, "best", val_loss)
+        elif wished or since >= interval:
+            self._save(phase, state, "timed", None)
+
+    def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
+        """Starts a save of this step, unless it is saved already."""
+        checkpoints = self.session.checkpoints
+        if checkpoints.saved_step == self.step:
+            return
+        self._require_finite()
+        if val_loss is not None:
+            self._best = min(self._best, val_loss)
+        manifest = self.session.dataset.manifest
+        commit = Commit(
+            step=self.step,
+            phase=phase.name,
+            tokens=self.step * self.session.tokens_per_step,
+            val_loss=val_loss,
+            config_sha256=self.session.config_sha256,
+            determinism=device.determinism(self.session.device),
+            dataset={"sha256": manifest.sha256, "source": manifest.source},
+            requires=self.experiment.requires(phase),
+            reason=reason,
+        )
+        progress = {
+            "best": None if self._best == math.inf else self._best,
+            "val_loss": self.val_loss,
+            "experiment": copy.deepcopy(self.experiment.progress),
+        }
+        self._note(checkpoints.save(state, commit, progress))
+        self._saved_at = time.monotonic()
+
+    def _note(self, ended: list[Saved]) -> None:
+        """Says what became of a save. One that failed costs a checkpoint, never the run."""
+        for saved in ended:
+            size = f"{saved.bytes / 1e6:.1f} MB"
+            if saved.problem is None:
+                text = f"saved {saved.step} ({saved.reason}, {size}, blocked {saved.blocking_s:.3f} s)"
+            else:
+                text = f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}"
+                self.session.say(text)
+            self._events.append(text)
+
+    def _heed_stop(self, phase: Phase, state: State | None) -> None:
+        """Once per optimizer step. `state` None: this step's checkpoint is on its way already."""
+        stop = self.session.requests.stop()
+        if stop is None:
+            return
+        if stop.save:
+            if state is not None:
+                self._save(phase, state, "stop", None)
+            self._note(self.session.checkpoints.wait())
+        self.session.say(f"stopped after step {self.step}: {stop.reason}")
+        raise Stopped(stop.reason)
+
+    def _require_finite(self) -> None:
+        if not self._finite.item():
+            raise LossNotFiniteError(
+                f"loss or gradients are not finite at step {self.step}; nothing was saved since step "
+                f"{max(self.session.checkpoints.saved_step, 0)}, which is good. Lower optim.lr or optim.clip."
+            )
+
+    def _choose_rung(self, phase: Phase) -> sizing.Rung:
+        """The rung asked for, or the first lower one that is predicted to fit this GPU. Left in rung.json."""
+        ladder, session = sizing.ladder(self.config), self.session
+        index = min(session.rung, len(ladder) - 1)
+        if session.device.is_cuda:
+            fitting = sizing.choose_rung(self.config, session.device.memory_gb, phase.index)
+            if fitting is None:
+                raise ValueError(
+                    f"phase {phase.name} does not fit {session.device.memory_gb:.1f} GB at any micro-batch: choose an "
+                    "instance type with more GPU memory, or precision.phase3_state: bf16"
+                )
+            index = max(index, ladder.index(fitting))
+        rung = ladder[index]
+        lower = sizing.lower_rung(self.config, rung, phase.index)
+        record = {
+            "phase": phase.name,
+            "rung": index,
+            "micro": rung.micro,
+            "checkpointing": rung.checkpointing,
+            "lower": None if lower is None else ladder.index(lower),  # where to go after an out-of-memory
+        }
+        atomic.write_json(session.workdir / "rung.json", record)
+        return rung

@@ -1,0 +1,137 @@
+"""What a run says: one console line and one JSON line per logged step. And the clock behind both."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from job import atomic
+
+WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
+
+# The order of the keys in metrics.jsonl; None where a figure does not exist.
+KEYS = (
+    "ts", "phase", "step", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util",
+    "spent_usd", "grad_norm", "router_load", "router_entropy", "event",
+)  # fmt: skip
+
+
+class StepClock:
+    """Seconds per optimizer step since the last reading, without evaluations, saves and the first WARM_UP steps.
+
+    `synchronize` waits for the device; the caller logs after a read-back, so only the end of the warm-up needs it.
+    """
+
+    def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._synchronize = synchronize
+        self._clock = clock
+        self._warm = 0
+        self._seconds = 0.0
+        self._steps = 0
+        self._began = 0.0
+
+    def restart(self) -> None:
+        """A new warm-up."""
+        self._warm, self._seconds, self._steps = 0, 0.0, 0
+
+    def start(self) -> None:
+        """A step begins."""
+        if self._warm == WARM_UP:
+            self._synchronize()
+            self._warm += 1
+        self._began = self._clock()
+
+    def stop(self) -> None:
+        """It ended; where it is logged, after the read-back."""
+        if self._warm < WARM_UP:
+            self._warm += 1
+            return
+        self._seconds += self._clock() - self._began
+        self._steps += 1
+
+    def read(self) -> float | None:
+        """Seconds per step since the last reading; None within the warm-up."""
+        seconds, steps = self._seconds, self._steps
+        self._seconds, self._steps = 0.0, 0
+        return seconds / steps if steps else None
+
+
+class MetricsFile:
+    """metrics.jsonl: whole lines only, flushed at once. A resume cuts off what it will repeat."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def resume(self, step: int) -> None:
+        """Drops lines after `step`, and a line that a kill cut short."""
+        if not self.path.exists():
+            return
+        lines = [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        records = [(atomic.parse_object(line), line) for line in lines]
+        kept = [line for record, line in records if record is not None and record.get("step", 0) <= step]
+        atomic.write_bytes(self.path, b"".join(kept))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends one line with every key of KEYS."""
+        unknown = record.keys() - set(KEYS)
+        assert not unknown, unknown
+        line = json.dumps({key: record.get(key) for key in KEYS}, allow_nan=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every line."""
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """The console line. `None` prints as a dash: the figure does not exist, or not yet."""
+
+    step: int
+    steps: int
+    loss: float
+    val_loss: float | None
+    lr: float
+    step_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    memory_gb: float
+    memory_total_gb: float
+    gpu_util: float | None
+    spent_usd: float | None
+    eta_s: float | None
+
+    def __str__(self) -> str:
+        return " | ".join(
+            (
+                f"step {self.step:06d}/{self.steps:06d}",
+                f"loss {self.loss:.4f}",
+                f"val {_shown(self.val_loss, '.4f')}",
+                f"lr {self.lr:.2e}",
+                f"{_shown(None if self.step_s is None else self.step_s * 1000, '.1f')} ms",
+                f"{_shown(self.tokens_per_s, ',.0f')} tok/s",
+                f"mfu {_shown(self.mfu, '.1%')}",
+                f"mem {self.memory_gb:.1f}/{self.memory_total_gb:.1f} GB",
+                f"gpu {_shown(None if self.gpu_util is None else self.gpu_util / 100, '.0%')}",
+                f"${_shown(self.spent_usd, '.3f')}",
+                f"eta {_clock(self.eta_s)}",
+            )
+        )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

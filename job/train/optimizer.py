@@ -1,0 +1,177 @@
+"""AdamW, once in fp32 (torch's fused one) and once with everything in bf16: 8 bytes per parameter, gradient included.
+
+In bf16 a step of lr 8e-5 is often smaller than the distance to the next number, and rounding to nearest would lose it.
+`NarrowAdamW` computes in fp32 and rounds weights and moments stochastically, so that they are right on average
+(Connolly, Higham, Mary 2021). Its random bits are a hash of (seed, step, parameter, element): no generator, no state,
+the same on every device, so a resumed run continues bit for bit.
+
+Arguments: the learning rate is the engine's and set before each step; weight decay per group (parameter_groups); betas
+and eps from the run config; amsgrad and maximize off. Moments start at 0 with each phase.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from job.config import AdamW
+
+Moment = Literal["exp_avg", "exp_avg_sq"]
+MOMENTS: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
+
+
+def make(groups: Iterable[dict[str, Any]], config: AdamW, *, seed: int) -> Optimizer:
+    """The optimizer for these parameters, chosen by their dtype. Its moments exist from the start, as zeros."""
+    groups = [group for group in groups if group["params"]]
+    betas = (config.betas[0], config.betas[1])
+    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+    if dtypes == {torch.bfloat16}:
+        return NarrowAdamW(groups, betas=betas, eps=config.eps, seed=seed)
+    assert torch.bfloat16 not in dtypes, dtypes
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps, fused=True)
+    for parameter in _parameters(optimizer):
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's own moment tensors by kind and parameter name: what a checkpoint holds beside the weights."""
+    return {
+        kind: {name: optimizer.state[parameter][kind] for name, parameter in module.named_parameters()}
+        for kind in MOMENTS
+    }
+
+
+def set_step(optimizer: Optimizer, step: int) -> None:
+    """Continues after `step` steps of this phase; the bias correction depends on it."""
+    for parameter in _parameters(optimizer):
+        optimizer.state[parameter]["step"].fill_(step)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """For the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scales gradients down to a global norm of `max_norm` (0: only measures). Gives the norm before, fp32, on the
+    device. Unlike torch's it sums bf16 gradients in fp32.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm:
+        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    return total
+
+
+class NarrowAdamW(Optimizer):
+    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA one compiled kernel per parameter."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, seed: int) -> None:
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.seed = seed
+        for parameter in _parameters(self):
+            self.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.int64),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update. Gradients are bf16, clipped already."""
+        index = 0
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] += 1
+                step = int(state["step"])
+                update = _compiled() if parameter.is_cuda else _update
+                # Tensors, not numbers: a changing number would be compiled anew at every step.
+                scalars = [
+                    1 - group["lr"] * group["weight_decay"],
+                    group["lr"] / (1 - beta1**step),
+                    (1 - beta2**step) ** -0.5,
+                ]
+                update(
+                    parameter.view(-1),
+                    parameter.grad.view(-1),
+                    state["exp_avg"].view(-1),
+                    state["exp_avg_sq"].view(-1),
+                    torch.tensor(scalars, dtype=torch.float32).to(parameter.device, non_blocking=True),
+                    torch.tensor(_key(self.seed, step, index)).to(parameter.device, non_blocking=True),
+                    beta1,
+                    beta2,
+                    group["eps"],
+                )
+                index += 1
+
+
+def _update(
+    weight: Tensor,
+    gradient: Tensor,
+    average: Tensor,
+    square: Tensor,
+    scalars: Tensor,  # decay factor, lr / bias correction 1, 1 / sqrt(bias correction 2)
+    key: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    g = gradient.float()
+    m = torch.lerp(average.float(), g, 1 - beta1)
+    v = torch.lerp(square.float(), g * g, 1 - beta2)
+    w = weight.float() * scalars[0] - scalars[1] * m / (v.sqrt() * scalars[2] + eps)
+    bits = _hash(torch.arange(weight.numel(), device=weight.device) + key)
+    weight.copy_(stochastic_bf16(w, bits))
+    average.copy_(stochastic_bf16(m, bits >> 16))
+    square.copy_(stochastic_bf16(v, bits >> 32))
+
+
+def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 to one of the two bf16 neighbours, up with the probability of the part that is cut off. `bits` int64, its
+    lowest 16 bits uniform. Infinities and NaN stay what they are.
+    """
+    raw = x.view(torch.int32)
+    rounded = ((raw + (bits & 0xFFFF).to(torch.int32)) & -0x10000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """48 well-mixed low bits per int64 (the finaliser of MurmurHash3); products wrap, shifts fill with zeros."""
+    x = (x ^ _shift(x, 33)) * -0xAE502812AA7333
+    x = (x ^ _shift(x, 33)) * -0x3B314601E57A13AD
+    return x ^ _shift(x, 33)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Logical right shift; torch's is arithmetic."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _key(seed: int, step: int, index: int) -> int:
+    """Where this parameter's counters begin at this step: far apart, positive, within int64."""
+    return (((seed * 1_000_003 + step) * 1_000_003 + index) * 0x9E3779B97F4A7C15) & ((1 << 62) - 1)
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    compiled: Callable[..., None] = torch.compile(_update, dynamic=True, fullgraph=True)
+    return compiled
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

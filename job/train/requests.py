@@ -1,0 +1,48 @@
+"""What the supervisor asks of a running trainer: small files in the work folder, looked at once per optimizer step."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from job import atomic
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """End after the step that is under way; `save` it first."""
+
+    reason: str
+    save: bool
+
+
+class Requests:
+    """stop.json and save.json of a work folder, and SIGTERM or Ctrl-C for a trainer that somebody started by hand."""
+
+    def __init__(self, workdir: Path) -> None:
+        self._stop, self._save = workdir / "stop.json", workdir / "save.json"
+        self._signal: str | None = None
+
+    def heed_signals(self) -> None:
+        """SIGTERM and SIGINT become a stop request with a save. Main thread only."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def stop(self) -> Stop | None:
+        """The stop request, if there is one."""
+        if self._stop.exists():
+            request = atomic.read_object(self._stop) or {}
+            return Stop(reason=str(request.get("reason", "asked to")), save=bool(request.get("save", True)))
+        return None if self._signal is None else Stop(reason=self._signal, save=True)
+
+    def save(self) -> bool:
+        """Whether an asynchronous save was asked for since the last look."""
+        if not self._save.exists():
+            return False
+        self._save.unlink(missing_ok=True)
+        return True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number).name
