@@ -41,7 +41,6 @@ def finish(s: Supervisor, reason: str, detail: str = "") -> int:
         done = {"schema": 1, "reason": reason, "detail": detail, "instance": s.node.instance, "at": at}
         _insist(s, until, lambda: s.store.put_bytes(_json(done), "done.json"))
     except OSError as error:
-        s.record.fields.pop("exit", None)
         return crashed(s, f"the end of the run could not be written: {error}")
     return code
 

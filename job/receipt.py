@@ -164,4 +164,4 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 
 
 def _money(amount: Decimal) -> str:
-    return f"{amount.quantize(CENT_100):f}"
+    return f"{amount.quantize(CENT_100) + 0:f}"  # + 0: no minus zero

@@ -48,8 +48,8 @@ def clear(workdir: Path) -> None:
     """Empties a used work folder: what counts is in the store, a node's disk is no memory."""
     for name in ("ckpt", "exports", "final"):
         shutil.rmtree(workdir / name, ignore_errors=True)
-    for pattern in ("*.jsonl", "*.log", "stop.json", "save.json", "fatal.json", "results.json", "growth_report.json"):
-        for path in workdir.glob(pattern):
+    for path in workdir.glob("*"):
+        if path.suffix in (".json", ".jsonl", ".log", ".csv") and path.name != "run.json":
             path.unlink()
 
 

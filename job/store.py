@@ -68,7 +68,7 @@ def parent(uri: str) -> str:
 
 
 class FolderStore:
-    """A folder. Files whose name begins with a dot are writes under way, and no objects."""
+    """A folder. Files whose name ends with ~ are writes under way, and no objects."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -102,7 +102,7 @@ class FolderStore:
         found = []
         for path in sorted(self.root.rglob("*")) if self.root.is_dir() else ():
             key = path.relative_to(self.root).as_posix()
-            if key.startswith(prefix) and path.is_file() and not path.name.startswith("."):
+            if key.startswith(prefix) and path.is_file() and not path.name.endswith("~"):
                 found.append(Entry(key=key, bytes=path.stat().st_size))
         return found
 
@@ -117,7 +117,7 @@ class FolderStore:
 
     def _put(self, key: str, write: Callable[[Path], Any]) -> None:
         target = self.root / key
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}~")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             write(temporary)

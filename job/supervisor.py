@@ -139,7 +139,7 @@ class Supervisor:
             raise InterruptedEarlyError
 
     def _first_rung(self) -> int:
-        """The trainer itself goes lower where a phase is predicted not to fit; this is what memory really ran out at."""
+        """Where memory really ran out. A phase that is predicted not to fit, the trainer takes lower by itself."""
         return max([attempt.floor for attempt in self.earlier if attempt.type == self.node.type], default=0)
 
     # Training -------------------------------------------------------------------------------------------------------

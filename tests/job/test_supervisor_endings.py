@@ -1,0 +1,292 @@
+"""Every way an attempt can end: exit code, markers, what is in the store."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, outage, state
+
+from job import atomic
+from job.store import StoreError
+
+
+def notice_at(bench: Bench, seconds: float) -> Any:
+    """A script entry: EC2 gives notice, `seconds` before the end."""
+
+    def happens(_: FakeTrainer) -> None:
+        at = datetime.fromtimestamp(bench.clock.now + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        bench.answers["spot/instance-action"] = json.dumps({"action": "terminate", "time": at}).encode()
+        bench.metadata.poll()
+
+    return happens
+
+
+def test_a_finished_run_leaves_results_receipt_and_done_marker(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.attempt().run() == 0
+    assert bench.json("done.json")["reason"] == "finished"
+    assert bench.store.get_bytes("final/model.safetensors") == state(STEPS)
+    assert bench.json("results.json")["steps"] == STEPS
+    assert bench.json("receipt.json")["reason"] == "finished"
+    assert bench.json("attempts/i-1.json")["exit"]["code"] == 0
+    assert b"the run ends: finished" in (bench.store.get_bytes("job.log") or b"")
+    assert len((bench.store.get_bytes("metrics.jsonl") or b"").splitlines()) == STEPS
+
+
+def test_the_done_marker_is_the_last_object_written(tmp_path: Path) -> None:
+    bench, keys = Bench(tmp_path), []
+    store = FaultyStore(bench.store, lambda _, key: keys.append(key))
+    bench.attempt(store=store).run()
+    assert keys[-1] == "done.json"
+    assert keys.index("receipt.json") > keys.index("results.json")
+
+
+def test_a_run_that_is_over_is_not_started_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.attempt().run()
+    assert bench.attempt("i-2").run() == 0
+    assert len(bench.trainers) == 1
+    bench.store.put_bytes(b'{"reason": "failed"}', "done.json")
+    assert bench.attempt("i-3").run() == 70
+
+
+def test_a_notice_saves_the_step_under_way_and_exits_75(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.attempt(script={5: notice_at(bench, 120)}).run() == 75
+    assert bench.manifests()[-1] == bench.trainers[0].step == 5  # no optimizer step is lost
+    ended = bench.json("attempts/i-1.json")["exit"]
+    assert (ended["code"], ended["reason"], ended["notice"]) == (75, "notice", True)
+    assert ended["ends_at"] > ended["at"]
+    assert bench.store.get_bytes("done.json") is None
+
+
+def test_the_next_attempt_resumes_where_the_notice_stopped(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.attempt(script={5: notice_at(bench, 120)}).run()
+    bench.answers.clear()
+    assert bench.attempt("i-2").run() == 0
+    assert bench.trainers[1].began_at == 5
+    assert bench.json("attempts/i-2.json")["resumed_step"] == 5
+    steps = [json.loads(line)["step"] for line in (bench.store.get_bytes("metrics.jsonl") or b"").splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_a_notice_too_short_to_save_saves_nothing_and_keeps_the_last_manifest(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.attempt(script={5: notice_at(bench, 11)}).run() == 75  # the bill says 7 s, and 5 s are spared
+    assert atomic.read_object(tmp_path / "i-1" / "stop.json") == {
+        "reason": "notice",
+        "deadline": bench.metadata.notice.at if bench.metadata.notice else None,
+        "save": False,
+    }
+    assert bench.manifests() == [3]
+
+
+def test_a_slower_upload_than_billed_decides_against_saving(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    supervisor = bench.attempt(script={5: notice_at(bench, 60)})
+    supervisor.forecast.learn((50_000_000, 50.0))  # 1 MB/s; a checkpoint is 0.4 MB
+    assert supervisor.forecast.stop_s(0, None) == pytest.approx(7.0, abs=0.1)
+    supervisor.forecast.learn((50_000_000, 50_000.0))
+    assert supervisor.run() == 75
+    assert bench.manifests() == [3]
+
+
+def test_a_trainer_deaf_to_a_notice_is_killed_at_the_deadline(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def deaf(trainer: FakeTrainer) -> None:
+        notice_at(bench, 30)(trainer)
+        trainer.hangs = True
+
+    assert bench.attempt(script={5: deaf}).run() == 75
+    assert bench.trainers[0].killed
+    assert "did not stop in time" in bench.said
+
+
+def test_a_notice_before_training_starts_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    supervisor = bench.attempt()
+    notice_at(bench, 120)(None)
+    assert supervisor.run() == 75
+    assert bench.trainers == []
+    assert bench.json("attempts/i-1.json")["exit"]["notice"] is True
+
+
+def test_sigterm_stops_like_a_notice_but_is_none(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def terminate(_: FakeTrainer) -> None:
+        bench.terminated = bench.clock.now
+
+    assert bench.attempt(script={4: terminate}).run() == 75
+    assert bench.manifests()[-1] == 4
+    ended = bench.json("attempts/i-1.json")["exit"]
+    assert (ended["reason"], ended["notice"]) == ("sigterm", False)
+    assert "ends_at" not in ended
+
+
+def test_a_notice_during_the_last_uploads_does_not_turn_the_end_into_an_interruption(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def late(_: int, key: str) -> None:
+        if key == "results.json":
+            notice_at(bench, 120)(None)
+
+    assert bench.attempt(store=FaultyStore(bench.store, late)).run() == 0
+    assert bench.metadata.notice is not None
+    assert bench.json("done.json")["reason"] == "finished"
+
+
+def test_a_fatal_trainer_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def fail(trainer: FakeTrainer) -> int:
+        atomic.write_json(trainer.workdir / "fatal.json", {"error": "GrowthCheckFailed", "detail": "logits moved"})
+        return 65
+
+    assert bench.attempt(script={4: fail}).run() == 70
+    done = bench.json("done.json")
+    assert (done["reason"], done["detail"]) == ("failed", "GrowthCheckFailed: logits moved")
+    assert bench.json("receipt.json")["reason"] == "failed"
+
+
+@pytest.mark.parametrize("code", [1, -9, 75])
+def test_a_crash_publishes_what_was_committed_and_leaves_the_run_open(tmp_path: Path, code: int) -> None:
+    bench = Bench(tmp_path)
+
+    def crash(trainer: FakeTrainer) -> int:
+        trainer.commit("timed")
+        return code
+
+    assert bench.attempt(script={4: crash}).run() == 1
+    assert bench.manifests() == [3, 4]
+    assert bench.store.get_bytes("done.json") is None
+    assert bench.json("attempts/i-1.json")["exit"]["code"] == 1
+    assert b"the trainer ended with" in (bench.store.get_bytes("job.log") or b"")
+
+
+def test_a_silent_trainer_is_killed_as_a_crash(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def hang(trainer: FakeTrainer) -> None:
+        trainer.hangs = True
+
+    began = bench.clock.now
+    assert bench.attempt(script={4: hang}).run() == 1
+    assert bench.trainers[0].killed
+    assert 900 <= bench.clock.now - began <= 910
+    assert "no sign of progress" in bench.said
+
+
+def test_output_alone_is_a_sign_of_life(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    quiet: list[float] = []
+
+    def boundary(trainer: FakeTrainer) -> None:
+        trainer.hangs = True
+
+    class Talking(FakeTrainer):
+        def poll(self) -> int | None:
+            if self.hangs:
+                self.output_at = self.clock.now
+                quiet.append(self.clock.now)
+                self.hangs = len(quiet) < 4000  # 1000 s
+            return super().poll()
+
+    supervisor = bench.attempt()
+    object.__setattr__(
+        supervisor.world,
+        "start",
+        lambda rung: Talking(tmp_path / "i-1", bench.config_sha256, bench.clock, script={4: boundary}),
+    )
+    assert supervisor.run() == 0
+    assert len(quiet) == 4000
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_usd": "0.0300", "max_hours": "2", "deadline": None}, "max_usd"),
+        ({"max_usd": "3.00", "max_hours": "0.055", "deadline": None}, "max_hours"),
+        ({"max_usd": "3.00", "max_hours": "2", "deadline": "2027-01-15T08:03:10Z"}, "deadline"),
+    ],
+)
+def test_a_limit_ends_the_run_with_everything_saved(tmp_path: Path, limits: dict[str, Any], reason: str) -> None:
+    bench = Bench(tmp_path, limits=limits)
+
+    def idle(trainer: FakeTrainer) -> None:
+        bench.clock.sleep(20)
+        trainer.step = min(trainer.step, 5)  # a run that would go on for ever
+
+    assert bench.attempt(script={4: idle, 5: idle, 6: idle}).run() == 0
+    assert bench.json("done.json")["reason"] == reason
+    assert bench.manifests()[-1] == bench.trainers[0].step
+    receipt = bench.json("receipt.json")
+    assert receipt["reason"] == reason
+    assert float(receipt["usd"]["actual"]) <= 0.0300
+
+
+def test_a_limit_that_is_reached_already_starts_no_trainer(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, limits={"max_usd": "0.0100", "max_hours": "2", "deadline": None})
+    assert bench.attempt().run() == 0
+    assert bench.trainers == []
+    assert bench.json("done.json")["reason"] == "max_usd"
+
+
+def test_earlier_attempts_count_towards_the_limit(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, limits={"max_usd": "3.00", "max_hours": "0.16", "deadline": None})
+    bench.attempt(script={5: notice_at(bench, 120)}).run()
+    bench.answers.clear()
+    bench.clock.sleep(600)
+
+    def idle(_: FakeTrainer) -> None:
+        bench.clock.sleep(40)
+
+    assert bench.attempt("i-2", script=dict.fromkeys(range(1, 13), idle)).run() == 0
+    assert bench.json("done.json")["reason"] == "max_hours"
+    assert bench.trainers[1].step < STEPS
+
+
+def test_a_missing_dataset_fails_for_good(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    (bench.bucket / "inputs" / bench.tree["inputs"]["dataset"]["sha256"] / "dataset.json").unlink()
+    assert bench.attempt().run() == 70
+    assert "the dataset is not where the run says" in bench.json("done.json")["detail"]
+
+
+def test_a_damaged_dataset_fails_for_good(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    (bench.bucket / "inputs" / bench.tree["inputs"]["dataset"]["sha256"] / "dataset.json").write_bytes(b"other")
+    assert bench.attempt().run() == 70
+    assert "sha256 is" in bench.json("done.json")["detail"]
+    assert bench.trainers == []
+
+
+def test_an_outage_delays_uploads_and_stops_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.attempt(store=FaultyStore(bench.store, outage(3, 12))).run() == 0
+    assert bench.manifests()[-1] == STEPS
+    assert "again in 2 s" in bench.said
+
+
+def test_a_store_that_refuses_the_end_is_a_crash_not_a_finish(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    refuse = FaultyStore(bench.store, lambda _, key: StoreError("403") if key.startswith("final/") else None)
+    assert bench.attempt(store=refuse).run() == 1
+    assert bench.store.get_bytes("done.json") is None
+    assert bench.json("attempts/i-1.json")["exit"]["code"] == 1
+    assert bench.attempt("i-2").run() == 0
+    assert bench.trainers[1].began_at == STEPS  # nothing is trained twice
+
+
+def test_a_supervisor_that_dies_in_the_middle_takes_its_trainer_along(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    dying = FaultyStore(bench.store, lambda _, key: Death() if key.endswith("manifest.json") else None)
+    with pytest.raises(Death):
+        bench.attempt(store=dying).run()
+    assert bench.trainers[0].killed
