@@ -1,7 +1,7 @@
 """A node for the tests: the rendered script runs for real, in a folder, with small recorders on PATH for the outside.
 
 S3 is a folder, the metadata service is a folder, a command named in `fails` answers as if it were refused. `sleep`
-returns at once, except the timer's.
+returns at once, except the timer's and, nearly, the watch's for a notice.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ case $1 in
 esac
 """
 _SLEEP = r"""
+[[ $1 != 4 ]] || exec /bin/sleep 0.2
 [[ $1 == 9000 ]] || exit 0
 [[ -e $WORLD/timer-fires ]] || exec /bin/sleep 60
 while [[ ! -e $WORLD/$(<"$WORLD/timer-fires") ]]; do /bin/sleep 0.02; done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -96,6 +97,16 @@ def test_an_interrupted_node_in_its_first_hour_waits_for_aws_but_not_for_ever(no
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["notice"] is True
 
 
+def test_a_job_stopped_without_a_notice_is_replaced_at_once_even_in_the_first_hour(node: Node) -> None:
+    node.launched(minutes_ago=10)
+    node.job_ends_with(75)
+
+    outcome = node.boot()
+
+    assert "waiting for AWS" not in outcome.log
+    assert outcome.told(MODIFY, DELETE, SHUTDOWN) == [SHUTDOWN]
+
+
 def test_a_node_that_may_not_modify_its_fleet_deletes_it_and_stays_alive_until_shutdown(node: Node) -> None:
     node.fails("modify-fleet")
 
@@ -136,6 +147,22 @@ def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: Node) -> None:
     assert node.stored("done.json")["reason"] == "timer"
 
 
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="this system has no timeout command; nodes have")
+def test_a_docker_that_hangs_does_not_keep_the_timer_from_ending_the_run(node: Node) -> None:
+    (node.world / "timer-fires").write_text("running")
+    node.job_ends_with(137, f"until [[ -e {node.s3}/r1/done.json ]]; do /bin/sleep 0.02; done")
+    docker = node.bin / "docker"
+    docker.write_text(docker.read_text().replace("stop)", "stop) exec /bin/sleep 60;"))
+    shorter = '[[ "$4 $5" != "docker stop" ]] || set -- -k 1 0.2 "${@:4}"'
+    (node.bin / "timeout").write_text(f'#!/bin/bash\n{shorter}\nexec {shutil.which("timeout")} "$@"\n')
+    (node.bin / "timeout").chmod(0o755)
+
+    outcome = node.boot()
+
+    assert outcome.told(MODIFY, SHUTDOWN) == [MODIFY, SHUTDOWN]
+    assert node.stored("done.json")["reason"] == "timer"
+
+
 def test_the_timer_ends_the_run_during_an_image_pull_too(node: Node) -> None:
     (node.world / "timer-fires").write_text("pulling")
     pull = 'touch "$WORLD/pulling"; while [[ ! -e $GPUFLEET_ROOT/opt/gpufleet/timer ]]; do /bin/sleep 0.02; done'
@@ -159,8 +186,7 @@ def test_sigterm_stops_the_container_and_its_exit_code_decides(node: Node) -> No
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["code"] == 75
 
 
-def test_sigterm_during_the_image_pull_is_recorded_with_its_notice(node: Node) -> None:
-    node.notice()
+def test_sigterm_during_the_image_pull_is_recorded(node: Node) -> None:
     (node.bin / "docker").write_text('#!/bin/bash\ntouch "$WORLD/pulling"\nexec /bin/sleep 1\n')
     process = node.start()
     _until(lambda: (node.world / "pulling").exists())
@@ -169,8 +195,58 @@ def test_sigterm_during_the_image_pull_is_recorded_with_its_notice(node: Node) -
     outcome = node.outcome(process)
 
     exit_ = node.stored(f"attempts/{INSTANCE}.json")["exit"]
-    assert (exit_["code"], exit_["notice"]) == (143, True)
+    assert (exit_["code"], exit_["notice"]) == (143, False)
     assert outcome.told(MODIFY, SHUTDOWN) == [SHUTDOWN]
+
+
+def test_a_notice_during_the_image_pull_is_recorded_before_the_machine_is_gone(node: Node) -> None:
+    node.notice()
+    attempt = node.s3 / f"r1/attempts/{INSTANCE}.json"
+    pull = f"until grep -q exit {attempt}; do /bin/sleep 0.02; done"
+    (node.bin / "docker").write_text(f"#!/bin/bash\n[[ $1 != pull ]] || {pull}\nexit 75\n")
+
+    node.boot()
+
+    exit_ = node.stored(f"attempts/{INSTANCE}.json")["exit"]
+    assert (exit_["code"], exit_["reason"], exit_["notice"]) == (75, "interrupted", True)
+
+
+def test_a_metadata_answer_that_is_no_notice_is_not_taken_for_one(node: Node) -> None:
+    node.imds("meta-data/spot/instance-action", "<html>try later</html>")
+    node.job_ends_with(1)
+
+    node.boot()
+
+    exit_ = node.stored(f"attempts/{INSTANCE}.json")["exit"]
+    assert (exit_["code"], exit_["notice"]) == (1, False)
+
+
+def test_every_call_to_aws_is_one_that_the_nodes_role_allows(node: Node) -> None:
+    """infra/resources/identity.py: own prefix, inputs to read, own fleet, itself."""
+    (node.world / "imds/meta-data/tags/instance/aws:ec2:fleet-id").unlink()
+    (node.world / "described").write_text(f"{FLEET}\n")
+    node.earlier_boots(2)
+    node.fails("modify-fleet")
+
+    calls = [call.split() for call in node.boot().calls if call.startswith("aws ")]
+
+    own, inputs = "s3://gpufleet-test/r1/", "s3://gpufleet-test/inputs/"
+    for service, action, *words in (call[1:] for call in calls):
+        if (service, action) == ("s3", "cp"):
+            source, target = words[:2]
+            assert target.startswith(own) or source.startswith((own, inputs))
+            assert target != f"{own}run.json"
+            assert "--recursive" not in words or source.startswith(own)  # it lists that prefix
+        elif service == "s3api":
+            assert action == "list-objects-v2"
+            assert words[words.index("--prefix") + 1].startswith("r1/")
+        else:
+            assert (service, action) in {
+                ("ec2", "describe-instances"),
+                ("ec2", "modify-fleet"),
+                ("ec2", "delete-fleets"),
+            }
+    assert len({tuple(call[1:3]) for call in calls}) == 5  # all kinds were made
 
 
 def test_a_cpu_job_needs_no_gpu(node: Node) -> None:

@@ -18,8 +18,9 @@ ROOT=${GPUFLEET_ROOT:-}
 DIR=$ROOT/opt/gpufleet
 RUN_URI=s3://$BUCKET/$RUN_ID
 IMDS=${AWS_EC2_METADATA_SERVICE_ENDPOINT:-http://169.254.169.254}
-INSTANCE_ID='' MANIFEST='' CONTAINER='' TIMER='' ENDED=''
+INSTANCE_ID='' MANIFEST='' CONTAINER='' TIMER='' WATCH='' ENDED=''
 export AWS_REGION=$REGION AWS_DEFAULT_REGION=$REGION AWS_PAGER='' AWS_RETRY_MODE=standard AWS_MAX_ATTEMPTS=4
+export AWS_METADATA_SERVICE_NUM_ATTEMPTS=4 # one by default: a role's keys can be some seconds late
 
 now() { date -u +%Y-%m-%dT%H:%M:%SZ; }
 say() { echo "$(now) $*"; }
@@ -34,9 +35,10 @@ retry() { # N COMMAND...: waits 3, 6, 9 ... s between
 }
 bounded() { # SECONDS COMMAND...: in the background, so that SIGTERM is heard at once
   command -v timeout >/dev/null || shift
-  if [[ $1 == [0-9]* ]]; then timeout "$@" & else "$@" & fi
+  if [[ $1 == [0-9]* ]]; then timeout -k 10 "$@" & else "$@" & fi
   wait $!
 }
+aws() { command aws "$@" --cli-connect-timeout 10 --cli-read-timeout 60; } # without a network, minutes instead of an hour
 imds() {
   local token
   token=$(curl -sf -m 5 -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 300' "${IMDS%/}/latest/api/token") &&
@@ -73,12 +75,12 @@ print(d["instanceId"], d["instanceType"], d["availabilityZone"], d["pendingTime"
 }
 list_run() { KEYS=$(aws s3api list-objects-v2 --bucket "$BUCKET" --prefix "$RUN_ID/" --query 'Contents[].[Key]' --output text); }
 look() { # one listing answers: is the run over, which manifest is the newest, were there attempts
-  retry 4 list_run || return 1
+  retry 6 list_run || return 1 # a fresh role may be refused for half a minute
   MANIFEST=$(grep -o 'ckpt/step_[0-9]*/manifest\.json$' <<<"$KEYS" | sort | tail -n 1)
   MANIFEST=${MANIFEST:+$RUN_ID/$MANIFEST}
 }
 is_done() { grep -qxF "$RUN_ID/done.json" <<<"$KEYS"; }
-noticed() { imds meta-data/spot/instance-action >/dev/null && echo true || echo false; }
+noticed() { [[ $(imds meta-data/spot/instance-action) == *'"action"'* ]] && echo true || echo false; }
 futile_boots() { # boots in a row without a newer manifest; those that AWS interrupted with a notice do not count
   rm -rf "$DIR/attempts" && mkdir "$DIR/attempts" &&
     aws s3 cp "$RUN_URI/attempts/" "$DIR/attempts/" --recursive --only-show-errors && python3 -c '
@@ -135,7 +137,8 @@ upload_log() { retry 2 put boot.log "boot/$INSTANCE_ID.log"; }
 leave() { # the only way out
   ENDED=yes
   say "shutting down: $1"
-  retry 5 shutdown -h now && [[ -n $TIMER ]] && kill "$TIMER" 2>/dev/null
+  kill_quietly "$WATCH"
+  retry 5 shutdown -h now && kill_quietly "$TIMER"
   exit 0
 }
 over() { # REASON DETAIL: the run has ended
@@ -170,7 +173,7 @@ interrupted() { # AWS does not charge an interrupted first hour, but does when w
 import datetime as d, sys
 print(int((d.datetime.now(d.timezone.utc) - d.datetime.fromisoformat(sys.argv[1].replace("Z", "+00:00"))).total_seconds()))' \
     "$LAUNCHED_AT")
-  if ((${age:-3600} < 3600)); then
+  if [[ $(noticed) == true ]] && ((${age:-3600} < 3600)); then
     say "interrupted $age s after launch: waiting for AWS to end this machine"
     for ((i = 0; i < 180; i++)); do sleep 5; done
   fi
@@ -183,7 +186,7 @@ on_term() {
     return 0
   fi
   say "terminated before or after the job"
-  record_exit 143 terminated
+  [[ -z $INSTANCE_ID ]] || record_exit 143 terminated
   leave terminated
 }
 timer() { # this machine's own stop, whatever job and supervisor do
@@ -194,12 +197,25 @@ timer() { # this machine's own stop, whatever job and supervisor do
   wait "$sleeper"
   trap '' TERM
   touch "$DIR/timer"
-  docker stop -t 115 "gpufleet-$INSTANCE_ID" >/dev/null
+  bounded 180 docker stop -t 115 "gpufleet-$INSTANCE_ID" >/dev/null # a docker that hangs must not keep the machine
   over timer "$TIMER_SECONDS s after boot"
 }
+watch_notice() { # until the job looks out itself: a boot that AWS interrupts is no failed attempt
+  local sleeper=''
+  trap 'kill_quietly "$sleeper"; exit' TERM
+  until [[ $(noticed) == true ]]; do
+    sleep 4 &
+    sleeper=$!
+    wait "$sleeper"
+  done
+  trap '' TERM
+  record_exit 75 interrupted
+}
+kill_quietly() { [[ -z $1 ]] || kill "$1" 2>/dev/null; }
 yield_to_timer() { # once it has fired, it ends the run
   [[ -e $DIR/timer ]] || return 0
   ENDED=yes
+  kill_quietly "$WATCH"
   wait "$TIMER"
   exit 0
 }
@@ -210,7 +226,7 @@ local_nvme() { # SCRATCH: instance store if there is some, by model (EBS is /dev
   disks=$(lsblk -dnp -o NAME,MODEL 2>/dev/null |
     awk -v dev="$ROOT/dev/" 'index($1, dev) == 1 && /Amazon EC2 NVMe Instance Storage/ {print $1}')
   [[ -n $disks ]] || return 0
-  systemctl start dlami-nvme # the AMI's own service stripes all of them into one mount; this waits for it
+  bounded 120 systemctl start dlami-nvme # the AMI's own service stripes all of them into one mount; this waits for it
   if findmnt -n "$ROOT/opt/dlami/nvme"; then
     SCRATCH=$ROOT/opt/dlami/nvme/gpufleet
   elif mkdir -p "$ROOT/scratch" && mkfs.xfs -q -f "${disks%%$'\n'*}" && mount "${disks%%$'\n'*}" "$ROOT/scratch"; then
@@ -225,10 +241,10 @@ docker_on() { # 15-20 GB of image unpack faster there than on the root disk
   local config=$ROOT/etc/docker/daemon.json
   mkdir -p "$1" "${config%/*}"
   [[ -e $config ]] || echo '{}' >"$config"
-  cp "$config" "$config.before" && add "$config" data-root "$1" && systemctl restart docker && return 0
+  cp "$config" "$config.before" && add "$config" data-root "$1" && bounded 120 systemctl restart docker && return 0
   say "docker stays on the root disk"
   cp "$config.before" "$config"
-  systemctl restart docker
+  bounded 120 systemctl restart docker
 }
 data_volume() {
   local device=$ROOT$DATA_DEVICE
@@ -274,6 +290,8 @@ trap on_term TERM
 say "gpufleet node of stack $STACK, run $RUN_ID"
 retry 10 identify || crash "the metadata service does not answer"
 say "$INSTANCE_ID $INSTANCE_TYPE $ZONE, launched $LAUNCHED_AT"
+timer &
+TIMER=$!
 look || crash "the bucket cannot be listed"
 if is_done; then
   ENDED=yes
@@ -281,8 +299,6 @@ if is_done; then
   stop_fleet
   leave "the run was over before this boot"
 fi
-timer &
-TIMER=$!
 [[ ! -e $DIR/booted ]] || crash "the machine was rebooted"
 touch "$DIR/booted" # from the second boot on cloud-init runs per-boot scripts only: there the line above ends it
 mkdir -p "$ROOT/var/lib/cloud/scripts/per-boot" && cp "$0" "$ROOT/var/lib/cloud/scripts/per-boot/gpufleet"
@@ -293,6 +309,8 @@ fi
 add "$DIR/attempt.json" instance "$INSTANCE_ID" type "$INSTANCE_TYPE" zone "$ZONE" launched_at "$LAUNCHED_AT" \
   booted_at "$BOOTED_AT" manifest_at_boot "${MANIFEST:-null}"
 retry 3 put attempt.json "attempts/$INSTANCE_ID.json" || crash "the attempt cannot be recorded"
+watch_notice &
+WATCH=$!
 local_nvme
 [[ -z $DATA_VOLUME ]] || data_volume
 mkdir -p "$SCRATCH/run"
@@ -307,6 +325,8 @@ retry 5 bounded 1800 docker pull -q "$IMAGE" || crash "the image cannot be pulle
   crash "no working GPU"
 yield_to_timer
 say "starting the container"
+kill_quietly "$WATCH"
+WATCH=''
 run_container
 say "the container ended with $CODE"
 yield_to_timer
