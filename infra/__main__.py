@@ -11,20 +11,22 @@ import pulumi
 from infra.cost.table import render
 from infra.errors import GpufleetError
 from infra.plan import make
+from infra.run_guard import Previous
 
 SHOWN = 32  # tells the engine that the message is out, so that it adds none of its own
 
 
 def main() -> None:
-    this = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
-    # The invoke behind StackReference: this stack's outputs after its last update, {} before the first. No resource.
-    previous = pulumi.runtime.invoke("pulumi:pulumi:readStackOutputs", {"name": this}).value["outputs"]
+    stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
+    # What StackReference calls, asked about this very stack: {} before its first update. Neither declares a resource.
+    outputs = pulumi.runtime.invoke("pulumi:pulumi:readStackOutputs", {"name": stack}).value["outputs"]
+    there = pulumi.runtime.invoke("pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}).value["outputs"]
     try:
         plan = make(
             Path(pulumi.runtime.get_root_directory()),
             pulumi.Config().get("definition") or pulumi.get_stack(),
             now=datetime.now(UTC),
-            previous=previous,
+            previous=Previous(outputs=outputs, types=frozenset(resource["type"] for resource in there.values())),
             preview=pulumi.runtime.is_dry_run(),
         )
     except GpufleetError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -25,7 +24,7 @@ from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find, load, not_ready
-from infra.run_guard import Verdict, judge, timer_seconds
+from infra.run_guard import Previous, Verdict, judge, timer_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +76,7 @@ class Plan:
         }
 
 
-def make(root: Path, name: str, *, now: datetime, previous: Mapping[str, Any], preview: bool) -> Plan:
+def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: bool) -> Plan:
     """The plan for the definition `name`. Raises GpufleetError; in a preview, what `up` still needs is a warning."""
     definition = load(find(name, root), now=now, past_deadline=True)
     folder = None if definition.storage.dataset.startswith("s3://") else root / definition.storage.dataset

@@ -5,8 +5,9 @@ A fleet takes its settings once, when it is created. Two kinds of change must th
 - the definition file says something else under the same run id: an error, before the first resource;
 - job code or prices have changed since the run began: the run keeps what it began with, and a warning says so.
 
-What the last successful `up` recorded comes from the stack's own output `run`. Time decides too: after `valid_until` a
-run is over, its fleet is no longer declared, and only a new id starts another.
+What the last successful `up` recorded comes from the stack's own output `run`. A run is over, its fleet no longer declared,
+when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, AWS expired it):
+a fleet is made once per run id.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from infra.errors import DefinitionError, Problem
 WAITING_TIME = timedelta(hours=24)
 # Timer per boot: longer than the run's own limit, so that the job's meter, which ends cleanly, always comes first.
 TIMER_MARGIN = timedelta(minutes=30)
+FLEET = "aws:ec2/fleet:Fleet"
 INPUTS_PREFIX = "inputs"  # of the bucket, beside one prefix per run id; no run may be called that
 
 
@@ -40,13 +42,21 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Previous:
+    """The stack as its last update left it."""
+
+    outputs: Mapping[str, Any]  # empty before the first update
+    types: frozenset[str] = frozenset()  # of its resources
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """What this program run may do."""
 
     run: RunRecord
     runs: tuple[str, ...]  # every run id this stack has had: their objects share the bucket and each expires on its own
     continues: bool  # the same run as the last `up`: its template, job archive and run config stay as they are
-    over: bool  # past valid_until: declare no fleet
+    over: bool  # declare no fleet
     warnings: tuple[str, ...] = ()
 
 
@@ -55,17 +65,17 @@ def judge(
     *,
     dataset_sha256: str | None,
     code_sha256: str,
-    previous: Mapping[str, Any],
+    previous: Previous,
     now: datetime,
 ) -> Verdict:
-    """Compare the definition with the stack's previous outputs (empty before the first `up`).
+    """Compare the definition with the stack as it is.
 
     Raises DefinitionError: same run id with another digest, or a new run past its deadline.
     """
     run_id = definition.run.id
     digest = creation_digest(definition)
-    recorded = _record(previous.get("run"))
-    runs = tuple(dict.fromkeys([*map(str, previous.get("runs") or []), run_id]))
+    recorded = _record(previous.outputs.get("run"))
+    runs = tuple(dict.fromkeys([*map(str, previous.outputs.get("runs") or []), run_id]))
     if recorded is None or recorded.id != run_id:
         return Verdict(
             run=RunRecord(
@@ -89,19 +99,20 @@ def judge(
             f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
             "Give run.id a new value to start a new run with the new settings, or undo the change.",
         )
-    over = _timestamp(recorded.valid_until) <= now
+    expired, gone = _timestamp(recorded.valid_until) <= now, FLEET not in previous.types
     warnings = []
-    if over:
+    if expired or gone:
+        why = f"since {recorded.valid_until}" if expired else "its fleet no longer exists"
         warnings.append(
-            f"Run {run_id} is over since {recorded.valid_until}: no fleet is declared. "
-            "Its results stay in the bucket; a new run.id starts a new run."
+            f"Run {run_id} is over ({why}): no fleet is declared. What it saved stays in the bucket; "
+            "a new run.id starts a new run."
         )
     elif recorded.code != code_sha256:
         warnings.append(
             f"The job code has changed since run {run_id} began. The run keeps the code it began with; "
             "a new run.id starts a new run with the new code."
         )
-    return Verdict(run=recorded, runs=runs, continues=True, over=over, warnings=tuple(warnings))
+    return Verdict(run=recorded, runs=runs, continues=True, over=expired or gone, warnings=tuple(warnings))
 
 
 def creation_digest(definition: StackDefinition) -> str:

@@ -112,7 +112,6 @@ def settings(folder: Path, port: int) -> dict[str, str]:
         "PULUMI_DEBUG_PROVIDERS": f"aws:{port}",
         "PULUMI_DISABLE_AUTOMATIC_PLUGIN_ACQUISITION": "true",
         "PULUMI_SKIP_UPDATE_CHECK": "1",
-        "PULUMI_DEBUG_COMMANDS": "1",  # for --event-log
     }
 
 
@@ -124,7 +123,8 @@ class Pulumi(Engine):
         self._stack = stack
         self._say = say
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PULUMI_", "AWS_"))}
-        self._environment = {**kept, **environment, "NO_COLOR": "1"}
+        # The event log is an option for programs that drive the engine, and hidden from people.
+        self._environment = {**kept, **environment, "NO_COLOR": "1", "PULUMI_DEBUG_COMMANDS": "1"}
         version = self._run(["pulumi", "version"]).strip()
         self.name = f"pulumi {version.removeprefix('v')}"
         self._run(["pulumi", "stack", "select", "--create", "--non-interactive", "--stack", stack])

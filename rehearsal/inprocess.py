@@ -92,15 +92,17 @@ def options(request: Any) -> dict[str, Any]:
 
 
 class _Invokes(mocks.Mocks):
-    """The one function the program calls: its own stack's previous outputs."""
+    """The two functions the program calls: what its own stack was before."""
 
     def __init__(self, previous: Mapping[str, Any]) -> None:
         self._previous = dict(previous)
 
     def call(self, args: mocks.MockCallArgs) -> Any:
-        if args.token != "pulumi:pulumi:readStackOutputs":
-            raise RefusedError(f"the embedded AWS has no function {args.token}")
-        return {"name": args.args["name"], "outputs": self._previous}
+        if args.token == "pulumi:pulumi:readStackOutputs":
+            return {"outputs": self._previous["outputs"]}
+        if args.token == "pulumi:pulumi:readStackResourceOutputs":
+            return {"outputs": {each["urn"]: {"type": each["type"]} for each in self._previous["resources"]}}
+        raise RefusedError(f"the embedded AWS has no function {args.token}")
 
     def new_resource(self, args: mocks.MockResourceArgs) -> Any:
         raise RefusedError(f"{args.typ} {args.name} is read, not declared")
@@ -171,7 +173,7 @@ async def _outputs() -> dict[str, Any]:
 
 def _previous(folder: Path) -> dict[str, Any]:
     state = folder / "in-process.json"
-    return dict(json.loads(state.read_text())["outputs"]) if state.exists() else {}
+    return dict(json.loads(state.read_text())) if state.exists() else {"outputs": {}, "resources": []}
 
 
 if __name__ == "__main__":

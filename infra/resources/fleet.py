@@ -88,7 +88,10 @@ class Fleet(pulumi.ComponentResource):
                     )
                 ],
                 target_capacity_specification=aws.ec2.FleetTargetCapacitySpecificationArgs(
-                    default_target_capacity_type=definition.fleet.capacity, total_target_capacity=1
+                    default_target_capacity_type=definition.fleet.capacity,
+                    # Ignored on a fleet that exists. One that has to be made again for a run that has begun already
+                    # (the run deleted it, and a refresh has just found out) starts nothing.
+                    total_target_capacity=0 if frozen else 1,
                 ),
                 spot_options=spot_options(definition),
                 excess_capacity_termination_policy="termination",
@@ -107,6 +110,9 @@ class Fleet(pulumi.ComponentResource):
                         "targetCapacitySpecification.totalTargetCapacity",
                         "launchTemplateConfigs",
                         "tags",
+                        # What AWS answers may be spelled otherwise, and a difference here would end a live run.
+                        "spotOptions",
+                        "excessCapacityTerminationPolicy",
                     ],
                     custom_timeouts=pulumi.CustomTimeouts(delete=DELETE_TIMEOUT),
                 ),

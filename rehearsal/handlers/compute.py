@@ -86,6 +86,8 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
     data = newest["LaunchTemplateVersions"][0]["LaunchTemplateData"]
     launched = [entry for entry in data.get("TagSpecifications", []) if entry["ResourceType"] != "launch-template"]
     data["TagSpecifications"] = launched  # moto counts the template's own tags among them
+    # moto shows a template with the tags it was created with; what they are now is in DescribeTags.
+    template["Tags"] = aws.ec2.describe_tags(Filters=[{"Name": "resource-id", "Values": [resource_id]}])["Tags"]
     return {
         **{key: _from_api(data[api], api) for key, api in _DATA.items() if api in data},
         "name": template["LaunchTemplateName"],
@@ -178,7 +180,7 @@ def _delete_fleet(aws: Aws, resource_id: str, state: Properties) -> None:
 def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
     until = time.monotonic() + timeout_s
     while (found := _fleet(aws, fleet)) and found["FleetState"] not in states:
-        if time.monotonic() > until:
+        if found["FleetState"] in ("deleted", "failed") or time.monotonic() > until:
             raise RefusedError(f"fleet {fleet} is {found['FleetState']}, not {' or '.join(sorted(states))}")
         time.sleep(_POLL_S)
 
