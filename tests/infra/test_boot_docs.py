@@ -31,3 +31,5 @@ def test_the_numbers_of_the_page_are_the_scripts() -> None:
     assert "tail -n 200" in SCRIPT
     assert "(115 s)" in PAGE
     assert "docker stop -t 115" in SCRIPT
+    assert "in 180 s" in PAGE
+    assert "bounded 180 docker stop" in SCRIPT
