@@ -123,7 +123,7 @@ def _lanes(axes: Axes, lanes: Sequence[Lane], checkpoints: Sequence[float]) -> N
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds since the rehearsal began", fontsize=9, color=INK)
     for number, (text, color) in enumerate(
-        (("boot", BOOT), ("training", PHASES[0]), ("under notice", NOTICE), ("lost", LOST), ("done", PHASES[2]))
+        (("boot", BOOT), ("training", PHASES[0]), ("under notice", NOTICE), ("gone", LOST), ("done", PHASES[2]))
     ):
         axes.text(
             0.005 + 0.105 * number, 1.04, "■ " + text, transform=axes.transAxes, fontsize=8.5, color=color, va="bottom"

@@ -239,9 +239,10 @@ def draw(evidence: Evidence, target: Path) -> None:
         name = f"{phase.name}, {phase.params_total:,} parameters"
         phases.append(picture.Phase(name=name, first=first, last=first + phase.steps - 1))
         first += phase.steps
-    words = {"notice": "notice: {} steps lost", "loss": "lost: {} steps repeated"}
+    words = {"notice": "notice: {} lost", "loss": "gone: {} repeated"}
     marks = [
-        picture.Mark(step=r.last_step, kind=r.kind, text=words[r.kind].format(r.lost)) for r in evidence.resumptions()
+        picture.Mark(step=r.last_step, kind=r.kind, text=words[r.kind].format(f"{r.lost} step{'s' * (r.lost != 1)}"))
+        for r in evidence.resumptions()
     ]
     lanes = []
     for view in views:
