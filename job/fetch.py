@@ -38,7 +38,8 @@ def fetch(
 ) -> Path:
     """`path` holding the file, or at least its first `first_bytes` (all of it where it is shorter).
 
-    `total_bytes` is the size the whole file must have on the server. Raises FetchError.
+    `total_bytes` is the size the whole file must have on the server. One path is fetched either whole or by its
+    beginning, never both. Raises FetchError.
     """
     if path.exists() and (first_bytes is None or path.stat().st_size >= first_bytes):
         return path

@@ -7,6 +7,7 @@ reason in fatal.json; anything else is a crash.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/sizing.py)")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what is meant
+    if "OMP_NUM_THREADS" not in os.environ:  # one core for the supervisor and for saves: threads that wait spin
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     requests = Requests(args.workdir)
     requests.heed_signals()
     return train(args.workdir, args.rung, requests)

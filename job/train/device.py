@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import platform
 import resource
@@ -45,14 +46,15 @@ class Device:
         if self.is_cuda:
             torch.cuda.synchronize()
 
-    def reset_peak(self) -> None:
-        """Starts a new peak of memory, once the caches of the last phase are given back."""
+    def tidy(self) -> None:
+        """Gives back what the last phase held, cycles included, and starts a new peak of memory."""
         if self.is_cuda:
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def used_gb(self) -> float:
-        """Peak since `reset_peak` as torch's allocator counts it; on a CPU the peak of the process."""
+        """Peak since `tidy` as torch's allocator counts it; on a CPU the peak of the process."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated() / 1e9
         unit = 1 if platform.system() == "Darwin" else 1024

@@ -56,7 +56,7 @@ class Loop:
             module = self.experiment.begin(phase, module) if found is None else self.experiment.blank(phase)
             self._phase(phase, module, found)
             found = None
-            gc.collect()
+            self.session.device.tidy()
             self._heed_stop(phase, None)
             self.experiment.end(phase, module, val_loss=self.val_loss)
         self._note(self.session.checkpoints.wait())
@@ -87,7 +87,7 @@ class Loop:
         if found is not None:
             self.session.checkpoints.load(found, state)
             optimizer.set_step(opt, self.step - phase.first)
-        self.session.device.reset_peak()
+        self.session.device.tidy()
         self._clock.restart()
         self._saved_at = time.monotonic()
         module.train()
@@ -102,8 +102,7 @@ class Loop:
                     self._save_if_due(phase, state, val_loss)
                 self._heed_stop(phase, state)
                 if self.step == started + 1:
-                    gc.collect()
-                    gc.freeze()
+                    gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
         self._save(phase, state, "final" if phase is self.experiment.phases[-1] else "boundary", self.val_loss)
         gc.unfreeze()
 

@@ -1,0 +1,198 @@
+"""What a kill, a full disk or a careless copy leaves in ckpt/ never stops or fools a run."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_world as world
+from train_world import STEPS, StopAt
+
+from job import atomic
+from job.train import checkpoint
+from job.train.checkpoint import Checkpoints, Commit
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def state(value: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
+    return {"model": {"weight": torch.full((3, 2), value)}, "exp_avg": {"weight": torch.zeros(3, 2)}}
+
+
+def commit(step: int, *, val_loss: float | None = None, config_sha256: str = "config") -> Commit:
+    return Commit(
+        step=step,
+        phase="dense",
+        tokens=step * 64,
+        val_loss=val_loss,
+        config_sha256=config_sha256,
+        determinism={},
+        dataset={},
+        requires=(),
+        reason="timed",
+    )
+
+
+def save(checkpoints: Checkpoints, step: int, **changed: Any) -> None:
+    checkpoints.save(state(float(step)), commit(step, **changed), {"step": step})
+    checkpoints.wait()
+
+
+def opened(folder: Path) -> Checkpoints:
+    return Checkpoints(folder / "ckpt", config_sha256="config")
+
+
+def newest_step(folder: Path) -> int | None:
+    found = opened(folder).newest()
+    return None if found is None else int(found.commit["step"])
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """Steps 1 and 2 committed."""
+    checkpoints = opened(tmp_path)
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    assert newest_step(tmp_path) == 2
+    return tmp_path
+
+
+def test_a_saved_checkpoint_reads_back_with_its_progress(two: Path) -> None:
+    checkpoints = opened(two)
+    found = checkpoints.newest()
+    assert found is not None
+    read = state(0.0)
+    checkpoints.load(found, read)
+    assert torch.equal(read["model"]["weight"], torch.full((3, 2), 2.0))
+    assert found.progress == {"step": 2}
+
+
+def test_commit_json_names_every_other_file_with_its_size(two: Path) -> None:
+    path = two / "ckpt" / "step_00000002"
+    tree = atomic.read_object(path / "commit.json")
+    assert tree is not None
+    assert {f["name"]: f["bytes"] for f in tree["files"]} == {
+        file.name: file.stat().st_size for file in path.iterdir() if file.name != "commit.json"
+    }
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "progress.json"])
+def test_a_truncated_file_makes_the_one_before_the_newest(two: Path, name: str) -> None:
+    path = two / "ckpt" / "step_00000002" / name
+    path.write_bytes(path.read_bytes()[:-1])
+    assert newest_step(two) == 1
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "commit.json"])
+def test_a_missing_file_makes_the_one_before_the_newest(two: Path, name: str) -> None:
+    (two / "ckpt" / "step_00000002" / name).unlink()
+    assert newest_step(two) == 1
+
+
+def test_half_a_commit_json_makes_the_one_before_the_newest(two: Path) -> None:
+    path = two / "ckpt" / "step_00000002" / "commit.json"
+    path.write_bytes(path.read_bytes()[:40])
+    assert newest_step(two) == 1
+
+
+def test_a_commit_alone_in_its_folder_is_no_checkpoint(two: Path) -> None:
+    for step in (1, 2):
+        for file in (two / "ckpt" / f"step_{step:08d}").iterdir():
+            if file.name != "commit.json":
+                file.unlink()
+    assert newest_step(two) is None
+
+
+def test_another_configs_checkpoint_is_not_resumed(two: Path) -> None:
+    save(opened(two), 3, config_sha256="another")
+    assert newest_step(two) == 2
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(path: Path, value: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.atomic, "write_json", die)
+    with pytest.raises(KeyboardInterrupt):
+        save(opened(two), 3)
+    assert (two / "ckpt" / "step_00000003" / "__0_0.distcp").exists()
+    assert newest_step(two) == 2
+    monkeypatch.undo()
+    save(opened(two), 3)
+    assert newest_step(two) == 3
+
+
+def test_a_write_error_is_reported_and_leaves_no_rest(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, value: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.atomic, "write_json", full)
+    checkpoints = opened(two)
+    checkpoints.save(state(), commit(3), {})
+    (saved,) = checkpoints.wait()
+    assert "No space left" in str(saved.problem)
+    assert not (two / "ckpt" / "step_00000003").exists()
+    assert checkpoints.saved_step == 2
+
+
+def test_the_newest_two_and_the_best_are_kept(tmp_path: Path) -> None:
+    checkpoints = opened(tmp_path)
+    for step, val_loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, None)):
+        save(checkpoints, step, val_loss=val_loss)
+    assert world.committed(tmp_path) == [2, 4, 5]
+
+
+def test_a_short_disk_is_pruned_before_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = opened(tmp_path)
+    for step in (1, 2):
+        save(checkpoints, step)
+    size = 48
+    free = iter((size, size, 2 * size))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, next(free)))
+    save(checkpoints, 3)
+    assert world.committed(tmp_path) == [2, 3]
+
+
+def test_a_disk_without_room_skips_the_save_and_says_why(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 10))
+    (saved,) = opened(two).save(state(), commit(3), {})
+    assert "GB needed" in str(saved.problem)
+    assert newest_step(two) == 2
+
+
+def test_a_save_holds_the_step_it_was_asked_for_although_training_goes_on(tmp_path: Path) -> None:
+    checkpoints = opened(tmp_path)
+    weights = state(7.0)
+    checkpoints.save(weights, commit(1), {})
+    weights["model"]["weight"].fill_(8.0)
+    checkpoints.wait()
+    read = state(0.0)
+    found = checkpoints.newest()
+    assert found is not None
+    checkpoints.load(found, read)
+    assert torch.equal(read["model"]["weight"], torch.full((3, 2), 7.0))
+
+
+def test_a_run_whose_newest_checkpoint_is_torn_resumes_from_the_one_before(tmp_path: Path) -> None:
+    whole, torn = world.make(tmp_path / "whole"), world.make(tmp_path / "torn")
+    assert world.train(whole) == 0
+    assert world.train(torn, StopAt(torn, STEPS + 4, saves=(1, 2))) == 75
+    steps = world.committed(torn)
+    data = torn / "ckpt" / f"step_{steps[-1]:08d}" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:100])
+    assert world.train(torn) == 0
+    assert world.final_hash(torn) == world.final_hash(whole)
+
+
+def test_a_full_disk_costs_checkpoints_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = world.make(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 10))
+    assert world.train(workdir) == 0
+    assert world.committed(workdir) == []
+    assert "NOT saved 4 (boundary" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""Batches are a pure function of (seed, step), however they are cut and whatever happened before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import train_world as world
+
+from job.shards import HEADER, write_shard
+from job.train.data import Corpus, Dataset, draw
+
+CPU = torch.device("cpu")
+SEQUENCE = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return world.make(tmp_path_factory.mktemp("data")) / "data"
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> Dataset:
+    return Dataset(folder, vocab=160, sequence=SEQUENCE, device=CPU)
+
+
+def batch(dataset: Dataset, seed: int, step: int, micro: int = 8) -> torch.Tensor:
+    return torch.cat([tokens for tokens, _ in dataset.micro_batches(seed, step, 8, micro)])
+
+
+def test_a_step_has_the_same_batch_whatever_was_drawn_before(dataset: Dataset) -> None:
+    alone = batch(dataset, 1, 41)
+    torch.manual_seed(0)
+    for step in (40, 7, 41):
+        after = batch(dataset, 1, step)
+    assert torch.equal(alone, after)
+
+
+def test_steps_and_seeds_have_different_batches(dataset: Dataset) -> None:
+    batches = [batch(dataset, seed, step) for seed in (1, 2) for step in (0, 1)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(batches) for b in batches[:i])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_micro_batches_together_are_the_global_batch_in_order(dataset: Dataset, ranks: int) -> None:
+    assert torch.equal(batch(dataset, 1, 3, micro=8 // ranks), batch(dataset, 1, 3))
+
+
+def test_a_micro_batch_that_does_not_divide_leaves_a_smaller_last_one(dataset: Dataset) -> None:
+    assert [len(tokens) for tokens, _ in dataset.micro_batches(1, 3, 8, 3)] == [3, 3, 2]
+
+
+def test_the_rows_of_a_batch_are_different_windows() -> None:
+    starts = draw(1337, 5, 64, 11_000_000)
+    assert len(set(starts.tolist())) == 64
+
+
+def test_starts_are_the_same_numbers_on_every_machine() -> None:
+    # SplitMix64 worked out with Python's own integers
+    assert draw(1337, 0, 3, 1_000_000).tolist() == [444244, 368635, 632269]
+
+
+def test_starts_cover_the_corpus_evenly() -> None:
+    starts = torch.cat([draw(7, step, 100, 10) for step in range(100)])
+    assert torch.bincount(starts, minlength=10).min() > 900
+
+
+def test_targets_are_the_tokens_one_position_on(dataset: Dataset) -> None:
+    for tokens, targets in dataset.micro_batches(1, 0, 4, 4):
+        assert torch.equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_the_last_window_ends_with_the_last_token(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.bin", list(range(20)), 50257)
+    corpus = Corpus(tmp_path, ("a.bin",), CPU)
+    tokens, targets = corpus.windows(torch.tensor([20 - 16 - 1]), 16)
+    assert targets[0, -1] == 19
+    assert tokens[0, 0] == 3
+
+
+def test_ids_beyond_32767_survive_two_byte_shards_and_shards_join_into_one_stream(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.bin", [40000, 50256], 50257)
+    write_shard(tmp_path / "b.bin", [65535, 1], 65536)
+    tokens, targets = Corpus(tmp_path, ("a.bin", "b.bin"), CPU).windows(torch.tensor([0]), 3)
+    assert (tokens.tolist(), targets.tolist()) == ([[40000, 50256, 65535]], [[50256, 65535, 1]])
+    assert tokens.dtype == torch.int64
+
+
+def test_a_vocabulary_beyond_65536_takes_four_bytes(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.bin", [70000, 3], 100_000)
+    assert (tmp_path / "a.bin").stat().st_size == HEADER.size + 8
+    assert Corpus(tmp_path, ("a.bin",), CPU).windows(torch.tensor([0]), 1)[0].tolist() == [[70000]]
+
+
+def test_validation_windows_are_always_the_same_and_spread_over_the_held_out_text(dataset: Dataset) -> None:
+    first, second = (torch.cat([tokens for tokens, _ in dataset.fixed(4, micro)]) for micro in (4, 3))
+    assert torch.equal(first, second)
+    assert first.shape == (4, SEQUENCE)
+    assert len({tuple(row) for row in first.tolist()}) == 4
+
+
+def test_a_vocabulary_smaller_than_the_datasets_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"132 token ids, but the model's vocabulary \(model.vocab\) is 100"):
+        Dataset(folder, vocab=100, sequence=SEQUENCE, device=CPU)
+
+
+def test_a_window_longer_than_the_held_out_text_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="validation tokens, a window needs 1025"):
+        Dataset(folder, vocab=160, sequence=1024, device=CPU)
+
+
+def test_a_shard_cut_short_is_refused(tmp_path: Path) -> None:
+    world.make(tmp_path)
+    path = tmp_path / "data" / "train_00000.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="the header promises"):
+        Dataset(tmp_path / "data", vocab=160, sequence=SEQUENCE, device=CPU)
+
+
+def test_the_dataset_carries_its_tokenizer(dataset: Dataset) -> None:
+    tokenizer = dataset.tokenizer
+    assert tokenizer.decode(tokenizer.encode("One day, a dog")) == "One day, a dog"

@@ -1,0 +1,305 @@
+"""How a trainer ends, what it leaves, and what it says."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_world as world
+from safetensors.torch import load_file
+from train_world import STEPS, StopAt
+
+from job import atomic
+from job.config import from_json
+from job.models import growing
+from job.train import metrics, step
+from job.train.device import DeviceRefusedError, choose, peak_tflops
+from job.train.requests import Requests
+
+
+def fatal(workdir: Path) -> str:
+    record = atomic.read_object(workdir / "fatal.json")
+    assert record is not None
+    return f"{record['error']}: {record['detail']}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = world.make(tmp_path_factory.mktemp("finished"), batch={"micro": 3})
+    assert world.train(workdir) == 0
+    return workdir
+
+
+def test_a_finished_run_leaves_weights_at_each_phase_start_and_end(finished: Path) -> None:
+    assert sorted(path.name for path in (finished / "exports").iterdir()) == [
+        "phase1_end",
+        "phase2_end",
+        "phase2_start",
+        "phase3_end",
+        "phase3_start",
+    ]
+    for folder in (finished / "exports").iterdir():
+        meta = atomic.read_object(folder / "meta.json")
+        assert meta is not None
+        count = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+        assert count == meta["params_total"]
+
+
+def test_the_final_model_is_the_last_phases(finished: Path) -> None:
+    end = finished / "exports" / "phase3_end" / "model.safetensors"
+    assert (finished / "final" / "model.safetensors").read_bytes() == end.read_bytes()
+    assert world.committed(finished)[-1] == 3 * STEPS
+
+
+def test_results_put_predicted_and_measured_side_by_side(finished: Path) -> None:
+    results = json.loads((finished / "results.json").read_text())
+    assert [phase["name"] for phase in results["phases"]] == ["dense", "moe", "grown"]
+    assert {"predicted", "measured", "samples", "val_loss"} <= results["phases"][2].keys()
+    assert results["phases"][2]["loss_last"] < results["phases"][0]["loss_first"]
+    assert results["weights_sha256"] == world.final_hash(finished)
+
+
+def test_the_growth_report_holds_both_boundaries_before_and_after_a_round_trip(finished: Path) -> None:
+    boundaries = json.loads((finished / "growth_report.json").read_text())["boundaries"]
+    assert [b["phase"] for b in boundaries] == ["moe", "grown"]
+    assert all(b[when]["verdict"] == "pass" for b in boundaries for when in ("before", "after_round_trip"))
+
+
+def test_the_loss_curve_has_a_row_per_logged_step(finished: Path) -> None:
+    with (finished / "loss.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, 3 * STEPS + 1))
+
+
+def test_every_metrics_line_has_every_key(finished: Path) -> None:
+    assert all(tuple(record) == metrics.KEYS for record in world.records(finished))
+
+
+def test_routing_is_logged_only_where_there_are_experts(finished: Path) -> None:
+    for record in world.records(finished):
+        assert (record["router_load"] is None) == (record["phase"] == "dense")
+
+
+def test_a_checkpoint_requires_the_exports_of_the_boundaries_behind_it(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, 2 * (STEPS + 2) + 2)) == 75
+    commit = atomic.read_object(workdir / "ckpt" / f"step_{2 * STEPS + 2:08d}" / "commit.json")
+    assert commit is not None
+    assert commit["requires"] == [f"exports/phase{n}" for n in ("1_end", "2_start", "2_end", "3_start")]
+    assert all((workdir / name / "meta.json").exists() for name in commit["requires"])
+
+
+def test_a_stop_without_a_save_commits_nothing(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, 2, save=False)) == 75
+    assert world.committed(workdir) == []
+
+
+def test_the_supervisors_stop_file_is_heeded_after_the_step_under_way(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    (workdir / "stop.json").write_text('{"reason": "notice", "deadline": 1.0, "save": true}')
+    assert world.train(workdir, Requests(workdir)) == 75
+    assert world.committed(workdir) == [0]
+
+
+def test_the_supervisors_save_file_is_taken_once(tmp_path: Path) -> None:
+    (tmp_path / "save.json").touch()
+    requests = Requests(tmp_path)
+    assert [requests.save(), requests.save()] == [True, False]
+
+
+def test_sigterm_is_a_stop_with_a_save(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    requests = Requests(tmp_path)
+    try:
+        requests.heed_signals()
+        assert requests.stop() is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop = requests.stop()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stop is not None
+    assert (stop.reason, stop.save) == ("SIGTERM", True)
+
+
+def test_cuda_without_a_cuda_device_is_fatal_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    workdir = world.make(tmp_path, device="cuda")
+    assert world.train(workdir) == 65
+    assert "there is no CUDA device" in fatal(workdir)
+    assert not (workdir / "metrics.jsonl").exists()
+
+
+def test_a_gpu_without_bf16_is_refused_when_bf16_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = type("P", (), {"name": "Tesla T4", "major": 7, "minor": 5, "total_memory": 16e9})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    with pytest.raises(DeviceRefusedError, match=r"Tesla T4 has no bf16 .*set precision"):
+        choose("cuda", bf16=True)
+
+
+def test_the_peak_is_found_by_the_gpus_own_word() -> None:
+    assert peak_tflops("NVIDIA A10G") == 70
+    assert peak_tflops("NVIDIA H100 80GB HBM3") == 989
+    assert peak_tflops("NVIDIA A100-SXM4-40GB") == 312
+    assert peak_tflops("NVIDIA L4") == 121
+    assert peak_tflops("NVIDIA GeForce RTX 4090") is None
+
+
+def test_a_vocabulary_smaller_than_the_datasets_is_fatal(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    tree = json.loads((workdir / "run.json").read_text())
+    tree["job"]["parameters"]["model"]["vocab"] = 100
+    (workdir / "run.json").write_text(json.dumps(tree))
+    assert world.train(workdir) == 65
+    assert "raise it to at least 132" in fatal(workdir)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = step.update
+
+    def broken(*given: Any) -> step.StepResult:
+        result = real(*given)
+        return result._replace(grad_norm=result.grad_norm * float("nan")) if given[4] == 2 else result
+
+    monkeypatch.setattr(step, "update", broken)
+    workdir = world.make(tmp_path, log={"every": 100}, eval={"every": 100})  # it is seen before a save, without a log
+    assert world.train(workdir, StopAt(workdir, saves=(1, 3))) == 65
+    assert "LossNotFiniteError: loss or gradients are not finite" in fatal(workdir)
+    assert world.committed(workdir) == [1]
+
+
+def test_running_out_of_memory_has_its_own_code_and_names_the_next_rung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    workdir = world.make(tmp_path)
+    monkeypatch.setattr(step, "update", full)
+    assert world.train(workdir) == 69
+    record = atomic.read_object(workdir / "rung.json")
+    assert record is not None
+    assert (record["rung"], record["micro"]) == (0, 4)
+    assert record["lower"] > 0
+    assert not (workdir / "fatal.json").exists()
+
+
+def test_a_lower_rung_trains_the_same_batches_in_smaller_pieces(finished: Path, tmp_path: Path) -> None:
+    workdir = world.make(tmp_path, batch={"micro": 3})
+    assert world.train(workdir, rung=2) == 0
+    rung = atomic.read_object(workdir / "rung.json")
+    assert rung is not None
+    assert rung["micro"] < 3
+    for ours, theirs in zip(world.records(workdir), world.records(finished), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+
+
+def test_a_growth_that_changes_the_function_is_fatal_with_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = growing.widen
+
+    def wrong(state: growing.State, **given: object) -> growing.State:
+        grown = real(state, **given)  # type: ignore[arg-type]
+        return {name: 2 * t if name.startswith("norm.") else t for name, t in grown.items()}
+
+    monkeypatch.setattr(growing, "widen", wrong)
+    workdir = world.make(tmp_path)
+    assert world.train(workdir) == 65
+    assert "growth into phase 'grown' failed" in fatal(workdir)
+    boundaries = json.loads((workdir / "growth_report.json").read_text())["boundaries"]
+    assert [b["before"]["verdict"] for b in boundaries] == ["pass", "fail"]
+    assert world.committed(workdir)[-1] == 2 * STEPS
+
+
+def test_a_resume_says_which_facts_of_determinism_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, 3)) == 75
+    path = next((workdir / "ckpt").glob("step_*/commit.json"))
+    commit = json.loads(path.read_text())
+    commit["determinism"]["threads"] = 96
+    path.write_text(json.dumps(commit))
+    assert world.train(workdir, StopAt(workdir, 1)) == 75
+    said = capsys.readouterr().out
+    assert f"not bit for bit the same from here: threads was 96, is {torch.get_num_threads()}" in said
+
+
+def test_bf16_state_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    narrow = {"precision": {"compute": "bf16", "phase3_state": "bf16"}}
+    whole, stopped = world.make(tmp_path / "whole", **narrow), world.make(tmp_path / "stopped", **narrow)
+    assert world.train(whole) == 0
+    assert world.train(stopped, StopAt(stopped, 2 * (STEPS + 2) + 2)) == 75
+    assert world.train(stopped) == 0
+    assert world.final_hash(stopped) == world.final_hash(whole)
+    weights = load_file(whole / "final" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_the_console_line_reads_as_the_specification_shows_it() -> None:
+    line = metrics.Line(
+        step=120,
+        steps=1000,
+        loss=2.7902,
+        val_loss=2.8310,
+        lr=3e-4,
+        step_s=0.0401,
+        tokens_per_s=51072.0,
+        mfu=0.444,
+        memory_gb=9.8,
+        memory_total_gb=24.0,
+        gpu_util=93.0,
+        spent_usd=0.021,
+        eta_s=35.3,
+    )
+    assert str(line) == (
+        "step 000120/001000 | loss 2.7902 | val 2.8310 | lr 3.00e-04 | 40.1 ms | 51,072 tok/s | mfu 44.4% | "
+        "mem 9.8/24.0 GB | gpu 93% | $0.021 | eta 0:00:35"
+    )
+
+
+def test_timing_skips_the_first_ten_steps_and_what_is_between_steps() -> None:
+    now, waits = [0.0], []
+    clock = metrics.StepClock(lambda: waits.append(now[0]), clock=lambda: now[0])
+
+    def steps(count: int, seconds: float) -> None:
+        for _ in range(count):
+            now[0] += 100.0  # an evaluation, a save
+            clock.start()
+            now[0] += seconds
+            clock.stop()
+
+    steps(10, 50.0)
+    assert clock.read() is None
+    steps(3, 2.0)
+    assert clock.read() == 2.0
+    assert len(waits) == 1
+
+
+def test_a_metrics_file_is_cut_to_the_resumed_step_and_to_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    metrics.MetricsFile(path).resume(2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_an_unknown_key_in_the_run_config_is_fatal(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    tree = json.loads((workdir / "run.json").read_text())
+    tree["job"]["parameters"]["stepz"] = 1
+    (workdir / "run.json").write_text(json.dumps(tree))
+    assert world.train(workdir) == 65
+    assert "unknown keys stepz" in fatal(workdir)
+    with pytest.raises(ValueError, match="is not one of tinystories-growth"):
+        from_json("nothing", {})

@@ -1,0 +1,138 @@
+"""AdamW in fp32 and in bf16, clipping, and that cutting a batch into micro-batches changes nothing but rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import train_world as world
+from torch import nn
+
+from job.config import AdamW, from_json
+from job.models.growth import build, parameter_groups
+from job.train import optimizer
+from job.train.data import Dataset
+from job.train.optimizer import NarrowAdamW, stochastic_bf16
+from job.train.step import evaluate, update
+
+CONFIG = AdamW(weight_decay=0.1)
+
+
+def groups(*parameters: nn.Parameter) -> list[dict[str, object]]:
+    return [{"params": list(parameters), "weight_decay": CONFIG.weight_decay}]
+
+
+def bits(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 1 << 16, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_number_that_bf16_holds_is_never_moved() -> None:
+    x = torch.tensor([1.0, -0.5, 3.0e38, 0.0, 1e-40]).bfloat16().float()
+    for seed in range(20):
+        assert torch.equal(stochastic_bf16(x, bits(5, seed)).float(), x)
+
+
+def test_rounding_is_right_on_average() -> None:
+    x = torch.full((100_000,), 1.0 + 0.3 * 2**-7)  # 0.3 of the way to bf16's next number
+    rounded = stochastic_bf16(x, bits(x.numel())).float()
+    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
+    assert rounded.mean().item() == pytest.approx(x[0].item(), abs=1e-4)
+
+
+def test_infinities_and_nan_stay_what_they_are() -> None:
+    x = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    rounded = stochastic_bf16(x, torch.full((3,), 0xFFFF))
+    assert rounded[:2].tolist() == [float("inf"), float("-inf")]
+    assert rounded[2].isnan()
+
+
+def test_steps_far_below_bf16s_spacing_are_not_lost() -> None:
+    parameter = nn.Parameter(torch.ones(20_000, dtype=torch.bfloat16))
+    opt = optimizer.make([{"params": [parameter], "weight_decay": 0.0}], CONFIG, seed=1)
+    optimizer.set_lr(opt, 1e-5)  # the spacing at 1 is 7.8e-3
+    for _ in range(100):
+        parameter.grad = torch.ones_like(parameter)
+        opt.step()
+    assert parameter.float().mean().item() == pytest.approx(1 - 100 * 1e-5, abs=2e-4)
+    nearest = torch.ones((), dtype=torch.bfloat16)
+    for _ in range(100):
+        nearest -= 1e-5
+    assert nearest == 1.0
+
+
+def test_the_bf16_optimizer_follows_torchs_fp32_one() -> None:
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(64, 64, generator=generator) * 0.1
+    wide, narrow = nn.Parameter(start.bfloat16().float()), nn.Parameter(start.bfloat16())
+    two = [optimizer.make(groups(p), CONFIG, seed=1) for p in (wide, narrow)]
+    for _ in range(50):
+        gradient = (torch.randn(64, 64, generator=generator) + 0.5).bfloat16()
+        for opt, parameter in zip(two, (wide, narrow), strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+            optimizer.set_lr(opt, 1e-3)
+            opt.step()
+    moved = wide - start.bfloat16().float()
+    assert (narrow.float() - wide).abs().mean() < 0.05 * moved.abs().mean()
+
+
+def test_fp32_weights_get_torchs_fused_adamw_and_bf16_ones_ours() -> None:
+    fused = optimizer.make(groups(nn.Parameter(torch.ones(2))), CONFIG, seed=1)
+    assert isinstance(fused, torch.optim.AdamW)
+    assert fused.defaults["fused"]
+    narrow = optimizer.make(groups(nn.Parameter(torch.ones(2, dtype=torch.bfloat16))), CONFIG, seed=1)
+    assert isinstance(narrow, NarrowAdamW)
+    assert {t.dtype for state in narrow.state.values() for k, t in state.items() if k != "step"} == {torch.bfloat16}
+
+
+def test_the_bf16_optimizer_draws_the_same_bits_at_the_same_step_and_others_at_the_next() -> None:
+    def stepped(at: int) -> torch.Tensor:
+        parameter = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+        opt = optimizer.make([{"params": [parameter], "weight_decay": 0.0}], CONFIG, seed=1)
+        optimizer.set_step(opt, at)
+        optimizer.set_lr(opt, 1e-3)
+        parameter.grad = torch.zeros_like(parameter)
+        opt.param_groups[0]["weight_decay"] = 1.0
+        opt.step()
+        return parameter.detach()
+
+    assert torch.equal(stepped(5), stepped(5))
+    assert not torch.equal(stepped(5), stepped(6))
+
+
+def test_clipping_scales_to_the_norm_and_gives_the_one_before() -> None:
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
+    a.grad, b.grad = torch.full((3,), 3.0), torch.full((4,), 4.0)
+    before = (27 + 64) ** 0.5
+    assert optimizer.clip([a, b], 1.0).item() == pytest.approx(before)
+    assert a.grad.tolist() == pytest.approx([3 / before] * 3, rel=1e-5)
+    assert optimizer.clip([a, b], 10.0).item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
+    parameter = nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 0.01)
+    expected = (100_000 * parameter.grad[0].item() ** 2) ** 0.5
+    assert optimizer.clip([parameter], 0.0).item() == pytest.approx(expected, rel=2e-4)  # in bf16 2e-3
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_cutting_the_batch_changes_only_rounding(phase: int, tmp_path: Path) -> None:
+    world.make(tmp_path)
+    config = from_json("tinystories-growth", world.PARAMETERS)
+    config = replace(config, optim=replace(config.optim, lr=(1e-2, 1e-2, 1e-2), load_balance=0.0, betas=(0.9, 0.95)))
+    dataset = Dataset(
+        tmp_path / "data", vocab=config.model.vocab, sequence=config.data.sequence, device=torch.device("cpu")
+    )
+    losses, norms = [], []
+    for micro in (4, 3, 1):
+        module = build(config, phase)
+        opt = optimizer.make(parameter_groups(module, config), config.optim, seed=1)
+        optimizer.set_lr(opt, 1e-2)
+        results = [update(module, opt, dataset, config, step, micro) for step in range(3)]
+        losses.append([r.loss.item() for r in results] + [evaluate(module, dataset, config, micro)])
+        norms.append([r.grad_norm.item() for r in results])
+    for cut in (1, 2):
+        assert losses[cut] == pytest.approx(losses[0], rel=1e-5)
+        assert norms[cut] == pytest.approx(norms[0], rel=1e-4)

@@ -1,0 +1,80 @@
+"""A run that is stopped anywhere ends with the weights of one that never was."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import train_world as world
+from train_world import STEPS, StopAt
+
+TOTAL = 3 * STEPS
+# Looks at the stop file: one before each phase's first step, one after each step, one after each phase.
+LOOKS = 3 * (STEPS + 2)
+POINTS = sorted(random.Random(20261121).sample(range(LOOKS), 17))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = world.make(tmp_path_factory.mktemp("uninterrupted"))
+    assert world.train(workdir) == 0
+    return workdir
+
+
+@pytest.mark.parametrize("look", POINTS)
+def test_a_run_stopped_at_a_seeded_point_ends_with_the_same_weights(
+    look: int, uninterrupted: Path, tmp_path: Path
+) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, look)) == 75
+    assert not (workdir / "final").exists()
+    assert world.train(workdir) == 0
+    assert world.final_hash(workdir) == world.final_hash(uninterrupted)
+
+
+def test_the_seeded_points_lie_in_every_phase_and_at_a_boundary() -> None:
+    phases = {look // (STEPS + 2) for look in POINTS}
+    assert phases == {0, 1, 2}
+    assert any(look % (STEPS + 2) in (0, STEPS, STEPS + 1) for look in POINTS)
+
+
+def test_a_run_stopped_three_times_logs_each_step_once(uninterrupted: Path, tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    for look in (3, 4, 5):
+        assert world.train(workdir, StopAt(workdir, look)) == 75
+    assert world.train(workdir) == 0
+    assert [(r["step"], r["loss"], r["val_loss"], r["tokens"]) for r in world.records(workdir)] == [
+        (r["step"], r["loss"], r["val_loss"], r["tokens"]) for r in world.records(uninterrupted)
+    ]
+
+
+def test_a_run_killed_between_saves_repeats_the_lost_steps_to_the_same_weights(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    workdir = world.make(tmp_path)
+    kill = StopAt(workdir, 9, save=False, saves=(4,))  # after step 7; an asynchronous save of step 5
+    assert world.train(workdir, kill) == 75
+    assert max(world.committed(workdir)) < max(r["step"] for r in world.records(workdir))
+    assert world.train(workdir) == 0
+    assert world.final_hash(workdir) == world.final_hash(uninterrupted)
+
+
+def test_a_run_that_saves_beside_every_step_has_the_same_weights(uninterrupted: Path, tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, saves=tuple(range(1, 100)))) == 0
+    assert world.final_hash(workdir) == world.final_hash(uninterrupted)
+
+
+def test_a_resume_on_a_work_folder_with_nothing_but_the_checkpoint_reports_both_growths(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    first, second = world.make(tmp_path / "first"), world.make(tmp_path / "second")
+    assert world.train(first, StopAt(first, 2 * (STEPS + 2) + 2)) == 75  # in the third phase
+    (second / "ckpt").mkdir()
+    newest = f"step_{max(world.committed(first)):08d}"
+    (first / "ckpt" / newest).rename(second / "ckpt" / newest)
+    (first / "metrics.jsonl").rename(second / "metrics.jsonl")
+    assert world.train(second) == 0
+    for name in ("growth_report.json", "loss.csv"):
+        assert (second / name).read_bytes() == (uninterrupted / name).read_bytes()
