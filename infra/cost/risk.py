@@ -6,7 +6,8 @@ capacity, not billed, and a replacement that pays its restart. What an interrupt
 
 - in the node's first hour nothing for compute (AWS does not charge an interrupted first hour; disk and address go on);
 - with the notice handled, the 120 s of the notice: everything before it is saved;
-- with the notice missed, or where save and upload do not fit it, up to one checkpoint interval of work.
+- where save and upload do not fit it, those 120 s and up to one checkpoint interval of work before them;
+- with the notice missed, up to one checkpoint interval of work.
 
 The hazard is itself uncertain: drawn once per simulated run, unless a figure is given. The limits stop a run as the
 job's meter does, on hours times rates, without crediting free hours.
@@ -190,9 +191,10 @@ def _chunk(exposure: Exposure, runs: int, rng: np.random.Generator) -> Outcome:
 
         saved = np.maximum(node_h - start_h - NOTICE_H, 0.0)
         phase = np.minimum(np.searchsorted(ends, done[active] + saved, side="right"), len(ends) - 1)
-        handled = (missed >= exposure.notice_missed) & fits[phase]
-        torn = np.maximum(np.maximum(node_h - start_h, 0.0) - lost * exposure.interval_h, 0.0)
-        done[active] += np.where(handled, saved, torn)
+        heard = missed >= exposure.notice_missed
+        trained = np.where(heard, saved, np.maximum(node_h - start_h, 0.0))  # who hears no notice goes on to the end
+        torn = np.maximum(trained - lost * exposure.interval_h, 0.0)
+        done[active] += np.where(heard & fits[phase], saved, torn)
 
         active = active[interrupted]
         start_h = exposure.restart_h
