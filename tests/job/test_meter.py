@@ -1,0 +1,199 @@
+"""Money to the ten-thousandth, and the limits before they are passed."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from job import attempts
+from job.meter import Meter, spot_history
+from job.run_file import Limits, Rates, load
+from job.store import FolderStore
+
+T0 = runs.LAUNCHED
+SPOT = Rates(
+    capacity="spot", on_demand=Decimal("1.212"), spot=Decimal("0.36"), disk=Decimal("0.01"), ipv4=Decimal("0.005")
+)
+NO_LIMITS = Limits(max_usd=Decimal(10**6), max_hours=Decimal(10**6), deadline=None)
+
+
+def meter(rates: Rates = SPOT, **changes: Any) -> Meter:
+    return Meter(rates=rates, launched_at=T0, **changes)
+
+
+def test_an_hour_at_the_bills_price_disks_and_address() -> None:
+    spent = meter(fixed_usd=Decimal("0.01")).spent(T0 + 3600)
+    assert (spent.compute_usd, spent.disk_usd, spent.ipv4_usd) == (
+        Decimal("0.3600"),
+        Decimal("0.0100"),
+        Decimal("0.0050"),
+    )
+    assert spent.attempt_usd == Decimal("0.3750")
+    assert spent.usd == Decimal("0.3850")
+    assert spent.seconds == 3600
+
+
+def test_a_start_is_billed_for_a_minute_at_least() -> None:
+    assert meter().spent(T0 + 5).attempt_s == 60
+    assert meter().spent(T0 + 5).attempt_usd == meter().spent(T0 + 60).attempt_usd
+    assert meter().spent(T0 + 61).attempt_s == 61
+
+
+def test_each_instance_hour_has_its_own_price() -> None:
+    prices = {0: Decimal("0.30"), 1: Decimal("0.90")}
+    made = meter(spot_price=lambda at: prices[int((at - T0) // 3600)])
+    made.refresh(T0 + 10)
+    assert made.spent(T0 + 3600).compute_usd == Decimal("0.3000")
+    made.refresh(T0 + 3700)
+    assert made.spent(T0 + 5400).compute_usd == Decimal("0.7500")
+    assert made.spent(T0 + 5400).usd_per_hour == Decimal("0.90")
+
+
+def test_on_demand_asks_nobody() -> None:
+    def never(at: float) -> Decimal:
+        raise AssertionError
+
+    made = meter(
+        Rates(capacity="on-demand", on_demand=Decimal("1.2"), spot=Decimal("0.3"), disk=Decimal(0), ipv4=Decimal(0)),
+        spot_price=never,
+    )
+    made.refresh(T0 + 10)
+    assert made.spent(T0 + 1800).usd == Decimal("0.6000")
+
+
+def test_without_any_spot_price_it_is_the_on_demand_price() -> None:
+    made = meter(Rates(capacity="spot", on_demand=Decimal("1.2"), spot=None, disk=Decimal(0), ipv4=Decimal(0)))
+    assert made.spent(T0 + 1800).usd == Decimal("0.6000")
+
+
+def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> None:
+    asked: list[float] = []
+
+    def later(at: float) -> Decimal | None:
+        asked.append(at)
+        return Decimal("0.50") if len(asked) > 1 else None
+
+    made = meter(spot_price=later)
+    made.refresh(T0 + 10)
+    made.refresh(T0 + 40)
+    assert len(asked) == 1
+    assert made.spent(T0 + 3600).compute_usd == Decimal("0.3600")
+    made.refresh(T0 + 71)
+    assert made.spent(T0 + 3600).compute_usd == Decimal("0.5000")
+
+
+@pytest.mark.parametrize(
+    ("limits", "reserve_s", "expected"),
+    [
+        (Limits(max_usd=Decimal("0.3761"), max_hours=Decimal(9), deadline=None), 10.0, None),
+        (Limits(max_usd=Decimal("0.3760"), max_hours=Decimal(9), deadline=None), 10.0, "max_usd"),
+        (Limits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 35.9, None),
+        (Limits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 36.0, "max_hours"),
+        (Limits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3661), 60.0, None),
+        (Limits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3660), 60.0, "deadline"),
+        (NO_LIMITS, 10.0**6, None),
+    ],
+)
+def test_a_limit_counts_with_what_the_stop_itself_will_take(
+    limits: Limits, reserve_s: float, expected: str | None
+) -> None:
+    assert meter().limit(T0 + 3600, limits, reserve_s) == expected  # spent: 0.3750; 10 s more: 0.0010
+
+
+def test_earlier_attempts_are_in_the_sum_and_in_the_hours() -> None:
+    made = meter(prior_usd=Decimal("0.5000"), prior_s=Decimal(7200))
+    spent = made.spent(T0 + 3600)
+    assert (spent.usd, spent.seconds) == (Decimal("0.8750"), Decimal(10800))
+    assert made.limit(T0 + 3600, Limits(max_usd=Decimal(9), max_hours=Decimal(3), deadline=None), 0.0) == "max_hours"
+
+
+class Ec2:
+    """DescribeSpotPriceHistory by hand."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.asked = rows, {}  # type: ignore[var-annotated]
+
+    def describe_spot_price_history(self, **asked: Any) -> dict[str, Any]:
+        self.asked = asked
+        if isinstance(self.rows, Exception):
+            raise self.rows
+        return {"SpotPriceHistory": self.rows}
+
+
+def row(at: float, price: str) -> dict[str, Any]:
+    return {"Timestamp": datetime.fromtimestamp(at, UTC), "SpotPrice": price}
+
+
+def test_the_spot_price_is_the_last_one_before_the_hour_began() -> None:
+    ec2 = Ec2([row(T0 - 9000, "0.1"), row(T0 - 60, "0.2"), row(T0 + 60, "0.3")])
+    assert spot_history("g5.2xlarge", "us-east-2a", ec2)(T0) == Decimal("0.2")
+    assert ec2.asked["InstanceTypes"] == ["g5.2xlarge"]
+    assert ec2.asked["AvailabilityZone"] == "us-east-2a"
+
+
+@pytest.mark.parametrize("rows", [[], [row(T0 - 1, "free")], [row(T0 - 1, "0")], [row(T0 - 1, "NaN")], OSError("away")])
+def test_a_price_history_that_makes_no_sense_is_no_price(rows: Any) -> None:
+    assert spot_history("g5.2xlarge", "us-east-2a", Ec2(rows))(T0) is None
+
+
+def test_rates_of_a_zone_of_an_unlisted_zone_and_of_an_unlisted_type(tmp_path: Path) -> None:
+    run = load(runs.place(tmp_path, runs.tree()))
+    assert run.rates("g5.2xlarge", "us-east-2a").assumed == Decimal("0.3600")
+    assert run.rates("g5.2xlarge", "us-east-2z").assumed == Decimal("0.4000")  # the dearest
+    assert run.rates("p9.huge", "us-east-2a").assumed == Decimal("1.2120")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("limits", {}), ("schema", 2), ("rates", {}), ("job", {"experiment": "x", "parameters": {}}), ("inputs", {})],
+)
+def test_a_run_config_that_lacks_something_is_a_value_error(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        load(runs.place(tmp_path, {**runs.tree(), key: value}))
+
+
+def iso(seconds: float) -> str:
+    return datetime.fromtimestamp(T0 + seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def record(store: FolderStore, instance: str, launched: float, exit: dict[str, Any] | None, beat: Any = None) -> None:
+    fields = {"instance": instance, "type": "g5.2xlarge", "zone": "us-east-2a", "launched_at": iso(launched)}
+    store.put_bytes(json.dumps({**fields, "exit": exit} if exit else fields).encode(), f"attempts/{instance}.json")
+    if beat:
+        lines = [{"step": 0, "attempt_s": "60"}, beat]
+        store.put_bytes("\n".join(map(json.dumps, lines)).encode() + b'\n{"torn', f"heartbeat/{instance}.jsonl")
+
+
+def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -> None:
+    run, store = load(runs.place(tmp_path, runs.tree())), FolderStore(tmp_path / "r1")
+    beat = {"step": 40, "attempt_s": "600.000", "compute_usd": "0.0900", "usd_per_hour": "0.54", "step_s": 0.5}
+    record(store, "i-killed", 0, None, beat)
+    record(store, "i-noticed", 1000, {"code": 75, "notice": True, "at": iso(1600), "ends_at": iso(1720)}, beat)
+    record(store, "i-old", 2000, {"code": 75, "notice": True, "at": iso(6000)}, None)
+    record(store, "i-crashed", 9000, {"code": 1, "notice": False, "at": iso(9030)}, None)
+    record(store, "i-silent", 9500, None, None)
+    record(store, "i-me", 9900, None, None)
+    found = {attempt.instance: attempt for attempt in attempts.read(store, run, but="i-me")}
+    assert list(found) == ["i-killed", "i-noticed", "i-old", "i-crashed", "i-silent"]
+
+    killed = found["i-killed"]
+    assert (killed.seconds, killed.compute_usd, killed.last_step) == (Decimal("600.000"), Decimal("0.0900"), 40)
+    assert killed.usd == Decimal("0.0900") + Decimal("0.0027")  # 600 s of disks and address
+    assert killed.free_usd == 0  # nobody knows that it was AWS
+
+    noticed = found["i-noticed"]
+    assert noticed.seconds == 720  # until AWS takes it
+    assert noticed.compute_usd == Decimal("0.1080")
+    assert noticed.free_usd == noticed.compute_usd
+    assert noticed.idle_s == 120
+
+    assert found["i-old"].seconds == 4000
+    assert found["i-old"].free_usd == 0  # past its first hour
+    assert found["i-crashed"].seconds == 60  # a minute at least
+    assert found["i-silent"].compute_usd == Decimal("0.0060")

@@ -1,0 +1,219 @@
+"""Uploads that die or fail anywhere: a checkpoint without a valid manifest never counts, one with it always does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, Inline, commit, state
+
+from job.publish import Publisher, commits
+from job.store import GivenUpError, StoreError
+from job.uploads import Uploader
+
+
+def publisher(bench: Bench, store: object = None) -> Publisher:
+    return Publisher(
+        store=store or bench.store,  # type: ignore[arg-type]
+        workdir=bench.folder / "w",
+        stamp=lambda: {"run": "r1"},
+        say=lambda text: None,
+    )
+
+
+def test_a_node_that_dies_at_any_put_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # a dead process, not a dead disk
+    for put in itertools.count(1):
+        bench = Bench(tmp_path / str(put))
+        dying = FaultyStore(bench.store, lambda number, _, put=put: Death() if number == put else None)
+        try:
+            bench.attempt(store=dying, commit_every=4).run()
+        except Death:
+            before = bench.manifests()
+            assert bench.store.get_bytes("done.json") is None
+            assert bench.attempt("i-2").run() == 0
+            assert bench.trainers[-1].began_at == max(before, default=0)
+            assert bench.store.get_bytes("final/model.safetensors") == state(STEPS)
+            assert bench.json("done.json")["reason"] == "finished"
+        else:
+            break
+    assert put > 20  # three checkpoints, the exports, the end: each put was the last one once
+
+
+def test_the_manifest_is_written_after_every_file_and_export_it_names(tmp_path: Path) -> None:
+    bench, keys = Bench(tmp_path), []
+    commit(tmp_path / "w", 3, "c", requires=("exports/phase1_end",))
+    (tmp_path / "w" / "exports" / "phase1_end").mkdir(parents=True)
+    (tmp_path / "w" / "exports" / "phase1_end" / "model.safetensors").write_bytes(b"weights")
+    made = publisher(bench, FaultyStore(bench.store, lambda _, key: keys.append(key)))
+    made.publish(made.pending()[0])
+    assert keys[0] == "exports/phase1_end/model.safetensors"
+    assert set(keys[1:3]) == {"ckpt/step_00000003/.metadata", "ckpt/step_00000003/w.bin"}
+    assert keys[3] == "ckpt/step_00000003/manifest.json"
+    manifest = bench.json("ckpt/step_00000003/manifest.json")
+    assert manifest["required_files"] == [{"name": "exports/phase1_end/model.safetensors", "bytes": 7}]
+
+
+def test_an_export_of_an_earlier_attempt_is_enough(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.store.put_bytes(b"weights", "exports/phase1_end/model.safetensors")
+    commit(tmp_path / "w", 3, "c", requires=("exports/phase1_end",))
+    made = publisher(bench)
+    made.publish(made.pending()[0])
+    assert bench.manifests() == [3]
+
+
+def test_a_checkpoint_whose_export_is_nowhere_is_not_published(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c", requires=("exports/phase1",))
+    bench.store.put_bytes(b"weights", "exports/phase1_end/model.safetensors")  # another one, with a like name
+    made = publisher(bench)
+    with pytest.raises(FileNotFoundError, match="exports/phase1 is required"):
+        made.publish(made.pending()[0])
+    assert bench.manifests() == []
+
+
+def test_an_export_made_anew_replaces_that_of_a_torn_attempt(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.store.put_bytes(b"weightz", "exports/phase1_end/model.safetensors")
+    commit(tmp_path / "w", 3, "c", requires=("exports/phase1_end",))
+    (tmp_path / "w" / "exports" / "phase1_end").mkdir(parents=True)
+    (tmp_path / "w" / "exports" / "phase1_end" / "model.safetensors").write_bytes(b"weights")
+    made = publisher(bench)
+    made.publish(made.pending()[0])
+    assert bench.store.get_bytes("exports/phase1_end/model.safetensors") == b"weights"
+
+
+def test_a_file_that_arrives_short_gets_no_manifest(tmp_path: Path) -> None:
+    class Lossy(FaultyStore):
+        def put_file(self, path: Path, key: str) -> None:
+            self.inner.put_bytes(path.read_bytes()[:-1], key)
+
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c")
+    made = publisher(bench, Lossy(bench.store, lambda put, key: None))
+    with pytest.raises(StoreError, match="arrived with"):
+        made.publish(made.pending()[0])
+    assert bench.manifests() == []
+
+
+def test_a_torn_save_is_no_commit(tmp_path: Path) -> None:
+    commit(tmp_path / "w", 3, "c")
+    torn = commit(tmp_path / "w", 6, "c")
+    (torn / "commit.json").unlink()
+    half = commit(tmp_path / "w", 9, "c")
+    (half / "commit.json").write_text('{"schema": 1, "step": 9, "fi')
+    assert [found.step for found in commits(tmp_path / "w")] == [3]
+
+
+def test_a_commit_that_lost_a_file_is_given_up_and_the_next_goes_on(tmp_path: Path) -> None:
+    bench, said = Bench(tmp_path), []
+    damaged = commit(tmp_path / "w", 3, "c", reason="boundary")
+    (damaged / "w.bin").write_bytes(b"cut")
+    commit(tmp_path / "w", 6, "c")
+    uploader = Uploader(publisher(bench), Inline(), Clock(), said.append)
+    for _ in range(4):
+        uploader.poll()
+    assert uploader.idle
+    assert bench.manifests() == [6]
+    assert "step 3 cannot be published" in said[0]
+
+
+def test_only_the_newest_of_the_timed_ones_is_sent(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for step, reason, loss in ((3, "timed", None), (4, "best", 1.0), (5, "boundary", None), (6, "timed", None)):
+        commit(tmp_path / "w", step, "c", reason=reason, val_loss=loss)
+    assert [found.step for found in publisher(bench).pending()] == [4, 5, 6]
+
+
+def test_in_a_hurry_the_newest_goes_first_and_a_better_older_one_after_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c", reason="best", val_loss=1.0)
+    commit(tmp_path / "w", 5, "c", reason="boundary")
+    commit(tmp_path / "w", 6, "c", reason="stop")
+    keys: list[str] = []
+    store = FaultyStore(bench.store, lambda _, key: keys.append(key))
+    uploader = Uploader(publisher(bench, store), Inline(), Clock(), lambda text: None)
+    uploader.hurry()
+    while not uploader.idle:
+        uploader.poll()
+    assert [key for key in keys if key.endswith("manifest.json")] == [
+        "ckpt/step_00000006/manifest.json",
+        "ckpt/step_00000003/manifest.json",
+    ]
+    assert bench.json("best.json")["step"] == 3
+
+
+def test_a_publication_given_up_leaves_no_manifest_and_can_be_done_later(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c")
+    made = publisher(bench)
+    store = FaultyStore(bench.store, lambda _, key: made.cancel() if key.endswith(".metadata") else None)
+    made._store = store  # type: ignore[assignment]
+    with pytest.raises(GivenUpError):
+        made.publish(made.pending()[0])
+    assert bench.manifests() == []
+    made._store = bench.store
+    made.publish(made.pending()[0])
+    assert bench.manifests() == [3]
+
+
+def test_failures_are_tried_again_ever_longer_apart(tmp_path: Path) -> None:
+    bench, clock = Bench(tmp_path), Clock(0)
+    commit(tmp_path / "w", 3, "c")
+    tries: list[float] = []
+
+    def refuse(put: int, key: str) -> StoreError | None:
+        if key.endswith(".metadata"):
+            tries.append(clock.now)
+        return StoreError("503") if clock.now < 100 else None
+
+    uploader = Uploader(publisher(bench, FaultyStore(bench.store, refuse)), Inline(), clock, lambda text: None)
+    while not uploader.idle:
+        uploader.poll()
+        clock.sleep(0.5)
+    gaps = [round(after - before) for before, after in itertools.pairwise(tries)]
+    assert gaps[:5] == sorted(gaps[:5])
+    assert len(tries) <= 8
+    assert bench.manifests() == [3]
+
+
+def test_old_objects_go_only_after_the_newer_manifest(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    made = publisher(bench)
+    for step in (3, 6, 9):
+        commit(tmp_path / "w", step, "c")
+        made.publish(made.pending()[-1])
+    commit(tmp_path / "w", 12, "c")
+    dying = FaultyStore(bench.store, lambda _, key: Death() if key.endswith("manifest.json") else None)
+    made._store = dying  # type: ignore[assignment]
+    with pytest.raises(Death):
+        made.publish(made.pending()[-1])
+    assert bench.manifests() == [3, 6, 9]
+    made._store = bench.store
+    made.publish(made.pending()[-1])
+    made.prune()
+    assert bench.manifests() == [9, 12]
+
+
+def test_pruning_sweeps_up_a_torn_upload(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.store.put_bytes(b"half", "ckpt/step_00000002/w.bin")
+    made = publisher(bench)
+    for step in (3, 6):
+        commit(tmp_path / "w", step, "c")
+        made.publish(made.pending()[-1])
+    made.prune()
+    assert {entry.key.split("/")[1] for entry in bench.store.entries("ckpt/")} == {"step_00000003", "step_00000006"}
+
+
+def test_a_best_value_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    made = publisher(bench)
+    for step, loss in ((3, 2.0), (6, float("nan")), (9, 3.0)):
+        commit(tmp_path / "w", step, "c", reason="best", val_loss=loss)
+        made.publish(made.pending()[-1])
+    assert bench.json("best.json")["step"] == 3
+    assert json.loads(bench.store.get_bytes("best.json") or b"")["val_loss"] == 2.0

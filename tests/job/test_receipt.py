@@ -1,0 +1,146 @@
+"""The receipt adds up, says why, and grades the bill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from job import receipt
+from job.attempts import Attempt
+from job.run_file import RunFile, load
+
+EXTRAS = Decimal("0.015959")
+
+
+def attempt(seconds: int, rate: str = "0.36", **changes: Any) -> Attempt:
+    hours = Decimal(seconds) / 3600
+    compute = (hours * Decimal(rate)).quantize(Decimal("0.0001"))
+    values: dict[str, Any] = {
+        "instance": "i-1",
+        "type": "g5.2xlarge",
+        "zone": "us-east-2a",
+        "launched_at": runs.LAUNCHED,
+        "seconds": Decimal(seconds),
+        "usd": compute + (hours * EXTRAS).quantize(Decimal("0.0001")),
+        "compute_usd": compute,
+        "free_usd": Decimal(0),
+        "started_s": Decimal(300),
+        "resumed_step": 0,
+        "last_step": 3000,
+        "step_s": 0.5,
+        "idle_s": Decimal(0),
+        "rung": 0,
+        "floor": 0,
+        "exit": {"code": 0, "reason": "finished", "notice": False},
+    }
+    return Attempt(**{**values, **changes})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFile:
+    return load(runs.place(tmp_path, runs.tree()))
+
+
+def build(run: RunFile, *attempts: Attempt) -> dict[str, Any]:
+    return receipt.build(run, attempts, reason="finished", at="2027-01-15T09:00:00Z")
+
+
+CASES = {
+    "as billed": (attempt(1800),),
+    "slow": (attempt(4000),),
+    "dear": (attempt(1800, rate="0.72"),),
+    "noticed": (
+        attempt(
+            900,
+            free_usd=Decimal("0.0900"),
+            idle_s=Decimal(100),
+            exit={"code": 75, "reason": "notice", "notice": True},
+            last_step=1000,
+        ),
+        attempt(1500, resumed_step=1000),
+    ),
+    "killed": (attempt(900, exit=None, last_step=1100), attempt(1500, resumed_step=1000)),
+    "never began": (attempt(61, started_s=None, last_step=0, exit={"code": 1, "reason": "x"}), attempt(1800)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lines_add_up_to_the_total_and_causes_to_the_difference(run: RunFile, name: str) -> None:
+    made = build(run, *CASES[name])
+    lines = made["lines"]
+    assert sum(Decimal(line["actual"]) for line in lines) == Decimal(made["usd"]["actual"])
+    assert sum(Decimal(line["estimate"]) for line in lines) == Decimal(made["usd"]["estimate"])
+    difference = Decimal(made["usd"]["actual"]) - Decimal(made["usd"]["estimate"])
+    assert Decimal(made["usd"]["difference"]) == difference
+    assert sum(map(Decimal, made["causes"].values())) == difference
+    assert abs(Decimal(made["causes"]["other"])) <= Decimal("0.0005")  # rounding, nothing hidden
+
+
+def test_a_run_as_billed_differs_only_by_the_interruptions_that_did_not_come(run: RunFile) -> None:
+    made = build(run, attempt(1800))
+    assert made["usd"]["actual"] == "0.1972"
+    causes = {name: Decimal(amount) for name, amount in made["causes"].items()}
+    assert (causes["price"], causes["interruptions"]) == (0, Decimal("-0.0028"))
+    assert abs(causes["runtime"]) < Decimal("0.0001")
+    assert made["error_percent"] == "-1.4"
+
+
+def test_a_slow_run_is_runtime(run: RunFile) -> None:
+    causes = build(run, attempt(4000))["causes"]
+    assert Decimal(causes["runtime"]) == pytest.approx(Decimal("0.2297"), abs=Decimal("0.0002"))
+    assert causes["price"] == "0.0000"
+
+
+def test_a_dear_hour_is_price(run: RunFile) -> None:
+    causes = build(run, attempt(1800, rate="0.72"))["causes"]
+    assert causes["price"] == "0.1800"
+
+
+def test_an_interruption_is_restart_repeated_steps_and_idling_less_what_was_free(run: RunFile) -> None:
+    first, second = CASES["noticed"]
+    made = build(run, first, second)
+    # 100 s idle + 300 s until the second attempt's first step; no step was repeated
+    expected = Decimal(400) / 3600 * (Decimal("0.36") + EXTRAS) - Decimal("0.0900") - Decimal("0.0028")
+    assert Decimal(made["causes"]["interruptions"]) == pytest.approx(expected, abs=Decimal("0.0001"))
+    assert made["free_first_hour_usd"] == "0.0900"
+    assert made["interruptions"] == {"expected": 0.4, "with_notice": 1, "without_notice": 0}
+
+
+def test_a_kill_without_notice_costs_the_steps_it_repeats(run: RunFile) -> None:
+    made = build(run, *CASES["killed"])
+    expected = Decimal(300 + 50) / 3600 * (Decimal("0.36") + EXTRAS) - Decimal("0.0028")
+    assert Decimal(made["causes"]["interruptions"]) == pytest.approx(expected, abs=Decimal("0.0001"))
+    assert made["interruptions"]["without_notice"] == 1
+
+
+@pytest.mark.parametrize(
+    ("actual", "grade"),
+    [("0.0999", "below p10"), ("0.1", "inside p10-p90"), ("0.4", "inside p10-p90"), ("0.4001", "above p90")],
+)
+def test_the_bill_is_graded_by_its_own_range(actual: str, grade: str) -> None:
+    assert receipt.grade(Decimal(actual), Decimal("0.1"), Decimal("0.4")) == grade
+
+
+def test_what_aws_reports_later_is_said_to_be_as_in_the_bill(run: RunFile) -> None:
+    lines = {line["name"]: line for line in build(run, attempt(1800))["lines"]}
+    assert lines["S3 storage"] == {
+        "name": "S3 storage",
+        "estimate": "0.0092",
+        "actual": "0.0092",
+        "note": "as in the bill",
+    }
+
+
+def test_the_text_names_error_grade_lines_and_attempts(run: RunFile) -> None:
+    killed = replace(CASES["killed"][0], instance="i-0")
+    said = receipt.text(build(run, killed, CASES["killed"][1]))
+    assert "inside p10-p90" in said
+    assert "i-0 g5.2xlarge 900.000 s" in said
+    assert "gone without notice" in said
+    assert "S3 storage" in said
+    assert "%)" in said

@@ -1,0 +1,141 @@
+"""Which checkpoint is resumed from, when some of what lies in the store is torn, foreign or damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervisor_world import Bench, FaultyStore, commit, state
+
+from job import staging
+from job.publish import Publisher
+from job.run_file import load
+from job.store import StoreError
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Steps 3 and 6 are published."""
+    made = Bench(tmp_path)
+    workdir = tmp_path / "first"
+    publisher = Publisher(store=made.store, workdir=workdir, stamp=lambda: {"run": "r1"}, say=lambda text: None)
+    for step in (3, 6):
+        commit(workdir, step, made.config_sha256)
+        publisher.publish(publisher.pending()[-1])
+    return made
+
+
+def resume(bench: Bench, store: Any = None) -> dict[str, Any] | None:
+    workdir = bench.folder / "next"
+    run = load(_run_json(bench, workdir))
+    said: list[str] = []
+    found = staging.checkpoint(staging.Stage(store=store or bench.store, run=run, workdir=workdir, say=said.append))
+    bench.output.write("\n".join(said).encode())
+    return found
+
+
+def _run_json(bench: Bench, workdir: Path) -> Path:
+    workdir.mkdir()
+    (workdir / "run.json").write_text(json.dumps(bench.tree))
+    return workdir / "run.json"
+
+
+def rewrite(bench: Bench, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = bench.json("ckpt/step_00000006/manifest.json")
+    change(manifest)
+    bench.store.put_bytes(json.dumps(manifest).encode(), "ckpt/step_00000006/manifest.json")
+
+
+def test_the_highest_step_is_restored_as_a_local_commit(bench: Bench) -> None:
+    manifest = resume(bench)
+    assert manifest is not None
+    assert manifest["step"] == 6
+    path = bench.folder / "next" / "ckpt" / "step_00000006"
+    assert (path / "w.bin").read_bytes() == state(6)
+    first = bench.folder / "first" / "ckpt" / "step_00000006"
+    assert json.loads((path / "commit.json").read_text()) == {
+        **json.loads((first / "commit.json").read_text()),
+        "required_files": [],
+    }
+
+
+DAMAGE: dict[str, tuple[Callable[[Bench], object], str]] = {
+    "no manifest": (lambda b: b.store.delete(["ckpt/step_00000006/manifest.json"]), ""),
+    "torn manifest": (
+        lambda b: b.store.put_bytes(b'{"schema": 1, "st', "ckpt/step_00000006/manifest.json"),
+        "schema 1",
+    ),
+    "other schema": (lambda b: rewrite(b, lambda m: m.update(schema=2)), "schema 1"),
+    "other run": (lambda b: rewrite(b, lambda m: m.update(run="r2")), "of run 'r2'"),
+    "other config": (lambda b: rewrite(b, lambda m: m.update(config_sha256="0")), "another config"),
+    "other step": (lambda b: rewrite(b, lambda m: m.update(step=7)), "of step 7"),
+    "no files": (lambda b: rewrite(b, lambda m: m.update(files=[])), "names no files"),
+    "file without hash": (lambda b: rewrite(b, lambda m: m["files"][0].pop("sha256")), "malformed"),
+    "path outside": (lambda b: rewrite(b, lambda m: m["files"][0].update(name="../../x")), "malformed"),
+    "missing file": (lambda b: b.store.delete(["ckpt/step_00000006/w.bin"]), "None bytes"),
+    "short file": (lambda b: b.store.put_bytes(b"short", "ckpt/step_00000006/w.bin"), "5 bytes"),
+    "flipped bit": (lambda b: b.store.put_bytes(state(7), "ckpt/step_00000006/w.bin"), "sha256 is"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_does_not_verify_is_passed_over_for_the_next_lower(bench: Bench, name: str) -> None:
+    damage, why = DAMAGE[name]
+    damage(bench)
+    manifest = resume(bench)
+    assert manifest is not None
+    assert manifest["step"] == 3
+    assert why in bench.said
+    assert bench.manifests() == [3]  # so that the node script's newest is the one in force
+    assert not (bench.folder / "next" / "ckpt" / "step_00000006").exists()
+    assert not list((bench.folder / "next" / "ckpt").glob(".step*"))
+
+
+def test_nothing_published_starts_from_scratch(bench: Bench) -> None:
+    for step in (3, 6):
+        bench.store.delete([f"ckpt/step_{step:08d}/manifest.json"])
+    assert resume(bench) is None
+
+
+def test_a_flaky_store_is_asked_again_before_anything_is_rejected(bench: Bench) -> None:
+    class Flaky(FaultyStore):
+        downloads = 0
+
+        def get_file(self, key: str, path: Path) -> None:
+            self.downloads += 1
+            if self.downloads <= 2:
+                raise StoreError("500")
+            self.inner.get_file(key, path)
+
+    manifest = resume(bench, Flaky(bench.store, lambda put, key: None))
+    assert manifest is not None
+    assert manifest["step"] == 6
+
+
+def test_a_store_that_stays_away_rejects_nothing(bench: Bench) -> None:
+    class Away(FaultyStore):
+        def get_file(self, key: str, path: Path) -> None:
+            raise StoreError("500")
+
+    with pytest.raises(StoreError):
+        resume(bench, Away(bench.store, lambda put, key: None))
+    assert bench.manifests() == [3, 6]
+
+
+def test_a_dataset_prefix_names_its_files_itself(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    digest = bench.tree["inputs"]["dataset"]["sha256"]
+    bench.tree["inputs"]["dataset"] = {"uri": str(bench.bucket / "inputs" / digest), "sha256": None, "files": []}
+    shard = bench.bucket / "inputs" / digest / "train.bin"
+    shard.write_bytes(b"tokens")
+    listed = {"name": "train.bin", "bytes": 6, "sha256": "0" * 64}
+    (shard.parent / "dataset.json").write_text(json.dumps({"schema": 1, "files": [listed]}))
+    workdir = tmp_path / "node"
+    stage = staging.Stage(
+        store=bench.store, run=load(_run_json(bench, workdir)), workdir=workdir, say=lambda text: None
+    )
+    with pytest.raises(staging.MismatchError, match=r"train\.bin: sha256 is"):
+        staging.dataset(stage)

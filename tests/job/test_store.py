@@ -1,0 +1,160 @@
+"""Both stores behave alike: objects appear whole, what is missing says so, every trouble is a StoreError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto import mock_aws
+
+from job.store import (
+    PART_BYTES,
+    FolderStore,
+    GivenUpError,
+    MissingError,
+    S3Store,
+    Store,
+    StoreError,
+    open_store,
+    parent,
+)
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with mock_aws():
+        made = boto3.client("s3")
+        made.create_bucket(Bucket="bucket")
+        yield made
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "folder":
+        return open_store(str(tmp_path / "bucket" / "r1"))
+    request.getfixturevalue("client")
+    return open_store("s3://bucket/r1")
+
+
+def test_what_is_put_can_be_got_listed_and_measured(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(b"weights")
+    store.put_file(tmp_path / "w.bin", "ckpt/step_1/w.bin")
+    store.put_bytes(b"{}", "ckpt/step_1/.metadata")
+    store.put_bytes(b"x", "done.json")
+    assert store.get_bytes("ckpt/step_1/w.bin") == b"weights"
+    store.get_file("ckpt/step_1/w.bin", tmp_path / "deep" / "back.bin")
+    assert (tmp_path / "deep" / "back.bin").read_bytes() == b"weights"
+    assert store.size("ckpt/step_1/w.bin") == 7
+    assert {(e.key, e.bytes) for e in store.entries("ckpt/")} == {
+        ("ckpt/step_1/.metadata", 2),
+        ("ckpt/step_1/w.bin", 7),
+    }
+
+
+def test_what_is_missing_says_so(store: Store, tmp_path: Path) -> None:
+    assert store.get_bytes("done.json") is None
+    assert store.size("done.json") is None
+    assert store.entries("ckpt/") == []
+    with pytest.raises(MissingError):
+        store.get_file("done.json", tmp_path / "x")
+
+
+def test_a_put_replaces_and_a_delete_removes(store: Store) -> None:
+    store.put_bytes(b"old", "a/b.json")
+    store.put_bytes(b"new", "a/b.json")
+    assert store.get_bytes("a/b.json") == b"new"
+    store.delete(["a/b.json", "a/never-was.json"])
+    assert store.entries("") == []
+
+
+def test_a_large_file_goes_in_parts_and_arrives_whole(client: Any, tmp_path: Path) -> None:
+    path = tmp_path / "w.bin"
+    path.write_bytes(bytes(range(256)) * (PART_BYTES // 256 + 4096))
+    store = S3Store("s3://bucket/r1")
+    store.put_file(path, "w.bin")
+    head = client.head_object(Bucket="bucket", Key="r1/w.bin")
+    assert head["ETag"].strip('"').endswith("-2")
+    store.get_file("w.bin", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == path.read_bytes()
+
+
+def test_runs_of_one_bucket_do_not_see_each_other(client: Any) -> None:
+    S3Store("s3://bucket/r1").put_bytes(b"1", "done.json")
+    assert S3Store("s3://bucket/r2").get_bytes("done.json") is None
+    assert S3Store("s3://bucket/r").entries("") == []
+
+
+def test_a_cancelled_upload_raises_and_leaves_no_object(tmp_path: Path) -> None:
+    class Transfer:
+        cancelled = False
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+        def result(self) -> None:
+            from s3transfer.exceptions import CancelledError
+
+            store.cancel()  # as another thread would
+            assert self.cancelled
+            raise CancelledError
+
+    store = S3Store("s3://bucket/r1", client=boto3.client("s3", region_name="us-east-1"))
+    store._transfers = type("Manager", (), {"upload": lambda *_: Transfer()})()
+    with pytest.raises(GivenUpError):
+        store.put_file(tmp_path / "w.bin", "w.bin")
+
+
+def test_an_s3_that_does_not_answer_is_a_store_error(tmp_path: Path) -> None:
+    from botocore.config import Config
+
+    dead = boto3.client(
+        "s3",
+        endpoint_url="http://127.0.0.1:9",
+        region_name="us-east-1",
+        aws_access_key_id="x",
+        aws_secret_access_key="x",
+        config=Config(retries={"total_max_attempts": 1}, connect_timeout=1),
+    )
+    store = S3Store("s3://bucket/r1", client=dead)
+    (tmp_path / "w.bin").write_bytes(b"w")
+    for act in (
+        lambda: store.get_bytes("done.json"),
+        lambda: store.put_file(tmp_path / "w.bin", "w.bin"),
+        lambda: store.entries(""),
+        lambda: store.delete(["x"]),
+    ):
+        with pytest.raises(StoreError):
+            act()
+
+
+def test_a_missing_bucket_is_a_store_error_not_a_missing_object(client: Any) -> None:
+    with pytest.raises(StoreError) as raised:
+        S3Store("s3://other/r1").put_bytes(b"x", "done.json")
+    assert not isinstance(raised.value, MissingError)
+
+
+def test_a_write_that_was_cut_short_is_no_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FolderStore(tmp_path)
+    store.put_bytes(b"old", "w.bin")
+
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"ha")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("job.store.shutil.copyfile", full)
+    with pytest.raises(StoreError, match="No space"):
+        store.put_file(tmp_path / "w.bin", "w.bin")
+    assert store.get_bytes("w.bin") == b"old"
+    assert [entry.key for entry in store.entries("")] == ["w.bin"]
+
+
+def test_the_parent_of_a_run_is_its_bucket() -> None:
+    assert parent("s3://bucket/r1") == "s3://bucket"
+    assert parent("/bucket/r1/") == "/bucket"
