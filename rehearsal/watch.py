@@ -43,7 +43,7 @@ class NodeView:
     number: int
     lines: int = 0  # of the container's log
     boot_lines: int = 0
-    metrics: int = 0
+    logged_at: datetime  # of the newest line of metrics.jsonl
     first_step_at: datetime | None = None
     first_step: int | None = None
     last_step: int = 0
@@ -96,7 +96,7 @@ class Watch:
         )
 
     def _launched(self, instance: Instance) -> None:
-        view = NodeView(node=self.runner.nodes[instance.id], number=len(self.views) + 1)
+        view = NodeView(node=self.runner.nodes[instance.id], number=len(self.views) + 1, logged_at=instance.launched_at)
         self.views[instance.id] = view
         self._tell(
             "launched",
@@ -185,19 +185,17 @@ class Watch:
     def _metrics(self, view: NodeView) -> None:
         for folder in WORK_FOLDERS:
             path = view.node.root / folder / "metrics.jsonl"
-            for line in _new(path, view.metrics):
-                view.metrics += 1
+            for line in _new(path, 0):  # from the start: a resume cuts the file
                 try:
                     entry: dict[str, Any] = json.loads(line)
                 except ValueError:
                     continue
-                self._logged_step(view, entry)
+                at = datetime.fromtimestamp(float(entry.get("ts", 0)), UTC)
+                if at > view.logged_at:  # earlier ones are known, or an earlier node's
+                    view.logged_at = at
+                    self._logged_step(view, int(entry.get("step", 0)), at)
 
-    def _logged_step(self, view: NodeView, entry: dict[str, Any]) -> None:
-        at = datetime.fromtimestamp(float(entry.get("ts", 0)), UTC)
-        if at < view.node.instance.launched_at or "step" not in entry:
-            return  # an earlier node's, downloaded to go on from
-        step = int(entry["step"])
+    def _logged_step(self, view: NodeView, step: int, at: datetime) -> None:
         view.last_step = max(view.last_step, step)
         if view.first_step is None:
             view.first_step, view.first_step_at = step, at
