@@ -147,7 +147,7 @@ def price(
         fits=tuple(phase for option in types for phase in option.fits),
         notice=tuple(phase for option in types for phase in option.notices),
         cap=_cap(definition, chosen),
-        kept=_kept(definition, catalog, dataset_bytes),
+        kept=_kept(definition, catalog),
         not_priced=lines.NOT_PRICED,
         warnings=(),
         prices_as_of=min(line.as_of for line in chosen.lines),
@@ -210,13 +210,13 @@ def _cap(definition: StackDefinition, chosen: Side) -> Cap:
     )
 
 
-def _kept(definition: StackDefinition, catalog: Catalog, dataset_bytes: int | None) -> Kept:
+def _kept(definition: StackDefinition, catalog: Catalog) -> Kept:
+    """The run's own objects: job archive and dataset are the stack's, and a destroy deletes them."""
     keep, nothing = definition.storage.keep, Decimal("0.0000")
     if not keep.bucket:
         return Kept(what="nothing: the bucket goes with the stack", gb=nothing, usd_per_month=nothing, days=0, parts=())
-    held = lines.stored(definition, dataset_bytes)
+    held = lines.stored(definition, None)
     named = {
-        "dataset": held.dataset,
         "checkpoints": held.checkpoints,
         "exports": held.exports,
         "final weights": held.final,

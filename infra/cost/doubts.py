@@ -17,10 +17,7 @@ _SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
 
 def warnings(definition: StackDefinition, bill: Bill, dataset_bytes: int | None) -> Iterator[str]:
     """In the order a reader needs them."""
-    yield (
-        f"uncalibrated: {bill.chosen.runtime.basis}; p10 to p90 cover interruptions, not an error of the speed"
-        f" (at half the speed p50 is {bill.half_speed.p50:.2f} USD)"
-    )
+    yield (f"uncalibrated: {bill.chosen.runtime.basis}; p10 to p90 cover interruptions, not a wrong speed")
     cap = bill.cap
     needed = bill.chosen.metered_usd
     if needed.p50 <= cap.max_usd < needed.p90:
@@ -43,11 +40,8 @@ def warnings(definition: StackDefinition, bill: Bill, dataset_bytes: int | None)
             f"{storage / bill.usd.p50:.0%} of p50 is keeping the bucket for storage.keep.days: {bill.kept.days};"
             " delete what you do not need, or keep it for fewer days"
         )
-    guessed = [line.name for line in bill.lines if line.inferred]
-    if guessed:
-        yield f"inferred prices, not read from AWS for {bill.region}: {', '.join(guessed)}"
     if dataset_bytes is None and not definition.storage.dataset.startswith("s3://"):
-        yield "the dataset is not prepared; its size is assumed from the number of stories"
+        yield "the size of the dataset is assumed from the number of stories"
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:

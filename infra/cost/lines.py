@@ -14,12 +14,12 @@ from infra.catalog import Catalog, Price
 from infra.cost.runtime import Runtime
 from infra.definition import Disk, StackDefinition
 from job import sizing
+from job.store import PART_BYTES  # of an upload: each part is a PUT
 
 MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
 KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones
-PART_BYTES = 16 * 1024**2  # as job.store uploads; each part is a PUT
 SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250
@@ -27,11 +27,11 @@ UNKEPT_DAYS = 1  # a bucket that goes with the stack: assumed destroyed within a
 BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
 
 NOT_PRICED = (
-    "taxes, support plans, credits, savings plans and free tiers (nothing is deducted for them)",
-    "data coming in: image pull, packages, dataset download are free; S3 in the region through a free gateway endpoint",
-    "storage of the log group (0.03 USD/GB-month, megabytes) and API calls made by gpufleet, pulumi or the console",
-    "a dataset, base weights or disk snapshot that exists already: its own storage is not this run's",
-    "a kept bucket beyond its days, if objects are added to it by hand",
+    "taxes, support, credits, savings plans, free tiers",
+    "incoming data (free)",
+    "log storage and API calls (below a cent)",
+    "a dataset, weights or snapshot that exists already",
+    "what others add to the bucket",
 )
 
 

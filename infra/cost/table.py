@@ -1,4 +1,7 @@
-"""The bill as text for people: plain ASCII, at most 100 columns, one block for Pulumi's Diagnostics or a terminal."""
+"""The bill as text for people: plain ASCII, at most 100 columns, one block for Pulumi's Diagnostics or a terminal.
+
+Short enough to be read at every preview. What each figure means is in docs/bill.md; everything else is in the JSON.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from decimal import Decimal
 
 from infra.cost.bill import Bill
 from infra.cost.fit import NOTICE_S
-from infra.cost.risk import HAZARD_MEDIAN, HAZARD_SIGMA
+from infra.cost.risk import HAZARD_MEDIAN
 from infra.cost.side import Quantiles, Side
 
 WIDTH = 100
@@ -18,43 +21,51 @@ _STALE_DAYS = 90  # compute prices older than this get a sentence
 
 def render(bill: Bill, *, today: date | None = None) -> str:
     """The whole bill. With `today` it also says how old the prices are."""
-    blocks = [_head(bill), _lines(bill), _totals(bill), _risk(bill), _types(bill), _phases(bill), _rest(bill, today)]
+    types = [_types(bill)] if len(bill.types) > 1 else []
+    blocks = [_head(bill), _lines(bill), _totals(bill), *types, _phases(bill), _rest(bill, today)]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
 def _head(bill: Bill) -> Iterator[str]:
     side = bill.chosen
-    where = f"spot zone {side.zone}, the dearest listed" if side.zone else "on demand"
-    yield f"{bill.stack}, run {bill.run}: one node in {bill.region}, {bill.capacity}"
-    yield f"priced on {side.type} at {side.price.amount} USD/h ({where})"
+    dearest = "the dearest listed type, " if len(bill.types) > 1 else ""
+    price = f"{side.price.amount} USD/h"
+    if side.zone:
+        spot = next(option.spot for option in bill.types if option.type == side.type)
+        price += " (dearest zone)" if len(spot) > 1 else ""
+    yield from _wrap(
+        f"{bill.stack}, run {bill.run}: one {bill.capacity} node in {bill.region}, {dearest}{side.type} at {price}"
+    )
 
 
 def _lines(bill: Bill) -> Iterator[str]:
     rows = [
         (
-            line.name,
-            "" if line.name == "interruptions" else f"{line.quantity.normalize():f}",
-            "" if line.name == "interruptions" else line.unit,
-            "" if line.name == "interruptions" else f"{line.unit_price:f}",
+            f"{line.name} *" if line.inferred else line.name,
+            f"{line.quantity:.4f}",
+            line.unit,
+            f"{line.unit_price:f}",
             f"{line.amount:.4f}",
-            "" if line.name == "interruptions" else f"{line.as_of}{' (inferred)' if line.inferred else ''}",
         )
-        for line in bill.lines
+        for line in bill.lines[:-1]
     ]
-    rows.append(("total = p50", "", "", "", f"{bill.usd.p50:.4f}", ""))
-    yield from _table(("line", "quantity", "unit", "USD each", "USD", "price of"), rows, right=(1, 3, 4))
+    rows.append((bill.lines[-1].name, "", "", "", f"{bill.lines[-1].amount:.4f}"))
+    rows.append(("total = p50", "", "", "", f"{bill.usd.p50:.4f}"))
+    yield from _table(("line", "quantity", "unit", "USD each", "USD"), rows, right=(1, 3, 4))
+    if any(line.inferred for line in bill.lines):
+        yield f"* price inferred, not read from AWS for {bill.region}"
 
 
 def _totals(bill: Bill) -> Iterator[str]:
     chosen = bill.chosen
-    rows = [_row(f"USD, {bill.capacity}", bill.usd), _row("node-hours", bill.hours)]
-    if bill.capacity == "spot":
-        rows.append(_row("hours with waits for capacity", chosen.wall_hours))
+    rows = [_row("USD", bill.usd)]
     if chosen.probability_stopped >= 0.01:
         rows.append(_row("USD to finish, were there no limit", chosen.needed_usd))
-    rows.append(_row("USD at half the speed, no limit", bill.half_speed))
-    other = bill.on_demand if bill.capacity == "spot" else bill.spot
-    rows.append(_other(bill, other))
+    rows.append(_row("USD at half the speed", bill.half_speed))
+    rows.append(_other(bill, bill.on_demand if bill.capacity == "spot" else bill.spot))
+    rows.append(_row("node-hours", bill.hours))
+    if bill.capacity == "spot":
+        rows.append(_row("hours with waits for capacity", chosen.wall_hours))
     yield from _table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
 
 
@@ -64,35 +75,10 @@ def _row(name: str, values: Quantiles) -> tuple[str, ...]:
 
 
 def _other(bill: Bill, other: Side | None) -> tuple[str, ...]:
-    kind = "on demand" if bill.capacity == "spot" else "spot"
+    kind = "on demand" if bill.capacity == "spot" else "on spot"
     if other is None:
-        return f"USD, {kind}: no price known", "", "", "", ""
-    return _row(f"USD, {kind} ({other.type} at {other.price.amount} USD/h)", other.needed_usd)
-
-
-def _risk(bill: Bill) -> Iterator[str]:
-    if bill.capacity == "on-demand":
-        yield from _wrap("Interruptions: none on demand.")
-        return
-    if bill.hazard is None:
-        drawn = f"drawn per run, log-normal, median {HAZARD_MEDIAN}, sigma {HAZARD_SIGMA}: it is not known better"
-    else:
-        drawn = f"{bill.hazard}, fixed by estimate.hazard_per_hour"
-    yield from _wrap(
-        f"Interruptions: {bill.interruptions_expected:.2f} expected. Hazard per node-hour: {drawn}. An interrupted"
-        " first hour is free of compute (AWS), so a short run can end below its uninterrupted price."
-    )
-    means = ", ".join(f"{word} {hazard}: {usd:.2f}" for word, hazard, usd in bill.usd_at_hazard)
-    yield from _wrap(f"Mean USD to finish by hazard: {means}.")
-    if bill.on_demand is None:
-        yield from _wrap("Break-even: no on-demand price to compare with.")
-    elif bill.break_even_hazard is None:
-        yield from _wrap("Break-even: spot stays cheaper than on demand up to 10 interruptions per node-hour.")
-    else:
-        yield from _wrap(
-            f"Break-even: on demand wins above {bill.break_even_hazard:.2g} interruptions per node-hour (interrupted"
-            " first hours counted as billed)."
-        )
+        return f"USD {kind}: no price known", "", "", "", ""
+    return _row(f"USD {kind}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
 
 
 def _types(bill: Bill) -> Iterator[str]:
@@ -142,34 +128,59 @@ def _phases(bill: Bill) -> Iterator[str]:
                 f"{notice.total_s:.0f} of {NOTICE_S:.0f} s{'' if notice.fits else ' NO'}" if notice else "-",
             )
         )
-    heads = ("type", "phase", "step ms", "tok/s", "MFU", "GPU memory", "micro", "save + upload")
+    heads = ("type", "phase", "step ms", "tok/s", "MFU", "GPU memory", "micro-batch", "save + upload")
     yield from _table(heads, rows, right=(2, 3, 4))
-    yield from _wrap(
-        f"Speed: {bill.chosen.runtime.basis}{'' if bill.calibrated else ', uncalibrated'}. Save + upload: from a notice"
-        " to a published checkpoint, one step and hashing included."
-    )
     for fit in bill.fits:
         if not fit.fits:
             yield from _wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
 
 
 def _rest(bill: Bill, today: date | None) -> Iterator[str]:
-    cap, kept = bill.cap, bill.kept
-    chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
-    yield from _wrap(
-        f"Cap: {cap.max_usd} USD and {cap.max_hours} node-hours; {cap.first} stops the run at {cap.at_hours:.2f}"
-        f" node-hours; probability {chance}."
-    )
-    yield from _wrap(f"Kept after destroy: {kept.what}; {kept.usd_per_month:.2f} USD a month until then.")
+    yield from _wrap(_interruptions(bill))
+    yield from _wrap(_limits(bill))
+    kept = bill.kept
+    left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
+    yield from _wrap(f"Kept after destroy: {left if kept.days else 'nothing'}.")
     days = [line.as_of for line in bill.lines]
     age = ""
     if today is not None:
         old = (today - bill.chosen.price.as_of).days
-        age = f"; the compute price is {old} days old" + (", refresh before trusting it" if old > _STALE_DAYS else "")
-    yield from _wrap(f"Prices: {min(days)} to {max(days)}{age}. Spot prices move; zone ids are not zone names.")
+        age = f"; compute is {old} days old" + (", refresh before trusting it" if old > _STALE_DAYS else "")
+    yield from _wrap(f"Prices: of {min(days)} to {max(days)}{age}.")
     yield from _wrap(f"Not priced: {'; '.join(bill.not_priced)}.")
     for warning in bill.warnings:
         yield from _wrap(f"Warning: {warning}")
+
+
+def _interruptions(bill: Bill) -> str:
+    if bill.capacity == "on-demand":
+        return "Interruptions: none on demand."
+    hazard = (
+        f"hazard drawn around {HAZARD_MEDIAN} per node-hour"
+        if bill.hazard is None
+        else f"hazard {bill.hazard}, fixed by estimate.hazard_per_hour"
+    )
+    if bill.on_demand is None:
+        against = "no on-demand price to compare with"
+    elif bill.break_even_hazard is None:
+        against = "spot is cheaper than on demand up to 10 per node-hour"
+    else:
+        against = f"on demand is cheaper above {bill.break_even_hazard:.2g} per node-hour"
+    free = (
+        " Their line is negative: AWS does not charge an interrupted first hour." if bill.lines[-1].amount < 0 else ""
+    )
+    return f"Interruptions: {bill.interruptions_expected:.2f} expected ({hazard}); {against}.{free}"
+
+
+def _limits(bill: Bill) -> str:
+    cap = bill.cap
+    money, hours = f"{cap.max_usd} USD", f"{cap.max_hours} node-hours"
+    if cap.first == "limits.max_usd":
+        money += f" (comes first, at {cap.at_hours:.2f} node-hours)"
+    else:
+        hours += " (comes first)"
+    chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
+    return f"Limits: {money}, {hours}; chance that one stops the run: {chance}."
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:

@@ -35,7 +35,7 @@ def definition(
         fleet=Fleet(
             region=region, zones=tuple(region + letter for letter in "abc"), instance_types=types, capacity=capacity
         ),
-        storage=Storage(dataset=dataset, root=root or Disk(size_gib=100), data=data, keep=keep or Keep()),
+        storage=Storage(dataset=dataset, root=root or Disk(size_gib=100), data=data, keep=keep or Keep(days=7)),
         limits=Limits(max_usd=Decimal(max_usd), max_hours=Decimal(max_hours)),
         estimate=Estimate(
             **{k: tuple(map(Decimal, v)) if isinstance(v, tuple) else Decimal(v) for k, v in estimate.items()}

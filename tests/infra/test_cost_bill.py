@@ -10,10 +10,8 @@ import pytest
 from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
-from infra.cost import lines
 from infra.cost.bill import Bill, price
 from infra.definition import Disk, Keep
-from job import store
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
@@ -49,9 +47,9 @@ def test_compute_root_disk_and_storage_are_what_the_working_by_hand_gives() -> N
     # 100 GiB x 0.448718 h / 730 h = 0.061468 GiB-months x 0.08
     assert (root.quantity, root.amount) == (Decimal("0.061468"), Decimal("0.0049"))
     # 3 checkpoints x 12.934741 + exports 0.400152 + 2 x 1.486561 + 8.623161 + 4.311580 + final 4.311580
-    #   + dataset 0.022183 + reports 0.02 = 59.466 GB; x 30 days x 24 / 730 = 58.6514 GB-months x 0.023
-    assert float(storage.quantity) == pytest.approx(58.6514, abs=0.0002)
-    assert storage.amount == Decimal("1.3490")
+    #   + dataset 0.022183 + reports 0.02 = 59.466 GB; x 7 days x 24 / 730 = 13.6853 GB-months x 0.023
+    assert float(storage.quantity) == pytest.approx(13.6853, abs=0.0002)
+    assert storage.amount == Decimal("0.3148")
 
 
 def test_transfer_address_and_logs_are_what_the_working_by_hand_gives() -> None:
@@ -114,8 +112,8 @@ def test_a_data_disk_adds_its_own_lines_and_changes_no_other() -> None:
 
 def test_a_dataset_that_lies_in_s3_is_not_stored_again() -> None:
     own, other = bill(dataset_bytes=10**9), bill(dataset="s3://corpus/tinystories", dataset_bytes=10**9)
-    # 1 GB x 30 x 24 / 730 x 0.023
-    assert amounts(own)["S3 storage"] - amounts(other)["S3 storage"] == pytest.approx(Decimal("0.0227"))
+    # 1 GB x 7 x 24 / 730 x 0.023
+    assert amounts(own)["S3 storage"] - amounts(other)["S3 storage"] == pytest.approx(Decimal("0.0053"))
 
 
 def test_the_dataset_may_be_given_as_run_json_lists_it() -> None:
@@ -130,10 +128,10 @@ def test_a_bucket_that_goes_with_the_stack_costs_one_day_and_keeps_nothing() -> 
     assert found.kept.what.startswith("nothing")
 
 
-def test_what_is_kept_names_its_parts_and_its_monthly_cost() -> None:
+def test_what_is_kept_is_what_the_run_wrote_and_not_the_inputs_that_a_destroy_deletes() -> None:
     kept = bill().kept
-    assert kept.usd_per_month == Decimal("1.3677")  # 59.4660 GB x 0.023
-    assert {name for name, _ in kept.parts} >= {"dataset", "checkpoints", "exports", "final weights"}
+    assert kept.usd_per_month == Decimal("1.3672")  # 59.4438 GB x 0.023
+    assert {name for name, _ in kept.parts} == {"checkpoints", "exports", "final weights", "reports and logs"}
     assert sum(gb for _, gb in kept.parts) == kept.gb
 
 
@@ -213,7 +211,3 @@ def test_a_run_without_interruptions_is_never_cheaper_with_more_steps() -> None:
         for steps in (1, 100, 10_000)
     ]
     assert totals == sorted(totals)
-
-
-def test_requests_are_counted_in_the_parts_that_the_job_uploads() -> None:
-    assert lines.PART_BYTES == store.PART_BYTES

@@ -39,7 +39,7 @@ def test_it_prints_the_bill(project: Path, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     assert printed.startswith(f"{STACK}, run ")
     assert "total = p50" in printed
-    assert "the dataset is not prepared" in printed
+    assert "the size of the dataset is assumed" in printed
 
 
 def test_json_prints_the_same_figures_for_programs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

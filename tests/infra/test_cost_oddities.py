@@ -107,10 +107,10 @@ def test_host_memory_must_hold_a_staged_checkpoint() -> None:
 
 
 def test_a_cap_below_p50_is_a_problem_that_states_p50_and_p90() -> None:
-    plan = definition(max_usd="1.50")
+    plan = definition(max_usd="0.80")
     found = price(plan, CATALOG, runs=2000)
     (problem,) = problems(plan, found)
-    assert (problem.path, problem.value) == ("limits.max_usd", "1.50")
+    assert (problem.path, problem.value) == ("limits.max_usd", "0.80")
     assert f"{found.chosen.metered_usd.p50:.2f}" in problem.allowed
     assert f"{found.chosen.metered_usd.p90:.2f}" in problem.hint
 
@@ -150,9 +150,9 @@ def test_an_uncalibrated_bill_says_so_and_shows_half_the_speed() -> None:
     assert found.half_speed.p50 > found.usd.p50
 
 
-def test_inferred_prices_are_named() -> None:
-    assert any("inferred prices" in warning and "S3 storage" in warning for warning in bill().warnings)
-    assert not any("inferred prices" in warning for warning in bill(region="us-east-1").warnings)
+def test_inferred_prices_are_marked() -> None:
+    assert {line.name for line in bill().lines if line.inferred} >= {"S3 storage", "logs"}
+    assert not any(line.inferred for line in bill(region="us-east-1").lines)
 
 
 def test_zones_that_differ_and_a_spot_price_at_on_demand_are_shown() -> None:

@@ -48,7 +48,7 @@ def test_no_line_is_wider_than_100_columns_and_all_is_ascii(changes: dict[str, A
 
 def test_the_age_of_the_prices_is_shown_only_against_a_date() -> None:
     assert "days old" not in text()
-    assert "the compute price is 10 days old." in text(date(2026, 1, 31))
+    assert "compute is 10 days old." in text(date(2026, 1, 31))
     assert "304 days old, refresh before trusting it" in text(date(2026, 11, 21))
 
 
@@ -66,8 +66,30 @@ def test_a_stopped_run_shows_what_finishing_would_take() -> None:
 
 def test_a_missing_price_on_the_other_side_is_said_not_zero() -> None:
     found = text(types=("p5.4xlarge",), capacity="on-demand", max_usd="20")
-    assert "USD, spot: no price known" in found
+    assert "USD on spot: no price known" in found
     assert "Interruptions: none on demand." in found
+
+
+def test_prices_that_nobody_read_from_aws_carry_a_mark_and_its_meaning() -> None:
+    inferred, read = text(), text(region="us-east-1")
+    assert "S3 storage *" in inferred
+    assert "* price inferred, not read from AWS for us-east-2" in inferred
+    assert "*" not in read
+
+
+def test_a_negative_line_of_interruptions_is_explained() -> None:
+    assert "AWS does not charge an interrupted first hour" in text(hazard_per_hour="3").replace("\n  ", " ")
+    assert "first hour" not in text()
+
+
+def test_the_limit_that_comes_first_is_named() -> None:
+    assert "3.00 USD, 2 node-hours (comes first)" in text()
+    assert "2.00 USD (comes first, at 2.9" in text(max_usd="2.00", max_hours="9")
+
+
+def test_one_listed_type_needs_no_table_of_types_and_two_do() -> None:
+    assert "listed type" not in text()
+    assert "g6e.2xlarge  1 x L40S" in text(types=("g5.2xlarge", "g6e.2xlarge"), region="us-east-1", max_usd="20")
 
 
 def test_a_fixed_hazard_is_named_as_such() -> None:
