@@ -1,0 +1,187 @@
+"""The program without the engine: resources really created, options recorded, and deleted but for what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_world import STACK, pinned, project
+
+from rehearsal.cloud import Cloud
+from rehearsal.engine import Engine, InProcess, Result
+
+
+@dataclass
+class Story:
+    """One scratch project from first preview to destroy."""
+
+    previewed: Result
+    unready: Result
+    created: Result
+    declared: list[dict[str, Any]]
+    outputs: dict[str, Any]
+    lines: list[str]
+    before_up: dict[Any, Any]
+    instances: int
+    destroyed: Result
+    left: dict[Any, dict[str, str]]
+    kept_settings: dict[str, Any]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [resource for resource in self.declared if resource["type"] == kind]
+
+    def one(self, kind: str, name: str | None = None) -> dict[str, Any]:
+        (found,) = [resource for resource in self.of(kind) if name in (None, resource["name"])]
+        return found
+
+    def names_before(self, resource: dict[str, Any]) -> set[str]:
+        return {urn.split("::")[-1] for urn in resource["options"]["depends_on"]}
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    folder = tmp_path_factory.mktemp("inprocess")
+    file = project(folder / "project")
+    lines: list[str] = []
+    with (
+        Cloud(folder / "cloud") as cloud,
+        Engine.open(folder / "project", cloud.environment(), STACK, say=lines.append, real=False) as engine,
+    ):
+        assert isinstance(engine, InProcess)
+        previewed, unready = engine.preview(), engine.up()
+        before_up = cloud.leftovers()
+        pinned(file)
+        created = engine.up()
+        assert created.ok, created.text
+        declared, outputs = engine.declared(), engine.outputs()
+        cloud.tick()
+        instances = len(cloud.instances())
+        destroyed = engine.destroy()
+        s3, bucket = cloud.client("s3"), outputs["bucket"]
+        kept = {
+            "policy": json.loads(s3.get_bucket_policy(Bucket=bucket)["Policy"]),
+            "lifecycle": s3.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"],
+            "closed": s3.get_public_access_block(Bucket=bucket)["PublicAccessBlockConfiguration"],
+            "encryption": s3.get_bucket_encryption(Bucket=bucket)["ServerSideEncryptionConfiguration"],
+            "keys": [each["Key"] for each in s3.list_objects_v2(Bucket=bucket)["Contents"]],
+        }
+        yield Story(
+            previewed=previewed,
+            unready=unready,
+            created=created,
+            declared=declared,
+            outputs=outputs,
+            lines=lines,
+            before_up=before_up,
+            instances=instances,
+            destroyed=destroyed,
+            left=cloud.leftovers(),
+            kept_settings=kept,
+        )
+
+
+def test_a_preview_shows_the_bill_and_creates_nothing(story: Story) -> None:
+    assert story.previewed.ok
+    assert "total = p50" in story.previewed.diagnostics
+    assert story.previewed.outputs["bill"]["total"].startswith("$")
+    assert story.before_up == {}
+
+
+def test_what_up_still_needs_is_a_warning_in_a_preview(story: Story) -> None:
+    assert (
+        "warning: fleet.ami is unpinned: run `gpufleet doctor tinystories-growth --pin`." in story.previewed.diagnostics
+    )
+
+
+def test_an_up_of_an_unpinned_definition_fails_before_the_first_resource(story: Story) -> None:
+    assert not story.unready.ok
+    assert story.unready.steps == ()
+    assert "fleet.ami is unpinned" in story.unready.diagnostics
+    assert "Traceback" not in story.unready.text
+
+
+def test_progress_is_heard_line_by_line(story: Story) -> None:
+    assert any("total = p50" in line for line in story.lines)
+
+
+def test_up_really_creates_and_a_node_starts(story: Story) -> None:
+    assert story.created.changes == {"create": len(story.declared)}
+    assert story.instances == 1
+
+
+def test_every_taggable_resource_carries_stack_run_and_owner(story: Story) -> None:
+    wanted = {"gpufleet:stack": STACK, "gpufleet:run": "r1", "gpufleet:owner": "you"}
+    tagged = [each for each in story.declared if "tagsAll" in each["state"]]
+    assert len(tagged) >= 15
+    for each in tagged:
+        assert wanted.items() <= each["state"]["tagsAll"].items(), each["name"]
+
+
+def test_the_fleet_waits_for_everything_a_node_needs_at_boot(story: Story) -> None:
+    before = story.names_before(story.one("aws:ec2/fleet:Fleet"))
+    zones = ("us-east-2a", "us-east-2b", "us-east-2c")
+    assert before >= {"network-route-out", "network-s3", "network-node-https", *(f"network-{z}-routes" for z in zones)}
+    assert before >= {"storage-closed", "storage-encryption", "storage-tls-only", "storage-expiry"}
+    assert before >= {"identity-rights", "gpufleet-tinystories-growth", "run-config", "job-archive"}
+    files = {each["name"] for each in story.of("aws:s3/bucketObjectv2:BucketObjectv2")}
+    assert len(files) >= 5
+    assert before >= files
+
+
+def test_bucket_policy_and_lifecycle_follow_the_public_access_block(story: Story) -> None:
+    for kind in ("bucketPolicy:BucketPolicy", "bucketLifecycleConfiguration:BucketLifecycleConfiguration"):
+        assert "storage-closed" in story.names_before(story.one(f"aws:s3/{kind}"))
+
+
+def test_the_fleet_is_replaced_by_a_new_run_id_only_and_old_one_first(story: Story) -> None:
+    options = story.one("aws:ec2/fleet:Fleet")["options"]
+    assert options["replacement_trigger"] == "r1"
+    assert options["delete_before_replace"] is True
+    assert options["delete_timeout"] == "30m"
+    assert set(options["ignore_changes"]) >= {
+        "validUntil",
+        "targetCapacitySpecification.totalTargetCapacity",
+        "launchTemplateConfigs",
+        "tags",
+    }
+
+
+def test_the_first_up_of_a_run_freezes_nothing(story: Story) -> None:
+    for each in story.of("aws:s3/bucketObjectv2:BucketObjectv2") + story.of("aws:ec2/launchTemplate:LaunchTemplate"):
+        assert each["options"]["ignore_changes"] == [], each["name"]
+
+
+def test_the_job_finds_archive_and_run_config_where_the_node_script_looks(story: Story) -> None:
+    keys = {each["inputs"]["key"] for each in story.of("aws:s3/bucketObjectv2:BucketObjectv2")}
+    assert "r1/run.json" in keys
+    assert f"inputs/{story.outputs['run']['code']}/job.tar.gz" in keys
+    assert f"inputs/{story.outputs['run']['dataset']}/dataset.json" in keys
+
+
+def test_a_destroy_keeps_the_bucket_with_its_settings_and_nothing_else(story: Story) -> None:
+    assert story.destroyed.ok
+    assert set(story.left) == {("bucket", story.outputs["bucket"])}
+    assert story.kept_settings["policy"]["Statement"][0]["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
+    assert {rule["ID"]: rule.get("Expiration", {}).get("Days") for rule in story.kept_settings["lifecycle"]} == {
+        "abort-unfinished-uploads": None,
+        "expire-r1": 30,
+    }
+    assert all(story.kept_settings["closed"].values())
+    assert story.kept_settings["encryption"]["Rules"]
+
+
+def test_of_the_objects_a_destroy_keeps_the_run_s_own_record(story: Story) -> None:
+    assert story.kept_settings["keys"] == ["r1/run.json"]
+
+
+def test_what_needs_the_engine_is_refused_not_imitated(tmp_path: Path) -> None:
+    engine = InProcess(tmp_path, {}, STACK, lambda line: None)
+    with pytest.raises(RuntimeError, match="needs the Pulumi engine"):
+        engine.refresh()
+    (tmp_path / "in-process.json").write_text("{}")
+    with pytest.raises(RuntimeError, match="second up needs the Pulumi engine"):
+        engine.up()
