@@ -1,0 +1,155 @@
+"""The real supervisor and the real trainer, killed for real: the weights are those of a run that nobody disturbed.
+
+Three SIGKILLs and one notice, one after the other, on one run; every attempt is a fresh node with an empty disk. The
+matrix of stop points inside one warm process is in the trainer's own tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from job.config import Batch, Checkpoint, TextData
+from rehearsal.imds import Imds
+
+CONFIG = replace(
+    runs.TINY,
+    steps_per_phase=20,
+    batch=Batch(sequences=16),
+    data=TextData(sequence=64, source="generated-stories", stories=400),
+    checkpoint=Checkpoint(interval_s=0.5, heartbeat_s=0.5),
+)
+SEED = 7
+
+
+class Attempt:
+    """One node: a supervisor in a session of its own, and what it has said so far."""
+
+    def __init__(self, folder: Path, bucket: Path, run: dict[str, Any], instance: str, **environment: str) -> None:
+        self.instance, self.bucket = instance, bucket
+        self.process = runs.start(runs.place(folder / instance, run), bucket, instance, **environment)
+        self.log = folder / instance / "job.log"
+
+    def wait_for(self, seen: Callable[[], bool]) -> None:
+        end = time.monotonic() + 90
+        while not seen():
+            assert self.process.poll() is None, f"ended early:\n{self.output()}"
+            assert time.monotonic() < end, f"never got there:\n{self.log.read_text()}"
+            time.sleep(0.005)
+
+    def own_log(self) -> str:
+        """job.log from where this attempt began."""
+        text = self.log.read_text() if self.log.exists() else ""
+        return text.partition(f"on {self.instance} ")[2]
+
+    def steps(self) -> list[int]:
+        """What this attempt's trainer has logged."""
+        return [int(number) for number in re.findall(r"^step (\d{6})/", self.own_log(), re.MULTILINE)]
+
+    def trainer(self) -> int:
+        """Process id of the trainer, a child of the supervisor."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+
+    def sigkill(self) -> None:
+        """The supervisor's group dies at once, and the trainer, in a group of its own, with it."""
+        trainer = self.trainer()
+        os.killpg(self.process.pid, signal.SIGKILL)
+        assert self.process.wait() == -signal.SIGKILL
+        end = time.monotonic() + 10
+        while trainer and _alive(trainer):
+            assert time.monotonic() < end, "the trainer outlived its supervisor"
+            time.sleep(0.01)
+        self.output()
+
+    def output(self) -> str:
+        return self.process.communicate(timeout=90)[0].decode()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def manifests(bucket: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in (bucket / "r1" / "ckpt").glob("step_*/manifest.json"))
+
+
+def undisturbed(folder: Path, run: dict[str, Any], bucket: Path) -> str:
+    """sha256 of the final weights of a run in one piece, by the trainer alone."""
+    workdir = folder / "undisturbed"
+    runs.place(workdir, run)
+    data = bucket / "inputs" / run["inputs"]["dataset"]["sha256"]
+    (workdir / "data").symlink_to(data)
+    subprocess.run(
+        [sys.executable, "-m", "job.train", str(workdir)],
+        cwd=runs.ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    weights: str = json.loads((workdir / "results.json").read_text())["weights_sha256"]
+    return weights
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a trainer dies with its supervisor on Linux only")
+def test_three_sigkills_and_a_notice_change_no_bit_of_the_weights(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    run = runs.with_stories(runs.tree(CONFIG), bucket)
+    draw = random.Random(SEED)
+
+    with Imds() as imds:
+        first = Attempt(tmp_path, bucket, run, "i-1", AWS_EC2_METADATA_SERVICE_ENDPOINT=imds.endpoint)
+        first.wait_for(lambda: len(first.steps()) >= 2)
+        told = time.monotonic()
+        imds.notice(imds.clock.now() + timedelta(seconds=60))
+        first.wait_for(lambda: "spot notice" in first.own_log())
+        assert time.monotonic() - told < 5.0
+        said = first.output()
+    assert first.process.returncode == 75, said
+    ended = json.loads((bucket / "r1" / "attempts" / "i-1.json").read_text())["exit"]
+    assert ended["notice"] is True
+    assert manifests(bucket)[-1] == first.steps()[-1]  # 0 optimizer steps lost
+
+    # One kill before anything new is published, one in the second phase, one in the third.
+    for number, least in ((2, 0), (3, CONFIG.steps_per_phase), (4, 2 * CONFIG.steps_per_phase)):
+        newest, steps = manifests(bucket)[-1], draw.randrange(2, 7)
+        attempt = Attempt(tmp_path, bucket, run, f"i-{number}")
+        attempt.wait_for(
+            lambda attempt=attempt, steps=steps, least=least: (
+                len(attempt.steps()) >= steps and manifests(bucket)[-1] > least
+            )
+        )
+        attempt.sigkill()
+        assert attempt.steps()[0] == newest + 1  # it went on from the newest manifest
+        assert attempt.steps()[-1] < 3 * CONFIG.steps_per_phase
+        assert not (bucket / "r1" / "done.json").exists()
+
+    last = Attempt(tmp_path, bucket, run, "i-5")
+    said = last.output()
+    assert last.process.returncode == 0, said
+    results = json.loads((bucket / "r1" / "results.json").read_text())
+    assert results["weights_sha256"] == undisturbed(tmp_path, run, bucket)
+    logged = [json.loads(line)["step"] for line in (bucket / "r1" / "metrics.jsonl").read_text().splitlines()]
+    assert logged == list(range(1, 3 * CONFIG.steps_per_phase + 1))
+    receipt = json.loads((bucket / "r1" / "receipt.json").read_text())
+    assert len(receipt["attempts"]) == 5
+    assert (receipt["interruptions"]["with_notice"], receipt["interruptions"]["without_notice"]) == (1, 3)
+    assert json.loads((bucket / "r1" / "done.json").read_text())["reason"] == "finished"
