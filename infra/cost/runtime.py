@@ -95,7 +95,9 @@ def hours(config: JobConfig, instance: Instance, estimate: Estimate, root: Disk)
                 step_ms=step_ms,
                 limit_ms=limit_ms,
                 tokens_per_s=size.tokens_per_step / step_ms * 1e3,
-                mfu=None if peak is None else flop / (step_ms / 1e3) / (peak * instance.gpu_share * 1e12),
+                mfu=None
+                if peak is None or config.device == "cpu"
+                else flop / (step_ms / 1e3) / (peak * instance.gpu_share * 1e12),
                 saves=saves,
                 seconds=training_s + evaluation + blocked_s + growth + last,
             )

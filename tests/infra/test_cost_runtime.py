@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cost_definitions import growth
 
@@ -102,6 +104,21 @@ def test_a_gpu_without_a_known_peak_asks_for_measured_step_times(type_: str) -> 
 def test_a_cpu_run_has_no_roofline() -> None:
     with pytest.raises(GpufleetError, match=r"device: cpu .* estimate\.step_ms"):
         runtime.hours(growth(device="cpu"), instance("g5.2xlarge"), Estimate(), ROOT)
+
+
+def test_a_cpu_run_has_no_share_of_the_gpus_peak() -> None:
+    found = runtime.hours(growth(device="cpu"), instance("g5.2xlarge"), Estimate(step_ms=(30, 60, 250)), ROOT)  # type: ignore[arg-type]
+    assert [phase.mfu for phase in found.phases] == [None, None, None]
+
+
+def test_growth_takes_time_by_size_and_compiling_only_on_a_gpu() -> None:
+    small = replace(growth(), model=replace(growth().model, vocab=512, layers=3, width=64, heads=4, ffn=256))
+    large = runtime.hours(growth(), instance("g5.2xlarge"), Estimate(), ROOT)
+    assert large.growth_s == pytest.approx(2 * 40 + 5 * 4 * (0.371640 + 2.155790), rel=1e-4)
+    on_gpu = runtime.hours(small, instance("g5.2xlarge"), Estimate(), ROOT)
+    assert 2 * 40 < on_gpu.growth_s < 2 * 40 + 1
+    on_cpu = runtime.hours(replace(small, device="cpu"), instance("g5.2xlarge"), Estimate(step_ms=(1, 1, 1)), ROOT)  # type: ignore[arg-type]
+    assert on_cpu.growth_s < 1
 
 
 def test_the_upload_never_beats_the_types_sustained_network() -> None:
