@@ -61,7 +61,7 @@ def _describe_spot_price_history(cloud: Cloud, response: Any) -> Any:
     filters = {f["Name"]: f["Values"] for f in params.get("Filters") or []}
     kinds = params.get("InstanceTypes") or filters.get("instance-type") or []
     zones = [params["AvailabilityZone"]] if params.get("AvailabilityZone") else filters.get("availability-zone")
-    at = cloud.clock.now()
+    at = params.get("StartTime") or cloud.clock.now()  # a price holds from before the span that was asked for
     wanted = {"instance-type": kinds, **({"location": zones} if zones else {})}
     offered = response.ec2_backend.describe_instance_type_offerings("availability-zone", wanted)
     history = [
