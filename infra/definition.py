@@ -117,4 +117,4 @@ class StackDefinition:
     storage: Storage
     limits: Limits
     estimate: Estimate = Estimate()
-    interruptions: Interruptions = Interruptions()  # `rehearsal.interruptions`; the rest of `rehearsal` overlays the other sections
+    interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections

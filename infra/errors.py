@@ -1,9 +1,9 @@
 """Everything a user can do wrong, as one tree.
 
-    GpufleetError                  shown to the user without a traceback; exit code 2
-    ├── DefinitionError            the definition file: every problem at once
-    ├── PriceMissing               a bill line without a price
-    └── AwsRefused                 AWS answered no, or something it needs is not there
+GpufleetError                  shown to the user without a traceback; exit code 2
+├── DefinitionError            the definition file: every problem at once
+├── PriceMissing               a bill line without a price
+└── AwsRefused                 AWS answered no, or something it needs is not there
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def test_the_two_make_commands_are_what_ci_runs() -> None:
 @pytest.mark.parametrize("command", commands(""))
 def test_command_of_the_readme_runs(command: str, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {"PATH": path, "HOME": str(tmp_path), "LANG": "C.UTF-8"}
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    bare = {"PATH": path, "HOME": str(tmp_path), "LANG": "C.UTF-8"}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=bare, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert done.stdout, f"{command} printed nothing"
 
