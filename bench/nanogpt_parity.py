@@ -1,12 +1,14 @@
 """First 100 fp32 losses of the dense model against nanoGPT's, from identical weights, data and optimizer.
 
-    python bench/nanogpt_parity.py PATH_OF_A_NANOGPT_CHECKOUT [--shape small|full] [--steps 100]
+    python bench/nanogpt_parity.py PATH_OF_A_NANOGPT_CHECKOUT [--shape small|wide|full] [--steps 100] [--fp64]
 
 nanoGPT has learned positions and a fused q, k, v. Its position table is set to zero and frozen here, its c_attn is our
 q, k and v stacked. What is left to differ is the rotation, so there are two comparisons:
 - `rotary`: our model untouched; nanoGPT's attention gets rotary positions written independently (complex numbers);
 - `none`: nanoGPT's code untouched; our rotation is replaced by nothing.
-Both use nanoGPT's own configure_optimizers, with the embedding moved to the group without decay, as ours has it.
+- `control`: our model against itself, every weight moved to the next representable number. Training amplifies
+  rounding, the more the larger the model and the smaller the batch: a difference is ours only where it exceeds this.
+nanoGPT uses its own configure_optimizers, with the embedding moved to the group without decay, as ours has it.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from torch import Tensor, nn
 
 from job.config import GrowthConfig, GrowthModel, Precision
 from job.models import blocks
-from job.models.growth import Growth, build, parameter_groups
+from job.models.growth import Growth, build, load, parameter_groups
 
 SHAPES = {
     "small": (GrowthModel(vocab=512, layers=3, width=64, heads=4, ffn=256), 8, 64),
+    "wide": (GrowthModel(vocab=2048, layers=2), 4, 128),
     "full": (GrowthModel(), 1, 128),
 }
 LIMIT = 1e-4
@@ -41,17 +44,19 @@ def main() -> int:
     parser.add_argument("nanogpt", type=Path)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--positions", choices=["rotary", "none"], nargs="*", default=["rotary", "none"])
+    parser.add_argument("--against", choices=["rotary", "none", "control"], nargs="*", default=["rotary", "none"])
+    parser.add_argument("--fp64", action="store_true")
     arguments = parser.parse_args()
     theirs = nanogpt(arguments.nanogpt)
     worst = 0.0
-    for positions in arguments.positions:
+    dtype = torch.float64 if arguments.fp64 else torch.float32
+    for against in arguments.against:
         start = time.perf_counter()
-        ours, nano = both(theirs, arguments.shape, arguments.steps, positions)
+        ours, nano = both(theirs, arguments.shape, arguments.steps, against, dtype)
         gaps = [abs(a - b) for a, b in zip(ours, nano, strict=True)]
-        worst = max(worst, *gaps)
+        worst = max([worst, *(gaps if against != "control" else [])])
         print(  # noqa: T201
-            f"{arguments.shape} shape, positions {positions}: {len(gaps)} steps, loss {ours[0]:.4f} -> {ours[-1]:.4f}, "
+            f"{arguments.shape} shape, {dtype}, {against}: {len(gaps)} steps, loss {ours[0]:.4f} -> {ours[-1]:.4f}, "
             f"largest difference {max(gaps):.1e} (limit {LIMIT:.0e}), {time.perf_counter() - start:.0f} s, "
             f"torch {torch.__version__}, {torch.get_num_threads()} threads"
         )
@@ -69,44 +74,59 @@ def nanogpt(folder: Path) -> ModuleType:
     return module
 
 
-def both(theirs: ModuleType, shape: str, steps: int, positions: str) -> tuple[list[float], list[float]]:
-    """The losses of both models, step by step on the same batches."""
+def both(
+    theirs: ModuleType, shape: str, steps: int, against: str, dtype: torch.dtype
+) -> tuple[list[float], list[float]]:
+    """The losses of our model and of the other, step by step on the same batches."""
     model, batch, sequence = SHAPES[shape]
     config = replace(GrowthConfig(), model=model, precision=Precision(compute="fp32", phase3_state="fp32"))
-    ours = build(config, 0)
-    nano = converted(theirs, ours, model, sequence)
-    if positions == "rotary":
-        for block in nano.transformer.h:
-            block.attn.forward = rotary_attention(block.attn)
-    betas: Any = config.optim.betas
-    our_optimizer = torch.optim.AdamW(parameter_groups(ours, config), lr=config.optim.lr[0], betas=betas)
-    with mock.patch("builtins.print"):
-        nano_optimizer = nano.configure_optimizers(config.optim.weight_decay, config.optim.lr[0], betas, "cpu")
-    decayed, plain = nano_optimizer.param_groups
-    decayed["params"] = [p for p in decayed["params"] if p is not nano.transformer.wte.weight]
-    plain["params"].append(nano.transformer.wte.weight)
+    ours = build(config, 0, dtype=dtype)
+    ours.compute_dtype = dtype
+    if against == "control":
+        nudged = {name: t.nextafter(torch.full_like(t, torch.inf)) for name, t in ours.state_dict().items()}
+        other: Any = load(config, 0, nudged)
+        other.compute_dtype = dtype
+        other_optimizer = our_optimizer(other, config)
+    else:
+        other = converted(theirs, ours, model, sequence).to(dtype)
+        other_optimizer = nanogpt_optimizer(other, config)
+        if against == "rotary":
+            for block in other.transformer.h:
+                block.attn.forward = rotary_attention(block.attn)
 
     losses: tuple[list[float], list[float]] = ([], [])
-    no_rotation = mock.patch.object(blocks, "rotate", lambda x, cos, sin: x)
+    turning = blocks.rotate if against != "none" else lambda x, cos, sin: x
+    runs = ((ours, our_optimizer(ours, config), losses[0]), (other, other_optimizer, losses[1]))
     for step in range(steps):
         tokens = words(batch, sequence + 1, model.vocab, step)
         x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        if positions == "none":
-            with no_rotation:
-                loss = ours(x, y).loss_sum / y.numel()
-        else:
-            loss = ours(x, y).loss_sum / y.numel()
-        _, nano_loss = nano(x, y)
-        for value, module, optimizer, seen in (
-            (loss, ours, our_optimizer, losses[0]),
-            (nano_loss, nano, nano_optimizer, losses[1]),
-        ):
-            value.backward()
+        for module, optimizer, seen in runs:
+            with mock.patch.object(blocks, "rotate", turning):
+                out = module(x, y)
+            loss = out.loss_sum / y.numel() if isinstance(module, Growth) else out[1]
+            loss.backward()
             nn.utils.clip_grad_norm_(module.parameters(), config.optim.clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            seen.append(value.item())
+            seen.append(loss.item())
     return losses
+
+
+def our_optimizer(module: Growth, config: GrowthConfig) -> torch.optim.Optimizer:
+    betas: Any = config.optim.betas
+    return torch.optim.AdamW(parameter_groups(module, config), lr=config.optim.lr[0], betas=betas)
+
+
+def nanogpt_optimizer(module: Any, config: GrowthConfig) -> Any:
+    """Its own; the embedding does not decay."""
+    with mock.patch("builtins.print"):
+        optimizer = module.configure_optimizers(
+            config.optim.weight_decay, config.optim.lr[0], config.optim.betas, "cpu"
+        )
+    decayed, plain = optimizer.param_groups
+    decayed["params"] = [p for p in decayed["params"] if p is not module.transformer.wte.weight]
+    plain["params"].append(module.transformer.wte.weight)
+    return optimizer
 
 
 def converted(theirs: ModuleType, ours: Growth, model: GrowthModel, sequence: int) -> Any:
@@ -140,7 +160,9 @@ def rotary_attention(attention: Any) -> Any:
         left, right = x_BHTD.chunk(2, dim=-1)
         t, half = x_BHTD.shape[2], left.shape[3]
         angle = torch.arange(t)[:, None] * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-        turned = torch.complex(left, right) * torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+        turned = torch.complex(left, right) * torch.polar(torch.ones_like(angle), angle).to(
+            torch.promote_types(x_BHTD.dtype, torch.complex64)
+        )
         return torch.cat([turned.real, turned.imag], dim=-1)
 
     def forward(x: Tensor) -> Tensor:

@@ -43,9 +43,7 @@ class Output(NamedTuple):
 
     logits: Tensor | None  # [B, T, V] in the compute dtype; only without targets
     loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over tokens; only with targets
-    aux_loss: (
-        Tensor | None
-    )  # scalar: load-balance term, mean over layers, 1 when even, coefficient not applied; dense: None
+    aux_loss: Tensor | None  # scalar: load balance, mean over layers, 1 when even, coefficient left out; dense: None
     expert_load: Tensor | None  # [L, E] int64: (token, choice) pairs sent to each expert; dense: None
     router_entropy: Tensor | None  # [L] nats, mean over tokens; dense: None
 
@@ -104,7 +102,7 @@ def parameter_groups(module: nn.Module, config: JobConfig) -> list[dict[str, Any
 
 
 class Growth(nn.Module):
-    """One phase's model. `compute_dtype`, `checkpointing` and `set_capacity` may be changed at any time."""
+    """One phase's model. `compute_dtype`, `checkpointing` and the dispatch may be changed at any time."""
 
     def __init__(self, config: JobConfig, phase_index: int) -> None:
         super().__init__()
