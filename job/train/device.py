@@ -146,13 +146,17 @@ class Utilization:
         self._process = subprocess.Popen(
             [smi, *query, "-l", str(UTILIZATION_INTERVAL_S)], stdout=subprocess.PIPE, text=True
         )
-        threading.Thread(target=self._read, name="utilization", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="utilization", daemon=True)
+        self._reader.start()
 
     def close(self) -> None:
         """Ends nvidia-smi."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._reader.join()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process is not None

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from job import atomic
 from job.config import from_json
 from job.models import growing
 from job.train import metrics, step
-from job.train.device import DeviceRefusedError, choose, peak_tflops
+from job.train.device import Device, DeviceRefusedError, Utilization, choose, peak_tflops
 from job.train.requests import Requests
 
 
@@ -153,6 +154,19 @@ def test_the_peak_is_found_by_the_gpus_own_word() -> None:
     assert peak_tflops("NVIDIA A100-SXM4-40GB") == 312
     assert peak_tflops("NVIDIA L4") == 121
     assert peak_tflops("NVIDIA GeForce RTX 4090") is None
+
+
+def test_utilisation_comes_from_nvidia_smi_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '[N/A]'\necho 93\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gpu = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24, driver=None, peak_tflops=70)
+    utilization = Utilization(gpu)
+    utilization._reader.join()
+    utilization.close()
+    assert utilization.percent == 93.0
+    assert Utilization(replace(gpu, torch=torch.device("cpu"))).percent is None
 
 
 def test_a_vocabulary_smaller_than_the_datasets_is_fatal(tmp_path: Path) -> None:

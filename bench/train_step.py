@@ -1,0 +1,158 @@
+"""Speed of the trainer: `python bench/train_step.py > bench/results/train.md`, on an otherwise idle machine.
+
+On a CPU: the whole rehearsal-sized run, its step per phase, and what a 1.2 GB checkpoint costs the work beside it. On
+a GPU: tokens/s and MFU of each full-size phase at 8 x 256 tokens, beside the limits computed for an A10G.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from infra.loader import find, load
+from job import prepare, sizing, sources
+from job.config import GrowthConfig, from_json
+from job.models.growth import build, parameter_groups
+from job.train import device, optimizer
+from job.train.checkpoint import Checkpoints, Commit
+from job.train.data import Dataset
+from job.train.step import compiled, update
+
+ROOT = Path(__file__).parents[1]
+# 8 x 256 tokens on an A10G (70 TFLOP/s, 600 GB/s): compute plus optimizer traffic, computed 2026-11-21.
+LIMIT_MS = {"dense": 22.5, "moe": 42.0, "grown": 173.0}
+STEPS = 20
+
+
+def main() -> None:
+    """The tables for this machine."""
+    wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    found = device.choose(wanted, bf16=True)
+    say("# Trainer\n")
+    say(
+        f"{datetime.now(UTC):%Y-%m-%d}, {found.banner()}, {os.cpu_count()} cores, Python {platform.python_version()}.\n"
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        if found.is_cuda:
+            full_size(Path(scratch), found)
+        else:
+            rehearsal_size(Path(scratch))
+            checkpoint(Path(scratch))
+
+
+def rehearsal_size(scratch: Path) -> None:
+    """The run that `make rehearse` trains, without interruptions, as a process of its own."""
+    now = datetime.now(UTC)
+    config = load(find("tinystories-growth", ROOT), now=now, rehearsal=True).job.parameters
+    parameters = asdict(config)
+    source = sources.Generated(count=config.data.stories, seed=config.seed)
+    prepare.prepare(scratch / "data", source, model_vocab=config.model.vocab)
+    tree = {"schema": 1, "job": {"experiment": "tinystories-growth", "parameters": parameters}}
+    (scratch / "run.json").write_text(json.dumps(tree))
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "job.train", str(scratch)], check=True, capture_output=True, cwd=ROOT)
+    seconds = time.perf_counter() - began
+    records = [json.loads(line) for line in (scratch / "metrics.jsonl").read_text().splitlines()]
+    say("## The rehearsal's run, uninterrupted\n")
+    say(f"{seconds:.1f} s for {records[-1]['step']} steps, imports, two verified growths and all exports included.\n")
+    say("| phase | parameters | ms/step | tok/s | loss |\n|---|---|---|---|---|")
+    for size in sizing.phases(config):
+        own = [r for r in records if r["phase"] == size.name]
+        step_ms, tok_s = (median(r[key] for r in own if r[key]) for key in ("step_ms", "tok_s"))
+        say(f"| {size.name} | {size.params_total:,} | {step_ms:.1f} | {tok_s:,.0f} | {own[-1]['loss']:.3f} |")
+    saves = [float(s) for r in records for s in re.findall(r"blocked ([\d.]+) s", r["event"] or "")]
+    say(f"\n{len(saves)} saves beside training blocked {median(saves) * 1000:.1f} ms (median).\n")
+
+
+def checkpoint(scratch: Path) -> None:
+    """1.2 GB, phase 1's size: how long training waits, how long the write takes, what it does to work beside it."""
+    size = 100_038_016
+    kinds = ("model", "exp_avg", "exp_avg_sq")
+    state = {kind: {f"block.{i}": torch.ones(size // 10) for i in range(10)} for kind in kinds}
+    checkpoints = Checkpoints(scratch / "ckpt", config_sha256="bench")
+    a = torch.randn(512, 512)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - 1))  # as the trainer does
+
+    def pace(seconds: float) -> float:
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds or (seconds == 0 and checkpoints.busy):
+            a @ a
+            count += 1
+        return count / (time.perf_counter() - began)
+
+    alone = pace(2.0)
+    say("## A checkpoint of 1.2 GB (fp32 weights and moments of phase 1)\n")
+    say("| save | blocked s | written in s | work beside it |\n|---|---|---|---|")
+    for step in (1, 2, 3):
+        commit = Commit(
+            step=step,
+            phase="dense",
+            tokens=0,
+            val_loss=None,
+            config_sha256="bench",
+            determinism={},
+            dataset={},
+            requires=(),
+            reason="timed",
+        )
+        checkpoints.save(state, commit, {})
+        beside = pace(0)
+        (saved,) = checkpoints.wait()
+        stall = saved.blocking_s + saved.seconds * max(0.0, 1 - beside / alone)
+        say(
+            f"| {step} | {saved.blocking_s:.2f} | {saved.seconds:.2f} | {beside / alone:.0%} of its pace alone: "
+            f"{stall:.2f} s lost, {stall / 300:.2%} of 300 s |"
+        )
+
+
+def full_size(scratch: Path, found: device.Device) -> None:
+    """Each phase by itself, weights fresh."""
+    config: GrowthConfig = from_json("tinystories-growth", {})
+    config = replace(config, batch=replace(config.batch, sequences=8))
+    prepare.prepare(scratch / "data", sources.Generated(count=5000, seed=1), model_vocab=config.model.vocab)
+    dataset = Dataset(scratch / "data", vocab=config.model.vocab, sequence=config.data.sequence, device=found.torch)
+    say("| phase | ms/step | tok/s | MFU | peak GB | predicted GB | A10G limit ms |\n|---|---|---|---|---|---|---|")
+    for index, size in enumerate(sizing.phases(config)):
+        module = build(config, index, device=found.torch)
+        opt = optimizer.make(parameter_groups(module, config), config.optim, seed=1)
+        optimizer.set_lr(opt, 1e-5)
+        found.tidy()
+        with compiled(module, found.torch):
+            for step in range(2 * STEPS):
+                if step == STEPS:
+                    found.synchronize()
+                    began = time.perf_counter()
+                update(module, opt, dataset, config, step, config.batch.sequences)
+            found.synchronize()
+        seconds = (time.perf_counter() - began) / STEPS
+        tok_s = size.tokens_per_step / seconds
+        mfu = "-" if not found.peak_tflops else f"{tok_s * size.flops_per_token / found.peak_tflops / 1e12:.1%}"
+        predicted = sizing.memory(config, index, config.batch.sequences).total_gb
+        say(
+            f"| {size.name} | {seconds * 1000:.1f} | {tok_s:,.0f} | {mfu} | {found.used_gb():.1f} | {predicted:.1f} "
+            f"| {LIMIT_MS[size.name]} |",
+        )
+        del module, opt
+
+
+def say(text: str) -> None:
+    """A line of the page."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
