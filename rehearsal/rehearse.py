@@ -65,6 +65,11 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
     path = find(name_or_path, root)
     now = datetime.now(UTC)
     definition = load(path, now=now, rehearsal=True)
+    if definition.job.parameters.device != "cpu":
+        raise GpufleetError(
+            f"{path.name} cannot be rehearsed as it is: a rehearsal trains on this machine's CPU. Add a `rehearsal` section "
+            "that lays `device: cpu` and a small model over job.parameters, as stacks/tinystories-growth.yaml does."
+        )
     folder = root / "rehearsals" / definition.name / definition.run.id
     shutil.rmtree(folder, ignore_errors=True)
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path)})
@@ -117,7 +122,9 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
     name, timeline = rehearsal.name, rehearsal.timeline
     if not rehearsal.definition.storage.dataset.startswith("s3://"):
         with step(rehearsal, "prepare"):
-            timeline.add("prepared", _last_line(command(rehearsal, "prepare", name)))
+            timeline.add(
+                "prepared", _last_line(command(rehearsal, "prepare", name)).replace(f"{rehearsal.project}/", "")
+            )
     with step(rehearsal, "doctor --pin"):
         said = command(rehearsal, "doctor", name, "--pin")
         for line in said.splitlines():

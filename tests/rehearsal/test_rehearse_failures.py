@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +41,46 @@ def test_the_step_that_fails_is_named_with_its_reason_and_its_scratch_is_kept(tm
     assert "at prepare: gpufleet prepare small gave 2" in said[-1]
     assert "rehearsals/small/r1/scratch" in said[-1]
     assert (tmp_path / "rehearsals" / "small" / "r1" / "scratch" / "commands.log").is_file()
+
+
+def test_a_stack_for_gpus_alone_is_refused_with_what_to_add(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    text = (REPOSITORY / "stacks" / "tinystories-growth.yaml").read_text()
+    (tmp_path / "stacks" / "big.yaml").write_text(text.partition("\nrehearsal:")[0] + "\n")
+    with pytest.raises(GpufleetError, match="device: cpu"):
+        rehearse("big", root=tmp_path)
+    assert not (tmp_path / "rehearsals").exists()
+
+
+def test_ctrl_c_leaves_no_process_and_no_scratch(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infra.cli", "rehearse", "tinystories-growth"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "stories" in line and "tokens" in line:  # prepared; doctor begins
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert "Every process of the rehearsal has ended" in rest
+    assert not (tmp_path / "rehearsals" / "tinystories-growth" / "r1" / "scratch").exists()
+    assert not [p for p in Path("/proc").glob("[0-9]*/environ") if _names(p, tmp_path)]
+
+
+def _names(environ: Path, folder: Path) -> bool:
+    """Whether the process works in the folder, by its environment."""
+    try:
+        return f"{folder}/rehearsals".encode() in environ.read_bytes()
+    except OSError:
+        return False
 
 
 def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
