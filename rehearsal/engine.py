@@ -227,6 +227,7 @@ class InProcess(Engine):
         self._stack = stack
         self._say = say
         self._state = folder / "in-process.json"
+        self._report = self._state  # of the last program run
 
     def preview(self) -> Result:
         return self._program("preview")
@@ -242,7 +243,8 @@ class InProcess(Engine):
     def destroy(self) -> Result:
         """In the reverse order of creation."""
         deleted = []
-        for resource in reversed(self.declared() if self._state.exists() else []):
+        created = json.loads(self._state.read_text())["resources"] if self._state.exists() else []
+        for resource in reversed(created):
             if not resource["id"] or resource["options"]["retain_on_delete"]:
                 continue
             self._say(f"delete {resource['type']} {resource['name']}")
@@ -258,11 +260,11 @@ class InProcess(Engine):
         return dict(json.loads(self._state.read_text())["outputs"]) if self._state.exists() else {}
 
     def declared(self) -> list[dict[str, Any]]:
-        """Every resource of the last up: type, name, inputs, state, options, dependencies."""
-        return list(json.loads(self._state.read_text())["resources"])
+        """What the last preview or up declared: type, name, inputs, state, options with dependencies."""
+        return list(json.loads(self._report.read_text())["resources"])
 
     def _program(self, mode: str) -> Result:
-        report = self._folder / f"in-process.{mode}.json"
+        self._report = report = self._folder / f"in-process.{mode}.json"
         report.unlink(missing_ok=True)
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PULUMI_", "AWS_"))}
         process = subprocess.Popen(

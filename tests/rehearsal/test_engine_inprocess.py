@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_world import STACK, pinned, project
+from engine_world import DEFINITION, STACK, pinned, project
 
+from infra.loader import load
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, InProcess, Result
+
+DEFINITION_DAYS = load(DEFINITION, now=datetime.now(UTC)).storage.keep.days
 
 
 @dataclass
@@ -168,7 +172,7 @@ def test_a_destroy_keeps_the_bucket_with_its_settings_and_nothing_else(story: St
     assert story.kept_settings["policy"]["Statement"][0]["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
     assert {rule["ID"]: rule.get("Expiration", {}).get("Days") for rule in story.kept_settings["lifecycle"]} == {
         "abort-unfinished-uploads": None,
-        "expire-r1": 30,
+        "expire-r1": DEFINITION_DAYS,
     }
     assert all(story.kept_settings["closed"].values())
     assert story.kept_settings["encryption"]["Rules"]

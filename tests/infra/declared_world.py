@@ -1,0 +1,38 @@
+"""Runs the program for a definition file, without AWS and without the engine, and looks at what it declared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rehearsal import scratch
+from rehearsal.engine import InProcess, Result
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One preview."""
+
+    result: Result
+    resources: list[dict[str, Any]]
+
+    def inputs(self, kind: str) -> list[dict[str, Any]]:
+        return [each["inputs"] for each in self.resources if each["type"] == kind]
+
+    def one(self, kind: str) -> dict[str, Any]:
+        (found,) = self.inputs(kind)
+        return found
+
+    @property
+    def kinds(self) -> set[str]:
+        return {each["type"] for each in self.resources}
+
+
+def declare(folder: Path, name: str, text: str) -> Declared:
+    scratch.make(folder, {name: text})
+    engine = InProcess(folder, {}, name, lambda line: None)
+    result = engine.preview()
+    return Declared(result=result, resources=engine.declared())

@@ -1,0 +1,156 @@
+"""One run is one id: what begins a run, what continues it, what must not pass."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.definition import Disk, StackDefinition
+from infra.errors import DefinitionError
+from infra.loader import load
+from infra.run_guard import FLEET, Previous, Verdict, judge, timer_seconds
+
+NOW = datetime(2026, 11, 21, 12, 0, 0, 250_000, tzinfo=UTC)
+DEFINITION = load(Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml", now=NOW)
+HOUR = timedelta(hours=1)
+
+
+def verdict(
+    definition: StackDefinition = DEFINITION,
+    *,
+    previous: Verdict | None = None,
+    fleet: bool = True,
+    now: datetime = NOW,
+    code: str = "c1",
+    dataset: str | None = "d1",
+) -> Verdict:
+    """The verdict on `definition` in a stack whose last update had the verdict `previous`."""
+    outputs: dict[str, Any] = {}
+    if previous:
+        outputs = {"run": asdict(previous.run), "runs": list(previous.runs)}
+    types = frozenset({FLEET}) if fleet else frozenset()
+    return judge(
+        definition,
+        dataset_sha256=dataset,
+        code_sha256=code,
+        previous=Previous(outputs=outputs, types=types),
+        now=now,
+    )
+
+
+def run(definition: StackDefinition, run_id: str) -> StackDefinition:
+    return replace(definition, run=replace(definition.run, id=run_id))
+
+
+def limits(**changes: Any) -> StackDefinition:
+    return replace(DEFINITION, limits=replace(DEFINITION.limits, **changes))
+
+
+def test_a_first_run_begins_and_lives_its_hours_and_a_day() -> None:
+    first = verdict()
+    assert (first.continues, first.over, first.warnings) == (False, False, ())
+    assert first.run.valid_until == "2026-11-22T14:00:00Z"  # 2 h of work, 24 h of waiting; whole seconds, Z
+
+
+def test_a_deadline_is_the_end_of_the_fleet() -> None:
+    assert verdict(limits(deadline=NOW + 3 * HOUR)).run.valid_until == "2026-11-21T15:00:00Z"
+
+
+def test_a_new_run_past_its_deadline_is_refused() -> None:
+    with pytest.raises(DefinitionError, match=r"limits.deadline: '2026-11-21T11:00:00Z' .* has not begun"):
+        verdict(limits(deadline=NOW - HOUR))
+
+
+def test_the_same_run_continues_with_the_expiry_it_began_with() -> None:
+    later = verdict(previous=verdict(), now=NOW + HOUR)
+    assert later.continues
+    assert not later.over
+    assert later.run == verdict().run
+
+
+OTHER_SETTINGS = {
+    "hours": limits(max_hours=Decimal(3)),
+    "dollars": limits(max_usd=Decimal(4)),
+    "deadline": limits(deadline=NOW + 50 * HOUR),
+    "owner": replace(DEFINITION, run=replace(DEFINITION.run, owner="another")),
+    "image": replace(DEFINITION, job=replace(DEFINITION.job, image="r/i:2")),
+    "job": replace(DEFINITION, job=replace(DEFINITION.job, parameters=replace(DEFINITION.job.parameters, seed=1))),
+    "ami": replace(DEFINITION, fleet=replace(DEFINITION.fleet, ami="ami-1")),
+    "capacity": replace(DEFINITION, fleet=replace(DEFINITION.fleet, capacity="on-demand")),
+    "types": replace(DEFINITION, fleet=replace(DEFINITION.fleet, instance_types=("g5.4xlarge",))),
+    "zones": replace(DEFINITION, fleet=replace(DEFINITION.fleet, zones=("us-east-2a",))),
+    "region": replace(DEFINITION, fleet=replace(DEFINITION.fleet, region="us-west-2")),
+    "root disk": replace(DEFINITION, storage=replace(DEFINITION.storage, root=Disk(size_gib=200))),
+    "data disk": replace(DEFINITION, storage=replace(DEFINITION.storage, data=Disk(size_gib=50))),
+    "dataset": replace(DEFINITION, storage=replace(DEFINITION.storage, dataset="data/other")),
+}
+
+
+@pytest.mark.parametrize("changed", OTHER_SETTINGS.values(), ids=OTHER_SETTINGS.keys())
+def test_other_settings_under_the_same_id_are_refused(changed: StackDefinition) -> None:
+    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* Give run.id a new value"):
+        verdict(changed, previous=verdict())
+
+
+def test_another_dataset_in_the_same_folder_is_refused() -> None:
+    with pytest.raises(DefinitionError, match=r"run.id: 'r1'"):
+        verdict(previous=verdict(), dataset="d2")
+
+
+def test_a_dataset_that_is_not_there_any_more_says_nothing_about_the_run() -> None:
+    assert verdict(previous=verdict(), dataset=None).run.dataset == "d1"
+
+
+SAME_RUN = {
+    "kept for longer": replace(
+        DEFINITION, storage=replace(DEFINITION.storage, keep=replace(DEFINITION.storage.keep, days=90))
+    ),
+    "other assumptions": replace(DEFINITION, estimate=replace(DEFINITION.estimate, hazard_per_hour=Decimal(1))),
+    "zones in another order": replace(DEFINITION, fleet=replace(DEFINITION.fleet, zones=DEFINITION.fleet.zones[::-1])),
+}
+
+
+@pytest.mark.parametrize("changed", SAME_RUN.values(), ids=SAME_RUN.keys())
+def test_what_a_fleet_does_not_take_may_change_under_the_same_id(changed: StackDefinition) -> None:
+    assert verdict(changed, previous=verdict()).continues
+
+
+def test_new_job_code_keeps_the_run_and_warns() -> None:
+    later = verdict(previous=verdict(), code="c2")
+    assert later.run.code == "c1"
+    assert "job code has changed since run r1 began" in later.warnings[0]
+
+
+def test_a_new_id_begins_a_run_with_any_settings_and_remembers_the_old_ids() -> None:
+    second = verdict(run(limits(max_hours=Decimal(9)), "r2"), previous=verdict(), code="c2")
+    assert (second.continues, second.over) == (False, False)
+    assert second.runs == ("r1", "r2")
+    assert second.run.code == "c2"
+
+
+def test_a_run_is_over_at_the_moment_it_expires() -> None:
+    end = datetime(2026, 11, 22, 14, 0, tzinfo=UTC)
+    assert not verdict(previous=verdict(), now=end - timedelta(seconds=1)).over
+    over = verdict(previous=verdict(), now=end)
+    assert over.over
+    assert "Run r1 is over (since 2026-11-22T14:00:00Z)" in over.warnings[0]
+
+
+def test_a_past_deadline_of_the_previous_run_is_no_error() -> None:
+    short = limits(deadline=NOW + HOUR)
+    assert verdict(short, previous=verdict(short), now=NOW + 2 * HOUR).over
+
+
+def test_a_run_whose_fleet_is_gone_is_over() -> None:
+    over = verdict(previous=verdict(), fleet=False)
+    assert over.over
+    assert "its fleet no longer exists" in over.warnings[0]
+
+
+def test_the_node_s_timer_is_half_an_hour_longer_than_the_run() -> None:
+    assert timer_seconds(DEFINITION) == int(2.5 * 3600)
