@@ -253,7 +253,7 @@ run_container() { # CODE
   done
   (
     trap : TERM
-    docker run --name "gpufleet-$INSTANCE_ID" --init --stop-timeout 115 --ipc host --ulimit memlock=-1 \
+    docker run --name "gpufleet-$INSTANCE_ID" --stop-timeout 115 --ipc host --ulimit memlock=-1 \
       --log-driver awslogs --log-opt mode=non-blocking --log-opt max-buffer-size=25m \
       --log-opt "awslogs-region=$REGION" --log-opt "awslogs-group=$LOG_GROUP" \
       --log-opt "awslogs-stream=$RUN_ID/$INSTANCE_ID" \

@@ -15,37 +15,47 @@ from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.loader import project_root
 
-LARGE = ("exports/", "final/")  # models
-NEVER = ("ckpt/",)  # optimizer states: of use to the run alone
+CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
+EXPORTS, FINAL = "exports/", "final/"  # models: at each phase's start and end, and the last one
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser, earlier_runs=True)
     parser.add_argument("--to", type=Path, metavar="DIR", help="default: results/STACK/RUN of the project")
-    parser.add_argument("--light", action="store_true", help="leave the models (final/, exports/) in the bucket")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--exports", action="store_true", help="bring the weights of every phase too, not only final/")
+    models.add_argument("--light", action="store_true", help="leave the final weights in the bucket too")
 
 
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
     target = args.to or project_root(Path.cwd()) / "results" / definition.name / definition.run.id
-    return fetch(definition, aws.client("s3", definition.fleet.region), target, light=args.light)
+    s3 = aws.client("s3", definition.fleet.region)
+    return fetch(definition, s3, target, light=args.light, exports=args.exports)
 
 
-def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool) -> int:
-    """Downloads, checks sizes, and says what is missing: 0 when the run left results and a receipt, else 1."""
+def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, exports: bool) -> int:
+    """Downloads, checks sizes, and says what is missing: 0 when the run left results and a receipt, else 1.
+
+    What it brings unasked is what the bill's `transfer of results` prices.
+    """
     folder = aws.run_folder(s3, definition)
     if folder is None:
         raise AwsRefused(
             f"no bucket of {definition.name} holds a run {definition.run.id}. `gpufleet status {definition.name}` says "
             "whether it has begun; `--run ID` names an earlier one."
         )
-    skipped = (*NEVER, *LARGE) if light else NEVER
-    wanted = [(name, size) for name, size in folder.objects() if not name.startswith(skipped)]
+    weights = (*(() if exports else (EXPORTS,)), *((FINAL,) if light else ()))
+    objects = [(name, size) for name, size in folder.objects() if not name.startswith(CHECKPOINTS)]
+    wanted = [(name, size) for name, size in objects if name.endswith(".json") or not name.startswith(weights)]
+    left = sum(size for name, size in objects if (name, size) not in wanted)
     missing = [(name, size) for name, size in wanted if not _same(target / name, size)]
     total = sum(size for _, size in missing)
     cost = Decimal(total) / 10**9 * _transfer_price(definition.fleet.region)
     print(f"s3://{folder.bucket}/{folder.run}/ to {target}")
     print(f"{len(missing)} files, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
+    if left:
+        print(f"left in the bucket: {_readable(left)} of weights{'' if light else ' (--exports brings them)'}")
     for name, size in missing:
         _download(folder, name, size, _inside(target, name))
         print(f"  {name}  {_readable(size)}")

@@ -265,7 +265,7 @@ def test_the_container_is_told_who_and_where_it_is(node: Node) -> None:
     (call,) = [call for call in outcome.calls if call.startswith(RUN)]
     for part in (
         "--gpus all",
-        "--init --stop-timeout 115",
+        "--stop-timeout 115",
         "--log-opt mode=non-blocking --log-opt max-buffer-size=25m",
         f"--log-opt awslogs-group=gpufleet-logs --log-opt awslogs-stream=r1/{INSTANCE}",
         f"-v {node.root}/opt/gpufleet/app:/gpufleet/app:ro",

@@ -43,6 +43,7 @@ def finished(cloud: Cloud, run: str = "r1") -> str:
         "metrics.jsonl": b"{}\n",
         "final/model.safetensors": b"m" * 5000,
         "exports/phase1_end/model.safetensors": b"e" * 3000,
+        "exports/phase1_end/meta.json": {},
         "ckpt/step_00000100/model.pt": b"c" * 9000,
         "heartbeat/i-1.jsonl": b"{}\n",
     }
@@ -55,14 +56,14 @@ def downloaded(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
-def test_results_brings_everything_but_checkpoints(
+def test_results_brings_everything_but_checkpoints_and_earlier_weights(
     cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished(cloud)
     assert main(["results", "small-growth"]) == 0
     folder = path.parents[1] / "results" / "small-growth" / "r1"
     assert downloaded(folder) == [
-        "exports/phase1_end/model.safetensors",
+        "exports/phase1_end/meta.json",
         "final/model.safetensors",
         "heartbeat/i-1.jsonl",
         "metrics.jsonl",
@@ -70,7 +71,11 @@ def test_results_brings_everything_but_checkpoints(
         "results.json",
     ]
     assert (folder / "final" / "model.safetensors").read_bytes() == b"m" * 5000
-    assert "6 files, 8.0 kB; transfer out of AWS costs about $0.00" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "6 files, 5.0 kB; transfer out of AWS costs about $0.00" in out
+    assert "left in the bucket: 3.0 kB of weights (--exports brings them)" in out
+    assert main(["results", "small-growth", "--exports"]) == 0
+    assert (folder / "exports" / "phase1_end" / "model.safetensors").read_bytes() == b"e" * 3000
 
 
 def test_a_second_download_leaves_the_models_alone(
@@ -86,7 +91,13 @@ def test_a_second_download_leaves_the_models_alone(
 def test_light_leaves_the_models_in_the_bucket(cloud: Cloud, path: Path, tmp_path: Path) -> None:
     finished(cloud)
     assert main(["results", "small-growth", "--light", "--to", str(tmp_path / "out")]) == 0
-    assert downloaded(tmp_path / "out") == ["heartbeat/i-1.jsonl", "metrics.jsonl", "receipt.json", "results.json"]
+    assert downloaded(tmp_path / "out") == [
+        "exports/phase1_end/meta.json",
+        "heartbeat/i-1.jsonl",
+        "metrics.jsonl",
+        "receipt.json",
+        "results.json",
+    ]
 
 
 def test_an_earlier_run_can_be_named(cloud: Cloud, path: Path) -> None:
