@@ -30,6 +30,10 @@ class MissingError(StoreError):
     """There is no such object."""
 
 
+class RefusedError(StoreError):
+    """The store answers 403."""
+
+
 class GivenUpError(StoreError):
     """The transfer was given up by `cancel`."""
 
@@ -157,12 +161,12 @@ class S3Store:
 
     def get_file(self, key: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _translated(f"download of {key}"):
+        with self._told_apart(key), _translated(f"download of {key}"):
             self._wait(self._transfers.download(self._bucket, self._prefix + key, str(path)))
 
     def get_bytes(self, key: str) -> bytes | None:
         try:
-            with _translated(f"download of {key}"):
+            with self._told_apart(key), _translated(f"download of {key}"):
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
                 content: bytes = answer["Body"].read()
                 return content
@@ -171,7 +175,7 @@ class S3Store:
 
     def size(self, key: str) -> int | None:
         try:
-            with _translated(f"size of {key}"):
+            with self._told_apart(key), _translated(f"size of {key}"):
                 return int(self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)["ContentLength"])
         except MissingError:
             return None
@@ -202,6 +206,16 @@ class S3Store:
             for transfer in self._running:
                 transfer.cancel()
 
+    @contextmanager
+    def _told_apart(self, key: str) -> Iterator[None]:
+        """A missing object is answered with 403 where listing is allowed for a prefix only: the listing tells."""
+        try:
+            yield
+        except RefusedError:
+            if any(entry.key == key for entry in self.entries(key)):
+                raise
+            raise MissingError(f"{key}: no such object") from None
+
     def _wait(self, transfer: Any) -> None:
         with self._lock:
             self._running.add(transfer)
@@ -210,6 +224,14 @@ class S3Store:
         finally:
             with self._lock:
                 self._running.discard(transfer)
+
+
+_KINDS: dict[str, type[StoreError]] = {
+    "404": MissingError,
+    "NoSuchKey": MissingError,
+    "403": RefusedError,
+    "AccessDenied": RefusedError,
+}
 
 
 def _client() -> Any:
@@ -237,12 +259,8 @@ def _translated(what: str) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        kind = (
-            MissingError
-            if error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound")
-            else StoreError
-        )
-        raise kind(f"{what}: {error}") from error
+        code = str(error.response.get("Error", {}).get("Code"))
+        raise _KINDS.get(code, StoreError)(f"{what}: {error}") from error
     except CancelledError as error:
         raise GivenUpError(f"{what}: given up") from error
     except (BotoCoreError, Boto3Error, HTTPError, OSError) as error:

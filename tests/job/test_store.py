@@ -8,6 +8,7 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 from moto import mock_aws
 
 from job.store import (
@@ -138,6 +139,39 @@ def test_a_missing_bucket_is_a_store_error_not_a_missing_object(client: Any) -> 
     with pytest.raises(StoreError) as raised:
         S3Store("s3://other/r1").put_bytes(b"x", "done.json")
     assert not isinstance(raised.value, MissingError)
+
+
+class Guarded:
+    """S3 as a role sees it that may list a prefix only: a missing object is a 403."""
+
+    def __init__(self, listed: list[str]) -> None:
+        self.listed = listed
+
+    def refuse(self, **_: Any) -> None:
+        raise ClientError({"Error": {"Code": "AccessDenied"}}, "GetObject")
+
+    get_object = head_object = refuse
+
+    def get_paginator(self, _: str) -> Any:
+        pages = [{"Contents": [{"Key": key, "Size": 1} for key in self.listed]}]
+        return type("Pages", (), {"paginate": lambda *a, **k: pages})()
+
+
+def guarded(listed: list[str]) -> S3Store:
+    store = S3Store("s3://bucket/r1", client=boto3.client("s3", region_name="us-east-1"))
+    store._client = Guarded(listed)
+    return store
+
+
+def test_a_refusal_of_what_is_not_listed_means_missing() -> None:
+    store = guarded(["r1/done.json.old"])
+    assert store.get_bytes("done.json") is None
+    assert store.size("done.json") is None
+
+
+def test_a_refusal_of_what_is_listed_is_an_error() -> None:
+    with pytest.raises(StoreError, match="AccessDenied"):
+        guarded(["r1/done.json"]).get_bytes("done.json")
 
 
 def test_a_write_that_was_cut_short_is_no_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
