@@ -167,7 +167,7 @@ def test_a_kept_bucket_is_no_leftover_and_shows_its_price(
     assert main(["sweep", "small-growth"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Kept on purpose (storage.keep of small-growth.yaml):")
-    assert "7 objects, 0.000 GB, expiring after 30 days" in said
+    assert "8 objects, 0.000 GB, expiring after 30 days" in said
     path.write_text(path.read_text().replace("tokens}", "tokens, keep: {bucket: false}}"))
     assert main(["sweep", "small-growth"]) == 1
     assert "aws s3 rb --force s3://gpufleet-small-growth-0a1b2c3" in capsys.readouterr().out
