@@ -19,7 +19,8 @@ from moto.ec2.exceptions import EC2ClientError
 
 from rehearsal.clock import Clock
 from rehearsal.fleet import Event, Fleet
-from rehearsal.launch import Instance, Launcher, LaunchFailedError, Pool, refuse_at_create
+from rehearsal.launch import Instance, Launcher, LaunchFailedError, Pool
+from rehearsal.refusals import refuse_at_create
 
 LINGER = timedelta(hours=48)  # a deleted fleet stays in the API two days (EC2 User Guide, fleet states, 2026-11-21)
 

@@ -9,14 +9,12 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
-from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.instance_types import INSTANCE_TYPES
 from moto.ec2.utils import convert_tag_spec, parse_user_data
 from moto.iam.models import iam_backends
 
 FLEET_ROLE = "AWSServiceRoleForEC2Fleet"
-USER_DATA_LIMIT = 16 * 1024  # bytes before base64 (EC2 User Guide, run commands at launch, 2026-11-21)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,41 +250,6 @@ class Launcher:
             tags_in_metadata=metadata.get("InstanceMetadataTags") == "enabled",
             launched_at=now,
         )
-
-
-def refuse_at_create(launcher: Launcher, region: str, request: dict[str, Any]) -> dict[str, str]:
-    """The fleet's own tags, after every check that makes CreateFleet itself fail."""
-    kind = str(request.get("Type") or "maintain")
-    tags: dict[str, str] = {}
-    for entry in request.get("TagSpecifications") or []:
-        if entry.get("ResourceType") != "fleet" and kind != "instant":
-            raise EC2ClientError(
-                "InvalidParameterValue",
-                f"'{entry.get('ResourceType')}' is not a valid taggable resource type for a fleet of type {kind}",
-            )
-        tags.update({tag["Key"]: tag.get("Value", "") for tag in entry.get("Tags") or []})
-    backend = ec2_backends[launcher.account][region]
-    pools = launcher.pools(region, list(request.get("LaunchTemplateConfigs") or []))
-    for pool in pools:
-        image = str(pool.spec.get("ImageId") or "")
-        if image.startswith("resolve:ssm:") and kind != "instant":
-            raise EC2ClientError(
-                "InvalidAMIID.Malformed",
-                f'Invalid id: "{image}": only a fleet of type instant may name a Systems Manager parameter',
-            )
-        if image not in backend.amis:
-            raise EC2ClientError("InvalidAMIID.NotFound", f"The image id '[{image}]' does not exist")
-        user_data = pool.spec.get("UserData")
-        if user_data is not None and len(user_data.decode().encode()) > USER_DATA_LIMIT:
-            raise EC2ClientError("InvalidUserData.Malformed", "User data is limited to 16384 bytes")
-    for config in request.get("LaunchTemplateConfigs") or []:
-        zones: dict[tuple[str, str], str] = {}
-        for pool in launcher.pools(region, [config]):
-            if zones.setdefault((pool.type, pool.zone), pool.subnet) != pool.subnet:
-                raise EC2ClientError(
-                    "InvalidFleetConfiguration", f"A fleet cannot use two subnets in one zone ({pool.zone})"
-                )
-    return tags
 
 
 def vcpus(instance_type: str) -> int:

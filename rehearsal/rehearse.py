@@ -19,7 +19,7 @@ from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import find, load, project_root, rehearsal_text
 from job import sizing
-from rehearsal import report, scratch
+from rehearsal import evidence, report, scratch
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result
 from rehearsal.interruptions import plan
@@ -67,7 +67,7 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
     definition = load(path, now=now, rehearsal=True)
     if definition.job.parameters.device != "cpu":
         raise GpufleetError(
-            f"{path.name} cannot be rehearsed as it is: a rehearsal trains on this machine's CPU. Add a `rehearsal` section "
+            f"{path.name} cannot be rehearsed: a rehearsal trains on this machine's CPU. Add a `rehearsal` section "
             "that lays `device: cpu` and a small model over job.parameters, as stacks/tinystories-growth.yaml does."
         )
     folder = root / "rehearsals" / definition.name / definition.run.id
@@ -143,13 +143,13 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
     with step(rehearsal, "results"):
         command(rehearsal, "results", name, "--to", str(rehearsal.folder / "results"))
         timeline.add("results", "results downloaded")
-        checks = report.checks(rehearsal)
+        checks = evidence.checks(rehearsal)
     with step(rehearsal, "destroy"):
         destroyed = _ok(rehearsal.engine.destroy())
         timeline.add("destroy", f"destroy: {_changes(destroyed)}")
     with step(rehearsal, "sweep"):
         swept = command(rehearsal, "sweep", name)
-        left = report.leftovers(rehearsal)
+        left = evidence.leftovers(rehearsal)
     with step(rehearsal, "git status"):
         if _git_status(rehearsal.root) != before:
             raise GpufleetError(f"`git status` has changed:\n{_git_status(rehearsal.root)}")
