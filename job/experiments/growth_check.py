@@ -73,7 +73,7 @@ class BoundaryReport:
         return asdict(self)
 
 
-class GrowthCheckFailed(Exception):  # noqa: N818 - an outcome of the experiment, named as such in its report
+class GrowthCheckFailed(Exception):
     """A boundary changed the function. `report` has the numbers."""
 
     def __init__(self, report: BoundaryReport) -> None:
