@@ -18,7 +18,7 @@ SHOWN = 32  # tells the engine that the message is out, so that it adds none of 
 
 def main() -> None:
     stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
-    # What StackReference calls, asked about this very stack: {} before its first update. Neither declares a resource.
+    # What a StackReference calls, asked about this very stack: {} before its first update. Declares no resource.
     outputs = pulumi.runtime.invoke("pulumi:pulumi:readStackOutputs", {"name": stack}).value["outputs"]
     there = pulumi.runtime.invoke("pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}).value["outputs"]
     try:
@@ -36,9 +36,8 @@ def main() -> None:
     for warning in plan.warnings:
         pulumi.log.warn(warning)
 
-    from infra.resources.declare import (
-        declare,
-    )  # here: the provider's SDK takes a second to import, errors need not wait
+    # Imported here: the provider's SDK takes a second to import, and errors need not wait for it.
+    from infra.resources.declare import declare
 
     for name, value in {**plan.outputs(), **declare(plan)}.items():
         pulumi.export(name, value)

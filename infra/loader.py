@@ -63,9 +63,9 @@ def load(path: Path, *, now: datetime, rehearsal: bool = False, past_deadline: b
 def find(name_or_path: str, root: Path) -> Path:
     """`stacks/<name>.yaml` under `root`, or the file at a path. Raises GpufleetError naming the nearest."""
     if name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path:
-        path = Path(name_or_path)
-        if path.is_file():
-            return path
+        for path in (Path(name_or_path), root / name_or_path):  # the program's working directory is infra/
+            if path.is_file():
+                return path
         raise GpufleetError(f"there is no file {name_or_path}")
     path = root / "stacks" / f"{name_or_path}.yaml"
     if path.is_file():

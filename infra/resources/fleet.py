@@ -2,7 +2,7 @@
 
 Nothing updates a fleet in place: the provider's update resends capacity and template, which would relaunch a finished
 run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
-provider turns the block into settings that only instant fleets take (docs/decisions/provider-arguments.md).
+provider turns the block into settings that only instant fleets take (docs/decisions/2026-11-21-provider-arguments.md).
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class Fleet(pulumi.ComponentResource):
                         "targetCapacitySpecification.totalTargetCapacity",
                         "launchTemplateConfigs",
                         "tags",
-                        # What AWS answers may be spelled otherwise, and a difference here would end a live run.
+                        # What AWS answers may be spelled otherwise, and a difference here would replace a fleet.
+                        "targetCapacitySpecification",
                         "spotOptions",
                         "excessCapacityTerminationPolicy",
                     ],

@@ -1,7 +1,7 @@
 """The arguments we pass against the official provider's own SDK: names, required ones, enums, conflicts.
 
 pulumi-aws ships no schema, but its generated classes carry one: typed arguments, and in their docstrings the provider's
-documentation. What this finds by reading is listed in docs/decisions/provider-arguments.md.
+documentation. What this finds by reading is listed in docs/decisions/2026-11-21-provider-arguments.md.
 """
 
 from __future__ import annotations

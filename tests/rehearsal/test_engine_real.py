@@ -83,6 +83,7 @@ def tell(story: Story, cloud: Cloud, clock: ManualClock, engine: Pulumi, file: P
     story.outputs["new_run"] = engine.outputs()
     facts["old_state"] = ec2.describe_fleets(FleetIds=[facts["first_fleet"]])["Fleets"][0]["FleetState"]
     facts["new_capacity"] = capacity()
+    facts["new_tags"] = ec2.describe_fleets(FleetIds=[fleet_id()])["Fleets"][0]["Tags"]
     facts["run_configs"] = sorted(
         each["Key"]
         for each in cloud.client("s3").list_objects_v2(Bucket=engine.outputs()["bucket"])["Contents"]
@@ -173,8 +174,8 @@ def test_new_job_code_waits_for_a_new_run_and_says_so(story: Story) -> None:
 
 
 def test_new_prices_show_in_the_bill_of_a_run_that_has_begun(story: Story) -> None:
-    assert "g5.2xlarge at 1.212 USD/h" in story.steps["again"].diagnostics
-    assert "g5.2xlarge at 1.3000 USD/h" in story.steps["after_end"].diagnostics
+    assert "1.3000" not in story.steps["again"].diagnostics
+    assert "1.3000" in story.steps["after_end"].diagnostics
 
 
 def test_other_settings_under_the_same_run_id_are_an_error_before_the_first_resource(story: Story) -> None:
@@ -208,6 +209,7 @@ def test_a_new_run_id_replaces_the_fleet_and_keeps_the_bucket(story: Story) -> N
     assert story.facts["old_state"] == "deleted"
     assert story.facts["new_capacity"] == 1
     assert after["runs"] == ["r1", "r2"]
+    assert {"Key": "gpufleet:run", "Value": "r2"} in story.facts["new_tags"]
 
 
 def test_the_old_fleet_goes_before_the_new_one_comes(story: Story) -> None:

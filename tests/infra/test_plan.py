@@ -1,0 +1,123 @@
+"""What the program decides before the first resource."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from infra.commands.prepare import prepared
+from infra.errors import DefinitionError, GpufleetError
+from infra.loader import load, pin, rehearsal_text
+from infra.plan import Plan, make
+from infra.run_guard import FLEET, Previous
+
+NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+NAME = "tinystories-growth"
+NEW = Previous(outputs={})
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose definition is pinned and whose dataset is prepared."""
+    root = tmp_path_factory.mktemp("ready")
+    (root / "stacks").mkdir()
+    file = root / "stacks" / f"{NAME}.yaml"
+    text = rehearsal_text(Path(__file__).parents[2] / "stacks" / f"{NAME}.yaml")
+    file.write_text(text.replace("stories: 2000", "stories: 100"))
+    pin(file, ami="ami-0123456789abcdef0", image="public.ecr.aws/a/b:1@sha256:" + "5" * 64)
+    prepared(load(file, now=NOW), root)
+    return root
+
+
+@pytest.fixture
+def project(ready: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return shutil.copytree(ready, tmp_path / "project")
+
+
+def edit(root: Path, old: str, new: str) -> None:
+    file = root / "stacks" / f"{NAME}.yaml"
+    assert file.read_text().count(old) == 1, old
+    file.write_text(file.read_text().replace(old, new))
+
+
+def begun(plan: Plan) -> Previous:
+    return Previous(outputs={"run": asdict(plan.verdict.run), "runs": ["r1"]}, types=frozenset({FLEET}))
+
+
+def test_a_ready_definition_has_a_plan_without_warnings(ready: Path) -> None:
+    plan = make(ready, NAME, now=NOW, previous=NEW, preview=False)
+    assert plan.warnings == ()
+    assert plan.dataset is not None
+
+
+def test_the_definition_is_found_by_a_path_in_the_project_too(ready: Path) -> None:
+    assert make(ready, f"stacks/{NAME}.yaml", now=NOW, previous=NEW, preview=True).definition.name == NAME
+
+
+def test_run_json_names_what_the_node_fetches_and_is_the_same_every_time(ready: Path) -> None:
+    plan, again = (make(ready, NAME, now=NOW + timedelta(hours=h), previous=NEW, preview=True) for h in (0, 1))
+    assert plan.dataset is not None
+    found = json.loads(plan.run_config)["inputs"]
+    assert found["archive"]["sha256"] == plan.archive.sha256
+    assert {file["name"] for file in found["dataset"]["files"]} == {file.name for file in plan.dataset.files}
+    assert plan.run_config == again.run_config
+
+
+def test_user_data_holds_the_names_that_aws_gave(ready: Path) -> None:
+    plan = make(ready, NAME, now=NOW, previous=NEW, preview=True)
+    script = base64.b64decode(plan.user_data("the-bucket", "the-group")).decode()
+    assert "BUCKET=the-bucket\n" in script
+    assert "LOG_GROUP=the-group\n" in script
+
+
+def test_the_outputs_are_the_bill_s_own_figures(ready: Path) -> None:
+    plan = make(ready, NAME, now=NOW, previous=NEW, preview=True)
+    outputs = plan.outputs()
+    assert set(outputs["bill"]) == {line.name for line in plan.bill.lines} | {"total"}
+    assert outputs["usd"]["p50"] == f"${plan.bill.usd.p50:.2f}"
+
+
+def test_what_is_missing_stops_an_up_and_only_warns_in_a_preview(project: Path) -> None:
+    shutil.rmtree(project / "data")
+    assert "is not prepared" in make(project, NAME, now=NOW, previous=NEW, preview=True).warnings[0]
+    with pytest.raises(GpufleetError, match="not ready for up\n  - storage.dataset"):
+        make(project, NAME, now=NOW, previous=NEW, preview=False)
+
+
+def test_a_dataset_that_is_not_what_it_was_prepared_as_stops_an_up(project: Path) -> None:
+    shard = next((project / "data").rglob("train_*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    make(project, NAME, now=NOW, previous=NEW, preview=True)
+    with pytest.raises(GpufleetError, match=shard.name):
+        make(project, NAME, now=NOW, previous=NEW, preview=False)
+
+
+def test_limits_below_the_bill_stop_a_new_run(project: Path) -> None:
+    edit(project, "max_usd: 3.00", "max_usd: 0.01")
+    with pytest.raises(DefinitionError, match=r"limits.max_usd: '0.01'"):
+        make(project, NAME, now=NOW, previous=NEW, preview=True)
+
+
+def test_a_run_that_has_begun_is_not_stopped_by_new_prices(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    previous = begun(make(project, NAME, now=NOW, previous=NEW, preview=True))
+    monkeypatch.setattr("infra.plan.problems", lambda definition, bill: ["limits.max_usd is below the new p50"])
+    plan = make(project, NAME, now=NOW, previous=previous, preview=False)
+    assert plan.verdict.continues
+    assert plan.warnings == ("limits.max_usd is below the new p50",)
+
+
+def test_a_script_above_ec2_s_limit_is_refused_before_anything_is_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.boot.user_data.LIMIT_BYTES", 1000)
+    with pytest.raises(DefinitionError, match="user-data of 1000 bytes"):
+        make(project, NAME, now=NOW, previous=NEW, preview=True)
