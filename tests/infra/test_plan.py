@@ -87,7 +87,7 @@ def test_the_outputs_are_the_bill_s_own_figures(ready: Path) -> None:
 def test_what_is_missing_stops_an_up_and_only_warns_in_a_preview(project: Path) -> None:
     shutil.rmtree(project / "data")
     assert "is not prepared" in make(project, NAME, now=NOW, previous=NEW, preview=True).warnings[0]
-    with pytest.raises(GpufleetError, match="not ready for up\n  - storage.dataset"):
+    with pytest.raises(GpufleetError, match=r"not ready for up\n  - storage\.dataset"):
         make(project, NAME, now=NOW, previous=NEW, preview=False)
 
 
