@@ -42,8 +42,8 @@ def main() -> None:
     found = device.choose(wanted, bf16=True)
     say("# Trainer\n")
     say(
-        f"{datetime.now(UTC):%Y-%m-%d}, {found.banner()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before it "
-        f"began, Python {platform.python_version()}.\n"
+        f"{datetime.now(UTC):%Y-%m-%d}, {found.banner()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before "
+        f"it began, Python {platform.python_version()}.\n"
     )
     with tempfile.TemporaryDirectory() as scratch:
         if found.is_cuda:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +101,20 @@ def test_the_bf16_optimizer_draws_the_same_bits_at_the_same_step_and_others_at_t
 
     assert torch.equal(stepped(5), stepped(5))
     assert not torch.equal(stepped(5), stepped(6))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
+@pytest.mark.filterwarnings("default")
+def test_the_compiled_update_gives_the_same_bits_as_the_plain_one() -> None:
+    def updated(update: Callable[..., None]) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.rand(5000, generator=generator).bfloat16() for _ in range(4)]
+        update(*tensors, torch.tensor([0.999, 1e-3, 1.2]), torch.tensor(12345), 0.9, 0.95, 1e-8)
+        return tensors
+
+    plain, compiled = updated(optimizer._update), updated(optimizer._compiled())
+    assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
 
 
 def test_clipping_scales_to_the_norm_and_gives_the_one_before() -> None:
