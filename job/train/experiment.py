@@ -17,7 +17,7 @@ from job.train.metrics import MetricsFile
 from job.train.requests import Requests
 
 
-class Stopped(Exception):  # noqa: N818 - an outcome, not an error
+class Stopped(Exception):
     """A stop request was heeded."""
 
 
