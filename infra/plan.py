@@ -14,8 +14,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from job.prepare import DatasetManifest, read_manifest, verify
-
 import job
 from infra.boot import archive, run_config, user_data
 from infra.catalog import load_catalog
@@ -25,6 +23,7 @@ from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find, load, not_ready
 from infra.run_guard import Previous, Verdict, judge, timer_seconds
+from job.prepare import DatasetManifest, read_manifest, verify
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +129,7 @@ def data_volume(definition: StackDefinition) -> str | None:
 
 
 def _dataset(folder: Path, *, verified: bool) -> DatasetManifest | None:
-    """What the folder holds, None when it is not prepared: not_ready says so. `verified`: every byte is what it says."""
+    """What the folder holds, None when it is not prepared (not_ready says so). `verified`: read and hash every byte."""
     try:
         manifest = read_manifest(folder)
     except ValueError:

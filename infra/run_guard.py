@@ -5,9 +5,9 @@ A fleet takes its settings once, when it is created. Two kinds of change must th
 - the definition file says something else under the same run id: an error, before the first resource;
 - job code or prices have changed since the run began: the run keeps what it began with, and a warning says so.
 
-What the last successful `up` recorded comes from the stack's own output `run`. A run is over, its fleet no longer declared,
-when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, AWS expired it):
-a fleet is made once per run id.
+What the last successful `up` recorded comes from the stack's own output `run`. A run is over, its fleet no longer
+declared, when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, AWS
+expired it): a fleet is made once per run id.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tags on everything a stack owns, on each resource: a provider's default tags do not reach what a fleet launches."""
+"""The tags on everything a stack owns, stated each time: a provider's default tags do not reach a fleet's nodes."""
 
 from __future__ import annotations
 
