@@ -29,7 +29,8 @@ class Attempt:
     type: str
     zone: str
     launched_at: float
-    seconds: Decimal
+    seconds: Decimal  # as billed: 60 at least
+    lived_s: Decimal
     usd: Decimal
     compute_usd: Decimal
     free_usd: Decimal
@@ -97,11 +98,12 @@ def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, An
     launched = epoch(record.get("launched_at")) or epoch(record.get("booted_at")) or 0.0
     ended = record.get("exit") if isinstance(record.get("exit"), dict) else None
     seen = Decimal(str(beat.get("attempt_s", 0)))
-    seconds = max(seen, MINIMUM_S)
+    lived = Decimal(str(beat.get("lived_s", seen)))
     for key in ("at", "ends_at"):
         time = epoch((ended or {}).get(key))
         if time is not None and launched:
-            seconds = max(seconds, Decimal(f"{time - launched:.3f}"))
+            lived = max(lived, Decimal(f"{time - launched:.3f}"))
+    seconds = max(lived, MINIMUM_S)
     compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.assumed * hours(seen)
     compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.assumed)))
     told, gone = epoch((ended or {}).get("at")), epoch((ended or {}).get("ends_at"))
@@ -115,6 +117,7 @@ def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, An
         zone=zone,
         launched_at=launched,
         seconds=seconds,
+        lived_s=lived,
         usd=(compute + hours(seconds) * rates.extras).quantize(CENT_100),
         compute_usd=compute.quantize(CENT_100),
         free_usd=free.quantize(CENT_100),

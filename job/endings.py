@@ -129,6 +129,7 @@ def _present(s: Supervisor) -> Attempt:
         zone=s.node.zone,
         launched_at=s.node.launched_at,
         seconds=spent.attempt_s,
+        lived_s=Decimal(f"{s.clock() - s.node.launched_at:.3f}"),
         usd=spent.attempt_usd,
         compute_usd=spent.compute_usd,
         free_usd=Decimal(0),

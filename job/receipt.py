@@ -4,8 +4,9 @@ Actual money is metered time at the hour's prices; S3, logs and transfer are as 
 day later. A first hour that AWS interrupted is not charged for compute; the receipt credits it and says so.
 
 Causes, which add up to the difference exactly: *price*, the hours used at another price than estimated;
-*interruptions*, restarts, repeated steps and idling for AWS less what was free, against the bill's line; *runtime*, all
-other hours against the estimated ones; *other*, the rest, to the last digit.
+*interruptions*, restarts, repeated steps, idling for AWS and the minute that each start costs at least, less what was
+free, against the bill's line; *runtime*, all other hours against the estimated ones; *other*, the rest, to the last
+digit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from decimal import Decimal
 from typing import Any
 
 from job.attempts import Attempt
-from job.meter import CENT_100, hours
+from job.meter import CENT_100, MINIMUM_S, hours
 from job.run_file import RunFile
 
 SCHEMA = 1
@@ -69,7 +70,7 @@ def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> di
     price, estimated_h = Decimal(compute["unit_price"]), Decimal(compute["quantity"])
     extras = Decimal(run.tree["extras"]["disk_usd_per_hour"]) + Decimal(run.tree["extras"]["ipv4_usd_per_hour"])
     used_h = sum((hours(attempt.seconds) for attempt in attempts), Decimal(0))
-    lost_h = sum((hours(seconds) for seconds in _lost(attempts)), Decimal(0))
+    lost_h = hours(_lost(attempts))
     free = sum((attempt.free_usd for attempt in attempts), Decimal(0))
     estimated = Decimal(lines["interruptions"]["amount"]) if "interruptions" in lines else Decimal(0)
     paid = sum((attempt.compute_usd for attempt in attempts), Decimal(0))
@@ -134,18 +135,19 @@ def _rows(run: RunFile, attempts: Sequence[Attempt]) -> list[_Row]:
     return [*rows, *fixed, _Row("interruptions", interruptions, -free, note)]
 
 
-def _lost(attempts: Sequence[Attempt]) -> list[Decimal]:
-    """Seconds of each attempt that only interruptions explain."""
-    found = []
+def _lost(attempts: Sequence[Attempt]) -> Decimal:
+    """Billed seconds that only interruptions explain."""
+    total = Decimal(0)
     for before, attempt in zip([None, *attempts], attempts, strict=False):
-        seconds = Decimal(0)
+        seconds = attempt.idle_s
         if before is not None:
-            seconds += attempt.seconds if attempt.started_s is None else min(attempt.started_s, attempt.seconds)
+            seconds += attempt.lived_s if attempt.started_s is None else attempt.started_s
             repeated = max(0, before.last_step - attempt.resumed_step)
             seconds += Decimal(f"{repeated * attempt.step_s:.3f}")
-        seconds += attempt.idle_s
-        found.append(min(seconds, attempt.seconds))
-    return found
+        total += min(seconds, attempt.lived_s)
+    lived = sum((attempt.lived_s for attempt in attempts), Decimal(0))
+    billed = sum((attempt.seconds for attempt in attempts), Decimal(0))
+    return total + billed - max(lived, MINIMUM_S)  # one start in one piece has its minimum too
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:

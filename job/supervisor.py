@@ -256,6 +256,7 @@ class Supervisor:
             "spent_usd": str(spent.usd),
             "attempt_usd": str(spent.attempt_usd),
             "attempt_s": str(spent.attempt_s),
+            "lived_s": f"{now - self.node.launched_at:.3f}",
             "compute_usd": str(spent.compute_usd),
             "usd_per_hour": str(spent.usd_per_hour),
         }

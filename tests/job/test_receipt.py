@@ -26,6 +26,7 @@ def attempt(seconds: int, rate: str = "0.36", **changes: Any) -> Attempt:
         "zone": "us-east-2a",
         "launched_at": runs.LAUNCHED,
         "seconds": Decimal(seconds),
+        "lived_s": Decimal(seconds),
         "usd": compute + (hours * EXTRAS).quantize(Decimal("0.0001")),
         "compute_usd": compute,
         "free_usd": Decimal(0),
@@ -109,6 +110,14 @@ def test_an_interruption_is_restart_repeated_steps_and_idling_less_what_was_free
     assert Decimal(made["causes"]["interruptions"]) == pytest.approx(expected, abs=Decimal("0.0001"))
     assert made["free_first_hour_usd"] == "0.0900"
     assert made["interruptions"] == {"expected": 0.4, "with_notice": 1, "without_notice": 0}
+
+
+def test_the_minimum_of_a_short_start_is_an_interruptions_cost(run: RunFile) -> None:
+    short = {"lived_s": Decimal(20), "started_s": Decimal(5), "last_step": 10}
+    made = build(run, attempt(60, exit=None, **short), attempt(60, resumed_step=10, **short))
+    # 120 s are billed for 40 s lived; in one piece it would have been 60
+    expected = Decimal(5 + 60) / 3600 * (Decimal("0.36") + EXTRAS) - Decimal("0.0028")
+    assert Decimal(made["causes"]["interruptions"]) == pytest.approx(expected, abs=Decimal("0.0001"))
 
 
 def test_a_kill_without_notice_costs_the_steps_it_repeats(run: RunFile) -> None:
