@@ -25,6 +25,7 @@ def supervise(run_json: Path) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
     from job.child import Child, Log, trainer
+    from job.endings import FAILED
     from job.metadata import Metadata, Watch, http_fetch
     from job.meter import spot_history
     from job.run_file import Node, load
@@ -36,7 +37,11 @@ def supervise(run_json: Path) -> int:
     signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))
     workdir, environment = run_json.parent, os.environ
     log = Log(workdir / "job.log")
-    run, node = load(run_json), Node.of(environment, time.time())
+    try:
+        run, node = load(run_json), Node.of(environment, time.time())
+    except ValueError as error:  # the same on every node: the run ends here
+        log.say(f"fatal: {error}")
+        return FAILED
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=time.time, say=log.say
     )

@@ -207,6 +207,15 @@ def test_missing_packages_are_installed_and_the_program_starts_anew_with_them(
     monkeypatch.delenv(bootstrap.MARK)
 
 
+def test_a_run_config_that_no_node_can_read_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"schema": 1, "job": {}}')
+    words = [sys.executable, "-m", "job", str(tmp_path / "run.json")]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 70
+    assert "fatal" in ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
 def test_gpus_are_read_from_the_driver_in_decimal_gigabytes() -> None:
     found = machine.parse("NVIDIA A10G, 23028, 595.91.07\nNo devices were found\n")
     assert [(gpu.name, gpu.driver) for gpu in found] == [("NVIDIA A10G", "595.91.07")]
