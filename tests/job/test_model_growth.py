@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import warnings
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from growth_models import CONFIG, PROBE, dense, generator, moe, text
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from job import sizing
 from job.config import GrowthConfig, GrowthModel, Precision
@@ -182,65 +180,6 @@ def test_micro_batches_of_16_of_12_and_4_and_of_8_and_8_give_the_same_loss() -> 
             parts = [module(b[:, :-1], b[:, 1:]).loss_sum.item() for b in batch.split(cut)]
             losses.append(sum(parts) / batch[:, 1:].numel())
         assert max(losses) - min(losses) <= 1e-6
-
-
-class Counter(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("phase", "dispatch"), [(0, "grouped"), (1, "grouped"), (1, "padded")])
-def test_activation_checkpointing_recomputes_no_product_and_changes_no_gradient(phase: int, dispatch: str) -> None:
-    module = load(CONFIG, phase, (dense, moe)[phase](torch.float32))
-    module.set_dispatch(dispatch)  # type: ignore[arg-type]
-    module.train()
-    found, seen = [], []
-    for on in (False, True):
-        module.checkpointing = on
-        with Counter() as counter:
-            found.append(gradients(module, module(TOKENS, TARGETS)))
-        seen.append(counter.seen)
-    assert_same(*found, atol=0)
-    for product in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "topk"):
-        assert seen[0][product] == seen[1][product]
-    assert sum(n for name, n in seen[0].items() if "attention" in name) == sum(
-        n for name, n in seen[1].items() if "attention" in name
-    )
-    assert seen[1]["gelu"] == 2 * seen[0]["gelu"] > 0
-    assert seen[1]["native_layer_norm"] > seen[0]["native_layer_norm"]
-
-
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("phase", [0, 1, 2])
-def test_predicted_activations_are_what_autograd_keeps(phase: int, compute: str) -> None:
-    config = replace(CONFIG, precision=Precision(compute=compute, phase3_state="fp32"))  # type: ignore[arg-type]
-    module = build(config, phase)
-    module.set_dispatch("padded")
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    held: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    x = module.embed(TOKENS[:, :63]).to(module.compute_dtype).detach().requires_grad_()
-    cos, sin = rotations(63, 16, x)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        for block in module.blocks:
-            x, _ = block(x, cos, sin)
-        module.norm(x)
-    kept = sum(t.untyped_storage().nbytes() for pointer, t in held.items() if pointer not in own)
-    if compute == "bf16":  # the weights' bf16 copies are counted with the weights
-        kept -= 2 * sum(p.numel() for name, p in module.named_parameters() if name != "embed.weight")
-    config = replace(config, data=replace(config.data, sequence=63))
-    assert sizing.memory(config, phase, 8).activations_gb * 1e9 == pytest.approx(kept, rel=0.04)
 
 
 @pytest.mark.parametrize("phase", [0, 1])
