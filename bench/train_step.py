@@ -22,8 +22,9 @@ from statistics import median
 import torch
 
 from infra.loader import find, load
-from job import prepare, sizing, sources
+from job import sizing
 from job.config import GrowthConfig, from_json
+from job.dataset import prepare, sources
 from job.models.growth import build, parameter_groups
 from job.train import device, optimizer
 from job.train.checkpoint import Checkpoints, Commit

@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Assumptions behind the bill; each default is stated, with its source, where infra.cost uses it. None = that default."""
+    """Assumptions behind the bill. None = the default, stated with its source where infra.cost uses it."""
 
     hazard_per_hour: Decimal | None = None  # fixes the interruption hazard instead of drawing it per simulated run
     efficiency: Decimal | None = None  # share of the roofline (compute + optimizer traffic) a step reaches, in (0, 1]

@@ -158,7 +158,7 @@ def _unprepared(folder: Path) -> str:
     """Why the folder is not a prepared dataset, or nothing. Its files are hashed by whoever uploads them, not here."""
     if not (folder / "dataset.json").is_file():
         return "is not prepared"
-    from job.prepare import read_manifest  # here: most callers never have a local dataset
+    from job.dataset.prepare import read_manifest  # here: most callers never have a local dataset
 
     try:
         manifest = read_manifest(folder)

@@ -23,7 +23,7 @@ from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find, load, not_ready
 from infra.run_guard import Previous, Verdict, judge, timer_seconds
-from job.prepare import DatasetManifest, read_manifest, verify
+from job.dataset.prepare import DatasetManifest, read_manifest, verify
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

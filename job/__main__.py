@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from job import bootstrap
+from job.supervisor import bootstrap
 
 
 def main() -> int:
@@ -24,14 +24,14 @@ def main() -> int:
 def supervise(run_json: Path) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
-    from job.child import Child, Log, trainer
-    from job.endings import FAILED
-    from job.metadata import Metadata, Watch, http_fetch
-    from job.meter import spot_history
     from job.run_file import Node, load
-    from job.store import open_store, parent
-    from job.supervisor import Supervisor
-    from job.world import World
+    from job.supervisor.child import Child, Log, trainer
+    from job.supervisor.endings import FAILED
+    from job.supervisor.metadata import Metadata, Watch, http_fetch
+    from job.supervisor.meter import spot_history
+    from job.supervisor.store import open_store, parent
+    from job.supervisor.supervisor import Supervisor
+    from job.supervisor.world import World
 
     terminated: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))

@@ -12,7 +12,7 @@ from typing import Any
 
 from job import atomic
 from job.config import JobConfig, from_json
-from job.metadata import epoch
+from job.supervisor.metadata import epoch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

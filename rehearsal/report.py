@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from job import receipt as receipts
+from job.supervisor import receipt as receipts
 from rehearsal import picture
 from rehearsal.account import Resource
 from rehearsal.cloud import Cloud

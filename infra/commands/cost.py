@@ -44,6 +44,6 @@ def _dataset_bytes(definition: StackDefinition, root: Path) -> int | None:
     folder = root / definition.storage.dataset
     if definition.storage.dataset.startswith("s3://") or not (folder / "dataset.json").is_file():
         return None
-    from job.prepare import read_manifest  # here: without a dataset there is nothing to read
+    from job.dataset.prepare import read_manifest  # here: without a dataset there is nothing to read
 
     return sum(file.bytes for file in read_manifest(folder).files)

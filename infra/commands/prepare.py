@@ -11,8 +11,8 @@ from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
-from job import prepare, sources
 from job.config import JobConfig
+from job.dataset import prepare, sources
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

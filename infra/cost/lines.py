@@ -14,7 +14,7 @@ from infra.catalog import Catalog, Price
 from infra.cost.runtime import Runtime
 from infra.definition import Disk, StackDefinition
 from job import sizing
-from job.store import PART_BYTES  # of an upload: each part is a PUT
+from job.supervisor.store import PART_BYTES  # of an upload: each part is a PUT
 
 MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from job import sizing
-from job.prepare import describe
+from job.dataset.prepare import describe
 from job.train.experiment import Session
 
 

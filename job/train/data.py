@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from job.prepare import DatasetManifest, read_manifest
-from job.shards import HEADER, read_header
-from job.tokenizer import Tokenizer, open_tokenizer
+from job.dataset.prepare import DatasetManifest, read_manifest
+from job.dataset.shards import HEADER, read_header
+from job.dataset.tokenizer import Tokenizer, open_tokenizer
 
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli import main
-from job.prepare import read_manifest
+from job.dataset.prepare import read_manifest
 
 ROOT = Path(__file__).parents[2]
 STACK = "tinystories-growth"

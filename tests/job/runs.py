@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from job.config import Batch, Checkpoint, Eval, GrowthConfig, GrowthModel, Log, Precision, TextData
-from job.prepare import prepare, read_manifest
-from job.sources import Generated
+from job.dataset.prepare import prepare, read_manifest
+from job.dataset.sources import Generated
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = 1_800_000_000.0

@@ -14,14 +14,14 @@ from typing import Any
 import runs
 
 from job import atomic
-from job.child import Log
 from job.config import Checkpoint
-from job.metadata import Metadata
-from job.publish import commits
 from job.run_file import Node, config_digest, load
-from job.store import FolderStore, Store, StoreError
-from job.supervisor import Supervisor
-from job.world import World
+from job.supervisor.child import Log
+from job.supervisor.metadata import Metadata
+from job.supervisor.publish import commits
+from job.supervisor.store import FolderStore, Store, StoreError
+from job.supervisor.supervisor import Supervisor
+from job.supervisor.world import World
 
 STEPS = 12  # of runs.TINY
 

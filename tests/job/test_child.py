@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from job import bootstrap, machine
-from job.child import Child, Log, Progress, trainer
+from job.supervisor import bootstrap, machine
+from job.supervisor.child import Child, Log, Progress, trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +77,7 @@ def test_the_trainer_does_not_outlive_a_killed_supervisor() -> None:
     code = (
         "import os, subprocess, sys, time;"
         "inner = 'import os, time; print(os.getpid(), flush=True); time.sleep(99)';"
-        "words = [sys.executable, '-m', 'job.leash', str(os.getpid()), '-c', inner];"
+        "words = [sys.executable, '-m', 'job.supervisor.leash', str(os.getpid()), '-c', inner];"
         "subprocess.Popen(words, process_group=0); time.sleep(99)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)

@@ -28,7 +28,7 @@ from rehearsal.imds import Imds
 
 CONFIG = replace(
     runs.TINY,
-    steps_per_phase=20,
+    steps_per_phase=100,  # seconds, so that a notice is seen while it trains, also on a quick machine
     batch=Batch(sequences=8),
     data=TextData(sequence=32, source="generated-stories", stories=400),
     checkpoint=Checkpoint(interval_s=0.5, heartbeat_s=0.5),
@@ -128,15 +128,12 @@ def test_three_sigkills_and_a_notice_change_no_bit_of_the_weights(tmp_path: Path
     assert ended["notice"] is True
     assert manifests(bucket)[-1] == first.steps()[-1]  # 0 optimizer steps lost
 
-    # One kill before anything new is published, one in the second phase, one in the third.
-    for number, least in ((2, 0), (3, CONFIG.steps_per_phase), (4, 2 * CONFIG.steps_per_phase)):
+    # One kill in each phase, some steps after its beginning (or after where the attempt went on).
+    for number, phase in ((2, 0), (3, 1), (4, 2)):
         newest, steps = manifests(bucket)[-1], draw.randrange(2, 7)
         attempt = Attempt(tmp_path, bucket, run, f"i-{number}")
-        attempt.wait_for(
-            lambda attempt=attempt, steps=steps, least=least: (
-                len(attempt.steps()) >= steps and manifests(bucket)[-1] > least
-            )
-        )
+        least = max(newest, phase * CONFIG.steps_per_phase) + steps
+        attempt.wait_for(lambda attempt=attempt, least=least: max(attempt.steps(), default=0) >= least)
         attempt.sigkill()
         assert attempt.steps()[0] == newest + 1  # it went on from the newest manifest
         assert not (bucket / "r1" / "done.json").exists()

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from job.metadata import NOTICE_PATH, REBALANCE_PATH, TOKEN_S, Metadata, Watch, http_fetch
+from job.supervisor.metadata import NOTICE_PATH, REBALANCE_PATH, TOKEN_S, Metadata, Watch, http_fetch
 from rehearsal.imds import Fault, Imds
 
 NOW = 1_800_000_000.0

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import runs
 
-from job import attempts
-from job.meter import Meter, spot_history
 from job.run_file import Limits, Rates, load
-from job.store import FolderStore
+from job.supervisor import attempts
+from job.supervisor.meter import Meter, spot_history
+from job.supervisor.store import FolderStore
 
 T0 = runs.LAUNCHED
 SPOT = Rates(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from job import fetch, prepare
-from job.fetch import FetchError
-from job.sources import TextTokenizer, TinyStories
+from job.dataset import fetch, prepare
+from job.dataset.fetch import FetchError
+from job.dataset.sources import TextTokenizer, TinyStories
 
 STORY = "Once upon a time there was a fox.\n\nIt slept.\n<|endoftext|>\n"
 
@@ -140,7 +140,7 @@ def tinystories(url: str, files: Files, tmp_path: Path, count: int) -> TinyStori
 def test_tinystories_becomes_a_dataset_of_its_first_stories(
     url: str, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("job.sources.TINYSTORIES_STORY_BYTES", 10)  # too little at first: fetched in growing parts
+    monkeypatch.setattr("job.dataset.sources.TINYSTORIES_STORY_BYTES", 10)  # too little at first: it grows
     manifest = prepare.prepare(tmp_path / "set", tinystories(url, files, tmp_path, 200), model_vocab=300)
     assert manifest.stories == {"train": 198, "validation": 2}
     assert files.sent < len(files.content)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, Inline, commit, state
 
-from job.publish import Publisher, commits
-from job.store import GivenUpError, StoreError
-from job.uploads import Uploader
+from job.supervisor.publish import Publisher, commits
+from job.supervisor.store import GivenUpError, StoreError
+from job.supervisor.uploads import Uploader
 
 
 def publisher(bench: Bench, store: object = None) -> Publisher:

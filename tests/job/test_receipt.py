@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import runs
 
-from job import receipt
-from job.attempts import Attempt
 from job.run_file import RunFile, load
+from job.supervisor import receipt
+from job.supervisor.attempts import Attempt
 
 EXTRAS = Decimal("0.015959")
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from supervisor_world import Bench, FaultyStore, commit, state
 
-from job import staging
-from job.publish import Publisher
 from job.run_file import load
-from job.store import StoreError
+from job.supervisor import staging
+from job.supervisor.publish import Publisher
+from job.supervisor.store import StoreError
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from job.store import (
+from job.supervisor.store import (
     PART_BYTES,
     FolderStore,
     GivenUpError,
@@ -182,7 +182,7 @@ def test_a_write_that_was_cut_short_is_no_object(tmp_path: Path, monkeypatch: py
         target.write_bytes(b"ha")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("job.store.shutil.copyfile", full)
+    monkeypatch.setattr("job.supervisor.store.shutil.copyfile", full)
     with pytest.raises(StoreError, match="No space"):
         store.put_file(tmp_path / "w.bin", "w.bin")
     assert store.get_bytes("w.bin") == b"old"

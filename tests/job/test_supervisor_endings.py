@@ -11,7 +11,7 @@ import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, outage, state
 
 from job import atomic
-from job.store import StoreError
+from job.supervisor.store import StoreError
 
 
 def notice_at(bench: Bench, seconds: float) -> Any:

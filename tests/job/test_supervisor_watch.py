@@ -178,7 +178,7 @@ def test_a_full_disk_loses_notes_and_no_training(tmp_path: Path, monkeypatch: py
 
 def test_a_short_disk_keeps_only_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
-    monkeypatch.setattr("job.publish.shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
+    monkeypatch.setattr("job.supervisor.publish.shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
     bench.attempt().run()
     assert [path.name for path in (tmp_path / "i-1" / "ckpt").glob("step_*")] == ["step_00000012"]
     assert bench.manifests() == [9, 12]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import train_world as world
 
-from job.shards import HEADER, write_shard
+from job.dataset.shards import HEADER, write_shard
 from job.train.data import Corpus, Dataset, draw
 
 CPU = torch.device("cpu")

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job import atomic, prepare, sources
+from job import atomic
+from job.dataset import prepare, sources
 from job.train import __main__ as trainer
 from job.train.requests import Requests, Stop
 

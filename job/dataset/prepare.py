@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from job.shards import write_shard
-from job.sources import Source
-from job.tokenizer import Gpt2, Tokenizer, Words
+from job.dataset.shards import write_shard
+from job.dataset.sources import Source
+from job.dataset.tokenizer import Gpt2, Tokenizer, Words
 
 MANIFEST = "dataset.json"
 HELD_OUT = 0.01  # the last stories of a text, for validation

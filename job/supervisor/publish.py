@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from job import atomic
-from job.staging import MANIFEST
-from job.store import GivenUpError, Store, StoreError
+from job.supervisor.staging import MANIFEST
+from job.supervisor.store import GivenUpError, Store, StoreError
 
 PARALLEL = 8
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save

@@ -1,4 +1,4 @@
-"""Starts a Python module that dies with the process that started it: `python -m job.leash PARENT -m MODULE ARG...`.
+"""Starts a Python module that dies with its parent: `python -m job.supervisor.leash PARENT -m MODULE ARG...`.
 
 The trainer is in a process group of its own, so a SIGKILL that ends the supervisor would leave it running. Linux only;
 elsewhere the module just starts.

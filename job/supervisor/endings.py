@@ -9,12 +9,13 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from job import atomic, receipt
-from job.attempts import Attempt
-from job.store import StoreError
+from job import atomic
+from job.supervisor import receipt
+from job.supervisor.attempts import Attempt
+from job.supervisor.store import StoreError
 
 if TYPE_CHECKING:
-    from job.supervisor import Supervisor
+    from job.supervisor.supervisor import Supervisor
 
 FINISHED, FAILED, INTERRUPTED, CRASHED = 0, 70, 75, 1  # exit codes, for the node script
 TICK_S = 0.25

@@ -8,11 +8,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
-from job import machine
-from job.child import Log
-from job.metadata import Metadata
-from job.meter import SpotPrice
-from job.store import Store
+from job.supervisor import machine
+from job.supervisor.child import Log
+from job.supervisor.metadata import Metadata
+from job.supervisor.meter import SpotPrice
+from job.supervisor.store import Store
 
 
 class Trainer(Protocol):

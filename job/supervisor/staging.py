@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from job import atomic
 from job.run_file import Dataset, InputFile, RunFile
-from job.store import MissingError, Store, StoreError, open_store, parent
+from job.supervisor.store import MissingError, Store, StoreError, open_store, parent
 
 DATASET = "dataset.json"
 MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")

@@ -86,7 +86,8 @@ class Child:
 
 def trainer(workdir: Path, rung: int) -> list[str]:
     """The trainer's command line."""
-    return [sys.executable, "-m", "job.leash", str(os.getpid()), "-m", "job.train", str(workdir), "--rung", str(rung)]
+    leash = [sys.executable, "-m", "job.supervisor.leash", str(os.getpid())]
+    return [*leash, "-m", "job.train", str(workdir), "--rung", str(rung)]
 
 
 class Progress:

@@ -1,7 +1,7 @@
 """The parent of the trainer: stages, starts, watches, publishes, and decides how the attempt ends.
 
 An attempt ends in one of five ways: finished (or at a limit of the run), failed for good, interrupted, crashed, or
-over before it began. Only the first two write done.json, last of all. See job/endings.py and docs/interruptions.md.
+over before it began. Only the first two write done.json, last of all. See endings.py and docs/interruptions.md.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from job import atomic, attempts, endings, machine, sizing, staging
-from job.child import Progress
-from job.endings import FAILED, FINISHED, TICK_S, iso
-from job.forecast import Forecast
-from job.meter import RESERVE_S, Meter
-from job.publish import Publisher
+from job import atomic, sizing
 from job.run_file import Node, RunFile
-from job.store import StoreError
-from job.uploads import Pulse, Uploader
-from job.world import Cause, Trainer, World
+from job.supervisor import attempts, endings, machine, staging
+from job.supervisor.child import Progress
+from job.supervisor.endings import FAILED, FINISHED, TICK_S, iso
+from job.supervisor.forecast import Forecast
+from job.supervisor.meter import RESERVE_S, Meter
+from job.supervisor.publish import Publisher
+from job.supervisor.store import StoreError
+from job.supervisor.uploads import Pulse, Uploader
+from job.supervisor.world import Cause, Trainer, World
 
 DONE, FATAL, OUT_OF_MEMORY, STOPPED = 0, 65, 69, 75  # the trainer's
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
 MARK = "GPUFLEET_PACKAGES"  # set in the environment of the process that has them
 TRIES = 3
 

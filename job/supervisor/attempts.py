@@ -13,10 +13,10 @@ from decimal import Decimal
 from typing import Any
 
 from job import atomic
-from job.metadata import epoch
-from job.meter import CENT_100, MINIMUM_S, hours
 from job.run_file import RunFile
-from job.store import Store, StoreError
+from job.supervisor.metadata import epoch
+from job.supervisor.meter import CENT_100, MINIMUM_S, hours
+from job.supervisor.store import Store, StoreError
 
 FREE_S = 3600  # AWS does not charge compute when it interrupts a spot instance in its first hour (EC2 User Guide)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from job.attempts import Attempt
-from job.meter import CENT_100, MINIMUM_S, hours
 from job.run_file import RunFile
+from job.supervisor.attempts import Attempt
+from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 
 SCHEMA = 1
 

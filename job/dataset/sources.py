@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from job import fetch
-from job.stories import stories
-from job.tokenizer import BYTES_VOCAB, END_OF_TEXT, GPT2_VOCAB, Bytes, Gpt2, Tokenizer, Words
+from job.dataset import fetch
+from job.dataset.stories import stories
+from job.dataset.tokenizer import BYTES_VOCAB, END_OF_TEXT, GPT2_VOCAB, Bytes, Gpt2, Tokenizer, Words
 
 TINYSTORIES_STORY_BYTES = 1000  # 908 on average, 2.12 M stories in 1.92 GB; a first guess of how much to fetch
 Named = tuple[Tokenizer, str, str]  # tokenizer, kind, id
