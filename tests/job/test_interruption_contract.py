@@ -28,7 +28,7 @@ from rehearsal.imds import Imds
 
 CONFIG = replace(
     runs.TINY,
-    steps_per_phase=100,  # seconds, so that a notice is seen while it trains, also on a quick machine
+    steps_per_phase=60,  # seconds, so that a notice is seen while it trains, also on a quick machine
     batch=Batch(sequences=8),
     data=TextData(sequence=32, source="generated-stories", stories=400),
     checkpoint=Checkpoint(interval_s=0.5, heartbeat_s=0.5),
