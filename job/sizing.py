@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from job.config import GrowthModel, JobConfig
 
 GB = 1e9
+PART_BYTES = 64 * 1024 * 1024  # of an upload to S3: each part is a billed request
 CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs before sm_90)
 DEVICE_RESERVE_GB = 1.0  # CUDA context, cuBLAS workspace, fragmentation: an estimate, on top of what torch allocates
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients

@@ -14,7 +14,6 @@ from infra.catalog import Catalog, Price
 from infra.cost.runtime import Runtime
 from infra.definition import Disk, StackDefinition
 from job import sizing
-from job.supervisor.store import PART_BYTES  # of an upload: each part is a PUT
 
 MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
@@ -120,12 +119,12 @@ def bucket_lines(
     held = stored(definition, dataset_bytes)
     days = keep.days if keep.bucket else UNKEPT_DAYS
     writes = sum(
-        phase.saves * (math.ceil(sizing.checkpoint_bytes(config, i) / PART_BYTES) + 2)
+        phase.saves * (math.ceil(sizing.checkpoint_bytes(config, i) / sizing.PART_BYTES) + 2)
         for i, phase in enumerate(runtime.phases)
     )
-    writes += (held.exports + held.final + held.dataset) * 1e9 / PART_BYTES + 100
+    writes += (held.exports + held.final + held.dataset) * 1e9 / sizing.PART_BYTES + 100
     writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
-    reads = (held.final + held.dataset) * 1e9 / PART_BYTES + 100
+    reads = (held.final + held.dataset) * 1e9 / sizing.PART_BYTES + 100
     logs_gb = LOG_GB_PER_BOOT + sizing.total_steps(config) / config.log.every * LOG_LINE_BYTES / 1e9
     return [
         line("S3 storage", held.total * days * 24 / float(MONTH_H), catalog.price("s3_storage", region)),

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from job import atomic
+from job.sizing import PART_BYTES
 
 MIB = 1024 * 1024
-PART_BYTES = 16 * MIB
 CONNECTIONS = 32  # one TCP flow is capped at 5 Gbit/s: uploads need many
 
 
