@@ -13,8 +13,9 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from job.supervisor.staging import MANIFEST
 from job.supervisor.store import GivenUpError, Store, StoreError
 
 PARALLEL = 8
+HELD = ".uploading"  # in a checkpoint's folder while it is sent; job/train/checkpoint.py looks for it
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
 FOLDER = re.compile(r"step_(\d{8})")
 OWN = {"run.json", "stop.json", "save.json", "spent.json", "receipt.json", "rung.json"}  # no results
@@ -112,7 +114,10 @@ class Publisher:
     def publish(self, commit: Commit) -> None:
         """Raises StoreError (GivenUpError after `cancel`), or OSError when the files are not there as committed."""
         self._cancel.clear()
-        started = time.monotonic()
+        with _held(commit.path):
+            self._publish(commit)
+
+    def _publish(self, commit: Commit) -> None:
         folder = f"ckpt/{commit.path.name}"
         for name, size in commit.files:
             if (commit.path / name).stat().st_size != size:
@@ -120,6 +125,7 @@ class Publisher:
         if commit.step <= self.newest:
             self._store.delete([f"{folder}/manifest.json"])  # never new files under an old manifest
         required = self._require(commit.requires)
+        started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
         names = [name for name, _ in commit.files]
         with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
             hashes = [pool.submit(_sha256, commit.path / name) for name in names]
@@ -224,6 +230,25 @@ class Publisher:
             if (step := _step(path.name)) < self.newest and step not in keep:
                 (path / "commit.json").unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Marks a checkpoint as under way: the trainer, which prunes beside us, leaves it alone. Without the mark an upload
+    slower than two saves would lose its files each time, and nothing would ever be published.
+    """
+    mark = folder / HELD
+    try:
+        mark.touch()
+    except FileNotFoundError:
+        raise StoreError(f"{folder.name} was pruned meanwhile") from None
+    except OSError:
+        pass  # a disk too full for a mark: as without one
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            mark.unlink(missing_ok=True)
 
 
 def _all(futures: list[Future[None]]) -> None:

@@ -34,6 +34,7 @@ class Uploader:
         if self._running is not None:
             commit, future = self._running
             if not future.done():
+                self._make_way(commit)
                 return
             self._running = None
             self._settle(commit, future.exception())
@@ -45,10 +46,8 @@ class Uploader:
             self._running = (commit, self._executor.submit(self._publish, commit))
 
     def hurry(self) -> None:
-        """From now on the newest commit goes first; an older one under way makes room for it."""
+        """From now on the newest commit goes first; an older one under way makes room once there is a newer."""
         self._newest_first = True
-        if self._running is not None:
-            self.publisher.cancel()
 
     def fast(self) -> None:
         """Forgets a pause after a failure: there is no time for it."""
@@ -58,6 +57,11 @@ class Uploader:
     def idle(self) -> bool:
         """Nothing runs and nothing waits."""
         return self._running is None and not self.publisher.pending()
+
+    def _make_way(self, running: Commit) -> None:
+        """In a hurry, gives up what is under way for a newer commit, and for nothing else: it would begin again."""
+        if self._newest_first and any(commit.step > running.step for commit in self.publisher.pending()):
+            self.publisher.cancel()
 
     def _publish(self, commit: Commit) -> None:
         self.publisher.publish(commit)

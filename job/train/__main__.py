@@ -53,7 +53,9 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         Loop(session, experiment).run()
     except Stopped:
         return STOPPED
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         say(f"out of memory: {str(error).splitlines()[0]}")
         return OUT_OF_MEMORY
     except (ValueError, GrowthCheckFailed) as error:
@@ -62,6 +64,14 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         return FATAL
     say("finished")
     return FINISHED
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Also where it is not torch's allocator that asked in vain: cuBLAS's handles, Triton's modules, the driver."""
+    words = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or (
+        ("cuda" in words and "out of memory" in words) or "status_alloc_failed" in words
+    )
 
 
 def start(workdir: Path, rung: int, requests: Requests) -> tuple[Experiment, Session]:

@@ -30,6 +30,7 @@ State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) 
 COMMIT, PROGRESS = "commit.json", "progress.json"
 FREE_FACTOR = 1.2  # free space before a save, in sizes of the save
 KEEP = 2  # newest ones, beside the best
+HELD = ".uploading"  # the supervisor's mark in a checkpoint that it is sending
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +152,7 @@ class Checkpoints:
             kept = self._host.setdefault(kind, {})
             for name, tensor in tensors.items():
                 if name not in kept:
-                    kept[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                    kept[name] = _host_copy(tensor)
                 kept[name].copy_(tensor.detach(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -193,12 +194,14 @@ class Checkpoints:
         return f"{free / 1e9:.2f} GB free in {self.folder}, {FREE_FACTOR * size / 1e9:.2f} GB needed"
 
     def _prune(self, keep: int) -> None:
-        """Removes all but the newest `keep` and the best, commit.json first so that none looks whole on the way."""
+        """Removes all but the newest `keep`, the best and one being uploaded, commit.json first so that none looks
+        whole on the way.
+        """
         committed = list(self._committed())
         evaluated = [(commit["val_loss"], path) for path, commit in committed if commit["val_loss"] is not None]
         best = min(evaluated)[1] if evaluated else None
         for path, _ in committed[:-keep]:
-            if path != best:
+            if path != best and not (path / HELD).exists():
                 with suppress(FileNotFoundError):
                     (path / COMMIT).unlink()
                 shutil.rmtree(path, ignore_errors=True)
@@ -209,6 +212,14 @@ class Checkpoints:
             commit = atomic.read_object(path / COMMIT)
             if commit is not None and commit.get("schema") == 1 and _whole(path, commit["files"]):
                 yield path, commit
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """Room for `tensor` in host memory: pinned, so that the copy is quick, or where there is no more of that, plain."""
+    if tensor.is_cuda:
+        with suppress(RuntimeError):
+            return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return torch.empty_like(tensor, device="cpu")
 
 
 def _whole(path: Path, files: list[dict[str, Any]]) -> bool:

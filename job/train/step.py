@@ -93,3 +93,5 @@ def compiled(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for block in blocks:
             block._compiled_call_impl = None
+        if blocks:
+            torch.compiler.reset()  # graphs of all phases share one cache: more than 8 (12 + 4 windows) are an error

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, Inline, commit, state
@@ -12,6 +18,7 @@ from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, Inline, co
 from job.supervisor.publish import Publisher, commits
 from job.supervisor.store import GivenUpError, StoreError
 from job.supervisor.uploads import Uploader
+from job.train.checkpoint import Checkpoints
 
 
 def publisher(bench: Bench, store: object = None) -> Publisher:
@@ -144,6 +151,82 @@ def test_in_a_hurry_the_newest_goes_first_and_a_better_older_one_after_it(tmp_pa
         "ckpt/step_00000003/manifest.json",
     ]
     assert bench.json("best.json")["step"] == 3
+
+
+class Slow(Executor):
+    """Does nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Future[None], partial[None]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.started.append((Future(), partial(fn, *args, **kwargs)))
+        return self.started[-1][0]
+
+
+def test_a_hurry_lets_the_newest_go_on_and_ends_it_only_for_a_newer_one(tmp_path: Path) -> None:
+    bench, slow = Bench(tmp_path), Slow()
+    commit(tmp_path / "w", 3, "c")
+    made = publisher(bench)
+    uploader = Uploader(made, slow, Clock(), lambda text: None)
+    uploader.poll()
+    uploader.hurry()
+    uploader.poll()
+    assert not made._cancel.is_set()  # half an upload is worth more than none
+    commit(tmp_path / "w", 6, "c", reason="stop")
+    uploader.poll()
+    assert made._cancel.is_set()
+    slow.started[0][0].set_exception(GivenUpError("given up"))
+    uploader.poll()
+    slow.started[1][1]()
+    assert bench.manifests() == [6]
+
+
+def test_the_trainer_does_not_prune_what_is_being_uploaded(tmp_path: Path) -> None:
+    bench, folder = Bench(tmp_path), tmp_path / "w" / "ckpt"
+    for step in (3, 6, 9):
+        commit(tmp_path / "w", step, "c")
+    checkpoints = Checkpoints(folder, config_sha256="c")
+
+    def prune(_: int, key: str) -> None:
+        if key == "ckpt/step_00000003/.metadata":  # in the middle of its upload
+            checkpoints._prune(2)
+
+    made = publisher(bench, FaultyStore(bench.store, prune))
+    made.publish(commits(tmp_path / "w")[0])
+    assert bench.manifests() == [3]
+    assert "ckpt/step_00000003/.uploading" not in {entry.key for entry in bench.store.entries("")}
+    checkpoints._prune(2)
+    assert [found.step for found in commits(tmp_path / "w")] == [6, 9]
+
+
+def test_a_checkpoint_pruned_before_its_upload_makes_room_for_the_next(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    gone = commit(tmp_path / "w", 3, "c")
+    made = publisher(bench)
+    (waiting,) = made.pending()
+    shutil.rmtree(gone)
+    with pytest.raises(StoreError, match="pruned"):
+        made.publish(waiting)
+    assert made.pending() == []
+
+
+def test_the_measured_pace_of_a_checkpoint_leaves_its_exports_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, clock = Bench(tmp_path), Clock()
+    monkeypatch.setattr("job.supervisor.publish.time", SimpleNamespace(monotonic=clock))
+    (tmp_path / "w" / "exports").mkdir(parents=True)
+    (tmp_path / "w" / "exports" / "a.bin").write_bytes(b"weights")
+    commit(tmp_path / "w", 3, "c", requires=("exports/a",))
+
+    def slowly(_: int, key: str) -> None:
+        clock.sleep(100 if key.startswith("exports/") else 1)
+
+    made = publisher(bench, FaultyStore(bench.store, slowly))
+    made.publish(made.pending()[0])
+    assert made.measured is not None
+    assert made.measured[1] == 3  # two files and the manifest
 
 
 def test_a_publication_given_up_leaves_no_manifest_and_can_be_done_later(tmp_path: Path) -> None:

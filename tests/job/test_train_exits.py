@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 import torch
 import train_world as world
 from safetensors.torch import load_file
+from torch import nn
 from train_world import STEPS, StopAt
 
 from job import atomic
 from job.config import from_json
 from job.models import growing
 from job.train import metrics, step
-from job.train.device import Device, DeviceRefusedError, Utilization, choose, peak_tflops
+from job.train.device import Device, DeviceRefusedError, Utilization, choose, peak_tflops, pin_exactly
 from job.train.requests import Requests
 
 
@@ -150,7 +152,7 @@ def test_a_gpu_without_bf16_is_refused_when_bf16_is_asked_for(monkeypatch: pytes
 
 def test_the_peak_is_found_by_the_gpus_own_word() -> None:
     assert peak_tflops("NVIDIA A10G") == 70
-    assert peak_tflops("NVIDIA H100 80GB HBM3") == 989
+    assert peak_tflops("NVIDIA H100 80GB HBM3") == 989.5
     assert peak_tflops("NVIDIA A100-SXM4-40GB") == 312
     assert peak_tflops("NVIDIA L4") == 121
     assert peak_tflops("NVIDIA GeForce RTX 4090") is None
@@ -194,11 +196,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
     assert world.committed(workdir) == [1]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
 def test_running_out_of_memory_has_its_own_code_and_names_the_next_rung(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise error
 
     workdir = world.make(tmp_path)
     monkeypatch.setattr(step, "update", full)
@@ -208,6 +218,38 @@ def test_running_out_of_memory_has_its_own_code_and_names_the_next_rung(
     assert (record["rung"], record["micro"]) == (0, 4)
     assert record["lower"] > 0
     assert not (workdir / "fatal.json").exists()
+
+
+def test_another_error_of_the_device_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    workdir = world.make(tmp_path)
+    monkeypatch.setattr(step, "update", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        world.train(workdir)
+
+
+def test_this_torch_pins_memory_in_the_sizes_asked_for() -> None:
+    assert pin_exactly()
+
+
+def test_no_number_of_shapes_over_all_phases_is_too_many_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block()])
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    shapes = iter(range(2, 100))
+    for _ in range(3):  # phases
+        with step.compiled(model := Model(), torch.device("cuda")):
+            for rows in (next(shapes) for _ in range(4)):  # 12 + 4 windows, in training and evaluation
+                assert model.blocks[0](torch.zeros(rows)).sum() == rows
 
 
 def test_a_lower_rung_trains_the_same_batches_in_smaller_pieces(finished: Path, tmp_path: Path) -> None:
