@@ -12,6 +12,7 @@ from typing import Any
 import boto3
 from botocore import exceptions
 from botocore.config import Config
+from botocore.parsers import ResponseParserError
 
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
@@ -74,6 +75,10 @@ def refusal(error: Exception) -> AwsRefused | None:
         return AwsRefused(
             f"AWS cannot be reached ({error}). Check the network, a proxy (HTTPS_PROXY), and AWS_ENDPOINT_URL: "
             "it must be unset for real AWS, and `gpufleet cloud` must be running where it is set."
+        )
+    if isinstance(error, ResponseParserError):
+        return AwsRefused(
+            "what answered is not AWS: its answer is not XML or JSON. Check HTTPS_PROXY and AWS_ENDPOINT_URL."
         )
     if isinstance(error, exceptions.ClientError):
         return _client_refusal(error)

@@ -9,22 +9,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.catalog import load_catalog
+from infra.commands import stack
 from infra.cost.bill import price, problems
 from infra.cost.table import render
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError
-from infra.loader import find, load, not_ready
+from infra.loader import find, load, not_ready, project_root
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line arguments."""
-    parser.add_argument("stack", help="a stack's name, or the path of a definition file")
+    stack.argument(parser)
     parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/bill.md")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the bill. A definition that its own bill forbids is shown first and then raised as DefinitionError."""
-    root = Path.cwd()
+    root = project_root(Path.cwd())
     now = datetime.now(UTC)
     definition = load(find(args.stack, root), now=now)
     missing = not_ready(definition, root)

@@ -53,7 +53,8 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
     total = sum(size for _, size in missing)
     cost = Decimal(total) / 10**9 * _transfer_price(definition.fleet.region)
     print(f"s3://{folder.bucket}/{folder.run}/ to {target}")
-    print(f"{len(missing)} files, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
+    count = f"{len(missing)} file{'' if len(missing) == 1 else 's'}"
+    print(f"{count}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
     if left:
         print(f"left in the bucket: {_readable(left)} of weights{'' if light else ' (--exports brings them)'}")
     for name, size in missing:

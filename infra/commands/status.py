@@ -42,7 +42,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
         return
     yield f"bucket      s3://{folder.bucket}/{run_id}/"
     yield from _attempts(folder)
-    yield from _progress(folder, definition, now)
+    ended = not fleets or fleets[0]["FleetState"] in aws.ENDED
+    yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
     done = folder.document("done.json")
     if done:
@@ -58,6 +59,9 @@ def _fleet(fleets: list[dict[str, Any]]) -> Iterator[str]:
     capacity = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
     until = fleet.get("ValidUntil")
     expiry = f", ends at the latest {until:%Y-%m-%d %H:%M} UTC" if until else ""
+    if fleet["FleetState"] in aws.ENDED:
+        yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}: it launches nothing more"
+        return
     yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}, wants {capacity} node{expiry}"
 
 
@@ -80,10 +84,10 @@ def _attempts(folder: aws.RunFolder) -> Iterator[str]:
         yield f"attempt     {where}, booted {attempt.get('booted_at')}, {how}"
 
 
-def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime) -> Iterator[str]:
+def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime, ended: bool) -> Iterator[str]:
     beats = [beat for name, _ in folder.objects("heartbeat/") if (beat := _last_line(folder, name))]
     if not beats:
-        yield "heartbeat   none yet: the node boots, pulls the image and stages its data first"
+        yield f"heartbeat   none{'' if ended else ' yet: the node boots, pulls the image and stages its data first'}"
         return
     beat = max(beats, key=lambda beat: str(beat.get("ts", "")))
     age = _age(str(beat.get("ts", "")), now)

@@ -181,7 +181,8 @@ def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
         yield Left(
             kind="bucket",
             id=name,
-            note=f"{len(sizes)} objects, {gb:.3f} GB" + (f", expiring after {keep.days} days" if keep.bucket else ""),
+            note=f"{len(sizes)} object{'' if len(sizes) == 1 else 's'}, {gb:.3f} GB"
+            + (f", expiring after {keep.days} days" if keep.bucket else ""),
             # A cent is the least that a bill shows, and an empty bucket costs nothing.
             usd_per_month=gb * _price("s3_storage", definition.fleet.region),
             asked_for=keep.bucket,
@@ -220,7 +221,8 @@ def _free_parts(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
     by_tag = [{"Name": f"tag:{aws.STACK_TAG}", "Values": [definition.name]}]
     for kind, operation, key, identifier in _FREE:
         for item in aws.pages(ec2, operation, key, Filters=by_tag):
-            yield Left(kind=kind, id=item[identifier])
+            if item.get("State", "").lower() not in ("deleting", "deleted"):  # endpoints stay listed for a while
+                yield Left(kind=kind, id=item[identifier])
 
 
 def _identities(iam: Any, definition: StackDefinition) -> Iterator[Left]:
@@ -234,8 +236,10 @@ def _identities(iam: Any, definition: StackDefinition) -> Iterator[Left]:
             yield Left(kind="role", id=name)
     for profile in aws.pages(iam, "list_instance_profiles", "InstanceProfiles"):
         name = profile["InstanceProfileName"]
-        tags = aws.tags_of(iam.list_instance_profile_tags(InstanceProfileName=name)) if name.startswith(prefix) else {}
-        if tags.get(aws.STACK_TAG) == definition.name:
+        if not name.startswith(prefix):
+            continue
+        described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]  # lists leave the tags out
+        if aws.tags_of(described).get(aws.STACK_TAG) == definition.name:
             yield Left(kind="instance profile", id=name)
 
 

@@ -204,3 +204,26 @@ def test_after_the_fleet_is_deleted_only_what_is_free_remains(cloud: Cloud, stac
     found = left(stack)
     assert {"fleet", "instance", "volume"} & set(found) == set()
     assert all(not one.usd_per_month for one in found.values())
+
+
+def test_instance_profiles_and_endpoints_are_found_until_they_are_deleted(cloud: Cloud, stack: StackDefinition) -> None:
+    iam, ec2 = cloud.client("iam"), cloud.client("ec2")
+    tags = [{"Key": key, "Value": value} for key, value in TAGS.items()]
+    iam.create_instance_profile(InstanceProfileName="gpufleet-small-growth-0a1b2c3", Tags=tags)
+    iam.create_instance_profile(InstanceProfileName="gpufleet-small-growth-two")
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+    endpoint = ec2.create_vpc_endpoint(
+        VpcId=vpc,
+        VpcEndpointType="Gateway",
+        RouteTableIds=[ec2.create_route_table(VpcId=vpc)["RouteTable"]["RouteTableId"]],
+        ServiceName="com.amazonaws.us-east-2.s3",
+        TagSpecifications=[{"ResourceType": "vpc-endpoint", "Tags": tags}],
+    )["VpcEndpoint"]["VpcEndpointId"]
+    found = left(stack)
+    assert {kind: one.id for kind, one in found.items()} == {
+        "instance profile": "gpufleet-small-growth-0a1b2c3",
+        "VPC endpoint": endpoint,
+    }
+    ec2.delete_vpc_endpoints(VpcEndpointIds=[endpoint])  # stays listed as deleted for a while
+    iam.delete_instance_profile(InstanceProfileName="gpufleet-small-growth-0a1b2c3")
+    assert left(stack) == {}

@@ -85,6 +85,17 @@ def test_status_of_a_run_that_is_done_says_what_comes_next(cloud: Cloud, stack: 
     assert "" not in told
 
 
+def test_status_of_a_deleted_fleet_promises_no_node(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet, bucket = declare_fleet(cloud), declare_bucket(cloud)
+    put(cloud, bucket, "run.json", {})
+    assert stated(stack)["heartbeat"].startswith("none yet")
+    cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)
+    cloud.tick()
+    told = stated(stack)
+    assert told["fleet"] == f"{fleet}, deleted: it launches nothing more"
+    assert told["heartbeat"] == "none"
+
+
 def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "small-growth"]) == 2
     assert (

@@ -42,6 +42,15 @@ def test_it_prints_the_bill(project: Path, capsys: pytest.CaptureFixture[str]) -
     assert "the size of the dataset is assumed" in printed
 
 
+def test_it_finds_the_project_from_a_folder_inside_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "data").mkdir()
+    monkeypatch.chdir(project / "data")
+    assert run(STACK) == 0
+    assert capsys.readouterr().out.startswith(f"{STACK}, run ")
+
+
 def test_json_prints_the_same_figures_for_programs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(STACK, "--json") == 0
     found = json.loads(capsys.readouterr().out)
