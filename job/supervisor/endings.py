@@ -16,6 +16,7 @@ from job.supervisor.store import StoreError
 
 if TYPE_CHECKING:
     from job.supervisor.supervisor import Supervisor
+    from job.supervisor.world import Cause
 
 FINISHED, FAILED, INTERRUPTED, CRASHED = 0, 70, 75, 1  # exit codes, for the node script
 TICK_S = 0.25
@@ -58,12 +59,16 @@ def interrupted(s: Supervisor) -> int:
         f"interrupted ({cause.reason}); newest published step {s.publisher.newest}"
         + ("" if published else "; more was committed, and is lost")
     )
-    ending: dict[str, Any] = {"code": INTERRUPTED, "reason": cause.reason, "notice": cause.reason == "notice"}
-    ending["at"] = iso(s.clock())
-    if cause.reason == "notice":
-        ending["ends_at"] = iso(cause.deadline)
-    _leave(s, ending)
+    _leave(s, interruption(cause, s.clock()))
     return INTERRUPTED
+
+
+def interruption(cause: Cause, at: float) -> dict[str, Any]:
+    """The `exit` of an attempt whose machine goes away."""
+    ending = {"code": INTERRUPTED, "reason": cause.reason, "notice": cause.reason == "notice", "at": iso(at)}
+    if cause.reason == "notice" and cause.deadline is not None:
+        ending["ends_at"] = iso(cause.deadline)
+    return ending
 
 
 def crashed(s: Supervisor, why: str) -> int:

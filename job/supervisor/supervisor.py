@@ -201,6 +201,10 @@ class Supervisor:
             self.cause = None if limit is None else Cause(reason=limit)
         if self.cause is not None:
             self._stop(self.cause, now)
+            if self.cause.deadline is not None:
+                # At once: a machine taken away amid its last upload must not look like a crash to the next boot.
+                self.record.update(exit=endings.interruption(self.cause, now))
+                self._beat()
 
     def _stop(self, cause: Cause, now: float) -> None:
         needed = self.forecast.stop_s(self.progress.step, self.progress.step_s)

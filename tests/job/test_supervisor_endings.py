@@ -108,6 +108,14 @@ def test_a_trainer_deaf_to_a_notice_is_killed_at_the_deadline(tmp_path: Path) ->
     assert "did not stop in time" in bench.said
 
 
+def test_a_machine_taken_away_amid_its_last_upload_was_told_so(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    store = FaultyStore(bench.store, lambda _, key: Death() if key.startswith("ckpt/step_00000005") else None)
+    with pytest.raises(Death):
+        bench.attempt(store=store, script={5: notice_at(bench, 120)}).run()
+    assert bench.json("attempts/i-1.json")["exit"]["notice"] is True  # the node script does not count it as a crash
+
+
 def test_a_notice_before_training_starts_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     supervisor = bench.attempt()
