@@ -21,18 +21,19 @@ def main() -> None:
     # What a StackReference calls, asked about this very stack: {} before its first update. Declares no resource.
     outputs = pulumi.runtime.invoke("pulumi:pulumi:readStackOutputs", {"name": stack}).value["outputs"]
     there = pulumi.runtime.invoke("pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}).value["outputs"]
+    now = datetime.now(UTC)
     try:
         plan = make(
             Path(pulumi.runtime.get_root_directory()),
             pulumi.Config().get("definition") or pulumi.get_stack(),
-            now=datetime.now(UTC),
+            now=now,
             previous=Previous(outputs=outputs, types=frozenset(resource["type"] for resource in there.values())),
             preview=pulumi.runtime.is_dry_run(),
         )
     except GpufleetError as error:
         pulumi.log.error(str(error))
         sys.exit(SHOWN)
-    pulumi.log.info(render(plan.bill))
+    pulumi.log.info(render(plan.bill, today=now.date()))
     for warning in plan.warnings:
         pulumi.log.warn(warning)
 

@@ -46,8 +46,9 @@ def check(s: Sections, findings: Findings, *, now: datetime, catalog: Catalog, p
     """Adds every contradiction in the file to `findings`."""
     _model(s.job.parameters, findings)
     _placement(s.fleet, findings, catalog)
-    if not findings.bad & {"job.experiment", "job.parameters"}:
-        _instances(s, findings, catalog)
+    # What cannot be read says nothing about memory; the types are judged all the same.
+    unreadable = findings.bad & {"job.experiment", "job.parameters"}
+    _instances(s.fleet, None if unreadable else s.job.parameters, findings, catalog)
     _storage(s.storage, findings)
     _limits(s.limits, findings, now, past_deadline)
     _estimate(s, findings)
@@ -102,10 +103,10 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
             findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
 
 
-def _instances(s: Sections, findings: Findings, catalog: Catalog) -> None:
-    names = s.fleet.instance_types
+def _instances(fleet: Fleet, config: JobConfig | None, findings: Findings, catalog: Catalog) -> None:
+    names = fleet.instance_types
     _count("fleet.instance_types", names, MAX_TYPES, findings)
-    current = _launchable(s.fleet.region, catalog)
+    current = _launchable(fleet.region, catalog)
     for index, name in enumerate(names):
         path, kind = f"fleet.instance_types[{index}]", catalog.instance(name)
         if name in names[:index]:
@@ -117,17 +118,15 @@ def _instances(s: Sections, findings: Findings, catalog: Catalog) -> None:
             )
             findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), nearest(name, known))
         elif kind.left_ec2:
-            instead = _instead(kind, s.job.parameters, current)
+            instead = _instead(kind, config, current)
             use = f"Use {instead} instead." if instead else ""
             findings.add(
                 path, "a type that EC2 still offers", f"{name} left EC2 by {kind.left_ec2:%Y-%m-%d}. {use}".strip()
             )
-        elif kind.regions is not None and s.fleet.region in catalog.regions() and s.fleet.region not in kind.regions:
-            findings.add(
-                path, f"a type offered in {s.fleet.region}", f"{name} is offered in {', '.join(kind.regions)}."
-            )
-        elif reason := _misfit(kind, s.job.parameters):
-            instead = _instead(kind, s.job.parameters, current)
+        elif kind.regions is not None and fleet.region in catalog.regions() and fleet.region not in kind.regions:
+            findings.add(path, f"a type offered in {fleet.region}", f"{name} is offered in {', '.join(kind.regions)}.")
+        elif reason := _misfit(kind, config):
+            instead = _instead(kind, config, current)
             use = f"The smallest that fits: {instead}." if instead else "No type in the catalog fits."
             findings.add(path, f"a type on which every phase fits; {reason}", use)
 
@@ -139,9 +138,9 @@ def _launchable(region: str, catalog: Catalog) -> list[Instance]:
     return [kind for kind in kinds if not known or kind.regions is None or region in kind.regions]
 
 
-def _misfit(kind: Instance, config: JobConfig) -> str:
+def _misfit(kind: Instance, config: JobConfig | None) -> str:
     """Why the run config cannot run on this type, or nothing. A CPU run fits anywhere."""
-    if config.device == "cpu":
+    if config is None or config.device == "cpu":
         return ""
     if config.precision.compute == "bf16" and not kind.gpu.bf16:
         return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
@@ -155,7 +154,7 @@ def _misfit(kind: Instance, config: JobConfig) -> str:
     return ""
 
 
-def _instead(kind: Instance, config: JobConfig, current: Sequence[Instance]) -> str:
+def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
     """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits."""
     fits = [
         other

@@ -77,7 +77,7 @@ class Plan:
 
 def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: bool) -> Plan:
     """The plan for the definition `name`. Raises GpufleetError; in a preview, what `up` still needs is a warning."""
-    definition = load(find(name, root), now=now, past_deadline=True)
+    definition = load(find(name, root), now=now, past_deadline=bool(previous.outputs.get("run")))
     folder = None if definition.storage.dataset.startswith("s3://") else root / definition.storage.dataset
     missing = not_ready(definition, root)
     if missing and not preview:

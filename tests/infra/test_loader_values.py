@@ -242,6 +242,12 @@ def test_all_problems_of_a_file_are_reported_together_in_file_order(write: Write
     ]
 
 
+def test_instance_types_are_judged_also_when_the_experiment_is_unknown(write: Write) -> None:
+    text = changed("job", "experiment: tinystory-growth").replace("[g5.2xlarge]", "[p3.2xlarge, g5.2xlrge]")
+    paths = [problem.path for problem in problems(write(text))]
+    assert paths == ["job.experiment", "fleet.instance_types[0]", "fleet.instance_types[1]"]
+
+
 def test_a_gpu_with_too_little_memory_is_refused_with_the_phase_and_the_smallest_that_fits(write: Write) -> None:
     parameters = "parameters: {precision: {phase3_state: fp32}}"
     (problem,) = problems(write(changed("job", parameters)))
