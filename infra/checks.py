@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from infra.catalog import Catalog, Instance
 
 ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
-IOPS_PER_GIB = 500  # gp3, EBS User Guide "General Purpose SSD volumes", read 2026-11
+IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
 MIBPS_PER_IOPS = 0.25  # the same
 BASE_IOPS = 3000  # included with any size
 MAX_ZONES = 6  # us-east-1 has the most

@@ -1,7 +1,7 @@
 """Why a fleet has no node, in words: what its history says, and what to do about it. Pure.
 
-Event names: EC2 API, EventInformation (botocore 1.44.5). Error names inside descriptions: EC2 User Guide and error-code
-list, read 2026-11-21. Unknown events are shown as they are: a wrong guess costs more than none.
+Event names: EC2 API, EventInformation (botocore 1.44.5). Error names inside descriptions: public reports and
+general knowledge, not read at AWS. Unknown events are shown as they are: a wrong guess costs more than none.
 """
 
 from __future__ import annotations
