@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -99,19 +98,16 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     found = problems(definition, bill)
     if found and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), found)
-    text = json.dumps(run_config.run_config(definition, bill, inputs), sort_keys=True, indent=1) + "\n"
-    plan = Plan(
+    return Plan(
         definition=definition,
         bill=bill,
         verdict=verdict,
         archive=code,
         dataset=dataset,
         dataset_folder=folder,
-        run_config=text,
+        run_config=run_config.encode(run_config.run_config(definition, bill, inputs)).decode(),
         warnings=(*missing, *map(str, found), *verdict.warnings),
     )
-    user_data.check_size(**plan._script())
-    return plan
 
 
 def dataset_entry(definition: StackDefinition, dataset: DatasetManifest | None) -> dict[str, Any]:

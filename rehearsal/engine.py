@@ -149,31 +149,19 @@ class Pulumi(Engine):
         log = self._folder / "events.jsonl"
         log.unlink(missing_ok=True)
         common = ["--non-interactive", "--color", "never", "--stack", self._stack, "--event-log", str(log)]
-        process = subprocess.Popen(
-            ["pulumi", command, *options, *common],
-            cwd=self._folder,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        code, text = _streamed(
+            ["pulumi", command, *options, *common], folder=self._folder, environment=self._environment, say=self._say
         )
-        lines = []
-        with process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line)
-                self._say(line.rstrip("\n"))
         events = _Events()
         for line in log.read_text().splitlines() if log.exists() else []:
             events.read(json.loads(line))
         return Result(
-            ok=process.returncode == 0,
+            ok=code == 0,
             changes=events.changes,
             steps=tuple(events.steps),
             diagnostics="".join(events.diagnostics),
             outputs=events.outputs,
-            text="".join(lines),
+            text=text,
         )
 
     def _run(self, command: list[str]) -> str:
@@ -267,21 +255,12 @@ class InProcess(Engine):
         self._report = report = self._folder / f"in-process.{mode}.json"
         report.unlink(missing_ok=True)
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PULUMI_", "AWS_"))}
-        process = subprocess.Popen(
+        _, text = _streamed(
             [sys.executable, "-m", "rehearsal.inprocess", mode, str(self._folder), self._stack, str(report)],
-            env={**kept, **self._environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            folder=None,
+            environment={**kept, **self._environment},
+            say=self._say,
         )
-        lines = []
-        with process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line)
-                self._say(line.rstrip("\n"))
-        text = "".join(lines)
         if not report.exists():
             raise RuntimeError(f"the in-process runner stopped:\n{text}")
         found = json.loads(report.read_text())
@@ -298,3 +277,23 @@ class InProcess(Engine):
             outputs=found["outputs"],
             text=text,
         )
+
+
+def _streamed(command: list[str], *, folder: Path | None, environment: Mapping[str, str], say: Say) -> tuple[int, str]:
+    """Runs a command, says each line as it comes. Gives the exit code and all it printed."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = []
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            say(line.rstrip("\n"))
+    return process.returncode, "".join(lines)
