@@ -1,20 +1,11 @@
-"""Run configs: what an experiment trains, as frozen dataclasses. Pure: no torch, no AWS, nothing of infra.
-
-A field's `metadata` holds its allowed values (`minimum`, `maximum`, `choices`), so that the loader of the definition
-file and the job check the same bounds. User mistakes raise ValueError with the choice to make.
-"""
+"""tinystories-growth's run config."""
 
 from __future__ import annotations
 
-import types
-import typing
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-
-def bounded(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """A field with a default and a closed range, in the field's own unit."""
-    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+from job.config.common import Checkpoint, Log, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,14 +63,6 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """Cadence is time, not steps. `heartbeat_s` is the supervisor's, here because both read this file."""
-
-    interval_s: float = bounded(300.0, 0.5, 86400.0)
-    heartbeat_s: float = bounded(60.0, 0.5, 3600.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Eval:
     """Validation on the same fixed windows every time; greedy samples at each phase end."""
 
@@ -87,13 +70,6 @@ class Eval:
     windows: int = bounded(32, 1, 65536)
     prompts: tuple[str, ...] = ("Once upon a time", "The little girl", "One day, a dog")
     sample_tokens: int = bounded(40, 0, 4096)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Log:
-    """Console and metrics.jsonl."""
-
-    every: int = bounded(10, 1, 1_000_000)  # steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,36 +87,3 @@ class GrowthConfig:
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     log: Log = Log()
-
-
-JobConfig = GrowthConfig  # becomes a union when the second experiment arrives
-
-EXPERIMENTS: dict[str, type[JobConfig]] = {"tinystories-growth": GrowthConfig}
-
-
-def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:
-    """The typed config of `run.json`'s job.parameters. Raises ValueError naming an unknown key or experiment."""
-    if experiment not in EXPERIMENTS:
-        raise ValueError(f"job.experiment: {experiment!r} is not one of {', '.join(sorted(EXPERIMENTS))}")
-    config: JobConfig = _build(EXPERIMENTS[experiment], tree, "job.parameters")
-    return config
-
-
-def _build(cls: type[Any], tree: dict[str, Any], path: str) -> Any:
-    hints = typing.get_type_hints(cls)
-    unknown = sorted(set(tree) - {f.name for f in fields(cls)})
-    if unknown:
-        raise ValueError(f"{path}: unknown keys {', '.join(unknown)}")
-    return cls(**{key: _value(hints[key], value, f"{path}.{key}") for key, value in tree.items()})
-
-
-def _value(hint: Any, value: Any, path: str) -> Any:
-    if is_dataclass(hint) and isinstance(hint, type):
-        return _build(hint, value, path)
-    if typing.get_origin(hint) is tuple:
-        return tuple(value)
-    if hint is float and isinstance(value, int):
-        return float(value)
-    if isinstance(hint, types.UnionType) and value is None:
-        return None
-    return value

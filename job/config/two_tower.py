@@ -1,0 +1,73 @@
+"""two-tower's run config: a query tower and a model tower, ten folds trained at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from job.config.common import Checkpoint, Compute, Log, bounded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Towers:
+    """Widths are listed from input to output. The default is config `o`: 1,255,104 trainable parameters."""
+
+    sentence: int = bounded(384, 4, 65536)  # width of the frozen sentence embedding
+    heads: int = bounded(4, 1, 64)
+    head: int = bounded(96, 1, 65536)  # width of one head: sentence -> head -> ReLU -> head
+    query: tuple[int, ...] = (256, 192, 128)  # after the fusion layer, whose width is heads x head
+    embedding: int = bounded(256, 1, 65536)  # of a model id
+    model: tuple[int, ...] = (512, 384, 256, 128)
+    dropout: float = bounded(0.18, 0.0, 0.9)
+    temperature: float = bounded(0.09, 1e-3, 10.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weak:
+    """Labels for discovery queries from similar training queries, made anew for every fold."""
+
+    similarity: float = bounded(0.4, -1.0, 1.0)
+    confidence: float = bounded(0.5, 0.0, 1.0)
+    neighbours: int = bounded(10, 1, 1000)
+    queries: int = bounded(101, 0, 1_000_000)  # discovery queries used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranking:
+    """Queries with labels, models to rank, and where they come from."""
+
+    source: Literal["million-llms", "generated-relevance"] = "million-llms"
+    queries: int = bounded(342, 2, 1_000_000)
+    models: int = bounded(1131, 2, 1_000_000)
+    folds: int = bounded(10, 2, 100)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerOptim:
+    """AdamW, cosine to a tenth, clipped per fold."""
+
+    lr: float = bounded(8e-4, 1e-9, 1.0)
+    weight_decay: float = bounded(5e-5, 0.0, 1.0)
+    clip: float = bounded(1.0, 0.0, 1e6)
+    head_diversity: float = bounded(0.015, 0.0, 10.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwoTowerConfig:
+    """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
+
+    epochs: int = bounded(35, 1, 10_000)
+    steps_per_epoch: int = bounded(100, 1, 1_000_000)
+    patience: int = bounded(15, 1, 10_000)  # epochs without a better inner validation
+    first_stop: int = bounded(15, 0, 10_000)  # no stop before this epoch
+    objective: Literal["full", "sampled"] = "full"
+    chunk: int | None = bounded(None, 1, 1_000_000)  # queries per backward; None = the largest that fits
+    seed: int = bounded(42, 0, 2**31 - 1)
+    device: Literal["cuda", "cpu"] = "cuda"
+    towers: Towers = Towers()
+    data: Ranking = Ranking()
+    weak: Weak = Weak()
+    optim: TowerOptim = TowerOptim()
+    precision: Compute = Compute(compute="fp32")
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log(every=100)
