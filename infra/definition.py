@@ -92,6 +92,7 @@ class Estimate:
     capacity_wait_minutes: Decimal | None = None  # mean wait for a replacement, not billed
     notice_missed: Decimal | None = None  # probability that a notice is not handled
     upload_gb_per_s: Decimal | None = None  # node to S3
+    max_price_age_days: int = 90  # a bill from older prices says so; changes no figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

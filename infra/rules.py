@@ -58,6 +58,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Estimate, "capacity_wait_minutes"): Rule(minimum=0, maximum=10_080, unit="minutes"),
     (Estimate, "notice_missed"): Rule(minimum=0, maximum=1, unit="probability"),
     (Estimate, "upload_gb_per_s"): Rule(minimum=0.001, maximum=400, unit="GB/s"),
+    (Estimate, "max_price_age_days"): Rule(minimum=1, maximum=3_650, unit="days"),
     (Interruptions, "seed"): Rule(minimum=0, maximum=2**31 - 1),
     (Interruptions, "with_notice"): Rule(minimum=0, maximum=10),
     (Interruptions, "without_notice"): Rule(minimum=0, maximum=10),
