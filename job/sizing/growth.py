@@ -1,23 +1,18 @@
-"""What a run config costs before anything runs: parameters, FLOPs, bytes. Pure: no torch, so the bill can import it.
-
-Decides how the micro-batch ladder looks and which rung is predicted to fit. Does not decide speed: throughput comes
-from a peak and an MFU, or from a calibration, and those belong to the bill.
+"""tinystories-growth: dense, then experts, then twice as wide and deeper. A micro-batch counts windows.
 
 FLOPs are `causal`: 6 x matmul parameters (head included, embedding look-up not) + 6 x layers x width x sequence.
-Recompute is never counted as useful. 1 GB = 1e9 bytes throughout.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from job.config import GrowthModel, JobConfig
+from job.config.growth import GrowthConfig, GrowthModel
+from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
-GB = 1e9
-PART_BYTES = 64 * 1024 * 1024  # of an upload to S3: each part is a billed request
 CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs before sm_90)
-DEVICE_RESERVE_GB = 1.0  # CUDA context, cuBLAS workspace, fragmentation: an estimate, on top of what torch allocates
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
+BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
 _PHASES = ("dense", "moe", "grown")
 
 
@@ -34,43 +29,7 @@ class Shape:
     top_k: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseSize:
-    """One phase in numbers. `flops_per_token` is for training: forward and backward, causal attention."""
-
-    name: str
-    params_total: int
-    params_active: int
-    flops_per_token: int
-    state_bytes_per_param: int  # weights + gradients + two moments
-    optimizer_traffic_bytes_per_param: int  # read and written by one AdamW step
-    steps: int
-    tokens_per_step: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Bytes one GPU holds, in GB. `total_gb` is the peak, not the sum: without accumulation the gradients appear in
-    backward while the activations go, so the two share room; with accumulation all of them are live at once.
-    """
-
-    weights_gb: float  # master weights, and their copy in the compute dtype where that differs
-    gradients_gb: float
-    moments_gb: float
-    activations_gb: float
-    logits_gb: float
-    total_gb: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rung:
-    """One way to cut the global batch: micro-batches of `micro` windows, the last one smaller if need be."""
-
-    micro: int
-    checkpointing: bool = False
-
-
-def problems(config: JobConfig) -> list[tuple[str, str]]:
+def problems(config: GrowthConfig) -> list[tuple[str, str]]:
     """What no field's own range can say, as (path under job.parameters, sentence)."""
     model, found = config.model, []
     if model.width % (2 * model.heads):
@@ -124,12 +83,12 @@ def flops_per_token(s: Shape, sequence: int) -> int:
     return 6 * matmul + 6 * s.layers * d * sequence
 
 
-def state_dtype(config: JobConfig, phase_index: int) -> str:
+def state_dtype(config: GrowthConfig, phase_index: int) -> str:
     """fp32 or bf16: weights, gradients and moments alike. A key of the run config, never chosen from the GPU found."""
     return config.precision.phase3_state if phase_index == 2 else "fp32"
 
 
-def phases(config: JobConfig) -> tuple[PhaseSize, ...]:
+def phases(config: GrowthConfig) -> tuple[PhaseSize, ...]:
     """Every phase in order."""
     sizes = []
     for index, name in enumerate(_PHASES):
@@ -141,22 +100,23 @@ def phases(config: JobConfig) -> tuple[PhaseSize, ...]:
                 name=name,
                 params_total=total,
                 params_active=active,
+                params_trained=total,
                 flops_per_token=flops_per_token(s, config.data.sequence),
                 state_bytes_per_param=8 if narrow else 16,
                 optimizer_traffic_bytes_per_param=14 if narrow else 28,
                 steps=config.steps_per_phase,
                 tokens_per_step=config.batch.sequences * config.data.sequence,
+                evaluations=-(-config.steps_per_phase // config.eval.every),
+                evaluation_tokens=config.eval.windows * config.data.sequence,
+                decode_steps=len(config.eval.prompts) * config.eval.sample_tokens,
             )
         )
     return tuple(sizes)
 
 
-def total_steps(config: JobConfig) -> int:
-    """Optimizer steps of all phases together."""
-    return len(_PHASES) * config.steps_per_phase
-
-
-def memory(config: JobConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False) -> Memory:
+def memory(
+    config: GrowthConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
+) -> Memory:
     """Predicted bytes on one GPU with micro-batches of `micro_batch` windows. Assumes that gradients are freed between
     optimizer steps and that every activation which eager autograd keeps is kept: compile can only keep fewer.
     """
@@ -188,58 +148,19 @@ def memory(config: JobConfig, phase_index: int, micro_batch: int, *, checkpointi
     )
 
 
-def ladder(config: JobConfig) -> tuple[Rung, ...]:
-    """Ways to cut the batch, largest first: all of it, 3/4, 1/2, 1/4 (16, 12+4, 8+8, 4+4+4+4), then activation
-    checkpointing from the last of these down to one window. `batch.micro` starts it lower. The global batch, and with
-    it the result, never changes.
-    """
+def ladder(config: GrowthConfig, ranks: int = 1) -> tuple[Rung, ...]:
+    """All of the batch, 3/4, 1/2, 1/4 (16, 12+4, 8+8, 4+4+4+4), then activation checkpointing down to one window."""
     whole = config.batch.sequences
-    start = min(config.batch.micro or whole, whole)
-    plain = [m for m in (whole, whole * 3 // 4, whole // 2, whole // 4) if 1 <= m <= start]
-    if start not in plain:
-        plain.insert(0, start)
-    plain = list(dict.fromkeys(plain))
-    kept = []
-    micro = plain[-1]
-    while micro >= 1:
-        kept.append(micro)
-        micro //= 2
-    return tuple([Rung(micro=m) for m in plain] + [Rung(micro=m, checkpointing=True) for m in kept])
+    return cuts(whole, config.batch.micro, [whole, whole * 3 // 4, whole // 2, whole // 4])
 
 
-def fits(config: JobConfig, rung: Rung, gpu_memory_gb: float, phase_index: int | None = None) -> bool:
-    """Whether the predicted peak and the reserve fit, in one phase or in all of them."""
-    chosen = range(len(_PHASES)) if phase_index is None else (phase_index,)
-    return all(
-        memory(config, i, rung.micro, checkpointing=rung.checkpointing).total_gb + DEVICE_RESERVE_GB <= gpu_memory_gb
-        for i in chosen
-    )
-
-
-def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None = None) -> Rung | None:
-    """The highest rung predicted to fit (in every phase when `phase_index` is None). None: nothing fits."""
-    return next((rung for rung in ladder(config) if fits(config, rung, gpu_memory_gb, phase_index)), None)
-
-
-def lower_rung(config: JobConfig, rung: Rung, phase_index: int) -> Rung | None:
-    """Where to go after a real out-of-memory: the next rung that is predicted to need less, so that a cut which
-    starts to accumulate, and therefore keeps gradients beside activations, is passed over. None: the end.
-    """
-    rungs = ladder(config)
-    now = memory(config, phase_index, rung.micro, checkpointing=rung.checkpointing).total_gb
-    for lower in rungs[rungs.index(rung) + 1 :]:
-        if memory(config, phase_index, lower.micro, checkpointing=lower.checkpointing).total_gb < now:
-            return lower
-    return None
-
-
-def checkpoint_bytes(config: JobConfig, phase_index: int) -> int:
+def checkpoint_bytes(config: GrowthConfig, phase_index: int) -> int:
     """Weights and two moments: 12 B per parameter in fp32, 6 in bf16."""
     width = 2 if state_dtype(config, phase_index) == "bf16" else 4
     return 3 * width * parameters(shape(config.model, phase_index))[0]
 
 
-def export_bytes(config: JobConfig) -> dict[str, int]:
+def export_bytes(config: GrowthConfig) -> dict[str, int]:
     """Weights-only files kept beside the checkpoints. A phase's start is the verified fp32 file, whatever the state
     that training casts it to; a phase's end is in that state's dtype.
     """
@@ -252,6 +173,21 @@ def export_bytes(config: JobConfig) -> dict[str, int]:
         "phase3_start": 4 * totals[2],
         "phase3_end": end * totals[2],
     }
+
+
+def dataset_bytes(config: GrowthConfig) -> int:
+    """Of the prepared dataset, before it is: two bytes per token."""
+    return config.data.stories * BYTES_PER_STORY
+
+
+def weights_bytes(config: GrowthConfig) -> int:
+    """It starts from nothing."""
+    return 0
+
+
+def ranks(config: GrowthConfig, gpu_count: int) -> int:
+    """One process on one GPU."""
+    return 1
 
 
 def _layer_bytes(s: Shape, compute: int, *, checkpointing: bool) -> float:

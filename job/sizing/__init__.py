@@ -1,0 +1,156 @@
+"""What a run config costs before anything runs: parameters, FLOPs, bytes. Pure: no torch, so the bill can import it.
+
+One module per experiment; here they are asked by the config's type. Decides how the micro-batch ladder looks and which
+rung is predicted to fit. Does not decide speed: throughput comes from a peak and an efficiency, or from a calibration,
+and those belong to the bill.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.sizing import growth as _growth
+from job.sizing import kernel as _kernel
+from job.sizing import pretrain as _pretrain
+from job.sizing import sft as _sft
+from job.sizing import two_tower as _two_tower
+from job.sizing.common import DEVICE_RESERVE_GB, PART_BYTES, Memory, PhaseSize, Rung
+from job.sizing.growth import CAPACITY, Shape, flops_per_token, parameters, shape, state_dtype
+
+__all__ = [
+    "CAPACITY",
+    "DEVICE_RESERVE_GB",
+    "PART_BYTES",
+    "Memory",
+    "PhaseSize",
+    "Rung",
+    "Shape",
+    "checkpoint_bytes",
+    "choose_rung",
+    "dataset_bytes",
+    "export_bytes",
+    "fits",
+    "flops_per_token",
+    "ladder",
+    "lower_rung",
+    "memory",
+    "parameters",
+    "phases",
+    "problems",
+    "ranks",
+    "shape",
+    "state_dtype",
+    "total_steps",
+    "weights_bytes",
+]
+
+
+class _Sizing(Protocol):
+    """What each experiment's module answers about its own config."""
+
+    def problems(self, config: Any) -> list[tuple[str, str]]: ...
+    def phases(self, config: Any) -> tuple[PhaseSize, ...]: ...
+    def ranks(self, config: Any, gpu_count: int) -> int: ...
+    def ladder(self, config: Any, ranks: int = 1) -> tuple[Rung, ...]: ...
+    def memory(
+        self, config: Any, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
+    ) -> Memory: ...
+    def checkpoint_bytes(self, config: Any, phase_index: int) -> int: ...
+    def export_bytes(self, config: Any) -> dict[str, int]: ...
+    def dataset_bytes(self, config: Any) -> int: ...
+    def weights_bytes(self, config: Any) -> int: ...
+
+
+_MODULES: dict[type[JobConfig], _Sizing] = {
+    GrowthConfig: _growth,
+    SftConfig: _sft,
+    PretrainConfig: _pretrain,
+    KernelConfig: _kernel,
+    TwoTowerConfig: _two_tower,
+}
+
+
+def problems(config: JobConfig) -> list[tuple[str, str]]:
+    """What no field's own range can say, as (path under job.parameters, sentence)."""
+    return _MODULES[type(config)].problems(config)
+
+
+def phases(config: JobConfig) -> tuple[PhaseSize, ...]:
+    """Every phase in order. The last one may have no optimizer steps: what is done after training."""
+    return _MODULES[type(config)].phases(config)
+
+
+def ranks(config: JobConfig, gpu_count: int) -> int:
+    """Processes on a node with `gpu_count` GPUs, one per GPU used; on a CPU run as many as the config asks for."""
+    return _MODULES[type(config)].ranks(config, gpu_count)
+
+
+def total_steps(config: JobConfig) -> int:
+    """Optimizer steps of all phases together."""
+    return sum(phase.steps for phase in phases(config))
+
+
+def memory(
+    config: JobConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
+) -> Memory:
+    """Predicted bytes on one GPU. Assumes that gradients are freed between optimizer steps and that every activation
+    which eager autograd keeps is kept: compile can only keep fewer.
+    """
+    module = _MODULES[type(config)]
+    return module.memory(config, phase_index, micro_batch, checkpointing=checkpointing, ranks=ranks)
+
+
+def ladder(config: JobConfig, ranks: int = 1) -> tuple[Rung, ...]:
+    """Ways to cut the batch, largest first, then activation checkpointing. The global batch, and with it the result,
+    never changes. A micro-batch set in the config starts it lower.
+    """
+    return _MODULES[type(config)].ladder(config, ranks)
+
+
+def fits(config: JobConfig, rung: Rung, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> bool:
+    """Whether the predicted peak and the reserve fit, in one phase or in all of them."""
+    chosen = range(len(phases(config))) if phase_index is None else (phase_index,)
+    return all(
+        memory(config, i, rung.micro, checkpointing=rung.checkpointing, ranks=ranks).total_gb + DEVICE_RESERVE_GB
+        <= gpu_memory_gb
+        for i in chosen
+    )
+
+
+def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
+    """The highest rung predicted to fit (in every phase when `phase_index` is None). None: nothing fits."""
+    rungs = ladder(config, ranks)
+    return next((rung for rung in rungs if fits(config, rung, gpu_memory_gb, phase_index, ranks)), None)
+
+
+def lower_rung(config: JobConfig, rung: Rung, phase_index: int, ranks: int = 1) -> Rung | None:
+    """Where to go after a real out-of-memory: the next rung that is predicted to need less, so that a cut which
+    starts to accumulate, and therefore keeps gradients beside activations, is passed over. None: the end.
+    """
+    rungs = ladder(config, ranks)
+    now = memory(config, phase_index, rung.micro, checkpointing=rung.checkpointing, ranks=ranks).total_gb
+    for lower in rungs[rungs.index(rung) + 1 :]:
+        if memory(config, phase_index, lower.micro, checkpointing=lower.checkpointing, ranks=ranks).total_gb < now:
+            return lower
+    return None
+
+
+def checkpoint_bytes(config: JobConfig, phase_index: int) -> int:
+    """Trained weights and their two moments, over all ranks."""
+    return _MODULES[type(config)].checkpoint_bytes(config, phase_index)
+
+
+def export_bytes(config: JobConfig) -> dict[str, int]:
+    """Weights-only files kept beside the checkpoints, in order; the last is what becomes final/."""
+    return _MODULES[type(config)].export_bytes(config)
+
+
+def dataset_bytes(config: JobConfig) -> int:
+    """Of the prepared dataset, estimated before there is one."""
+    return _MODULES[type(config)].dataset_bytes(config)
+
+
+def weights_bytes(config: JobConfig) -> int:
+    """Of the base weights that a node stages before the first step; 0 for a job that starts from nothing."""
+    return _MODULES[type(config)].weights_bytes(config)

@@ -1,0 +1,82 @@
+"""Llama- and Qwen-class decoders in numbers: parameters, FLOPs, activations. Shared by sft-h100 and kernel-sft."""
+
+from __future__ import annotations
+
+import math
+
+from job.config.common import Decoder
+
+LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
+LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
+LAUNCH_MS = 0.0
+
+
+def parameters(m: Decoder) -> int:
+    """All of them; a tied head counts once."""
+    return m.layers * layer_parameters(m) + m.vocab * m.width * (1 if m.tied else 2) + m.width
+
+
+def layer_parameters(m: Decoder) -> int:
+    """Of one layer: matrices, two norms, q/k/v biases (qwen2), q/k norms (qwen3)."""
+    biases = (m.heads + 2 * m.kv_heads) * m.head_dim if m.family == "qwen2" else 0
+    norms = 2 * m.width + (2 * m.head_dim if m.family == "qwen3" else 0)
+    return layer_matmul(m) + biases + norms
+
+
+def layer_matmul(m: Decoder) -> int:
+    """Parameters of one layer that are matrices: q, o, k, v, and SwiGLU's three."""
+    return 2 * m.width * m.heads * m.head_dim + 2 * m.width * m.kv_heads * m.head_dim + 3 * m.width * m.ffn
+
+
+def matmul_parameters(m: Decoder) -> int:
+    """Those that multiply a token: every layer's matrices and the head; not the embedding look-up."""
+    return m.layers * layer_matmul(m) + m.vocab * m.width
+
+
+def attention_flops(m: Decoder, context: float) -> int:
+    """Forward and backward of one token's scores and sums, causal, over documents of `context` tokens."""
+    return int(6 * m.layers * m.heads * m.head_dim * context)
+
+
+def lora_parameters(m: Decoder, rank: int) -> int:
+    """Adapters on all seven projections: rank x (in + out) each."""
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    per_layer = 2 * (m.width + q) + 2 * (m.width + kv) + 3 * (m.width + m.ffn)
+    return m.layers * rank * per_layer
+
+
+def layer_activation_bytes(m: Decoder, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+    """What autograd keeps of one token in one layer. `adapters`: the rank of LoRA, 0 without.
+
+    Kept: both norms' inputs and outputs, q, k, v and the attention's result, SwiGLU's gate, up, and product. With
+    checkpointing only the products' and attention's results. A frozen matrix needs no input of its own, but the
+    adapter beside it does, and its narrow product.
+    """
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    products = 2 * q + 2 * kv + 2 * m.ffn
+    narrow = 7 * adapters
+    if checkpointing:
+        return compute * (m.width + products + narrow) + 4 * m.heads
+    rest = 4 * m.width + 2 * m.ffn + (q + kv if m.family == "qwen3" else 0)
+    dropped = (4 * m.width + q + m.ffn) if adapters else 0  # inputs of the adapters after dropout
+    return compute * (products + rest + narrow + dropped) + 4 * m.heads
+
+
+def loss_bytes(m: Decoder, tokens: int) -> int:
+    """Logits of one chunk, and the hidden states whose gradient the chunks add up."""
+    return min(tokens, LOSS_CHUNK) * m.vocab * LOGIT_BYTES + tokens * m.width * 4
+
+
+def problems(m: Decoder) -> list[tuple[str, str]]:
+    """Shapes that cannot be built, as (path, sentence)."""
+    found = []
+    if m.heads % m.kv_heads:
+        found.append(("model.kv_heads", f"must divide the number of heads, {m.heads}"))
+    if m.head_dim % 2:
+        found.append(("model.head_dim", f"must be even (rotary positions turn pairs), not {m.head_dim}"))
+    return found
+
+
+def steps(tokens: float, per_step: int) -> int:
+    """Optimizer steps that visit `tokens` once; the last batch is filled from the next pass."""
+    return max(1, math.ceil(tokens / per_step))

@@ -1,0 +1,144 @@
+"""pretrain-d64: a character-level GPT, cut over the GPUs of one node. A micro-batch counts rows per rank.
+
+FLOPs are `full`: 6 x matmul parameters (head included, embedding look-up not) + 12 x layers x width x sequence, as
+nanochat and llm-foundry count them.
+"""
+
+from __future__ import annotations
+
+from job.config.pretrain import CharModel, PretrainConfig
+from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
+
+LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
+
+
+def problems(config: PretrainConfig) -> list[tuple[str, str]]:
+    m, found = config.model, []
+    if m.width % m.head_dim:
+        found.append(("model.head_dim", f"a divisor of the width, {m.width}"))
+    if m.head_dim % 2:
+        found.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
+    if m.kv_heads is not None and heads(m) % m.kv_heads:
+        found.append(("model.kv_heads", f"a divisor of the number of heads, {heads(m)}"))
+    for name, values in (("optim.betas", config.optim.betas), ("optim.momentum", config.optim.momentum)):
+        if len(values) != 2:
+            found.append((name, f"two numbers, not {len(values)}"))
+    if not config.eval.prompts:
+        found.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
+    return found
+
+
+def heads(m: CharModel) -> int:
+    """Query heads."""
+    return m.width // m.head_dim
+
+
+def layer_matmul(m: CharModel) -> int:
+    """Parameters of one block: 12 x width squared with as many KV heads as heads."""
+    kv = (m.kv_heads or heads(m)) * m.head_dim
+    return 2 * m.width * m.width + 2 * m.width * kv + 8 * m.width * m.width
+
+
+def parameters(m: CharModel) -> int:
+    """All of them; norms have none."""
+    return m.layers * layer_matmul(m) + 2 * m.vocab * m.width
+
+
+def flops_per_token(config: PretrainConfig) -> int:
+    """Training FLOPs of one character, full attention."""
+    m = config.model
+    return 6 * (m.layers * layer_matmul(m) + m.vocab * m.width) + 12 * m.layers * m.width * config.data.sequence
+
+
+def ranks(config: PretrainConfig, gpu_count: int) -> int:
+    wanted = (config.gpus or 1) if config.device == "cpu" else min(config.gpus or gpu_count, gpu_count)
+    return max(1, min(wanted, config.batch.rows))
+
+
+def phases(config: PretrainConfig) -> tuple[PhaseSize, ...]:
+    """One phase. Early stop can only shorten it."""
+    total = parameters(config.model)
+    return (
+        PhaseSize(
+            name="train",
+            params_total=total,
+            params_active=total,
+            params_trained=total,
+            flops_per_token=flops_per_token(config),
+            state_bytes_per_param=16,
+            optimizer_traffic_bytes_per_param=28,
+            steps=config.steps,
+            tokens_per_step=config.batch.rows * config.data.sequence,
+            evaluations=-(-config.steps // config.eval.every),
+            evaluation_tokens=config.eval.windows * config.data.sequence,
+            decode_steps=len(config.eval.prompts) * config.eval.sample_tokens,
+            sharded=True,
+        ),
+    )
+
+
+def memory(
+    config: PretrainConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
+) -> Memory:
+    """fp32 weights, gradients and moments cut over the ranks; the gathered weights in the compute dtype (all of them
+    with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none stays whole.
+    """
+    m = config.model
+    compute = 2 if config.precision.compute == "bf16" else 4
+    total = parameters(m)
+    block = layer_matmul(m) * compute
+    copies = 0 if compute == 4 and ranks == 1 else 2 * block if config.reshard_after_forward else total * compute
+    weights, gradients, moments = total * 4 / ranks + copies, total * 4 / ranks, total * 8 / ranks
+    reduced = block * 2 / compute * 2 if ranks > 1 else 0  # one block's whole gradient in fp32 while it is reduced
+    tokens = micro_batch * config.data.sequence
+    layer = tokens * _layer_bytes(m, compute, checkpointing=checkpointing)
+    recompute = tokens * _layer_bytes(m, compute, checkpointing=False) if checkpointing else 0
+    activations = m.layers * layer + recompute + tokens * 3 * m.width * compute
+    logits = tokens * m.vocab * LOGIT_BYTES
+    return Memory(
+        weights_gb=weights / GB,
+        gradients_gb=(gradients + reduced) / GB,
+        moments_gb=moments / GB,
+        activations_gb=activations / GB,
+        logits_gb=logits / GB,
+        total_gb=(weights + gradients + reduced + moments + activations + logits) / GB,
+    )
+
+
+def ladder(config: PretrainConfig, ranks: int = 1) -> tuple[Rung, ...]:
+    """4, 2, 1 rows per rank, then activation checkpointing."""
+    whole = -(-config.batch.rows // ranks)
+    most = min(whole, 4)
+    start = config.batch.micro or most
+    return cuts(whole, min(start, whole), [most, most // 2, most // 4])
+
+
+def checkpoint_bytes(config: PretrainConfig, phase_index: int) -> int:
+    """fp32 weights and two moments; Muon keeps one moment of the hidden matrices."""
+    m = config.model
+    hidden, tables = m.layers * layer_matmul(m), 2 * m.vocab * m.width
+    return (8 if config.optim.kind == "muon" else 12) * hidden + 12 * tables
+
+
+def export_bytes(config: PretrainConfig) -> dict[str, int]:
+    return {"best": 4 * parameters(config.model)}
+
+
+def dataset_bytes(config: PretrainConfig) -> int:
+    """Two bytes a character, as every shard."""
+    return 2 * config.data.characters
+
+
+def weights_bytes(config: PretrainConfig) -> int:
+    """It starts from nothing."""
+    return 0
+
+
+def _layer_bytes(m: CharModel, compute: int, *, checkpointing: bool) -> float:
+    """What autograd keeps of one token in one block."""
+    kv = (m.kv_heads or heads(m)) * m.head_dim
+    products = 2 * m.width + 2 * kv + 4 * m.width  # q, attention, k, v; the FFN's up-projection
+    if checkpointing:
+        return compute * (m.width + products) + 4 * heads(m)
+    rest = 4 * m.width + m.width + kv + 4 * m.width  # norms' inputs and outputs, q and k before their norm, ReLU^2
+    return compute * (products + rest) + 4 * heads(m)

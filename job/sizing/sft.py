@@ -1,0 +1,160 @@
+"""sft-h100: LoRA or all weights of a decoder on packed rows. A micro-batch counts rows of `data.row` tokens.
+
+With a frozen base a token costs 4 FLOP per base parameter (forward, and the gradient of the input), 6 per adapter
+parameter, and attention within its own example.
+"""
+
+from __future__ import annotations
+
+from job.config.sft import SftConfig
+from job.sizing import decoder
+from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
+
+FILL = 0.98  # of a packed row
+VALIDATION_ROWS = 32  # compared in fp32 after the merge
+
+
+def problems(config: SftConfig) -> list[tuple[str, str]]:
+    found = decoder.problems(config.model)
+    if config.data.longest > config.data.row:
+        found.append(("data.longest", f"at most data.row, {config.data.row}: examples are packed whole"))
+    if config.batch.tokens % config.data.row:
+        found.append(("batch.tokens", f"a multiple of data.row, {config.data.row}: a step takes whole rows"))
+    micro = config.batch.micro_tokens
+    if micro is not None and (micro % config.data.row or micro > config.batch.tokens):
+        found.append(("batch.micro_tokens", f"a multiple of data.row, {config.data.row}, up to batch.tokens"))
+    if len(config.optim.betas) != 2:
+        found.append(("optim.betas", "two numbers, beta1 and beta2"))
+    return found
+
+
+def ranks(config: SftConfig, gpu_count: int) -> int:
+    """Never more than there are rows in a step."""
+    wanted = (config.gpus or 1) if config.device == "cpu" else min(config.gpus or gpu_count, gpu_count)
+    return max(1, min(wanted, config.batch.tokens // config.data.row))
+
+
+def trained(config: SftConfig) -> int:
+    """Parameters with gradients and moments."""
+    if config.method == "lora":
+        return decoder.lora_parameters(config.model, config.lora.rank)
+    return decoder.parameters(config.model)
+
+
+def flops_per_token(config: SftConfig) -> int:
+    """Useful training work of one token."""
+    matmul = decoder.matmul_parameters(config.model)
+    context = min(config.data.tokens_per_example, config.data.longest) if config.measures.packing else config.data.row
+    attention = decoder.attention_flops(config.model, context)
+    if config.method == "full":
+        return 6 * matmul + attention
+    return 4 * matmul + 6 * trained(config) + attention
+
+
+def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
+    """`train`, then `merge`: four validation losses and the stored answers."""
+    m, rows = config.model, config.batch.tokens // config.data.row
+    fill = FILL if config.measures.packing else min(config.data.tokens_per_example, config.data.row) / config.data.row
+    train_tokens = config.epochs * config.data.examples * (1 - config.data.held_out) * config.data.tokens_per_example
+    count = decoder.steps(train_tokens, int(rows * config.data.row * fill))
+    total = decoder.parameters(m)
+    sharded = config.method == "full"
+    adapters = 0 if sharded else trained(config)
+    evaluation = config.eval.rows * config.data.row
+    sizes = {
+        "params_total": total + adapters,
+        "params_active": total + adapters,
+        "params_trained": trained(config),
+        "flops_per_token": flops_per_token(config),
+        "state_bytes_per_param": 16,
+        "optimizer_traffic_bytes_per_param": 28,
+        "tokens_per_step": config.batch.tokens,
+        "sharded": sharded,
+    }
+    train = PhaseSize(
+        name="train",
+        steps=count,
+        evaluations=-(-count // config.eval.every),
+        evaluation_tokens=evaluation,
+        **sizes,  # type: ignore[arg-type]
+    )
+    passes = 4 if config.method == "lora" else 2
+    merge = PhaseSize(
+        name="merge",
+        steps=0,
+        forward_tokens=passes * evaluation + 2 * VALIDATION_ROWS * config.data.row,
+        decode_steps=config.eval.sample_tokens if config.eval.prompts else 0,
+        **sizes,  # type: ignore[arg-type]
+    )
+    return (train, merge)
+
+
+def memory(
+    config: SftConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
+) -> Memory:
+    """LoRA: base in the compute dtype, adapters with fp32 state, on every rank. Full: fp32 state cut over the ranks,
+    and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2).
+    """
+    m = config.model
+    compute = 2 if config.precision.compute == "bf16" else 4
+    total, own = decoder.parameters(m), trained(config)
+    if config.method == "lora":
+        weights, gradients, moments, cut = total * compute + own * 4, own * 4, own * 8, 1
+        rank = config.lora.rank
+    else:
+        layer = decoder.layer_parameters(m) * compute
+        gathered = 2 * layer if config.reshard_after_forward else m.layers * layer
+        tables = m.vocab * m.width * compute * (1 if m.tied else 2)
+        copies = (gathered + tables) if ranks > 1 else total * compute if compute < 4 else 0
+        weights, gradients, moments, cut = total * 4 / ranks + copies, total * 4 / ranks, total * 8 / ranks, ranks
+        rank = 0
+    tokens = micro_batch * config.data.row if phase_index == 0 else config.data.row
+    per_layer = tokens * decoder.layer_activation_bytes(m, compute, checkpointing=checkpointing, adapters=rank)
+    recompute = (
+        tokens * decoder.layer_activation_bytes(m, compute, checkpointing=False, adapters=rank) if checkpointing else 0
+    )
+    activations = m.layers * per_layer + recompute + tokens * 2 * m.width * compute
+    if phase_index == 1:
+        gradients = moments = 0
+        activations = per_layer
+        weights = total * compute + own * 4 if config.method == "lora" else total * compute
+    logits = decoder.loss_bytes(m, tokens)
+    return Memory(
+        weights_gb=weights / GB,
+        gradients_gb=gradients / GB,
+        moments_gb=moments / GB,
+        activations_gb=activations / GB,
+        logits_gb=logits / GB,
+        total_gb=(weights + gradients + moments + activations + logits) / GB,
+    )
+
+
+def ladder(config: SftConfig, ranks: int = 1) -> tuple[Rung, ...]:
+    """8192 tokens, 4096, and so on: rows per rank and forward, halved."""
+    rows = config.batch.tokens // config.data.row
+    whole = -(-rows // ranks)
+    most = min(whole, max(1, 8192 // config.data.row))
+    start = config.batch.micro_tokens // config.data.row if config.batch.micro_tokens else most
+    return cuts(whole, min(start, whole), [most, most // 2, most // 4])
+
+
+def checkpoint_bytes(config: SftConfig, phase_index: int) -> int:
+    return 12 * trained(config)
+
+
+def export_bytes(config: SftConfig) -> dict[str, int]:
+    """The adapter in bf16, and the merged model: fp32 at worst, when bf16 would round too much of the adapter away."""
+    total = decoder.parameters(config.model)
+    if config.method == "lora":
+        return {"adapter": 2 * trained(config), "merged": 4 * total}
+    return {"merged": 2 * total}
+
+
+def dataset_bytes(config: SftConfig) -> int:
+    """Four bytes a token, twice: the token and its place in the document, as the packed shards hold them."""
+    return int(config.data.examples * config.data.tokens_per_example * 4 / FILL)
+
+
+def weights_bytes(config: SftConfig) -> int:
+    """bf16, as they are published."""
+    return 2 * decoder.parameters(config.model)
