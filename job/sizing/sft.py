@@ -99,14 +99,14 @@ def memory(
     compute = 2 if config.precision.compute == "bf16" else 4
     total, own = decoder.parameters(m), trained(config)
     if config.method == "lora":
-        weights, gradients, moments, cut = total * compute + own * 4, own * 4, own * 8, 1
+        weights, gradients, moments = float(total * compute + own * 4), float(own * 4), float(own * 8)
         rank = config.lora.rank
     else:
         layer = decoder.layer_parameters(m) * compute
         gathered = 2 * layer if config.reshard_after_forward else m.layers * layer
         tables = m.vocab * m.width * compute * (1 if m.tied else 2)
         copies = (gathered + tables) if ranks > 1 else total * compute if compute < 4 else 0
-        weights, gradients, moments, cut = total * 4 / ranks + copies, total * 4 / ranks, total * 8 / ranks, ranks
+        weights, gradients, moments = total * 4 / ranks + copies, total * 4 / ranks, total * 8 / ranks
         rank = 0
     tokens = micro_batch * config.data.row if phase_index == 0 else config.data.row
     per_layer = tokens * decoder.layer_activation_bytes(m, compute, checkpointing=checkpointing, adapters=rank)
@@ -115,7 +115,7 @@ def memory(
     )
     activations = m.layers * per_layer + recompute + tokens * 2 * m.width * compute
     if phase_index == 1:
-        gradients = moments = 0
+        gradients = moments = 0.0
         activations = per_layer
         weights = total * compute + own * 4 if config.method == "lora" else total * compute
     logits = decoder.loss_bytes(m, tokens)
