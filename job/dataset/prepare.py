@@ -1,9 +1,12 @@
 """From text to a prepared dataset: a folder of token shards, what the tokenizer needs, and `dataset.json`.
 
-    dataset.json     schema, source, tokenizer {kind, vocab, id}, train [file..], validation [file..],
-                     tokens {train, validation}, stories {train, validation}, files [{name, bytes, sha256}]
+    dataset.json     schema, kind, source, facts, files [{name, bytes, sha256}]; for kind "windows" also tokenizer
+                     {kind, vocab, id}, train [file..], validation [file..], tokens {train, validation},
+                     stories {train, validation}
     train_00000.bin, validation_00000.bin
     tokenizer.json   (gpt2) or vocab.json (words)
+
+`publish` and `read_manifest` serve every kind: windows (here), packed, characters and ranking (modules of their own).
 
 The same input gives the same bytes; nothing in it is a time or a path. Standard library only, because the program that
 declares the upload reads manifests too. User mistakes raise ValueError with the choice to make.
@@ -18,14 +21,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from job.dataset.shards import write_shard
 from job.dataset.sources import Source
 from job.dataset.tokenizer import Gpt2, Tokenizer, Words
 
+Kind = Literal["windows", "packed", "characters", "ranking"]
 MANIFEST = "dataset.json"
 HELD_OUT = 0.01  # the last stories of a text, for validation
 SHARD_TOKENS = 1 << 25
@@ -44,19 +48,21 @@ class DatasetFile:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetManifest:
     """A prepared dataset. `files` are all that a node must have, dataset.json included; `sha256` is dataset.json's,
-    which names the others by hash.
+    which names the others by hash. From `tokenizer` on: only of windows, empty elsewhere.
     """
 
     sha256: str
     files: tuple[DatasetFile, ...]
-    tokenizer: str  # gpt2, bytes or words
-    vocab: int
-    tokenizer_id: str
     source: str
-    train: tuple[str, ...]
-    validation: tuple[str, ...]
-    tokens: dict[str, int]
-    stories: dict[str, int]
+    kind: Kind = "windows"
+    facts: dict[str, Any] = field(default_factory=dict)  # numbers and words of its kind: tokens, examples, fill, ...
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    tokenizer: str = ""  # gpt2, bytes or words
+    vocab: int = 0
+    tokenizer_id: str = ""
+    tokens: dict[str, int] = field(default_factory=dict)
+    stories: dict[str, int] = field(default_factory=dict)
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
@@ -70,19 +76,26 @@ def read_manifest(folder: Path) -> DatasetManifest:
         tree = json.loads(content)
         if tree["schema"] != 1:
             raise ValueError(f"{path}: schema {tree['schema']}, this code reads 1; prepare the dataset again")
+        kind = tree.get("kind", "windows")
+        if kind not in get_args(Kind):
+            raise ValueError(f"{path}: kind {kind!r}, this code reads {', '.join(get_args(Kind))}")
         listed = tuple(DatasetFile(**file) for file in tree["files"])
         digest = hashlib.sha256(content).hexdigest()
+        windows = kind == "windows"
+        tokenizer = tree["tokenizer"] if windows else {}
         return DatasetManifest(
             sha256=digest,
             files=(*listed, DatasetFile(name=MANIFEST, bytes=len(content), sha256=digest)),
-            tokenizer=tree["tokenizer"]["kind"],
-            vocab=int(tree["tokenizer"]["vocab"]),
-            tokenizer_id=tree["tokenizer"]["id"],
             source=tree["source"],
-            train=tuple(tree["train"]),
-            validation=tuple(tree["validation"]),
-            tokens=dict(tree["tokens"]),
-            stories=dict(tree["stories"]),
+            kind=kind,
+            facts=dict(tree.get("facts") or {}),
+            train=tuple(tree["train"] if windows else tree.get("train", ())),
+            validation=tuple(tree["validation"] if windows else tree.get("validation", ())),
+            tokenizer=tokenizer["kind"] if windows else "",
+            vocab=int(tokenizer["vocab"]) if windows else 0,
+            tokenizer_id=tokenizer["id"] if windows else "",
+            tokens=dict(tree["tokens"]) if windows else {},
+            stories=dict(tree["stories"]) if windows else {},
         )
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: damaged ({type(error).__name__}: {error}); prepare the dataset again") from error
@@ -111,16 +124,71 @@ def prepare(
             f"tokenizer {kind} has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
             f"{model_vocab}: raise model.vocab to at least {tokenizer.vocab}, or choose a smaller tokenizer"
         )
-    if kept := _already(folder, source.name, tokenizer_id):
+    kept = _already(folder)
+    if kept is not None and (kept.source, kept.tokenizer_id) == (source.name, tokenizer_id):
         say(f"{folder} is prepared already: {describe(kept)}")
         return kept
+    return _appear(folder, lambda made: _write(made, source, tokenizer, kind, tokenizer_id), say)
+
+
+def publish(
+    folder: Path,
+    *,
+    kind: Kind,
+    source: str,
+    facts: dict[str, Any],
+    write: Callable[[Path], None],
+    train: tuple[str, ...] = (),
+    validation: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> DatasetManifest:
+    """A prepared dataset of any kind in `folder`: what `write` puts into the temporary folder it is given, and a
+    dataset.json that names every file by hash. Appears whole or not at all; an identical one that is there stays.
+    `facts` (JSON) is read after `write` has run. Raises ValueError when `folder` holds something else.
+    """
+    _already(folder)
+
+    def fill(made: Path) -> dict[str, Any]:
+        write(made)
+        return {"kind": kind, "source": source, "facts": facts, "train": list(train), "validation": list(validation)}
+
+    return _appear(folder, fill, say)
+
+
+def describe(manifest: DatasetManifest) -> str:
+    """One line for people."""
+    size = f"{sum(file.bytes for file in manifest.files) / 1e6:.1f} MB"
+    if manifest.kind != "windows":
+        facts = ", ".join(
+            f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}"
+            for name, value in manifest.facts.items()
+            if isinstance(value, int | float | str)
+        )
+        return f"{manifest.kind} from {manifest.source}: {facts}; {size}"
+    return (
+        f"{manifest.stories['train']:,} stories, {manifest.tokens['train']:,} tokens to train on, "
+        f"{manifest.tokens['validation']:,} held out; {manifest.tokenizer}, {manifest.vocab:,} ids; {size}"
+    )
+
+
+def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> DatasetManifest:
+    """Fills a temporary folder, writes its dataset.json from the fields that `fill` gives, and puts it in place."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         made = Path(scratch) / "dataset"
         made.mkdir()
-        _write(made, source, tokenizer, kind, tokenizer_id)
-        if folder.exists():  # another preparation's; only ever our own kind of folder
-            _already(folder, source.name, tokenizer_id, any_source=True)
+        fields = fill(made)
+        files = [
+            asdict(DatasetFile(name=path.relative_to(made).as_posix(), bytes=path.stat().st_size, sha256=_sha256(path)))
+            for path in sorted(made.rglob("*"))
+            if path.is_file()
+        ]
+        _write_text(made / MANIFEST, json.dumps({"schema": 1, **fields, "files": files}, indent=1) + "\n")
+        kept = _already(folder)  # looked at late: another preparation's; only ever our own kind of folder
+        if kept is not None and kept.sha256 == _sha256(made / MANIFEST):
+            say(f"{folder} is prepared already: {describe(kept)}")
+            return kept
+        if folder.exists():
             folder.rename(Path(scratch) / "replaced")
         made.rename(folder)
     manifest = read_manifest(folder)
@@ -128,32 +196,24 @@ def prepare(
     return manifest
 
 
-def describe(manifest: DatasetManifest) -> str:
-    """One line for people."""
-    size = sum(file.bytes for file in manifest.files)
-    return (
-        f"{manifest.stories['train']:,} stories, {manifest.tokens['train']:,} tokens to train on, "
-        f"{manifest.tokens['validation']:,} held out; {manifest.tokenizer}, {manifest.vocab:,} ids; {size / 1e6:.1f} MB"
-    )
-
-
-def _already(folder: Path, source: str, tokenizer_id: str, any_source: bool = False) -> DatasetManifest | None:
-    """The dataset in `folder` when it is the wanted one. Raises ValueError when the folder is something else's."""
+def _already(folder: Path) -> DatasetManifest | None:
+    """The dataset in `folder`; None when there is none or it is damaged, and is made again. Raises ValueError when the
+    folder is something else's.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: exists and is not a prepared dataset; move it away or name another folder")
     try:
         manifest = read_manifest(folder)
-        if any_source or (manifest.source, manifest.tokenizer_id) != (source, tokenizer_id):
-            return None
         verify(folder, manifest)
-    except ValueError:  # damaged: made again
+    except ValueError:
         return None
     return manifest
 
 
-def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokenizer_id: str) -> None:
+def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokenizer_id: str) -> dict[str, Any]:
+    """Shards and tokenizer of windows; dataset.json's fields."""
     stories = source.stories()
     held_out = max(1, round(len(stories) * HELD_OUT))
     if len(stories) <= held_out:
@@ -167,20 +227,14 @@ def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokeni
         _write_text(folder / "vocab.json", json.dumps(tokenizer.words, ensure_ascii=False) + "\n")
     if isinstance(tokenizer, Gpt2):
         shutil.copyfile(tokenizer.file, folder / "tokenizer.json")
-    files = [
-        DatasetFile(name=path.name, bytes=path.stat().st_size, sha256=_sha256(path))
-        for path in sorted(folder.iterdir())
-    ]
-    manifest: dict[str, Any] = {
-        "schema": 1,
+    return {
+        "kind": "windows",
         "source": source.name,
         "tokenizer": {"kind": kind, "vocab": tokenizer.vocab, "id": tokenizer_id},
         **names,
         "tokens": tokens,
         "stories": {split: len(texts) for split, texts in splits.items()},
-        "files": [asdict(file) for file in files],
     }
-    _write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def _write_split(folder: Path, split: str, texts: list[str], tokenizer: Tokenizer) -> tuple[list[str], int]:

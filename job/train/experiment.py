@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from job import sizing
 from job.config import JobConfig
+from job.train import optimizer
 from job.train.checkpoint import Checkpoints
-from job.train.data import Dataset
 from job.train.device import Device
 from job.train.metrics import MetricsFile
+from job.train.parallel import World
 from job.train.requests import Requests
 
 
@@ -25,72 +30,154 @@ class LossNotFiniteError(ValueError):
     """Loss or gradients became NaN or infinite. The last committed checkpoint is older and good."""
 
 
+class Output(Protocol):
+    """The least that a module's forward pass gives."""
+
+    @property
+    def loss_sum(self) -> Tensor | None:
+        """Scalar, fp32 or wider: the loss summed over this micro-batch's tokens."""
+
+    @property
+    def aux(self) -> dict[str, Tensor]:
+        """Detached figures to log, by name. Counts (integers) are summed over micro-batches and ranks, the others
+        averaged in proportion to their tokens.
+        """
+
+    @property
+    def aux_loss(self) -> Tensor | None:
+        """Scalar mean over the micro-batch, without its coefficient (`Experiment.aux_weight`)."""
+
+
+class Micro(NamedTuple):
+    """One forward and backward pass: `module(*inputs)`."""
+
+    inputs: tuple[Tensor, ...]
+    tokens: int  # that the loss is summed over
+    place: int = 0  # of its first row in the global batch; dropout is seeded with (seed, step, place)
+
+
+class Work(NamedTuple):
+    """This rank's share of one global batch. `total` are the loss tokens of all ranks together, so the way a batch is
+    cut changes neither loss nor gradient.
+    """
+
+    micros: Iterable[Micro]
+    total: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """`steps` optimizer steps with one model. `first` is the number of steps before it."""
+    """At most `steps` optimizer steps with one model. `first` is the number of steps before it."""
 
     index: int
     name: str
     first: int
     steps: int
-    lr: float
-    warmup: int
-    flops_per_token: int
+    flops_per_token: float  # training, forward and backward
+    tokens_per_step: int  # of the global batch: what tok/s and MFU count
 
     @property
     def last(self) -> int:
         """The number of steps after it."""
         return self.first + self.steps
 
-    def lr_at(self, step: int) -> float:
-        """For the step that follows `step` steps of the run: linear warm-up, then constant."""
-        return self.lr * min(1.0, (step - self.first + 1) / self.warmup) if self.warmup else self.lr
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """One start of the trainer: what it was given and what it found."""
+    """One start of the trainer on one rank: what it was given and what it found."""
 
     workdir: Path
     config: JobConfig
     config_sha256: str
     device: Device
-    dataset: Dataset
+    world: World
+    data: Path  # the prepared dataset
+    inputs: Path | None  # base weights, where the experiment starts from any
     checkpoints: Checkpoints
     metrics: MetricsFile
     requests: Requests
     rung: int  # of the micro-batch ladder, at least; the predicted memory may choose a lower one
     predicted: Sequence[dict[str, Any]]  # the bill's figures per phase; may be empty
-    say: Callable[[str], None]
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.batch.sequences * self.config.data.sequence
+    say: Callable[[str], None]  # silent but on rank 0
 
 
-class Experiment(Protocol):
-    """What the loop asks. `progress` is JSON that travels in every checkpoint."""
+class Experiment(ABC):
+    """What the loop asks; it calls every method on every rank, in the same order. Only rank 0 may write a file.
 
-    @property
-    def phases(self) -> Sequence[Phase]:
-        """In order."""
+    `progress` is JSON that travels in every checkpoint, the same on all ranks.
+    """
 
+    session: Session
+    phases: Sequence[Phase]
     progress: dict[str, Any]
+    aux_weight: float = 0.0  # of Output.aux_loss in the objective
 
+    @abstractmethod
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """A phase's model at its first step."""
+        """A phase's model at its first step, on the device, sharded or replicated (parallel.py)."""
 
+    @abstractmethod
     def blank(self, phase: Phase) -> nn.Module:
-        """The same, for a checkpoint to be read into."""
+        """The same, for a checkpoint to be read into: what `weights` does not name is filled already."""
 
-    def groups(self, module: nn.Module) -> list[dict[str, Any]]:
-        """Parameter groups with their weight decay."""
+    @abstractmethod
+    def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
+        """A fresh one whose state exists already (`optimizer.make`, or zeros in its `state`)."""
+
+    @abstractmethod
+    def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
+        """Sets every group's rate for the step that follows `step` steps of the run; gives the one to log."""
+
+    @abstractmethod
+    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+        """This rank's part of the global batch after `step` steps: a pure function of (seed, step, rank)."""
+
+    @abstractmethod
+    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+        """The same fixed batches every time, this rank's part."""
+
+    def evaluated(self, phase: Phase, step: int) -> bool:
+        """Whether the loop evaluates after `step` steps: every config.eval.every steps, and at the end of a phase."""
+        evaluation = getattr(self.session.config, "eval", None)
+        return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
+
+    @torch.no_grad()
+    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float:
+        """What is logged as val_loss, lower is better; the same on every rank. Mean loss in nats per token."""
+        module.eval()
+        work = self.validation(phase, rung)
+        total = torch.zeros((), dtype=torch.float64, device=self.session.device.torch)
+        for micro in work.micros:
+            total += module(*micro.inputs).loss_sum.double()
+        module.train()
+        return self.session.world.sum(total).item() / work.total
+
+    def clip(self, module: nn.Module) -> Tensor:
+        """Scales the gradients down where need be; the global norm before, a scalar on the device."""
+        limit: float = getattr(getattr(self.session.config, "optim", None), "clip", 0.0)
+        return optimizer.clip(module.parameters(), limit)
+
+    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """What a checkpoint holds of the module: the module's own tensors."""
+        state: dict[str, Tensor] = module.state_dict()
+        return state
+
+    def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
+        """The figures of metrics.jsonl that come from `Output.aux`; called where a step is logged. Waits."""
+        return {name: [round(x, 4) for x in tensor.flatten().tolist()] for name, tensor in aux.items()}
+
+    def stop_early(self, phase: Phase, val_loss: float) -> str | None:
+        """After each evaluation: why the phase is over now, as done. None: it goes on."""
+        return None
 
     def requires(self, phase: Phase) -> tuple[str, ...]:
-        """What a resume from a checkpoint of this phase will not make again."""
+        """What a resume from a checkpoint of this phase will not make again, as paths of the work folder."""
+        return ()
 
+    @abstractmethod
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
         """Exports and samples. Repeated when a run resumes from the end of a phase."""
 
+    @abstractmethod
     def finish(self) -> None:
-        """The files a finished run leaves."""
+        """What follows training, and the files a finished run leaves. Raises Stopped where it heeds a stop."""

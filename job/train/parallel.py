@@ -1,0 +1,180 @@
+"""One node's processes: who they are, what they agree on, and how a module is spread over them.
+
+Two ways to spread: `shard` (FSDP2: each rank holds a part of every weight, gradient and moment) for what is too large
+or trained whole, `replicate` for small trainable sets (an adapter). Both sum gradients over ranks and never average:
+the loss of each rank is divided by the tokens of the whole global batch already.
+
+Decisions travel on a CPU gloo group of their own, saves on another one, because they run beside training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+MESSAGE_BYTES = 512  # of a decision: one broadcast of a fixed size
+PATIENCE = timedelta(minutes=60)  # one rank may generate, verify a growth or write gigabytes while the others wait
+JSON = TypeVar("JSON")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The processes of this run. With size 1 nothing here communicates."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    control: dist.ProcessGroup | None = None  # gloo: decisions
+    saves: dist.ProcessGroup | None = None  # gloo: checkpoints, from a thread of their own
+    mesh: DeviceMesh | None = None  # of the training device
+    host_mesh: DeviceMesh | None = None  # the same ranks on the CPU, for what is copied there
+
+    @property
+    def first(self) -> bool:
+        """Rank 0: the one that logs and writes files."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """`tensor`, in place, summed over ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, value: JSON) -> JSON:
+        """Rank 0's `value` (JSON, at most MESSAGE_BYTES), on every rank."""
+        if self.size == 1:
+            return value
+        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        if self.first:
+            words = json.dumps(value).encode()
+            assert len(words) <= MESSAGE_BYTES, words
+            message[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        dist.broadcast(message, 0, group=self.control)
+        return cast(JSON, json.loads(bytes(message.tolist()).rstrip(b"\0")))
+
+    def barrier(self) -> None:
+        """Until every rank is here."""
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def close(self) -> None:
+        """Leaves together: a rank that is gone while others still talk to it looks like a failure to them."""
+        if self.size > 1:
+            self.barrier()
+            dist.destroy_process_group()
+
+
+def join(kind: str) -> World:
+    """The world that torchrun's environment names, on devices of `kind` (cuda or cpu); of size 1 without one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World()
+    local = int(os.environ["LOCAL_RANK"])
+    if kind == "cuda":
+        torch.cuda.set_device(local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
+    return meet(kind, local_rank=local)
+
+
+def meet(kind: str, *, local_rank: int) -> World:
+    """The world of the default process group, which exists."""
+    size = dist.get_world_size()
+    return World(
+        rank=dist.get_rank(),
+        size=size,
+        local_rank=local_rank,
+        control=dist.new_group(backend="gloo", timeout=PATIENCE),
+        saves=dist.new_group(backend="gloo", timeout=PATIENCE),
+        mesh=init_device_mesh(kind, (size,)),
+        host_mesh=init_device_mesh("cpu", (size,)),
+    )
+
+
+def shard(
+    module: nn.Module, world: World, blocks: Iterable[nn.Module], *, compute: torch.dtype, reshard: bool
+) -> nn.Module:
+    """The module with its weights spread over the ranks, gathered block by block in `compute` (FSDP2; gradients are
+    summed in fp32). `reshard`: a block's weights are dropped again after its forward pass (ZeRO-3), or kept until its
+    backward pass (ZeRO-2). With one rank the module is what it was.
+    """
+    if world.size == 1:
+        return module
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == torch.float32 else compute,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # rotations stay in fp32, the model casts for itself
+    )
+    for part in (*blocks, module):
+        fully_shard(part, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard and part is not module)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(enable=True)
+            part.set_gradient_divide_factor(1.0)
+    return module
+
+
+def replicate(module: nn.Module, world: World) -> nn.Module:
+    """The module with rank 0's weights on every rank. Its gradients are summed once per optimizer step (`reduce`)."""
+    if world.size > 1:
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                dist.broadcast(tensor, 0)
+    return module
+
+
+def reduce(parameters: Iterable[nn.Parameter], world: World) -> None:
+    """Sums the gradients of replicated parameters over ranks; FSDP2 has done its own. One message per dtype."""
+    if world.size == 1:
+        return
+    gradients: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for same in gradients.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in same])
+        dist.all_reduce(flat)
+        for gradient, part in zip(same, torch.split(flat, [g.numel() for g in same]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Whole tensors in host memory on rank 0, one at a time, and nothing on the others. Every rank calls it."""
+    found = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if world.first:
+            found[name] = whole.detach().cpu()
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The global norm over all gradients and ranks, fp32 or wider, a scalar on the device."""
+    norms = [_own_norm(gradient) for gradient in gradients if not isinstance(gradient, DTensor)]
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if sharded:
+        square = torch.linalg.vector_norm(torch.stack([_own_norm(g.to_local()) for g in sharded])).square()
+        dist.all_reduce(square, group=sharded[0].device_mesh.get_group())
+        norms.append(square.sqrt())
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _own_norm(gradient: Tensor) -> Tensor:
+    found: Any = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return cast(Tensor, found)

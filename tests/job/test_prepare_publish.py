@@ -1,0 +1,93 @@
+"""A dataset of any kind: written whole, named by hash, kept when it is the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job.dataset.prepare import DatasetManifest, describe, publish, read_manifest, verify
+
+
+def made(folder: Path, content: bytes = b"abc", *, facts: dict[str, Any] | None = None) -> DatasetManifest:
+    def write(temporary: Path) -> None:
+        (temporary / "rows").mkdir()
+        (temporary / "rows" / "train.bin").write_bytes(content)
+
+    return publish(
+        folder,
+        kind="packed",
+        source="pairs.jsonl",
+        facts=facts or {"tokens": 1200},
+        write=write,
+        train=("rows/train.bin",),
+    )
+
+
+def test_a_published_folder_reads_back_with_kind_facts_and_hashes(tmp_path: Path) -> None:
+    manifest = made(tmp_path / "data")
+    assert read_manifest(tmp_path / "data") == manifest
+    assert (manifest.kind, manifest.facts, manifest.train) == ("packed", {"tokens": 1200}, ("rows/train.bin",))
+    assert [file.name for file in manifest.files] == ["rows/train.bin", "dataset.json"]
+    verify(tmp_path / "data", manifest)
+
+
+def test_the_same_dataset_again_leaves_the_folder_alone(tmp_path: Path) -> None:
+    made(tmp_path / "data")
+    before = (tmp_path / "data").stat().st_ino
+    made(tmp_path / "data")
+    assert (tmp_path / "data").stat().st_ino == before
+
+
+def test_another_content_replaces_it(tmp_path: Path) -> None:
+    first = made(tmp_path / "data")
+    second = made(tmp_path / "data", b"other")
+    assert first.sha256 != second.sha256
+    assert (tmp_path / "data" / "rows" / "train.bin").read_bytes() == b"other"
+
+
+def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    def fail(temporary: Path) -> None:
+        (temporary / "half").write_bytes(b"x")
+        raise ValueError("row 7 has no answer")
+
+    with pytest.raises(ValueError, match="row 7"):
+        publish(tmp_path / "data", kind="packed", source="x", facts={}, write=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_somebody_elses_folder_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not a prepared dataset"):
+        made(tmp_path / "data")
+
+
+def test_an_unknown_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) -> None:
+    made(tmp_path / "data")
+    path = tmp_path / "data" / "dataset.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "kind": "pictures"}))
+    with pytest.raises(ValueError, match="windows, packed, characters, ranking"):
+        read_manifest(tmp_path / "data")
+
+
+def test_a_manifest_written_before_there_were_kinds_is_one_of_windows(tmp_path: Path) -> None:
+    old = {
+        "schema": 1,
+        "source": "tales.txt",
+        "tokenizer": {"kind": "bytes", "vocab": 257, "id": "bytes"},
+        "train": ["train_00000.bin"],
+        "validation": ["validation_00000.bin"],
+        "tokens": {"train": 10, "validation": 2},
+        "stories": {"train": 3, "validation": 1},
+        "files": [],
+    }
+    (tmp_path / "dataset.json").write_text(json.dumps(old))
+    manifest = read_manifest(tmp_path)
+    assert (manifest.kind, manifest.vocab, manifest.tokens["train"]) == ("windows", 257, 10)
+
+
+def test_one_line_says_what_a_dataset_is(tmp_path: Path) -> None:
+    assert describe(made(tmp_path / "data")).startswith("packed from pairs.jsonl: tokens 1,200; 0.0 MB")
