@@ -1,14 +1,16 @@
 """Dated facts: instance types, GPUs and prices, each row with its source and its date.
 
-The CSV files beside this module are the data; `status` is `verified` (read in the named source), or `inferred` (derived
-from another region or type, or recalled), and every bill says which of its prices are inferred. Nothing here asks AWS.
+The CSV files beside this module are the data, and what `gpufleet prices refresh` wrote into a project's `prices/` goes
+before them where it is newer. `status` is `verified` (read in the named source), or `inferred` (derived from another
+region or type, or recalled), and every bill says which of its prices are inferred. Nothing here asks AWS.
 
 Three things that surprise:
 
 - A spot price is known by zone *id* (az1 = use2-az1), a definition names zones (us-east-2a), and which name is which
   id differs per account. Without an account the two cannot be matched, so callers take the dearest zone of the region.
   Local Zones (Atlanta, Los Angeles) are left out.
-- The spot figures come from an undated file made between 2026-01-21 and 2026-05-18; the earlier day is their date.
+- The shipped spot figures come from an undated file made between 2026-01-21 and 2026-05-18; the earlier day is their
+  date.
 - A fractional GPU is one device with a share: g6f.xlarge has gpu_count 1 and gpu_share 0.125, never 0 GPUs.
 """
 
@@ -19,18 +21,19 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
+from infra.catalog import files
+from infra.catalog.files import Price, SpotPrice, Status
 from infra.errors import PriceMissing
 
-Status = Literal["verified", "inferred"]
+__all__ = ["Catalog", "Gpu", "Instance", "Price", "SpotPrice", "Status", "load_catalog", "project_prices"]
+
+SHIPPED = Path(__file__).parent
 
 # Zone names as accounts see them.
 _ZONES = {"us-east-1": "abcdef", "us-east-2": "abc", "us-west-2": "abcd", "eu-west-1": "abc"}
-_SPOT_ZONES = ("az1", "az2", "az3", "az4", "az5", "az6")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,30 +70,20 @@ class Instance:
         """Memory of one device as the job sees it."""
         return self.gpu.memory_gb * self.gpu_share
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Price:
-    """USD for one unit."""
-
-    amount: Decimal
-    unit: str
-    source: str
-    as_of: date
-    status: Status
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpotPrice:
-    """A spot price in one zone, named by zone id within its region (az1)."""
-
-    zone: str
-    price: Price
+    @property
+    def gpus(self) -> str:
+        """`8 x H100`, or `1/8 of one L4` for a slice."""
+        if self.gpu_share < 1:
+            return f"1/{1 / self.gpu_share:g} of one {self.gpu.name}"
+        return f"{self.gpu_count} x {self.gpu.name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Catalog:
-    """All facts of one date. Built by `load_catalog`."""
+    """All facts as of one date. Built by `load_catalog`."""
 
+    as_of: date  # the newest price in it
+    name: str  # the folder that its newest prices come from: prices/2026-11-21, or shipped
     instances: dict[str, Instance]
     services: dict[tuple[str, str], Price] = field(repr=False)
     on_demand_prices: dict[tuple[str, str], Price] = field(repr=False)
@@ -144,28 +137,43 @@ class Catalog:
         return f"{type_} has no {kind} price in {region}; known in: {', '.join(elsewhere) or 'no region'}"
 
 
+def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED) -> Catalog:
+    """The newest figures of the shipped catalog and of the newest folder in the project's `prices/`.
+
+    `project` is the folder that holds `prices/`; None: the nearest at or above the working directory that holds
+    `stacks/`, so that program, commands and a scratch project each find their own. The same files give the same
+    catalog, on any day. Raises GpufleetError when a price file is broken.
+    """
+    found = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
+    return read_catalog(shipped, found[-1] if found else None)
+
+
+def project_prices(start: Path) -> Path:
+    """`prices/` of the nearest folder at or above `start` that holds `stacks/`; of `start` when there is none."""
+    return next((each for each in (start, *start.parents) if (each / "stacks").is_dir()), start) / "prices"
+
+
 @cache
-def load_catalog() -> Catalog:
-    """The catalog shipped with this version."""
-    gpus = {row["gpu"]: _gpu(row) for row in _rows("gpus.csv")}
+def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
+    """The facts in `shipped`, with the prices of `refreshed` where these are not older."""
+    gpus = {row["gpu"]: _gpu(row) for row in _rows(shipped / "gpus.csv")}
+    prices, name = files.read(shipped), "shipped"
+    if refreshed is not None:
+        over = files.read(refreshed)
+        name = f"prices/{refreshed.name}" if over.newest >= prices.newest else name
+        prices = files.newer(prices, over)
     return Catalog(
-        instances={row["type"]: _instance(row, gpus) for row in _rows("instances.csv")},
-        services={
-            (row["item"], region): _price(row, row["usd"], row["unit"])
-            for row in _rows("services.csv")
-            for region in row["regions"].split()
-        },
-        on_demand_prices={
-            (row["type"], region): _price(row, row["usd_per_hour"], "node-hour")
-            for row in _rows("on_demand.csv")
-            for region in row["regions"].split()
-        },
-        spot_prices={(row["type"], row["region"]): _spot(row) for row in _rows("spot.csv")},
+        as_of=prices.newest,
+        name=name,
+        instances={row["type"]: _instance(row, gpus) for row in _rows(shipped / "instances.csv")},
+        services=prices.services,
+        on_demand_prices=prices.on_demand,
+        spot_prices=prices.spot,
     )
 
 
-def _rows(name: str) -> Iterator[dict[str, str]]:
-    with (Path(__file__).parent / name).open(encoding="utf-8", newline="") as lines:
+def _rows(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as lines:
         yield from csv.DictReader(lines)
 
 
@@ -194,23 +202,6 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
         ebs_iops=int(row["ebs_iops"]) if row["ebs_iops"] else None,
         regions=None if row["regions"] == "unknown" else tuple(row["regions"].split()),
         left_ec2=date.fromisoformat(row["left_ec2"]) if row["left_ec2"] else None,
-    )
-
-
-def _spot(row: dict[str, str]) -> tuple[SpotPrice, ...]:
-    source = row["source"] + ", undated, between 2026-01-21 and 2026-05-18"
-    zones = [
-        SpotPrice(zone=zone, price=_price({**row, "source": source, "status": "verified"}, row[zone], "node-hour"))
-        for zone in _SPOT_ZONES
-        if row[zone]
-    ]
-    return tuple(sorted(zones, key=lambda spot: spot.price.amount))
-
-
-def _price(row: dict[str, str], amount: str, unit: str) -> Price:
-    status: Status = "verified" if row["status"] == "verified" else "inferred"
-    return Price(
-        amount=Decimal(amount), unit=unit, source=row["source"], as_of=date.fromisoformat(row["as_of"]), status=status
     )
 
 

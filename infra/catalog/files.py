@@ -1,0 +1,207 @@
+"""Prices as CSV files: on_demand.csv, spot.csv and services.csv of one folder, each row with its source and date.
+
+Shipped beside this module, and written by `gpufleet prices refresh` as `prices/<date>/` of a project. A refreshed
+folder is complete: what was not read anew stands in it with its old date and source.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Literal
+
+from infra.errors import GpufleetError
+
+Status = Literal["verified", "inferred"]
+
+NAME = re.compile(r"(\d{4}-\d{2}-\d{2})(?:-([2-9]|[1-9]\d+))?")  # 2026-11-21; the second of that day: 2026-11-21-2
+_HEADS = {
+    "on_demand.csv": "type,regions,usd_per_hour,source,as_of,status",
+    "spot.csv": "type,region,zone,usd_per_hour,low_usd,high_usd,source,as_of,status",
+    "services.csv": "item,regions,usd,unit,source,as_of,status,note",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """USD for one unit."""
+
+    amount: Decimal
+    unit: str
+    source: str
+    as_of: date
+    status: Status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpotPrice:
+    """A spot price in one zone, named by zone id within its region (az1).
+
+    Where it comes from a price history, `price` is its median over 7 days, and `low` and `high` are the extremes.
+    """
+
+    zone: str
+    price: Price
+    low: Decimal | None = None
+    high: Decimal | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """Everything that has a price, by (type or item, region). Spot zones come cheapest first."""
+
+    on_demand: dict[tuple[str, str], Price] = field(default_factory=dict)
+    spot: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(default_factory=dict)
+    services: dict[tuple[str, str], Price] = field(default_factory=dict)
+    notes: dict[tuple[str, str], str] = field(default_factory=dict)  # of services: what the price holds for
+
+    @property
+    def newest(self) -> date:
+        """The newest date of any price; the first day of the calendar when there is none."""
+        return max((price.as_of for price in self.all()), default=date.min)
+
+    def all(self) -> Iterator[Price]:
+        yield from self.on_demand.values()
+        yield from (zone.price for zones in self.spot.values() for zone in zones)
+        yield from self.services.values()
+
+
+def read(folder: Path) -> Prices:
+    """The prices of one folder. Raises GpufleetError, with file and line, for anything that is not such a price."""
+    prices = Prices()
+    zones: dict[tuple[str, str], list[SpotPrice]] = {}
+
+    def on_demand(row: dict[str, str]) -> None:
+        for region in row["regions"].split():
+            prices.on_demand[row["type"], region] = _price(row, row["usd_per_hour"], "node-hour")
+
+    def spot(row: dict[str, str]) -> None:
+        low, high = (Decimal(row[key]) if row[key] else None for key in ("low_usd", "high_usd"))
+        found = SpotPrice(zone=row["zone"], price=_price(row, row["usd_per_hour"], "node-hour"), low=low, high=high)
+        zones.setdefault((row["type"], row["region"]), []).append(found)
+
+    def service(row: dict[str, str]) -> None:
+        for region in row["regions"].split():
+            prices.services[row["item"], region] = _price(row, row["usd"], row["unit"])
+            prices.notes[row["item"], region] = row["note"]
+
+    _each(folder / "on_demand.csv", on_demand)
+    _each(folder / "spot.csv", spot)
+    _each(folder / "services.csv", service)
+    prices.spot.update({key: cheapest_first(found) for key, found in zones.items()})
+    return prices
+
+
+def cheapest_first(zones: Iterable[SpotPrice]) -> tuple[SpotPrice, ...]:
+    return tuple(sorted(zones, key=lambda spot: (spot.price.amount, spot.zone)))
+
+
+def newer(base: Prices, over: Prices) -> Prices:
+    """Each figure with the newer date of the two; of the same date, that of `over`. What only one has, stays."""
+
+    def spot_date(zones: tuple[SpotPrice, ...]) -> date:
+        return max(zone.price.as_of for zone in zones)
+
+    merged = Prices(
+        on_demand=dict(base.on_demand), spot=dict(base.spot), services=dict(base.services), notes=dict(base.notes)
+    )
+    for key, price in over.on_demand.items():
+        if key not in base.on_demand or price.as_of >= base.on_demand[key].as_of:
+            merged.on_demand[key] = price
+    for key, zones in over.spot.items():
+        if key not in base.spot or spot_date(zones) >= spot_date(base.spot[key]):
+            merged.spot[key] = zones
+    for key, price in over.services.items():
+        if key not in base.services or price.as_of >= base.services[key].as_of:
+            merged.services[key], merged.notes[key] = price, over.notes.get(key, "")
+    return merged
+
+
+def folders(parent: Path) -> list[Path]:
+    """The price folders in `parent`, oldest first; anything of another name is not one."""
+    named = [(match, path) for path in _listed(parent) if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+    return [path for match, path in sorted(named, key=lambda pair: (pair[0][1], int(pair[0][2] or 1)))]
+
+
+def write(prices: Prices, parent: Path, day: date) -> Path:
+    """A new folder in `parent`, named after `day`; it appears whole or not at all, and never replaces another."""
+    parent.mkdir(parents=True, exist_ok=True)
+    building = parent / f".{day.isoformat()}.{os.getpid()}"
+    building.mkdir()
+    try:
+        _write(building / "on_demand.csv", ([*key, *_cells(price)] for key, price in sorted(prices.on_demand.items())))
+        _write(building / "spot.csv", _spot_rows(prices))
+        _write(
+            building / "services.csv",
+            (
+                [*key, price.amount, price.unit, price.source, price.as_of, price.status, prices.notes.get(key, "")]
+                for key, price in sorted(prices.services.items())
+            ),
+        )
+        number = 1
+        while True:
+            final = parent / (day.isoformat() if number == 1 else f"{day.isoformat()}-{number}")
+            number += 1
+            if not final.exists():
+                building.rename(final)
+                return final
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _spot_rows(prices: Prices) -> Iterator[list[object]]:
+    for key, zones in sorted(prices.spot.items()):
+        for zone in sorted(zones, key=lambda spot: spot.zone):
+            amount, *rest = _cells(zone.price)
+            yield [*key, zone.zone, amount, zone.low, zone.high, *rest]
+
+
+def _cells(price: Price) -> list[object]:
+    return [price.amount, price.source, price.as_of, price.status]
+
+
+def _write(path: Path, rows: Iterable[list[object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(_HEADS[path.name] + "\n")
+        for row in rows:
+            csv.writer(file, lineterminator="\n").writerow(
+                "" if cell is None else f"{cell:f}" if isinstance(cell, Decimal) else cell for cell in row
+            )
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise GpufleetError(f"{path} cannot be read ({error}); a price folder has {', '.join(_HEADS)}") from None
+    reader = csv.DictReader(lines, restval="")
+    if ",".join(reader.fieldnames or ()) != _HEADS[path.name]:
+        raise GpufleetError(f"{path}, line 1: the columns of a price file are {_HEADS[path.name]}")
+    for row in reader:
+        try:
+            take(row)
+        except (ValueError, InvalidOperation) as error:
+            raise GpufleetError(f"{path}, line {reader.line_num}: not a price ({error or 'not a number'})") from None
+
+
+def _price(row: dict[str, str], amount: str, unit: str) -> Price:
+    usd = Decimal(amount)
+    if not usd.is_finite() or usd < 0:
+        raise ValueError(f"{amount} USD")
+    if row["status"] not in ("verified", "inferred"):
+        raise ValueError(f"status {row['status']!r} is neither verified nor inferred")
+    status: Status = "verified" if row["status"] == "verified" else "inferred"
+    return Price(amount=usd, unit=unit, source=row["source"], as_of=date.fromisoformat(row["as_of"]), status=status)
+
+
+def _listed(parent: Path) -> list[Path]:
+    return list(parent.iterdir()) if parent.is_dir() else []

@@ -1,0 +1,164 @@
+"""Which prices count: the newest of the shipped ones and of a project's `prices/`, wherever the program runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
+from infra.errors import GpufleetError
+
+KEY = ("g5.2xlarge", "us-east-2")
+
+
+def priced(amount: str, day: str, source: str = "AWS Price List") -> Price:
+    return Price(
+        amount=Decimal(amount), unit="node-hour", source=source, as_of=date.fromisoformat(day), status="verified"
+    )
+
+
+def refreshed(on_demand: Price, spot: tuple[SpotPrice, ...] = ()) -> files.Prices:
+    """The shipped prices with one type priced anew."""
+    prices = files.read(SHIPPED)
+    prices.on_demand[KEY] = on_demand
+    if spot:
+        prices.spot[KEY] = spot
+    return prices
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "infra").mkdir()
+    return tmp_path
+
+
+def test_what_is_written_is_read_back_equal(tmp_path: Path) -> None:
+    shipped = files.read(SHIPPED)
+    spot = (SpotPrice(zone="az1", price=priced("0.4", "2026-11-20"), low=Decimal("0.31"), high=Decimal("0.55")),)
+    shipped.spot[KEY] = spot
+    folder = files.write(shipped, tmp_path / "prices", date(2026, 11, 21))
+    assert folder.name == "2026-11-21"
+    assert files.read(folder) == shipped
+
+
+def test_the_same_prices_give_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (files.write(files.read(SHIPPED), tmp_path / "prices", date(2026, 11, 21)) for _ in range(2))
+    assert [path.read_bytes() for path in sorted(first.iterdir())] == [
+        path.read_bytes() for path in sorted(second.iterdir())
+    ]
+
+
+def test_a_second_refresh_of_a_day_leaves_the_first_alone_and_counts_after_it(tmp_path: Path) -> None:
+    parent = tmp_path / "prices"
+    for _ in range(11):
+        files.write(files.Prices(), parent, date(2026, 11, 21))
+    files.write(files.Prices(), parent, date(2026, 11, 3))
+    names = [folder.name for folder in files.folders(parent)]
+    assert names[:3] == ["2026-11-03", "2026-11-21", "2026-11-21-2"]
+    assert names[-1] == "2026-11-21-11"
+
+
+def test_a_folder_half_written_is_not_there(tmp_path: Path) -> None:
+    broken = files.Prices(on_demand={KEY: "not a price"})  # type: ignore[dict-item]
+    with pytest.raises(AttributeError):
+        files.write(broken, tmp_path / "prices", date(2026, 11, 21))
+    assert list((tmp_path / "prices").iterdir()) == []
+
+
+def test_the_project_root_and_the_programs_own_folder_see_the_projects_prices(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(refreshed(priced("1.5", "2026-11-21")), project / "prices", date(2026, 11, 21))
+    for folder in (project, project / "infra"):
+        monkeypatch.chdir(folder)
+        catalog = load_catalog()
+        assert catalog.on_demand(*KEY).amount == Decimal("1.5")
+        assert (catalog.as_of, catalog.name) == (date(2026, 11, 21), "prices/2026-11-21")
+
+
+def test_another_project_and_no_project_do_not(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(refreshed(priced("1.5", "2026-11-21")), project / "prices", date(2026, 11, 21))
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert load_catalog().name == "shipped"
+    assert load_catalog(project).on_demand(*KEY).amount == Decimal("1.5")
+
+
+def test_the_newest_folder_counts_and_a_newer_shipped_figure_beats_it(project: Path) -> None:
+    shipped = load_catalog(project)
+    for day, amount in (("2026-11-21", "1.5"), ("2026-11-03", "1.4")):
+        files.write(refreshed(priced(amount, day)), project / "prices", date.fromisoformat(day))
+    assert load_catalog(project).on_demand(*KEY).amount == Decimal("1.5")
+    files.write(refreshed(priced("9", "2020-01-01")), project / "prices", date(2026, 12, 1))
+    assert load_catalog(project).on_demand(*KEY) == shipped.on_demand(*KEY)
+
+
+def test_what_a_refreshed_folder_lacks_comes_from_the_shipped_prices(project: Path) -> None:
+    only = files.Prices(on_demand={KEY: priced("1.5", "2026-11-21")})
+    files.write(only, project / "prices", date(2026, 11, 21))
+    catalog = load_catalog(project)
+    assert catalog.on_demand("g5.xlarge", "us-east-2") == load_catalog(project / "x").on_demand(
+        "g5.xlarge", "us-east-2"
+    )
+    assert catalog.spot(*KEY) == load_catalog(project / "x").spot(*KEY)
+
+
+def test_spot_zones_come_cheapest_first_whatever_their_order_in_the_file(project: Path) -> None:
+    zones = tuple(SpotPrice(zone=f"az{n}", price=priced(usd, "2026-11-21")) for n, usd in ((1, "0.9"), (2, "0.3")))
+    files.write(refreshed(priced("1.5", "2026-11-21"), zones), project / "prices", date(2026, 11, 21))
+    assert [zone.zone for zone in load_catalog(project).spot(*KEY)] == ["az2", "az1"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("0.526,", "free,", r"on_demand\.csv, line 2: not a price"),
+        ("0.526,", "-1,", r"on_demand\.csv, line 2: not a price \(-1 USD\)"),
+        ("2026-07-20,verified", "2026-07-20,sure", "neither verified nor inferred"),
+        ("2026-07-20,verified", "July,verified", "line 2: not a price"),
+        ("type,regions", "type,region", r"on_demand\.csv, line 1: the columns"),
+    ],
+)
+def test_a_broken_price_file_is_an_error_with_its_line(project: Path, old: str, new: str, said: str) -> None:
+    folder = files.write(files.read(SHIPPED), project / "prices", date(2026, 11, 21))
+    path = folder / "on_demand.csv"
+    lines = [
+        "type,regions,usd_per_hour,source,as_of,status",
+        "g4dn.xlarge,us-east-1,0.526,karpenter,2026-07-20,verified",
+    ]
+    path.write_text("\n".join(lines).replace(old, new))
+    with pytest.raises(GpufleetError, match=said):
+        load_catalog(project)
+
+
+def test_a_folder_without_its_files_is_an_error(project: Path) -> None:
+    (project / "prices" / "2026-11-21").mkdir(parents=True)
+    with pytest.raises(GpufleetError, match=r"a price folder has on_demand\.csv, spot\.csv, services\.csv"):
+        load_catalog(project)
+
+
+def test_folders_of_other_names_are_not_read(project: Path) -> None:
+    (project / "prices" / ".2026-11-21.77").mkdir(parents=True)
+    (project / "prices" / "notes").mkdir()
+    assert load_catalog(project).name == "shipped"
+
+
+def test_slices_of_a_gpu_are_written_as_such() -> None:
+    catalog = load_catalog()
+    shown = {type_: catalog.instances[type_].gpus for type_ in ("g6f.large", "gr6f.4xlarge", "p5.48xlarge")}
+    assert shown == {"g6f.large": "1/8 of one L4", "gr6f.4xlarge": "1/2 of one L4", "p5.48xlarge": "8 x H100"}
+
+
+def test_merging_keeps_the_newer_figure_of_each() -> None:
+    old, new = priced("1", "2026-01-01"), priced("2", "2026-02-01")
+    base, over = files.Prices(on_demand={KEY: new}), files.Prices(on_demand={KEY: old})
+    assert files.newer(base, over).on_demand[KEY] == new
+    assert files.newer(over, base).on_demand[KEY] == new
+    same = replace(old, amount=Decimal(3))
+    assert files.newer(over, files.Prices(on_demand={KEY: same})).on_demand[KEY] == same
