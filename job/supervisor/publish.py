@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from job import atomic
+from job.supervisor.stages import Mirror, whole_lines
 from job.supervisor.staging import MANIFEST
 from job.supervisor.store import GivenUpError, Store, StoreError
 
@@ -84,6 +85,7 @@ class Publisher:
         self._done: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
         self._cancel = threading.Event()
+        self._stages = Mirror(store, workdir)
 
     def resumed(self, step: int) -> None:
         """The store's newest good checkpoint is that of `step`; a best of a later step is nobody's."""
@@ -172,10 +174,12 @@ class Publisher:
             self._prune_disk({self.newest})
 
     def metrics(self) -> None:
-        """metrics.jsonl as it is now, up to its last whole line."""
-        content = _whole_lines(self._workdir / "metrics.jsonl")
+        """metrics.jsonl as it is now, up to its last whole line; likewise what the stages after training appended."""
+        path = self._workdir / "metrics.jsonl"
+        content = whole_lines(path.read_bytes()) if path.exists() else b""
         if content:
             self._store.put_bytes(content, "metrics.jsonl")
+        self._stages.send()
 
     def outputs(self) -> None:
         """Everything the trainer leaves besides checkpoints."""
@@ -272,11 +276,6 @@ def _under(key: str, prefix: str) -> bool:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-
-
-def _whole_lines(path: Path) -> bytes:
-    content = path.read_bytes() if path.exists() else b""
-    return content[: content.rfind(b"\n") + 1]
 
 
 def _json(value: Any) -> bytes:

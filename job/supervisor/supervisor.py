@@ -12,7 +12,7 @@ from typing import Any
 
 from job import atomic, sizing
 from job.run_file import Node, RunFile
-from job.supervisor import attempts, endings, machine, staging
+from job.supervisor import attempts, endings, machine, stages, staging
 from job.supervisor.child import Progress
 from job.supervisor.endings import FAILED, FINISHED, TICK_S, iso
 from job.supervisor.forecast import Forecast
@@ -130,6 +130,8 @@ class Supervisor:
             metrics = self.store.get_bytes("metrics.jsonl")
             if metrics:
                 atomic.write_bytes(self.workdir / "metrics.jsonl", metrics)
+        if lines := stages.restore(self.store, self.workdir):
+            self.say(f"{lines} results of the stages after training are there already")
         self.progress.skip(self.resumed_step)
         self.record.update(resumed_step=self.resumed_step)
         self._check_early()

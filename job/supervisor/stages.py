@@ -1,0 +1,51 @@
+"""What the stages after training have finished so far: <workdir>/stages/*.jsonl, mirrored to <run>/stages/.
+
+A stage appends one JSON object per line and never changes a line, so a line that is in the store is work that no later
+attempt repeats. S3 cannot append: a file that grew is sent anew as a whole, up to its last whole line.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from job import atomic
+from job.supervisor.store import Store
+
+FOLDER = "stages"
+
+
+def restore(store: Store, workdir: Path) -> int:
+    """Replaces <workdir>/stages by what earlier attempts left. The number of lines. Raises StoreError."""
+    folder = workdir / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    lines = 0
+    for entry in store.entries(f"{FOLDER}/"):
+        name = entry.key.removeprefix(f"{FOLDER}/")
+        if "/" in name or not name.endswith(".jsonl"):
+            continue
+        content = whole_lines(store.get_bytes(entry.key) or b"")
+        atomic.write_bytes(folder / name, content)
+        lines += content.count(b"\n")
+    return lines
+
+
+class Mirror:
+    """Sends what grew. One per attempt, after `restore`."""
+
+    def __init__(self, store: Store, workdir: Path) -> None:
+        self._store, self._folder = store, workdir / FOLDER
+        self._sent: dict[str, int] = {}  # bytes
+
+    def send(self) -> None:
+        """Every file that grew since the last call. Raises StoreError."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            content = whole_lines(path.read_bytes())
+            if len(content) != self._sent.get(path.name, 0):
+                self._store.put_bytes(content, f"{FOLDER}/{path.name}")
+                self._sent[path.name] = len(content)
+
+
+def whole_lines(content: bytes) -> bytes:
+    """Without a last line that was not written to its end."""
+    return content[: content.rfind(b"\n") + 1]
