@@ -72,6 +72,7 @@ class Bill:
     not_priced: tuple[str, ...]
     warnings: tuple[str, ...]
     prices_as_of: date  # the oldest of its lines
+    max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence
     calibrated: bool
     disk_usd_per_hour: Decimal
     ipv4_usd_per_hour: Decimal
@@ -151,6 +152,7 @@ def price(
         not_priced=lines.NOT_PRICED,
         warnings=(),
         prices_as_of=min(line.as_of for line in chosen.lines),
+        max_price_age_days=definition.estimate.max_price_age_days,
         calibrated=False,
         disk_usd_per_hour=disk,
         ipv4_usd_per_hour=ipv4,

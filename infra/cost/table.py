@@ -16,7 +16,6 @@ from infra.cost.risk import HAZARD_MEDIAN
 from infra.cost.side import Quantiles, Side
 
 WIDTH = 100
-_STALE_DAYS = 90  # compute prices older than this get a sentence
 
 
 def render(bill: Bill, *, today: date | None = None) -> str:
@@ -120,8 +119,8 @@ def _phases(bill: Bill) -> Iterator[str]:
             (
                 fit.type,
                 fit.phase,
-                f"{time.step_ms:.1f}" if time else "-",
-                f"{time.tokens_per_s:,.0f}" if time else "-",
+                f"{time.step_ms:.1f}" if time and time.steps else "-",
+                f"{time.tokens_per_s:,.0f}" if time and time.steps else "-",
                 f"{time.mfu:.0%}" if time and time.mfu else "-",
                 f"{fit.needs_gb:.1f} of {fit.has_gb:g} GB" + ("" if fit.fits else " NO"),
                 f"{fit.micro}{' ckpt' if fit.checkpointing else ''}",
@@ -142,14 +141,27 @@ def _rest(bill: Bill, today: date | None) -> Iterator[str]:
     left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
     yield from _wrap(f"Kept after destroy: {left if kept.days else 'nothing'}.")
     days = [line.as_of for line in bill.lines]
-    age = ""
-    if today is not None:
-        old = (today - bill.chosen.price.as_of).days
-        age = f"; compute is {old} days old" + (", refresh before trusting it" if old > _STALE_DAYS else "")
+    age = "" if today is None else f"; {price_age(bill, today)}"
     yield from _wrap(f"Prices: of {min(days)} to {max(days)}{age}.")
     yield from _wrap(f"Not priced: {'; '.join(bill.not_priced)}.")
     for warning in bill.warnings:
         yield from _wrap(f"Warning: {warning}")
+
+
+def price_age(bill: Bill, today: date) -> str:
+    """How old the price of compute is, and what share of the dollars stands on prices older than the definition allows.
+
+    The share is of the uninterrupted run's dollars: the line `interruptions` has no price of its own.
+    """
+    said = f"compute is {(today - bill.chosen.price.as_of).days} days old"
+    old = [line for line in bill.chosen.lines if (today - line.as_of).days > bill.max_price_age_days]
+    if not old or not bill.chosen.total:
+        return said
+    share = sum((line.amount for line in old), Decimal(0)) / bill.chosen.total
+    return (
+        f"{said}; {share:.0%} of the dollars stand on prices older than {bill.max_price_age_days} days:"
+        " `gpufleet prices refresh`"
+    )
 
 
 def _interruptions(bill: Bill) -> str:

@@ -48,8 +48,20 @@ def test_no_line_is_wider_than_100_columns_and_all_is_ascii(changes: dict[str, A
 
 def test_the_age_of_the_prices_is_shown_only_against_a_date() -> None:
     assert "days old" not in text()
-    assert "compute is 10 days old." in text(date(2026, 1, 31))
-    assert "304 days old, refresh before trusting it" in text(date(2026, 11, 21))
+    assert "compute is 10 days old;" in text(date(2026, 1, 31))
+
+
+def test_a_bill_says_how_many_of_its_dollars_stand_on_prices_older_than_the_definition_allows() -> None:
+    """Within 90 days compute is recent and only the side lines of 2024 and 2025 are old; a wider limit is silent."""
+    bill = price(definition(), load_catalog(), dataset_bytes=22_183_150, runs=200)
+    compute = next(line.amount for line in bill.lines if line.name == "compute")
+    rest = 1 - compute / bill.chosen.total
+    young = " ".join(text(date(2026, 1, 31)).split())
+    assert f"; {rest:.0%} of the dollars stand on prices older than 90 days: `gpufleet prices refresh`" in young
+    old = " ".join(text(date(2026, 11, 21)).split())
+    assert "compute is 304 days old; 100% of the dollars stand on prices older than 90 days" in old
+    wide = " ".join(text(date(2026, 11, 21), max_price_age_days=3650).split())
+    assert "compute is 304 days old." in wide
 
 
 def test_a_phase_that_does_not_fit_is_marked_and_explained() -> None:
