@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from infra.definition import Disk, Estimate, Fleet, Job, Limits, Run, Storage
 from infra.schema import Findings, nearest
 from job import sizing
-from job.config import JobConfig
+from job.config import GrowthConfig, JobConfig
 
 if TYPE_CHECKING:
     from infra.catalog import Catalog, Instance
@@ -55,6 +55,14 @@ def check(s: Sections, findings: Findings, *, now: datetime, catalog: Catalog, p
 
 
 def _model(config: JobConfig, findings: Findings) -> None:
+    if isinstance(config, GrowthConfig):
+        _growth(config, findings)
+        return
+    for path, sentence in sizing.problems(config):
+        findings.add(f"job.parameters.{path}", sentence)
+
+
+def _growth(config: GrowthConfig, findings: Findings) -> None:
     model, optim, batch = config.model, config.optim, config.batch
     at = "job.parameters"
     phases = len(sizing.phases(config))
@@ -145,10 +153,11 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
     if config.precision.compute == "bf16" and not kind.gpu.bf16:
         return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
     name = kind.gpu.name if kind.gpu_share == 1 else f"a slice of {kind.gpu.name}"
+    ranks = sizing.ranks(config, kind.gpu_count)
     for index, phase in enumerate(sizing.phases(config)):
-        if sizing.choose_rung(config, kind.gpu_memory_gb, index) is None:
-            micro = sizing.ladder(config)[-1]
-            need = sizing.memory(config, index, micro.micro, checkpointing=micro.checkpointing).total_gb
+        if sizing.choose_rung(config, kind.gpu_memory_gb, index, ranks) is None:
+            micro = sizing.ladder(config, ranks)[-1]
+            need = sizing.memory(config, index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks).total_gb
             has = f"{name} has {kind.gpu_memory_gb:g}"
             return f"phase {phase.name} needs {need:.1f} GB at its smallest micro-batch, {has}"
     return ""
@@ -229,9 +238,12 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
 
 
 def _estimate(s: Sections, findings: Findings) -> None:
-    steps, phases = s.estimate.step_ms, len(sizing.phases(s.job.parameters))
-    if steps is not None and len(steps) != phases and "job.experiment" not in findings.bad:
-        findings.add("estimate.step_ms", f"{phases} numbers (ms), one per phase", value=f"{len(steps)} of them")
+    steps = s.estimate.step_ms
+    if "job.experiment" in findings.bad or "job.parameters" in findings.bad:
+        return
+    phases = sum(1 for phase in sizing.phases(s.job.parameters) if phase.steps)
+    if steps is not None and len(steps) != phases:
+        findings.add("estimate.step_ms", f"{phases} numbers (ms), one per phase with optimizer steps", value=f"{len(steps)} of them")
 
 
 def _count(path: str, values: Sequence[str], most: int, findings: Findings) -> None:

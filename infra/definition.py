@@ -106,8 +106,27 @@ class Interruptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What the plan behind a scenario said it would take; shown beside what it comes to."""
+
+    hours: Decimal | None = None
+    usd: Decimal | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """The keys of one entry of `scenarios` beside those it lays over the file's sections."""
+
+    note: str = ""
+    claim: Claim = Claim()
+    reference: bool = False  # ran or was planned elsewhere: shown as claimed, never priced
+    nodes: int = 1  # more than one is priced, not launchable: a run is one node
+    hold_hours: Decimal | None = None  # each node is kept this long when its work is done sooner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StackDefinition:
-    """One file of stacks/, validated."""
+    """One file of stacks/, validated; or one of its scenarios."""
 
     name: str  # tinystories-growth: the file's stem
     source: Path
@@ -119,3 +138,10 @@ class StackDefinition:
     limits: Limits
     estimate: Estimate = Estimate()
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
+    scenario: str = ""  # its name; empty for the file as it is
+    variant: Variant = Variant()
+
+    @property
+    def nodes(self) -> int:
+        """Machines at once."""
+        return self.variant.nodes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infra.definition import Disk, Estimate, Fleet, Interruptions, Job, Keep, Limits, Run
+from infra.definition import Claim, Disk, Estimate, Fleet, Interruptions, Job, Keep, Limits, Run, Variant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +59,10 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Estimate, "notice_missed"): Rule(minimum=0, maximum=1, unit="probability"),
     (Estimate, "upload_gb_per_s"): Rule(minimum=0.001, maximum=400, unit="GB/s"),
     (Estimate, "max_price_age_days"): Rule(minimum=1, maximum=3_650, unit="days"),
+    (Claim, "hours"): Rule(minimum=0, maximum=100_000, unit="hours"),
+    (Claim, "usd"): Rule(minimum=0, maximum=10_000_000, unit="USD"),
+    (Variant, "nodes"): Rule(minimum=1, maximum=64),
+    (Variant, "hold_hours"): Rule(minimum=0.01, maximum=720, unit="hours"),
     (Interruptions, "seed"): Rule(minimum=0, maximum=2**31 - 1),
     (Interruptions, "with_notice"): Rule(minimum=0, maximum=10),
     (Interruptions, "without_notice"): Rule(minimum=0, maximum=10),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from infra.cost import fit
 from infra.definition import StackDefinition
+from job import sizing
 
 if TYPE_CHECKING:
     from infra.cost.bill import Bill
@@ -41,17 +42,19 @@ def warnings(definition: StackDefinition, bill: Bill, dataset_bytes: int | None)
             " delete what you do not need, or keep it for fewer days"
         )
     if dataset_bytes is None and not definition.storage.dataset.startswith("s3://"):
-        yield "the size of the dataset is assumed from the number of stories"
+        yield "the size of the dataset is assumed from what job.parameters.data says of it"
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
-    needs_gb = fit.scratch_gb(definition.job.parameters)
+    config = definition.job.parameters
+    needs_gb = fit.scratch_gb(config)
     for option in bill.types:
         instance = option.instance
         if instance is None:
             continue
-        if instance.gpu_count > 1:
-            yield f"{option.type} has {instance.gpu_count} GPUs, this job uses one"
+        used = sizing.ranks(config, instance.gpu_count)
+        if used < instance.gpu_count and config.device == "cuda":
+            yield f"{option.type} has {instance.gpu_count} GPUs, this job uses {'one' if used == 1 else used}"
         room_gb = instance.nvme_gb or (definition.storage.root.size_gib - _IMAGE_AND_SYSTEM_GIB) * 1.073741824
         if needs_gb > room_gb:
             yield (

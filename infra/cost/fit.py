@@ -12,7 +12,7 @@ from infra.cost.runtime import SHA256_GB_S, Runtime, scratch_rate, upload_rate
 from infra.definition import Disk, Estimate
 from infra.errors import PriceMissing
 from job import sizing
-from job.config import JobConfig
+from job.config import GrowthConfig, JobConfig
 
 NOTICE_S = 120.0  # AWS: two minutes, best effort
 POLL_S = 5.0  # the supervisor looks this often
@@ -57,7 +57,7 @@ class Notice:
 
 def fits(config: JobConfig, instance: Instance, catalog: Catalog, region: str) -> tuple[Fit, ...]:
     """One Fit per phase. A run uses one rung throughout, the highest that holds every phase."""
-    whole = sizing.choose_rung(config, instance.gpu_memory_gb)
+    whole = sizing.choose_rung(config, instance.gpu_memory_gb, ranks=sizing.ranks(config, instance.gpu_count))
     return tuple(_fit(config, instance, index, whole, catalog, region) for index in range(len(sizing.phases(config))))
 
 
@@ -90,9 +90,10 @@ def scratch_gb(config: JobConfig) -> float:
 def _fit(
     config: JobConfig, instance: Instance, index: int, whole: sizing.Rung | None, catalog: Catalog, region: str
 ) -> Fit:
-    rung = whole or sizing.choose_rung(config, instance.gpu_memory_gb, index)
-    shown = rung or sizing.ladder(config)[-1]
-    needs = sizing.memory(config, index, shown.micro, checkpointing=shown.checkpointing)
+    ranks = sizing.ranks(config, instance.gpu_count)
+    rung = whole or sizing.choose_rung(config, instance.gpu_memory_gb, index, ranks)
+    shown = rung or sizing.ladder(config, ranks)[-1]
+    needs = sizing.memory(config, index, shown.micro, checkpointing=shown.checkpointing, ranks=ranks)
     why = _why(config, instance, index, rung, needs)
     return Fit(
         type=instance.type,
@@ -115,7 +116,7 @@ def _why(config: JobConfig, instance: Instance, index: int, rung: sizing.Rung | 
     if rung is None:
         state = needs.weights_gb + needs.gradients_gb + needs.moments_gb
         return (
-            f"needs {needs.total_gb + sizing.DEVICE_RESERVE_GB:.1f} GB even at the smallest micro-batch with activation"
+            f"needs {needs.total_gb + sizing.DEVICE_RESERVE_GB:.1f} GB per GPU even at the smallest micro-batch with activation"
             f" checkpointing (weights, gradients and moments alone {state:.1f}), has {instance.gpu_memory_gb:.1f}"
         )
     host_gb = instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
@@ -127,7 +128,11 @@ def _why(config: JobConfig, instance: Instance, index: int, rung: sizing.Rung | 
 
 def _nearest(config: JobConfig, instance: Instance, catalog: Catalog, region: str) -> str:
     """The narrow state if that is enough, else the cheapest type of the region that holds the job as it is."""
-    if config.precision.phase3_state == "fp32" and (instance.gpu.bf16 or config.precision.compute == "fp32"):
+    if (
+        isinstance(config, GrowthConfig)
+        and config.precision.phase3_state == "fp32"
+        and (instance.gpu.bf16 or config.precision.compute == "fp32")
+    ):
         narrow = replace(config, precision=replace(config.precision, phase3_state="bf16"))
         if _holds(narrow, instance):
             return "job.parameters.precision.phase3_state: bf16"
@@ -150,7 +155,7 @@ def _nearest(config: JobConfig, instance: Instance, catalog: Catalog, region: st
 def _holds(config: JobConfig, instance: Instance) -> bool:
     if config.precision.compute == "bf16" and not instance.gpu.bf16:
         return False
-    if sizing.choose_rung(config, instance.gpu_memory_gb) is None:
+    if sizing.choose_rung(config, instance.gpu_memory_gb, ranks=sizing.ranks(config, instance.gpu_count)) is None:
         return False
     largest = max(sizing.checkpoint_bytes(config, index) for index in range(len(sizing.phases(config))))
     return largest / 1e9 <= instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB

@@ -23,7 +23,6 @@ SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive togeth
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250
 UNKEPT_DAYS = 1  # a bucket that goes with the stack: assumed destroyed within a day
-BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
 
 NOT_PRICED = (
     "taxes, support, credits, savings plans, free tiers",
@@ -96,13 +95,13 @@ def dataset_gb(definition: StackDefinition, dataset_bytes: int | None) -> float:
     if definition.storage.dataset.startswith("s3://"):
         return 0.0
     if dataset_bytes is None:
-        return definition.job.parameters.data.stories * BYTES_PER_STORY / 1e9
+        return sizing.dataset_bytes(definition.job.parameters) / 1e9
     return dataset_bytes / 1e9
 
 
 def node_lines(definition: StackDefinition, catalog: Catalog, node_hours: float, compute: Price) -> list[Line]:
-    """What a running node costs: compute, its disks, its address. A start is billed for 60 s at least."""
-    node_hours = max(node_hours, 60 / 3600)
+    """What running nodes cost: compute, their disks, their addresses. A start is billed for 60 s at least."""
+    node_hours = max(node_hours, 60 / 3600) * definition.nodes
     storage, region = definition.storage, definition.fleet.region
     found = [line("compute", node_hours, compute), *_disk("root disk", storage.root, node_hours, catalog, region)]
     if storage.data:
@@ -119,7 +118,7 @@ def bucket_lines(
     held = stored(definition, dataset_bytes)
     days = keep.days if keep.bucket else UNKEPT_DAYS
     writes = sum(
-        phase.saves * (math.ceil(sizing.checkpoint_bytes(config, i) / sizing.PART_BYTES) + 2)
+        phase.saves * (math.ceil(sizing.checkpoint_bytes(config, i) / sizing.PART_BYTES) + 2 * runtime.ranks)
         for i, phase in enumerate(runtime.phases)
     )
     writes += (held.exports + held.final + held.dataset) * 1e9 / sizing.PART_BYTES + 100

@@ -110,7 +110,14 @@ def _type_cost(definition: StackDefinition, catalog: Catalog, type_: str) -> Typ
         if definition.fleet.capacity == "on-demand":
             why.append(str(missing))
     try:
-        runtime = runtimes.hours(config, instance, estimate, root)
+        runtime = runtimes.hours(
+            config,
+            instance,
+            estimate,
+            root,
+            nodes=definition.nodes,
+            hold_hours=None if definition.variant.hold_hours is None else float(definition.variant.hold_hours),
+        )
     except GpufleetError as unknown:
         why.append(str(unknown))
     return TypeCost(

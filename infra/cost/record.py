@@ -151,6 +151,7 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
             "memory_gb": round(memory[phase.name], 2),
         }
         for phase in bill.chosen.runtime.phases
+        if phase.steps
     ]
 
 

@@ -1,8 +1,9 @@
 """Work to seconds: how long each phase of a job takes on one instance type, without interruptions.
 
-A step is priced from the job's own shape: FLOP at the GPU's dense peak plus optimizer traffic at its memory bandwidth
-(the roofline), divided by an efficiency; or from `estimate.step_ms` when somebody has measured it. Neither is a
-calibration of this job on this device, and the bill says so. One GPU is used: this job does not spread over several.
+A step is priced from the job's own shape: FLOP at the dense peak of the GPUs used plus optimizer traffic at their memory
+bandwidth (the roofline), divided by an efficiency; or from `estimate.step_ms` when somebody has measured it. Neither is
+a calibration of this job on this device, and the bill says so. Where optimizer traffic is small, as it is everywhere
+but in tinystories-growth, that efficiency is the MFU.
 
 The constants are assumptions of ours unless a source is named. None of them is fitted.
 """
@@ -15,9 +16,17 @@ from infra.catalog import Gpu, Instance
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
 from job import sizing
-from job.config import JobConfig
+from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
-EFFICIENCY = 0.5  # the targets of the experiments are 0.52 to 0.56 of the roofline; 0.5 = twice the limit's time
+# Share of the roofline a step reaches. Anchors: llm-foundry 7B on 8 H100 46.4 % MFU, 13B 39.8 to 44.3 %; nanochat d24
+# 50.0 %; torchtitan 8B eager 5,762 tok/s per H100. Growth's own targets are 0.52 to 0.56 of its limit.
+EFFICIENCY: dict[type[JobConfig], float] = {
+    GrowthConfig: 0.5,
+    SftConfig: 0.45,
+    PretrainConfig: 0.45,
+    KernelConfig: 0.4,
+    TwoTowerConfig: 0.25,
+}
 SETUP_MINUTES = {"g": 8.0, "p": 15.0}  # launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
 COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
 GROWTH_PASSES = 5  # over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
@@ -26,19 +35,19 @@ HOST_COPY_GB_S = 4.0  # device to host, PCIe 4.0 x8 shared with the step
 NVME_WRITE_GB_S = 1.0
 SHA256_GB_S = 1.4  # measured on one core
 UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above the type's sustained network
-SAMPLE_TOKEN_S = 0.02  # greedy decoding, launch-bound
+DECODE_S = 0.02  # one token of every sequence at once in plain PyTorch: launch-bound; never below reading the weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseTime:
-    """One phase on one instance type."""
+    """One phase on one instance type. Without optimizer steps `step_ms`, `tokens_per_s` are 0 and `mfu` None."""
 
     name: str
     steps: int
     step_ms: float
     limit_ms: float | None  # the roofline; None where a peak is not known
     tokens_per_s: float
-    mfu: float | None  # useful FLOP, causal attention, over the dense peak of the compute dtype
+    mfu: float | None  # useful FLOP over the dense peak of the compute dtype, of the GPUs used
     saves: float  # checkpoints written: timed, and one per evaluation at most
     seconds: float  # steps, evaluations, samples, checkpoint stalls, growth before it, final upload after the last
 
@@ -48,18 +57,25 @@ class Runtime:
     """A run on one instance type, if nothing interrupts it."""
 
     phases: tuple[PhaseTime, ...]
+    ranks: int  # GPUs used, of all nodes
     setup_s: float
     restart_s: float  # the same for a replacement node, checkpoint download included
     evaluation_s: float
     stalls_s: float  # checkpoint stalls
     growth_s: float
     upload_s: float  # final save, hash and upload
+    held_s: float  # idle at the end, for a node that is kept longer than its work
     basis: str
+
+    @property
+    def compute_s(self) -> float:
+        """Optimizer steps alone: what the tables of an experiment call compute."""
+        return sum(phase.steps * phase.step_ms / 1e3 for phase in self.phases)
 
     @property
     def work_s(self) -> float:
         """First step to shutdown."""
-        return sum(phase.seconds for phase in self.phases)
+        return sum(phase.seconds for phase in self.phases) + self.held_s
 
     @property
     def total_s(self) -> float:
@@ -67,9 +83,21 @@ class Runtime:
         return self.setup_s + self.work_s
 
 
-def hours(config: JobConfig, instance: Instance, estimate: Estimate, root: Disk) -> Runtime:
-    """The run on `instance`. Raises GpufleetError when its speed can be derived from nothing."""
+def hours(
+    config: JobConfig,
+    instance: Instance,
+    estimate: Estimate,
+    root: Disk,
+    *,
+    nodes: int = 1,
+    hold_hours: float | None = None,
+) -> Runtime:
+    """The run on `nodes` nodes of `instance`, each kept for `hold_hours` when that is longer than the work.
+
+    Raises GpufleetError when its speed can be derived from nothing.
+    """
     sizes = sizing.phases(config)
+    ranks = sizing.ranks(config, instance.gpu_count) * nodes
     upload_gb_s = upload_rate(instance, estimate)
     exports = list(sizing.export_bytes(config).values())
     last_gb = (sizing.checkpoint_bytes(config, len(sizes) - 1) + 2 * exports[-1]) / 1e9  # checkpoint, export, final/
@@ -78,13 +106,13 @@ def hours(config: JobConfig, instance: Instance, estimate: Estimate, root: Disk)
     phases: list[PhaseTime] = []
     evaluation_s = stalls_s = growth_s = 0.0
     for index, size in enumerate(sizes):
-        limit_ms = _limit_ms(size, instance.gpu, instance.gpu_share, config)
-        step_ms = _step_ms(index, limit_ms, config, instance, estimate)
-        evaluation = _evaluation_s(config, size, step_ms)
+        limit_ms = _limit_ms(size, instance, config, ranks)
+        step_ms = _step_ms(index, sizes, limit_ms, config, instance, estimate)
+        beside = _beside_s(config, size, instance, ranks, step_ms)
         growth = _growth_s(config, size) if index else 0.0
         training_s = size.steps * step_ms / 1e3
-        saves = (training_s + evaluation) / config.checkpoint.interval_s + size.steps // config.eval.every + 1
-        blocked_s = saves * (SAVE_BLOCKS_S + sizing.checkpoint_bytes(config, index) / 1e9 / HOST_COPY_GB_S)
+        saves = (training_s + beside) / config.checkpoint.interval_s + size.evaluations + 1 if size.steps else 0.0
+        blocked_s = saves * (SAVE_BLOCKS_S + sizing.checkpoint_bytes(config, index) / 1e9 / HOST_COPY_GB_S / ranks)
         last = upload_s if index == len(sizes) - 1 else 0.0
         peak = _peak_tflops(instance.gpu, config)
         flop = size.tokens_per_step * size.flops_per_token
@@ -92,31 +120,34 @@ def hours(config: JobConfig, instance: Instance, estimate: Estimate, root: Disk)
             PhaseTime(
                 name=size.name,
                 steps=size.steps,
-                step_ms=step_ms,
-                limit_ms=limit_ms,
-                tokens_per_s=size.tokens_per_step / step_ms * 1e3,
+                step_ms=step_ms if size.steps else 0.0,
+                limit_ms=limit_ms if size.steps else None,
+                tokens_per_s=size.tokens_per_step / step_ms * 1e3 if size.steps else 0.0,
                 mfu=None
-                if peak is None or config.device == "cpu"
-                else flop / (step_ms / 1e3) / (peak * instance.gpu_share * 1e12),
+                if peak is None or config.device == "cpu" or not size.steps
+                else flop / (step_ms / 1e3) / (peak * instance.gpu_share * ranks * 1e12),
                 saves=saves,
-                seconds=training_s + evaluation + blocked_s + growth + last,
+                seconds=training_s + beside + blocked_s + growth + last,
             )
         )
-        evaluation_s += evaluation
+        evaluation_s += beside
         stalls_s += blocked_s
         growth_s += growth
 
     setup_s = _setup_minutes(instance, estimate) * 60
+    worked_s = setup_s + sum(phase.seconds for phase in phases)
     restart = estimate.restart_minutes
     return Runtime(
         phases=tuple(phases),
+        ranks=ranks,
         setup_s=setup_s,
         restart_s=setup_s if restart is None else float(restart) * 60,
         evaluation_s=evaluation_s,
         stalls_s=stalls_s,
         growth_s=growth_s,
         upload_s=upload_s,
-        basis=_basis(estimate),
+        held_s=0.0 if hold_hours is None else max(0.0, hold_hours * 3600 - worked_s),
+        basis=_basis(config, estimate),
     )
 
 
@@ -134,22 +165,37 @@ def scratch_rate(instance: Instance, root: Disk) -> float:
     return min(root.throughput_mibps * 1.048576e-3, instance.ebs_gbps / 8)
 
 
-def _limit_ms(size: sizing.PhaseSize, gpu: Gpu, share: float, config: JobConfig) -> float | None:
-    peak = _peak_tflops(gpu, config)
-    if peak is None or gpu.bandwidth_gb_s is None:
+def efficiency(config: JobConfig, estimate: Estimate) -> float:
+    """Share of the roofline: the definition's figure, else the experiment's."""
+    return EFFICIENCY[type(config)] if estimate.efficiency is None else float(estimate.efficiency)
+
+
+def _limit_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float | None:
+    peak, bandwidth = _peak_tflops(instance.gpu, config), instance.gpu.bandwidth_gb_s
+    if peak is None or bandwidth is None:
         return None
-    compute_s = size.tokens_per_step * size.flops_per_token / (peak * share * 1e12)
-    traffic_s = size.params_total * size.optimizer_traffic_bytes_per_param / (gpu.bandwidth_gb_s * share * 1e9)
-    return (compute_s + traffic_s) * 1e3
+    compute_s = size.tokens_per_step * size.flops_per_token / (peak * instance.gpu_share * ranks * 1e12)
+    cut = ranks if size.sharded else 1
+    traffic_s = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
+    return (compute_s + traffic_s / (bandwidth * instance.gpu_share * 1e9)) * 1e3
 
 
 def _peak_tflops(gpu: Gpu, config: JobConfig) -> float | None:
     return gpu.bf16_tflops if config.precision.compute == "bf16" else gpu.fp32_tflops
 
 
-def _step_ms(index: int, limit_ms: float | None, config: JobConfig, instance: Instance, estimate: Estimate) -> float:
+def _step_ms(
+    index: int,
+    sizes: tuple[sizing.PhaseSize, ...],
+    limit_ms: float | None,
+    config: JobConfig,
+    instance: Instance,
+    estimate: Estimate,
+) -> float:
+    """Of a phase; of one without optimizer steps, what a step of its shape would take."""
     if estimate.step_ms is not None:
-        return float(estimate.step_ms[index])
+        training = [place for place, size in enumerate(sizes) if size.steps and place <= index]
+        return float(estimate.step_ms[len(training) - 1])
     if config.device == "cpu":
         raise GpufleetError("job.parameters.device: cpu has no roofline; give estimate.step_ms, one figure per phase")
     if limit_ms is None:
@@ -157,18 +203,27 @@ def _step_ms(index: int, limit_ms: float | None, config: JobConfig, instance: In
             f"{instance.type}: the peak of its GPU ({instance.gpu.name}) in this job's precision is not in the catalog,"
             " so its speed cannot be derived; give estimate.step_ms, one figure per phase"
         )
-    return limit_ms / float(EFFICIENCY if estimate.efficiency is None else estimate.efficiency)
+    return limit_ms / efficiency(config, estimate) + sizes[index].launch_ms
 
 
-def _evaluation_s(config: JobConfig, size: sizing.PhaseSize, step_ms: float) -> float:
-    """Fixed windows every `eval.every` steps, forward only (a third of a step per token), and samples at the end."""
-    tokens = config.eval.windows * config.data.sequence
-    once_s = step_ms / 1e3 * tokens / size.tokens_per_step / 3
-    samples_s = len(config.eval.prompts) * config.eval.sample_tokens * SAMPLE_TOKEN_S
-    return (size.steps // config.eval.every) * once_s + samples_s
+def _beside_s(config: JobConfig, size: sizing.PhaseSize, instance: Instance, ranks: int, step_ms: float) -> float:
+    """Work beside the steps: evaluations and passes (forward only, a third of a step per token), decoding, the node's
+    cores and GPUs at work on something else.
+    """
+    forward = size.evaluations * size.evaluation_tokens + size.forward_tokens
+    forward_s = step_ms / 1e3 * forward / size.tokens_per_step / 3
+    decode_s = DECODE_S
+    if instance.gpu.bandwidth_gb_s is not None and config.device != "cpu":
+        width = 2 if config.precision.compute == "bf16" else 4
+        decode_s = max(decode_s, size.params_total * width / 1e9 / (instance.gpu.bandwidth_gb_s * instance.gpu_share))
+    beside_s = size.cpu_core_s / instance.vcpu + size.gpu_s / ranks
+    return forward_s + size.decode_steps * decode_s + beside_s
 
 
 def _growth_s(config: JobConfig, size: sizing.PhaseSize) -> float:
+    """Between the phases of tinystories-growth, whose model changes shape there."""
+    if not isinstance(config, GrowthConfig):
+        return 0.0
     return GROWTH_PASSES * size.params_total * 4 / 1e9 + (COMPILE_S if config.device == "cuda" else 0.0)
 
 
@@ -178,8 +233,7 @@ def _setup_minutes(instance: Instance, estimate: Estimate) -> float:
     return SETUP_MINUTES["p" if instance.type.startswith("p") else "g"]
 
 
-def _basis(estimate: Estimate) -> str:
+def _basis(config: JobConfig, estimate: Estimate) -> str:
     if estimate.step_ms is not None:
         return "step times from estimate.step_ms"
-    efficiency = float(EFFICIENCY if estimate.efficiency is None else estimate.efficiency)
-    return f"roofline at efficiency {efficiency:g}"
+    return f"roofline at efficiency {efficiency(config, estimate):g}"

@@ -124,11 +124,13 @@ def _exposure(
     bucket: Sequence[Line],
 ) -> risk.Exposure:
     hazard = definition.estimate.hazard_per_hour
+    nodes = definition.nodes
     wait, missed = definition.estimate.capacity_wait_minutes, definition.estimate.notice_missed
     ends, worked_h = [], 0.0
     for phase in runtime.phases:
         worked_h += phase.seconds / 3600
         ends.append(worked_h)
+    ends[-1] += runtime.held_s / 3600
     compute, *extras = node
     return risk.Exposure(
         setup_h=runtime.setup_s / 3600,
@@ -136,14 +138,14 @@ def _exposure(
         phase_ends_h=tuple(ends),
         saves_fit=tuple(notice.fits for notice in option.notices),
         interval_h=definition.job.parameters.checkpoint.interval_s / 3600,
-        compute_usd_h=float(compute.unit_price),
-        extras_usd_h=float(sum(line.quantity * line.unit_price for line in extras) / compute.quantity),
+        compute_usd_h=float(compute.unit_price) * nodes,
+        extras_usd_h=float(sum(line.quantity * line.unit_price for line in extras) / compute.quantity) * nodes,
         fixed_usd=float(sum(line.amount for line in bucket)),
         hazard=0.0 if capacity == "on-demand" else None if hazard is None else float(hazard),
         wait_h=(risk.CAPACITY_WAIT_MINUTES if wait is None else float(wait)) / 60,
         notice_missed=risk.NOTICE_MISSED if missed is None else float(missed),
         max_usd=float(definition.limits.max_usd),
-        max_hours=float(definition.limits.max_hours),
+        max_hours=float(definition.limits.max_hours) / nodes,
     )
 
 
