@@ -11,8 +11,8 @@ from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
-from job.config import JobConfig
-from job.dataset import prepare, sources
+from job.config import JobConfig, PretrainConfig
+from job.dataset import characters, prepare, sources
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +42,10 @@ def prepared(
         raise GpufleetError(f"storage.dataset is {name}, prepared already; name a local folder to prepare one here")
     config = definition.job.parameters
     folder = root / name
-    source = _source(config, folder.parent / "cache", text, tokenizer)
     try:
+        if isinstance(config, PretrainConfig):
+            return characters.prepare_characters(folder, config.data, seed=config.seed, text=text, say=_say)
+        source = _source(config, folder.parent / "cache", text, tokenizer)
         return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=_say)
     except ValueError as error:
         raise GpufleetError(str(error)) from error

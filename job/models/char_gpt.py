@@ -1,0 +1,251 @@
+"""The model of pretrain-d64: a character-level GPT that is deep before it is wide.
+
+Unusual here:
+- RMSNorm without gain, before each half of a block, after the embedding, before the head, and on q and k per head;
+- feed-forward of 4 x width with the square of ReLU; no biases anywhere; embedding and head are two tables;
+- logits in fp32, soft-capped: cap x tanh(logits / cap);
+- generation keeps keys and values (`Cache`) and never yields an id that is no symbol.
+
+Knows nothing of training. Legend: B batch, T sequence, S positions seen so far, V vocabulary, L layers, d width,
+H heads, K key and value heads, D head_dim. The parameters are in this order in the state dict; initialisation as in
+nanochat (gpt.py, read 2026-11-21), because the learning rates are those of a fork of it:
+
+| parameter                                         | initialisation     | optimizer |
+| ------------------------------------------------- | ------------------ | --------- |
+| embed.weight [V, d]                               | normal, 1          | AdamW     |
+| blocks.*.attention.{q,k,v}.weight                 | normal, see `std`  | Muon      |
+| blocks.*.ffn.up.weight [4d, d]                    | normal, 1/sqrt(d)  | Muon      |
+| blocks.*.attention.o.weight, blocks.*.ffn.down    | 0                  | Muon      |
+| head.weight [V, d]                                | 0                  | AdamW     |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from job.config.pretrain import CharModel
+from job.models.blocks import Linear, at_least_fp32, rotate, rotations
+from job.models.selective import keep_products
+
+
+class Output(NamedTuple):
+    """What a forward pass gives. The trainer divides `loss_sum` by the characters of the whole global batch."""
+
+    logits: Tensor | None  # [B, T, V], fp32 or wider; only without targets
+    loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over characters; only with targets
+    aux: dict[str, Tensor]  # nothing to log
+    aux_loss: Tensor | None  # none
+
+
+class Cache:
+    """Keys and values of the positions seen, for generation: one pair [B, K, capacity, D] per layer, and how many
+    positions are filled. Appending beyond the capacity is an error of the caller.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the new positions of a layer behind those seen; gives all of that layer, [B, K, S, D] each."""
+        end = self.length + k_BKTD.shape[2]
+        assert end <= self.capacity, (end, self.capacity)
+        if layer not in self._layers:
+            b, k, _, d = k_BKTD.shape
+            self._layers[layer] = k_BKTD.new_empty(b, k, self.capacity, d), v_BKTD.new_empty(b, k, self.capacity, d)
+        for kept, new in zip(self._layers[layer], (k_BKTD, v_BKTD), strict=True):
+            kept[:, :, self.length : end] = new
+        keys, values = self._layers[layer]
+        return keys[:, :, :end], values[:, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with normed q and k; several q heads may share one k and v head."""
+
+    def __init__(self, model: CharModel, index: int) -> None:
+        super().__init__()
+        self.index, self.head_dim = index, model.head_dim
+        shared = (model.kv_heads or model.width // model.head_dim) * model.head_dim
+        self.q, self.o = Linear(model.width, model.width, bias=False), Linear(model.width, model.width, bias=False)
+        self.k, self.v = Linear(model.width, shared, bias=False), Linear(model.width, shared, bias=False)
+
+    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Cache | None) -> Tensor:
+        q, k, v = (p(x_BTd).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k = rotate(norm(q), cos_TD, sin_TD), rotate(norm(k), cos_TD, sin_TD)
+        seen = 0
+        if cache is not None:
+            seen = cache.length
+            k, v = cache.append(self.index, k, v)
+        gqa = k.shape[1] != q.shape[1]
+        if seen == 0:
+            y_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        else:
+            assert q.shape[2] == 1, "behind what is cached, one position at a time"
+            y_BHTD = F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+        y_BTd: Tensor = self.o(y_BHTD.transpose(1, 2).flatten(2))
+        return y_BTd
+
+
+class FeedForward(nn.Module):
+    """Two Linear layers around ReLU squared."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = Linear(width, 4 * width, bias=False), Linear(4 * width, width, bias=False)
+
+    def forward(self, x_BTd: Tensor) -> Tensor:
+        y_BTd: Tensor = self.down(F.relu(self.up(x_BTd)).square())
+        return y_BTd
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then + feed-forward of norm of that."""
+
+    def __init__(self, model: CharModel, index: int) -> None:
+        super().__init__()
+        self.checkpointing = False
+        self.attention, self.ffn = Attention(model, index), FeedForward(model.width)
+
+    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Cache | None = None) -> Tensor:
+        if self.checkpointing and self.training:
+            result: Tensor = checkpoint(
+                self._run, x_BTd, cos_TD, sin_TD, cache, use_reentrant=False, context_fn=keep_products
+            )
+            return result
+        return self._run(x_BTd, cos_TD, sin_TD, cache)
+
+    def _run(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Cache | None) -> Tensor:
+        x_BTd = x_BTd + self.attention(norm(x_BTd), cos_TD, sin_TD, cache)
+        x_BTd = x_BTd + self.ffn(norm(x_BTd))
+        return x_BTd
+
+
+class CharGpt(nn.Module):
+    """The whole model. Raises ValueError when the shape cannot be."""
+
+    def __init__(self, model: CharModel, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        heads, rest = divmod(model.width, model.head_dim)
+        if rest or model.head_dim % 2 or heads % (model.kv_heads or heads):
+            raise ValueError(
+                f"model: width {model.width}, head_dim {model.head_dim}, kv_heads {model.kv_heads}: the width must be "
+                "a multiple of an even head_dim, and the heads (width / head_dim) a multiple of kv_heads"
+            )
+        self.model, self.compute_dtype = model, compute_dtype
+        self.embed = nn.Embedding(model.vocab, model.width)
+        self.blocks = nn.ModuleList(Block(model, index) for index in range(model.layers))
+        self.head = Linear(model.width, model.vocab, bias=False)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: Cache | None = None) -> Output:
+        """Logits without targets, the summed loss with them (a target of -100 counts nothing). Tokens and targets are
+        int64. With a cache the tokens are those that follow what it holds.
+        """
+        x_BTd = norm(self.embed(tokens_BT).to(self.compute_dtype))
+        seen = 0 if cache is None else cache.length
+        cos, sin = rotations(seen + tokens_BT.shape[1], self.model.head_dim, x_BTd)
+        for block in self.blocks:
+            x_BTd = block(x_BTd, cos[seen:], sin[seen:], cache)
+        if cache is not None:
+            cache.length += tokens_BT.shape[1]
+        logits = self.head(norm(x_BTd))
+        logits_BTV = logits.to(at_least_fp32(logits.dtype))
+        if cap := self.model.logit_cap:
+            logits_BTV = cap * torch.tanh(logits_BTV / cap)
+        if targets_BT is None:
+            return Output(logits_BTV, None, {}, None)
+        loss_sum = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+        return Output(None, loss_sum, {}, None)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Activation checkpointing in training mode: products and attention are kept, the rest is recomputed."""
+        return bool(self.blocks[0].checkpointing)
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        for block in self.blocks:
+            block.checkpointing = on  # type: ignore[assignment]
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension, without gain; statistics in fp32 inside the kernel."""
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def std(name: str, shape: tuple[int, ...]) -> float:
+    """Standard deviation at the start, by name in the state dict and shape [out, in]; 0 = zeros."""
+    if name == "embed.weight":
+        return 1.0
+    if name == "head.weight" or name.endswith(("o.weight", "down.weight")):
+        return 0.0
+    rows, columns = shape
+    return float(columns**-0.5 * min(1.0, (rows / columns) ** 0.5))
+
+
+def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """A parameter's first values, fp32 on the CPU: a function of (seed, name, shape), so that every rank can draw any
+    parameter without the others.
+    """
+    deviation = std(name, shape)
+    if not deviation:
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+
+
+@torch.no_grad()
+def generate(
+    module: CharGpt,
+    prompt: list[int],
+    *,
+    allowed: int,
+    max_tokens: int,
+    window: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int | None = None,
+    stop: Iterable[int] = (),
+) -> Iterator[int]:
+    """Ids that follow `prompt` (1 to `window` of them), below `allowed`, one by one; ends after an id of `stop`.
+
+    Temperature 0 takes the likeliest and needs no seed; otherwise the same seed gives the same ids on the same
+    machine. Where `window` positions, the length trained on, are full, the last half of them is read in anew.
+    """
+    assert 0 < len(prompt) <= window, (len(prompt), window)
+    ends, ids = set(stop), list(prompt)
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    device = module.embed.weight.device
+    cache, new = Cache(window), ids
+    for _ in range(max_tokens):
+        if cache.length + len(new) > window:
+            cache, new = Cache(window), ids[-max(1, window // 2) :]
+        logits = module(torch.tensor([new], device=device), cache=cache).logits[0, -1, :allowed].float().cpu()
+        chosen = _choose(logits, temperature, top_k, generator)
+        ids.append(chosen)
+        new = [chosen]
+        yield chosen
+        if chosen in ends:
+            return
+
+
+def _choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    if top_k is not None and top_k < len(logits_V):
+        least = logits_V.topk(top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
+    # the largest becomes 0 first, so that a tiny temperature cannot overflow
+    weights = torch.softmax((logits_V - logits_V.max()).double() / temperature, -1)
+    return int(torch.multinomial(weights, 1, generator=generator))
