@@ -1,0 +1,216 @@
+"""Decoder weights in the layout in which they are published: config.json and safetensors, in one file or sharded.
+
+Reads and writes without the `transformers` package. Names and shapes are checked one by one; a config.json that
+describes another model than the run config is refused before a byte of weights is read. User mistakes raise ValueError
+with what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from job import atomic
+from job.config.common import Decoder as Shape
+from job.config.sft import Lora
+from job.models import lora
+from job.models.decoder import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW, Decoder
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SHARD_BYTES = 5_000_000_000  # of one file, at most: what the published ones hold
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_PARTS = {
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    **{f"attention.{x}": f"self_attn.{x}_proj" for x in "qkvo"},
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    **{f"ffn.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": LLAMA3_FACTOR,
+    "low_freq_factor": LLAMA3_LOW,
+    "high_freq_factor": LLAMA3_HIGH,
+    "original_max_position_embeddings": LLAMA3_CONTEXT,
+}
+
+
+def published(name: str) -> str:
+    """`blocks.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`; also of a module's name."""
+    words = name.split(".")
+    leaf = words.pop() if words[-1] in ("weight", "bias") else None
+    found = f"model.layers.{words[1]}.{_PARTS['.'.join(words[2:])]}" if words[0] == "blocks" else _TOP[words[0]]
+    return found if leaf is None else f"{found}.{leaf}"
+
+
+def read_shape(folder: Path) -> Shape:
+    """The decoder that folder/config.json describes. Raises ValueError for one that this code cannot run."""
+    path = folder / CONFIG
+    tree = atomic.read_object(path)
+    if tree is None:
+        raise ValueError(f"{path}: missing or not JSON; base weights are a folder with {CONFIG} and safetensors")
+    family = tree.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
+    rope = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3") or (kind == "llama3" and any(rope.get(k) != v for k, v in _LLAMA3.items())):
+        raise ValueError(f"{path}: rotary scaling {rope} is neither none nor Llama-3.1's, {_LLAMA3}")
+    if tree.get("use_sliding_window") or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
+        raise ValueError(f"{path}: sliding windows and extra biases are not supported")
+    heads = tree["num_attention_heads"]
+    return Shape(
+        family=family,
+        vocab=tree["vocab_size"],
+        layers=tree["num_hidden_layers"],
+        width=tree["hidden_size"],
+        heads=heads,
+        kv_heads=tree.get("num_key_value_heads") or heads,
+        head_dim=tree.get("head_dim") or tree["hidden_size"] // heads,
+        ffn=tree["intermediate_size"],
+        tied=bool(tree.get("tie_word_embeddings", False)),
+        norm_eps=float(tree["rms_norm_eps"]),
+        rope_theta=float(rope.get("rope_theta") or tree.get("rope_theta") or 10_000.0),
+        rope_scaling="llama3" if kind == "llama3" else "none",
+    )
+
+
+def config_tree(shape: Shape, dtype: str) -> dict[str, Any]:
+    """The config.json of these weights."""
+    return {
+        "architectures": [FAMILIES[shape.family]],
+        "model_type": shape.family,
+        "vocab_size": shape.vocab,
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.width,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": _LLAMA3 if shape.rope_scaling == "llama3" else None,
+        "max_position_embeddings": 131_072 if shape.rope_scaling == "llama3" else 32_768,
+        "hidden_act": "silu",
+        "attention_bias": shape.family == "qwen2",
+        "torch_dtype": dtype,
+    }
+
+
+@torch.no_grad()
+def load(folder: Path, module: Decoder) -> None:
+    """Copies the published weights into the module's own tensors (their dtype and device stay; adapters are left out).
+
+    Raises ValueError: another model than the module's shape, a file or tensor that is missing, of another shape, or
+    unknown.
+    """
+    found, wanted = read_shape(folder), module.shape
+    differing = [key for key in Shape.__slots__ if getattr(found, key) != getattr(wanted, key)]
+    if differing:
+        words = ", ".join(f"model.{key} is {getattr(wanted, key)}, there {getattr(found, key)}" for key in differing)
+        raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
+    targets = {published(name): p for name, p in module.named_parameters() if not name.endswith(("lora_a", "lora_b"))}
+    missing = set(targets)
+    for path, name, tensor in _stored(folder):
+        if name == "lm_head.weight" and wanted.tied:
+            continue
+        if name not in targets:
+            raise ValueError(f"{path}: tensor {name} belongs to no {wanted.family} decoder of this shape")
+        if tensor.shape != targets[name].shape:
+            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, the model needs {list(targets[name].shape)}")
+        targets[name].copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, among them {min(missing)}; fetch it again")
+
+
+def _stored(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """Every tensor, one at a time, in host memory."""
+    index = atomic.read_object(folder / INDEX)
+    names = sorted(set(index["weight_map"].values())) if index is not None else [WEIGHTS]
+    for path in (folder / name for name in names):
+        if not path.is_file():
+            raise ValueError(f"{path}: missing; fetch the base weights again")
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield path, name, file.get_tensor(name)
+
+
+def write(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], shape: Shape, dtype: torch.dtype, shard: int = SHARD_BYTES
+) -> list[Path]:
+    """Weights by our names into `folder`, as `dtype`: model.safetensors, or numbered files of at most `shard` bytes
+    with an index, and config.json. Gives the files of weights. Replaces what is there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
+        old.unlink(missing_ok=True)
+    parts: list[Path] = []
+    held: dict[str, Tensor] = {}
+    where: dict[str, int] = {}
+    total = size = 0
+
+    def flush() -> None:
+        nonlocal held, size
+        parts.append(folder / f".part-{len(parts):05d}")
+        save_file(held, parts[-1], metadata={"format": "pt"})
+        held, size = {}, 0
+
+    for name, tensor in tensors:
+        ready = tensor.detach().to("cpu", dtype).contiguous()
+        if held and size + ready.nbytes > shard:
+            flush()
+        held[published(name)], where[published(name)] = ready, len(parts)
+        size, total = size + ready.nbytes, total + ready.nbytes
+    flush()
+    count = len(parts)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [WEIGHTS]
+    paths = [part.replace(folder / name) for part, name in zip(parts, names, strict=True)]
+    if count > 1:
+        weight_map = {name: names[part] for name, part in where.items()}
+        atomic.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    atomic.write_json(folder / CONFIG, config_tree(shape, str(dtype).removeprefix("torch.")))
+    return paths
+
+
+def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str) -> None:
+    """The adapter in PEFT's format, bf16. `base` names the weights it belongs to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, layer in lora.layers(module):
+        key = f"base_model.model.{published(name)}"
+        tensors[f"{key}.lora_A.weight"] = layer.lora_a.detach().to("cpu", torch.bfloat16)
+        tensors[f"{key}.lora_B.weight"] = layer.lora_b.detach().to("cpu", torch.bfloat16)
+    temporary = folder / f".{ADAPTER}"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.replace(folder / ADAPTER)
+    tree = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": [_PARTS[part].rpartition(".")[2] for part in _PARTS if part.endswith(_SUFFIXES)],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+
+_SUFFIXES = tuple(f".{name}" for name in lora.PROJECTIONS)

@@ -1,0 +1,67 @@
+"""Cross-entropy of a large vocabulary without its logits: a chunk of tokens at a time, gradients made on the way.
+
+The whole fp32 logits of 8,192 tokens and 128,256 ids are 4.2 GB, and their gradient as much again. Here a chunk's
+logits live for a moment: its loss and its gradient are computed together in the forward pass (as Hsu et al. 2024,
+"Liger Kernel", describe), so nothing is computed twice. `F.linear_cross_entropy` does the same but rounds the sum to
+the compute dtype (docs/decisions, training).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100  # a target that counts nothing, as in F.cross_entropy
+CHUNK_TOKENS = 1024  # whose logits are alive at a time: 0.5 GB in fp32 for 128,256 ids (job/sizing counts with it)
+
+
+def linear_loss(x_Nd: Tensor, weight_Vd: Tensor, targets_N: Tensor) -> Tensor:
+    """Cross-entropy of softmax(x weight^T), summed over the targets that are not IGNORED; fp32 or wider, scalar.
+
+    The product runs in `x`'s dtype, which `weight` has too; softmax and sum are at least fp32.
+    """
+    loss: Tensor = _LinearLoss.apply(x_Nd, weight_Vd, targets_N, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_Nd: Tensor, weight_Vd: Tensor, targets_N: Tensor, grad: bool) -> Tensor:
+        wide = torch.promote_types(x_Nd.dtype, torch.float32)
+        x_needs, weight_needs = (grad and needed for needed in ctx.needs_input_grad[:2])
+        grad_x_Nd = torch.empty_like(x_Nd) if x_needs else None
+        grad_weight_Vd = torch.zeros_like(weight_Vd, dtype=wide) if weight_needs else None
+        loss = torch.zeros((), dtype=wide, device=x_Nd.device)
+        for start in range(0, x_Nd.shape[0], CHUNK_TOKENS):
+            part = slice(start, start + CHUNK_TOKENS)
+            logits_CV = F.linear(x_Nd[part], weight_Vd).to(wide)
+            counted_C1 = (targets_N[part] != IGNORED)[:, None]
+            places_C1 = targets_N[part].clamp(min=0)[:, None]
+            log_sum_C1 = logits_CV.logsumexp(-1, keepdim=True)
+            loss += ((log_sum_C1 - logits_CV.gather(1, places_C1)) * counted_C1).sum()
+            if grad_x_Nd is None and grad_weight_Vd is None:
+                continue
+            slope_CV = logits_CV.sub_(log_sum_C1).exp_()
+            slope_CV.scatter_add_(1, places_C1, torch.full_like(log_sum_C1, -1.0))
+            slope_CV = (slope_CV * counted_C1).to(x_Nd.dtype)
+            if grad_x_Nd is not None:
+                grad_x_Nd[part] = slope_CV @ weight_Vd
+            if grad_weight_Vd is not None:
+                grad_weight_Vd += slope_CV.T @ x_Nd[part]
+        ctx.save_for_backward(grad_x_Nd, None if grad_weight_Vd is None else grad_weight_Vd.to(weight_Vd.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_x_Nd, grad_weight_Vd = ctx.saved_tensors
+        return (
+            None if grad_x_Nd is None else grad_x_Nd * slope.to(grad_x_Nd.dtype),
+            None if grad_weight_Vd is None else grad_weight_Vd * slope.to(grad_weight_Vd.dtype),
+            None,
+            None,
+        )

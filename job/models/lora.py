@@ -1,0 +1,104 @@
+"""Low-rank adapters on the seven projections of a decoder (Hu et al. 2021): y = W x + (alpha / rank) B A dropout(x).
+
+W is frozen and may be bf16; A and B are fp32 and alone are trained. A layer can also answer as the base alone, or as if
+merged: the merge is made anew in each forward pass, in fp32, so that comparing base, adapter and both merges needs no
+second model. The file format of an adapter is PEFT's: `adapter_model.safetensors` with keys
+`base_model.model.<name in the published weights>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank], beside
+`adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
+
+Initialisation: A uniform within 1 / sqrt(in) (what nn.Linear draws), B 0, so the first step starts from the base.
+Parameter group: both without weight decay. Legend: r rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from job.config.sft import Lora
+from job.models.blocks import Linear
+from job.models.decoder import Block, Decoder
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+Mode = Literal["base", "adapter", "merged"]
+
+
+class LoraLinear(nn.Module):
+    """A frozen Linear and its adapter. `mode` and `merged_dtype` may be changed at any time."""
+
+    def __init__(self, base: nn.Linear, config: Lora) -> None:
+        super().__init__()
+        self.weight, self.bias = base.weight, base.bias
+        self.scale, self.dropout = config.alpha / config.rank, config.dropout
+        empty = functools.partial(torch.empty, device=base.weight.device, dtype=torch.float32)
+        self.lora_a = nn.Parameter(empty(config.rank, base.in_features))  # [r, in]
+        self.lora_b = nn.Parameter(empty(base.out_features, config.rank))  # [out, r]
+        self.mode: Mode = "adapter"
+        self.merged_dtype = torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.mode == "merged":
+            return F.linear(x, self.merged().to(self.merged_dtype).to(x.dtype), bias)
+        y = F.linear(x, self.weight.to(x.dtype), bias)
+        if self.mode == "base":
+            return y
+        narrow = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a.to(x.dtype))
+        return y + self.scale * F.linear(narrow, self.lora_b.to(x.dtype))
+
+    def merged(self) -> Tensor:
+        """W + scale B A, in fp32."""
+        return self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
+
+
+def attach(module: Decoder, config: Lora, generator: torch.Generator | None = None) -> Decoder:
+    """The module with adapters, everything else frozen. Drawn on the CPU; without a `generator` uninitialised."""
+    module.requires_grad_(False)
+    for block in module.blocks:
+        assert isinstance(block, Block)
+        for part in (block.attention, block.ffn):
+            for name in PROJECTIONS:
+                if isinstance(base := getattr(part, name, None), Linear):
+                    setattr(part, name, LoraLinear(base, config))
+    if generator is not None:
+        with torch.no_grad():
+            for _, layer in layers(module):
+                bound = 1 / math.sqrt(layer.lora_a.shape[1])
+                layer.lora_a.copy_(torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator))
+                layer.lora_b.zero_()
+    return module
+
+
+def layers(module: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    """Every adapted layer with its name, in the order of the state dict."""
+    for name, part in module.named_modules():
+        if isinstance(part, LoraLinear):
+            yield name, part
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """The adapters alone, the module's own tensors: what a checkpoint holds."""
+    return {name: parameter for name, parameter in module.named_parameters() if name.endswith(("lora_a", "lora_b"))}
+
+
+def set_mode(module: nn.Module, mode: Mode, merged_dtype: torch.dtype = torch.float32) -> None:
+    """How every adapted layer answers. `merged_dtype`: to which the merged weights are rounded."""
+    for _, layer in layers(module):
+        layer.mode, layer.merged_dtype = mode, merged_dtype
+
+
+@torch.no_grad()
+def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the plain decoder by name, the adapted ones merged in fp32, one at a time; nothing is changed."""
+    adapted = dict(layers(module))
+    for name, parameter in module.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if leaf in ("lora_a", "lora_b"):
+            continue
+        yield name, adapted[owner].merged() if owner in adapted and leaf == "weight" else parameter.detach()

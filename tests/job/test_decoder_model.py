@@ -1,0 +1,223 @@
+"""The decoder: its counts, packed rows against single examples, its loss against torch's, its cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoder_models import FAMILIES, as_arguments, examples, generator, model, packed
+
+from job import sizing
+from job.config.common import QWEN3_8B
+from job.config.common import Decoder as Shape
+from job.config.sft import Lora, SftConfig
+from job.models import lora
+from job.models.decoder import build, frequencies, parameter_groups, positions
+from job.models.generate import generate, uniform
+from job.models.linear_loss import CHUNK_TOKENS, IGNORED, linear_loss
+
+QWEN25_7B = Shape(
+    family="qwen2",
+    vocab=152_064,
+    layers=28,
+    width=3584,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    ffn=18_944,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_scaling="none",
+)
+QWEN3_1_7B = replace(QWEN3_8B, layers=28, width=2048, heads=16, ffn=6144, tied=True)
+LENGTHS = [[5, 9, 2, 8], [24], [1, 1, 20]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [
+        (Shape(), 8_030_261_248),
+        (QWEN3_8B, 8_190_735_360),
+        (QWEN25_7B, 7_615_616_512),
+        (QWEN3_1_7B, 1_720_574_976),
+    ],
+    ids=["llama-3.1-8b", "qwen3-8b", "qwen2.5-7b", "qwen3-1.7b"],
+)
+def test_full_size_decoders_hold_the_published_number_of_parameters(shape: Shape, count: int) -> None:
+    module = build(shape, compute=torch.bfloat16, device="meta")
+    assert sum(p.numel() for p in module.parameters()) == count
+    assert sizing.weights_bytes(replace(SftConfig(), model=shape)) == 2 * count
+
+
+def test_the_adapter_of_the_full_size_holds_168_million_parameters() -> None:
+    module = lora.attach(build(Shape(), compute=torch.bfloat16, device="meta"), Lora())
+    assert sum(p.numel() for p in module.parameters() if p.requires_grad) == 167_772_160
+    assert sizing.phases(SftConfig())[0].params_trained == 167_772_160
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_has_the_loss_of_its_examples_alone(family: str) -> None:
+    module, rows = model(family), packed(LENGTHS, 24)
+    whole = module(*as_arguments(rows)).loss_sum
+    alone = sum(module(tokens, targets).loss_sum for tokens, targets in examples(rows))
+    counted = int((rows["targets"] != IGNORED).sum())
+    assert abs(whole.item() - alone.item()) / counted < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_example_of_a_row_attends_to_another(family: str) -> None:
+    module, rows = model(family), packed(LENGTHS, 24)
+    before = module(rows["tokens"], None, rows["documents"]).logits
+    changed = rows["tokens"].clone()
+    changed[0, 5:14] = (changed[0, 5:14] + 31) % 96  # the second example of the first row
+    after = module(changed, None, rows["documents"]).logits
+    moved = (before - after).abs().amax(-1) > 0
+    assert moved[0, 5:14].all()
+    assert not moved[0, :5].any()
+    assert not moved[0, 14:].any()
+    assert not moved[1:].any()
+
+
+def test_no_token_sees_the_future_of_its_own_example() -> None:
+    module, rows = model("llama"), packed([[24]], 24)
+    changed = rows["tokens"].clone()
+    changed[0, 10:] = (changed[0, 10:] + 31) % 96
+    for documents in (rows["documents"], None):
+        moved = (module(rows["tokens"], None, documents).logits - module(changed, None, documents).logits).abs()
+        assert moved[0, :10].max() < 1e-6
+        assert moved[0, 10:].max() > 0.1
+
+
+def test_positions_restart_with_each_example() -> None:
+    assert positions(torch.tensor([[1, 1, 1, 2, 2, 3, 0, 0], [4, 4, 4, 4, 4, 4, 4, 4]])).tolist() == [
+        [0, 1, 2, 0, 1, 0, 0, 1],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ]
+
+
+def test_gradients_of_packed_rows_are_those_of_the_examples_alone() -> None:
+    module, rows = model("qwen3", torch.float64), packed(LENGTHS, 24)
+    module(*as_arguments(rows)).loss_sum.backward()
+    whole = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    for tokens, targets in examples(rows):
+        module(tokens, targets).loss_sum.backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_activation_checkpointing_changes_neither_loss_nor_gradient() -> None:
+    module, rows = model("llama"), packed(LENGTHS, 24)
+    plain = module(*as_arguments(rows)).loss_sum
+    plain.backward()
+    wanted = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    module.checkpointing = True
+    again = module(*as_arguments(rows)).loss_sum
+    again.backward()
+    assert again.item() == plain.item()
+    for parameter, gradient in zip(module.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_chunked_loss_and_its_gradients_equal_torchs(dtype: torch.dtype) -> None:
+    tokens = 2 * CHUNK_TOKENS + 37
+    x = torch.randn(tokens, 24, generator=generator(), dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(96, 24, generator=generator(8), dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(96, (tokens,), generator=generator(9))
+    targets[::3] = IGNORED
+    loss = linear_loss(x, weight, targets)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    (loss / tokens).backward()
+    ours, x.grad = x.grad, None
+    our_weight, weight.grad = weight.grad, None
+    logits = F.linear(x, weight).to(loss.dtype)
+    wanted = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    (wanted / tokens).backward()
+    tight = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 1e-4}
+    torch.testing.assert_close(loss, wanted, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
+    torch.testing.assert_close(ours, x.grad, **tight)
+    torch.testing.assert_close(our_weight, weight.grad, **tight)
+
+
+def test_a_frozen_head_gets_no_gradient_and_evaluation_makes_none() -> None:
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
+    linear_loss(x, weight, torch.arange(5)).backward()
+    assert x.grad is not None
+    assert weight.grad is None
+    with torch.no_grad():
+        assert not linear_loss(x, weight.requires_grad_(), torch.arange(5)).requires_grad
+
+
+def test_llama_31_scaling_divides_slow_rotations_by_eight_and_leaves_fast_ones() -> None:
+    scaled, plain = frequencies(Shape()), frequencies(replace(Shape(), rope_scaling="none"))
+    ratio = scaled / plain
+    assert ratio[0] == 1.0
+    assert ratio[-1] == 1 / 8
+    assert (ratio.diff() <= 0).all()
+    assert ((ratio > 1 / 8) & (ratio < 1)).any()
+
+
+def test_parameters_fall_into_groups_as_the_table_says() -> None:
+    module = model("qwen2")
+    decayed, plain = parameter_groups(module, 0.1)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert sum(p.ndim == 2 for p in plain["params"]) == 2  # embedding and head
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(module.parameters()))
+
+
+def test_heads_that_cannot_be_grouped_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"model\.kv_heads: 3 does not divide model\.heads, 4"):
+        build(replace(FAMILIES["llama"], kv_heads=3), compute=torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_generation_writes_what_reading_everything_anew_would(family: str) -> None:
+    module = model(family, torch.float64)
+    prompts = [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6]]
+    written = generate(module, prompts, 6)
+    for prompt, tokens in zip(prompts, written, strict=True):
+        ids = list(prompt)
+        for token in tokens:
+            assert token == int(module(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+        assert len(tokens) == 6
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours() -> None:
+    module = model("llama", torch.float64)
+    together = generate(module, [[5, 6], [5, 6], [8]], 8, temperature=1.0, seeds=[1, 2, 3])
+    assert together[0] != together[1]
+    assert generate(module, [[8]], 8, temperature=1.0, seeds=[3]) == together[2:]
+    assert generate(module, [[5, 6]], 8, temperature=1.0, seeds=[2]) == together[1:2]
+
+
+def test_samples_follow_the_distribution() -> None:
+    module = model("llama")
+    module.compute_dtype = torch.float32
+    expected = module(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1)
+    drawn = generate(module, [[5, 6]] * 4000, 1, temperature=1.0, seeds=range(4000))
+    seen = torch.bincount(torch.tensor([tokens[0] for tokens in drawn]), minlength=96) / 4000
+    assert (seen - expected).abs().max() < 0.03
+    assert abs(sum(uniform(seed, 0) for seed in range(4000)) / 4000 - 0.5) < 0.02
+
+
+def test_generation_ends_at_a_stop_token_and_leaves_it_out() -> None:
+    module = model("llama")
+    free = generate(module, [[5, 6, 7], [9]], 6)
+    stop = free[0][3]
+    stopped = generate(module, [[5, 6, 7], [9]], 6, stop={stop})
+    assert stopped[0] == free[0][: free[0].index(stop)]
+    assert stopped[1] == (free[1][: free[1].index(stop)] if stop in free[1] else free[1])
+
+
+def test_an_empty_prompt_and_missing_seeds_are_refused() -> None:
+    module = model("llama")
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        generate(module, [[1], []], 3)
+    with pytest.raises(ValueError, match="0 seeds for 1 prompts"):
+        generate(module, [[1]], 3, temperature=0.5)
