@@ -17,6 +17,7 @@ COMMANDS = {
     "cost": "the bill of a run, before anything exists; needs no account and no network",
     "rehearse": "the whole run on this machine, against an embedded AWS",
     "prepare": "fetch or make the experiment's data and cut it into hashed token shards",
+    "calibrate": "measure some hundred steps of the real job on this machine, for the bill to stand on",
     "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image digest",
     "wait": "after pulumi up: wait for a node, and explain why there is none",
     "status": "where the run stands: fleet, node, checkpoints, dollars spent",

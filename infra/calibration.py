@@ -1,0 +1,254 @@
+"""Calibrations: what was measured of a job on a device, and whether a bill may stand on it.
+
+Two places hold measurements, one format for both (job/measured.py, docs/calibration.md): `calibrations/<stack>/`,
+written by `gpufleet calibrate`, and the receipts of finished runs in `receipts/<stack>/`. A measurement counts for an
+instance type whose GPU is the device that was measured, while everything that the speed depends on is as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from infra.catalog import Instance
+from infra.definition import StackDefinition
+from job import measured, sizing
+
+FOLDER, RECEIPTS = "calibrations", "receipts"
+# As torch and nvidia-smi name a GPU: a word of its name, and one more where the catalog knows two sizes.
+_GPUS = {
+    ("A10G",): "A10G",
+    ("L4",): "L4",
+    ("L40S",): "L40S",
+    ("T4",): "T4",
+    ("V100", "16GB"): "V100 16GB",
+    ("V100", "32GB"): "V100 32GB",
+    ("A100", "40GB"): "A100 40GB",
+    ("A100", "80GB"): "A100 80GB",
+    ("H100",): "H100",
+    ("H200",): "H200",
+    ("B200",): "B200",
+    ("B300",): "B300",
+    ("RTX", "PRO", "6000"): "RTX PRO 6000",
+    ("RTX", "PRO", "4500"): "RTX PRO 4500",
+}
+_OTHER_BOARDS = {"PCIE", "NVL"}  # of these chips, with other clocks and memory; EC2 has none of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseSpeed:
+    """One phase. None: not seen in this measurement."""
+
+    name: str
+    step_ms: float  # median
+    step_ms_q1: float
+    step_ms_q3: float
+    memory_gb: float
+    checkpoint_bytes: int | None
+    save_blocks_s: float | None  # of one save: while the trainer waits
+    save_write_s: float | None  # until it is whole on the local disk
+    evaluation_s: float | None  # of one evaluation
+    boundary_s: float | None  # between the phase before and this one: save, export, growth, first step's compilation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """A measurement that counts. Seconds are None where it did not see them."""
+
+    source: str  # probe of 200 steps; receipt of run r1
+    at: str  # UTC
+    device: str  # as the driver names it
+    torch: str
+    start_s: float | None  # the trainer's process start to its first step
+    setup_s: float | None  # launch of the node to the first step
+    finish_s: float | None  # last step to the end of the process: export, samples, final save
+    phases: tuple[PhaseSpeed, ...]
+
+    def phase(self, name: str) -> PhaseSpeed | None:
+        """None for a phase without optimizer steps."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    @property
+    def basis(self) -> str:
+        """For the bill: what was measured, where, when, and how much the steps varied."""
+        spread = max((p.step_ms_q3 - p.step_ms_q1) / 2 / p.step_ms for p in self.phases)
+        return (
+            f"measured on {self.device} on {self.at[:10]} ({self.source}, torch {self.torch}; half of the steps within "
+            f"{spread:.1%} of the median)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """There is a measurement on this device, and it does not count."""
+
+    why: str
+
+
+def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibration | Refused | None:
+    """The newest measurement under `root` (the project) that counts for the definition's job on `instance`.
+
+    Refused says why the newest one of this device does not. None: this device was never measured.
+    """
+    found = [
+        (tree, path)
+        for tree, path in _measurements(root, definition.name)
+        if tree is None or _is_of(tree, definition, instance)
+    ]
+    refused: Refused | None = None
+    for tree, path in sorted(found, key=lambda item: str(item[0]["at"]) if item[0] else "", reverse=True):
+        shown = path.relative_to(root)
+        if tree is None:
+            refused = refused or Refused(why=f"{shown} is damaged: delete it, or run gpufleet calibrate again")
+            continue
+        why = _why_not(tree, definition, instance)
+        if not why:
+            return parse(tree)
+        refused = refused or Refused(why=f"{shown} does not count any more: {why}; run gpufleet calibrate again")
+    return refused
+
+
+def find_all(
+    definition: StackDefinition, instances: Mapping[str, Instance], root: Path
+) -> dict[str, Calibration | Refused]:
+    """By instance type, for those of the definition's types that were measured. Reads nothing without a folder."""
+    if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, RECEIPTS)):
+        return {}
+    found = {
+        name: find(definition, instances[name], root) for name in definition.fleet.instance_types if name in instances
+    }
+    return {name: calibration for name, calibration in found.items() if calibration is not None}
+
+
+def path_for(root: Path, stack: str, device: str) -> Path:
+    """Where `gpufleet calibrate` writes: one file per stack and device, to be committed."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return root / FOLDER / stack / f"{slug}.json"
+
+
+def gpu_name(device: str) -> str | None:
+    """The catalog's name of a GPU that the driver calls `device`; None for one that EC2 does not have."""
+    words = re.split(r"[\s_-]+", device.upper())
+    if _OTHER_BOARDS & set(words):
+        return None
+    return next((name for wanted, name in _GPUS.items() if all(word in words for word in wanted)), None)
+
+
+def parse(tree: Mapping[str, Any]) -> Calibration:
+    """A measurement of schema 1. Raises KeyError, TypeError or ValueError for anything else."""
+    if tree["schema"] != measured.SCHEMA:
+        raise ValueError(f"schema {tree['schema']}, this version reads {measured.SCHEMA}")
+    phases = tuple(_phase(phase) for phase in tree["phases"])
+    if not phases:
+        raise ValueError("no phases")
+    return Calibration(
+        source=str(tree["source"]),
+        at=str(tree["at"]),
+        device=str(tree["device"]["name"]),
+        torch=str(tree["versions"].get("torch", "unknown")),
+        start_s=_seconds(tree["start_s"]),
+        setup_s=_seconds(tree["setup_s"]),
+        finish_s=_seconds(tree["finish_s"]),
+        phases=phases,
+    )
+
+
+def _phase(tree: Mapping[str, Any]) -> PhaseSpeed:
+    step, save = tree["step_ms"], tree["save"] or {}
+    speed = PhaseSpeed(
+        name=str(tree["name"]),
+        step_ms=float(step["median"]),
+        step_ms_q1=float(step["q1"]),
+        step_ms_q3=float(step["q3"]),
+        memory_gb=float(tree["memory_gb"]),
+        checkpoint_bytes=int(save["bytes"]) if save else None,
+        save_blocks_s=_seconds(save.get("blocks_s")),
+        save_write_s=_seconds(save.get("write_s")),
+        evaluation_s=_seconds(tree["evaluation_s"]),
+        boundary_s=_seconds(tree["boundary_s"]),
+    )
+    if not 0 < speed.step_ms_q1 <= speed.step_ms <= speed.step_ms_q3 < 1e9:
+        raise ValueError(f"phase {speed.name}: step times {step} are not in order")
+    return speed
+
+
+def _seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    seconds = float(value)
+    if not 0 <= seconds < 1e9:
+        raise ValueError(f"{value} is no number of seconds")
+    return seconds
+
+
+def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | None, Path]]:
+    """Every file's measurement; None for a damaged one. A receipt without a measurement is not damaged."""
+    for path in sorted((root / FOLDER / stack).glob("*.json")):
+        yield _sound(_read(path)), path
+    for path in sorted((root / RECEIPTS / stack).glob("*.json")):
+        tree = (_read(path) or {}).get("measured")
+        if isinstance(tree, dict) and (sound := _sound(tree)) is not None:
+            yield sound, path
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        tree = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def _sound(tree: dict[str, Any] | None) -> dict[str, Any] | None:
+    try:
+        if tree is None:
+            return None
+        parse(tree)
+        if not isinstance(tree["settings"], dict):
+            return None
+        str(tree["code_sha256"]), str(tree["experiment"]), str(tree["device"]["kind"]), int(tree["device"]["ranks"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return tree
+
+
+def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance) -> bool:
+    """Whether the device measured is the one that the job would run on."""
+    if definition.job.parameters.device != tree["device"]["kind"]:
+        return False
+    if tree["device"]["kind"] == "cpu":
+        return True
+    return instance.gpu_share == 1 and gpu_name(str(tree["device"]["name"])) == instance.gpu.name
+
+
+def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance) -> str:
+    """What the speed depends on and has changed since; empty when nothing has."""
+    config = definition.job.parameters
+    if tree["experiment"] != definition.job.experiment:
+        return f"job.experiment was {tree['experiment']}, is {definition.job.experiment}"
+    was, now = tree["settings"], json.loads(json.dumps(measured.settings(asdict(config))))
+    changed = [
+        f"job.parameters.{path} was {was.get(path, 'absent')}, is {now.get(path, 'absent')}"
+        for path in dict.fromkeys([*now, *was])
+        if was.get(path, "absent") != now.get(path, "absent")
+    ]
+    if changed:
+        return ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    ranks = sizing.ranks(config, instance.gpu_count)
+    if int(tree["device"]["ranks"]) != ranks:
+        return f"it was measured with {tree['device']['ranks']} processes, {instance.type} would run {ranks}"
+    if tree["code_sha256"] != _code():
+        return "the code that trains (job/train, job/models, job/experiments) has changed"
+    known = {phase["name"] for phase in tree["phases"]}
+    lacking = [size.name for size in sizing.phases(config) if size.steps and size.name not in known]
+    return f"it did not reach phase {lacking[0]}" if lacking else ""
+
+
+@cache
+def _code() -> str:
+    return measured.code_sha256()

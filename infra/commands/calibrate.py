@@ -1,0 +1,209 @@
+"""`gpufleet calibrate STACK`: some hundred steps of the real job on this machine, measured for the bill."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infra import calibration
+from infra.commands import stack
+from infra.definition import StackDefinition
+from infra.errors import GpufleetError
+from infra.loader import load, project_root
+from job import atomic, measured, probe, sizing
+from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.supervisor import machine
+
+LINES = 10  # of metrics.jsonl per phase, at least: each is one figure of the spread
+EVALUATIONS = 3  # per phase, where the run evaluates at all
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """STACK and how long."""
+    stack.argument(parser)
+    parser.add_argument("--steps", type=_steps, default=200, metavar="N", help="in all, split over phases (200)")
+    parser.add_argument("--rehearsal", action="store_true", help="the definition's rehearsal section, for a CPU")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError, also when the job fails."""
+    definition = load(stack.path_of(args), now=datetime.now(UTC), rehearsal=args.rehearsal, past_deadline=True)
+    root = project_root(Path.cwd())
+    tree = calibrate(definition, root, steps=args.steps, gpus=machine.gpus())
+    path = calibration.path_for(root, definition.name, tree["device"]["name"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
+    print("\n".join(summary(tree)))
+    print(f"Written to {path.relative_to(root)}: commit it, and the bill of {definition.name} stands on it.")
+    return 0
+
+
+def calibrate(
+    definition: StackDefinition, root: Path, *, steps: int, gpus: Sequence[machine.Gpu], keep: Path | None = None
+) -> dict[str, Any]:
+    """The measurement as JSON. `keep`: an empty folder to train in, kept afterwards."""
+    config = definition.job.parameters
+    if config.device == "cuda" and not gpus:
+        raise GpufleetError(
+            f"{definition.source}: job.parameters.device is cuda and this machine has no NVIDIA GPU: run this on a node"
+            " with the GPU that the bill is for, or use --rehearsal"
+        )
+    plan = shorten(config, steps)
+    with tempfile.TemporaryDirectory(prefix="gpufleet-probe-") as scratch:
+        workdir = keep or Path(scratch)
+        _place(definition, plan, root, workdir)
+        print(f"probing {definition.name}: {steps} steps of the real job on {_name(gpus, config)} ...", flush=True)
+        try:
+            outcome = probe.run(workdir, stop_at=plan.stop_at, save_at=plan.save_at)
+        except probe.ProbeFailedError as error:
+            raise GpufleetError(f"the probe failed. {error}") from error
+    found = machine.record(tuple(gpus))
+    tree = measured.document(
+        experiment=definition.job.experiment,
+        parameters=asdict(config),
+        device={
+            "kind": config.device,
+            "name": _name(gpus, config),
+            "count": len(gpus) if config.device == "cuda" else 0,
+            "ranks": sizing.ranks(config, max(1, len(gpus))),
+            "memory_gb": found["gpu_memory_gb"],
+            "threads": os.environ.get("OMP_NUM_THREADS"),
+            "cpus": found["cpus"],
+        },
+        versions={**found["versions"], "python": found["python"], "driver": found["driver"]},
+        source=f"probe of {steps} steps",
+        at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        measured=outcome.phases,
+        start_s=outcome.start_s,
+        finish_s=outcome.finish_s,
+    )
+    return {
+        **tree,
+        "stack": definition.name,
+        "commit": _commit(root),
+        "cpu_s": outcome.cpu_s,
+        "seconds": outcome.seconds,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortened:
+    """The same job, shorter: same model, batch and precision. `stop_at` None: it ends by itself."""
+
+    config: JobConfig
+    stop_at: int | None
+    save_at: Mapping[str, int]  # by phase: the step of the run from which a checkpoint is asked for
+
+
+def shorten(config: JobConfig, steps: int) -> Shortened:
+    """A config of about `steps` optimizer steps that reaches every phase which has any. Raises nothing."""
+    stop_at: int | None = None
+    if isinstance(config, GrowthConfig):
+        short: JobConfig = replace(config, steps_per_phase=min(config.steps_per_phase, -(-steps // 3)))
+    elif isinstance(config, PretrainConfig):
+        stop = replace(config.early_stop, after=max(config.early_stop.after, steps))
+        short = replace(config, steps=min(config.steps, steps), early_stop=stop)
+    elif isinstance(config, TwoTowerConfig):
+        per_epoch = min(config.steps_per_epoch, steps)
+        short = replace(config, epochs=min(config.epochs, -(-steps // per_epoch)), steps_per_epoch=per_epoch)
+    elif isinstance(config, KernelConfig):
+        few = replace(config.generate, tasks=1)
+        short, stop_at = replace(config, generate=few), steps
+    else:  # an epoch of the prepared data is as long as it is
+        assert isinstance(config, SftConfig)
+        short, stop_at = config, steps
+    sizes = sizing.phases(short)
+    length = min([steps, *(size.steps for size in sizes if size.steps)])
+    log = replace(config.log, every=max(1, min(config.log.every, length // LINES)), tensorboard=False)
+    short = replace(short, log=log, checkpoint=replace(config.checkpoint, interval_s=86400.0))
+    if not isinstance(short, KernelConfig | TwoTowerConfig):
+        evaluation: Any = short.eval
+        every = max(1, min(evaluation.every, length // EVALUATIONS))
+        short = replace(short, eval=replace(evaluation, every=every))
+    first, save_at = 0, {}
+    for size in sizes:
+        save_at[size.name] = first + min(size.steps, steps) // 2
+        first += size.steps
+    return Shortened(config=short, stop_at=stop_at, save_at=save_at)
+
+
+def summary(tree: Mapping[str, Any]) -> list[str]:
+    """The measurement for people."""
+    said = [f"{tree['experiment']} on {tree['device']['name']}, torch {tree['versions']['torch']}, {tree['source']}:"]
+    for phase in tree["phases"]:
+        step, save = phase["step_ms"], phase["save"] or {}
+        words = [
+            f"{step['median']:.2f} ms a step (half of them {step['q1']:.2f} to {step['q3']:.2f})",
+            f"{phase['memory_gb']:.2f} GB",
+            f"evaluation {_shown(phase['evaluation_s'])}",
+            f"save {_shown(save.get('blocks_s'))} of waiting, {_shown(save.get('write_s'))} in all",
+            f"before it {_shown(phase['boundary_s'])}",
+        ]
+        said.append(f"  {phase['name']}: {', '.join(words)}")
+    said.append(f"  start to first step {_shown(tree['start_s'])}, last step to end {_shown(tree['finish_s'])}")
+    return said
+
+
+def _place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Path) -> None:
+    """The work folder as the supervisor leaves it: run.json, data/, and the base weights."""
+    storage = definition.storage
+    for name, setting, place in (
+        ("data", "dataset", storage.dataset),
+        ("weights", "base_weights", storage.base_weights),
+    ):
+        if place is None:
+            continue
+        folder = root / place
+        if place.startswith("s3://") or not folder.is_dir():
+            raise GpufleetError(
+                f"storage.{setting}: {place} is not a folder here, and a probe trains on local files: "
+                f"run `gpufleet prepare {definition.name}`, or copy it and name the copy"
+            )
+        (workdir / name).symlink_to(folder.resolve(), target_is_directory=True)
+    job = {"experiment": definition.job.experiment, "parameters": asdict(plan.config)}
+    atomic.write_json(workdir / "run.json", {"schema": 1, "job": job, "predicted": []})
+
+
+def _name(gpus: Sequence[machine.Gpu], config: JobConfig) -> str:
+    """The device as its driver or the kernel names it."""
+    if config.device == "cuda":
+        return gpus[0].name
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models and models[0] else platform.machine()
+
+
+def _commit(root: Path) -> str | None:
+    """Of the project's files, with `+` when they have changed since."""
+    if shutil.which("git") is None:
+        return None
+    git = ["git", "-C", str(root)]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode:
+        return None
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _steps(text: str) -> int:
+    if not text.isdigit() or not 60 <= int(text) <= 100_000:
+        raise argparse.ArgumentTypeError("a whole number from 60 to 100000: the first 10 steps of a phase never count")
+    return int(text)
+
+
+def _shown(seconds: float | None) -> str:
+    return "not seen" if seconds is None else f"{seconds:.3g} s"

@@ -1,0 +1,196 @@
+"""What a run's own files say about its speed, and what that speed depends on. Pure: no torch, nothing of infra.
+
+A probe (job/probe.py) and a receipt (job/supervisor/receipt.py) both leave one such *measurement*; infra.calibration
+reads it and docs/calibration.md documents its keys. Everything comes from metrics.jsonl, whose lines every experiment
+writes alike, so nothing here knows any experiment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import job
+
+SCHEMA = 1
+# Settings that leave the time of a step, an evaluation or a save as it is: how much is done, from which seed, at which
+# rate, how often. Everything else counts, a new setting too.
+_FREE = (
+    "seed",
+    "gpus",  # the processes really used are compared instead
+    "steps",
+    "steps_per_phase",
+    "steps_per_epoch",
+    "epochs",
+    "patience",
+    "first_stop",
+    "early_stop",
+    "checkpoint",
+    "log",
+    "eval.every",
+    "generate",
+    "funnel",
+    "weak.similarity",
+    "weak.confidence",
+    "weak.neighbours",
+    "data.source",
+    "data.stories",
+    "data.examples",
+    "data.characters",
+    "data.samples",
+    "data.held_out",
+    "data.curriculum",
+    "model.router_std",
+    "model.symmetry_noise",
+    "lora.alpha",
+    "optim",
+)
+_COUNTS = ("optim.kind",)  # although its section is free
+_CODE = ("train", "models", "experiments")  # folders of job/ that decide how long a step takes
+_SAVED = re.compile(r"saved (\d+) \(\w+, ([0-9.]+) MB, blocked ([0-9.]+) s\)")
+
+
+def settings(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that change speed, by dotted path, of a config as in run.json's job.parameters."""
+    return {path: value for path, value in _flat(parameters, "") if path in _COUNTS or not _under(path, _FREE)}
+
+
+def code_sha256(folder: Path | None = None) -> str:
+    """One name for the code that trains: every Python file of `_CODE`, by path and bytes, under `folder` (job/)."""
+    root = Path(job.__file__).parent if folder is None else folder
+    digest = hashlib.sha256()
+    for path in sorted(path for name in _CODE for path in (root / name).rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Per phase, in order, from the lines of metrics.jsonl. A figure that they do not hold is None:
+
+    `step_ms` {median, q1, q3} over all steps but the warm-up of each start; `evaluation_s` of one evaluation;
+    `save` {bytes, blocks_s} of one save; `boundary_s` from the last step before the phase to its first, less that step;
+    `memory_gb`, the peak. A phase without a timed step is left out.
+    """
+    names = list(dict.fromkeys(str(record["phase"]) for record in records))
+    saves = {int(step): (float(mb) * 1e6, float(s)) for r in records for step, mb, s in _SAVED.findall(_event(r))}
+    found = []
+    for name in names:
+        own = [record for record in records if record["phase"] == name]
+        timed = list(_timed(own))
+        if not timed:
+            continue
+        middle = _quantile(timed, 0.5)
+        intervals = list(_intervals(own, middle, saves))
+        evaluations = [rest for record, rest in intervals if record.get("val_loss") is not None]
+        saved = [size_s for step, size_s in saves.items() if own[0]["step"] <= step <= own[-1]["step"]]
+        found.append(
+            {
+                "name": name,
+                "steps": sum(count for _, count in timed),
+                "step_ms": {"median": middle, "q1": _quantile(timed, 0.25), "q3": _quantile(timed, 0.75)},
+                "memory_gb": max(float(record.get("mem_gb") or 0.0) for record in own),
+                "evaluation_s": round(max(0.0, median(evaluations)), 4) if evaluations else None,
+                "save": {"bytes": round(saved[-1][0]), "blocks_s": median(s for _, s in saved)} if saved else None,
+                "boundary_s": _boundary_s(records, own, middle),
+            }
+        )
+    return found
+
+
+def document(
+    *,
+    experiment: str,
+    parameters: Mapping[str, Any],
+    device: Mapping[str, Any],
+    versions: Mapping[str, Any],
+    source: str,
+    at: str,
+    measured: Sequence[Mapping[str, Any]],
+    start_s: float | None = None,
+    setup_s: float | None = None,
+    finish_s: float | None = None,
+) -> dict[str, Any]:
+    """A measurement as JSON. `measured` as `phases` gives it; `device`: kind, name, count, ranks, memory_gb.
+
+    `start_s`: process start to first step; `setup_s`: launch of the node to first step; `finish_s`: last step to the
+    end of the process. None where it was not seen.
+    """
+    return {
+        "schema": SCHEMA,
+        "source": source,
+        "at": at,
+        "experiment": experiment,
+        "device": dict(device),
+        "versions": dict(versions),
+        "settings": settings(parameters),
+        "code_sha256": code_sha256(),
+        "start_s": start_s,
+        "setup_s": setup_s,
+        "finish_s": finish_s,
+        "phases": [dict(phase) for phase in measured],
+    }
+
+
+def _flat(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        path = f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, list(value) if isinstance(value, tuple) else value
+
+
+def _under(path: str, names: Sequence[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def _event(record: Mapping[str, Any]) -> str:
+    return str(record.get("event") or "")
+
+
+def _timed(own: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:
+    """(milliseconds per step, how many steps) of every line that has a time."""
+    before = 0
+    for record in own:
+        if record.get("step_ms") is not None:
+            yield float(record["step_ms"]), max(1, record["step"] - before if before else 1)
+        before = record["step"]
+
+
+def _intervals(
+    own: Sequence[Mapping[str, Any]], middle_ms: float, saves: Mapping[int, tuple[float, float]]
+) -> Iterator[tuple[Mapping[str, Any], float]]:
+    """Each line with the seconds since the one before that neither steps nor a save's blocking explain."""
+    for before, record in itertools.pairwise(own):
+        if "resumed" in _event(record):
+            continue
+        step_s = float(record["step_ms"] if record.get("step_ms") is not None else middle_ms) / 1e3
+        blocked = sum(s for step, (_, s) in saves.items() if before["step"] <= step < record["step"])
+        yield record, record["ts"] - before["ts"] - (record["step"] - before["step"]) * step_s - blocked
+
+
+def _boundary_s(records: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], step_ms: float) -> float | None:
+    """Seconds between two phases; None for the first one, and where the run was interrupted in between."""
+    index = next(index for index, record in enumerate(records) if record is own[0])
+    if index == 0 or "resumed" in _event(own[0]):
+        return None
+    before = records[index - 1]
+    steps: int = own[0]["step"] - before["step"]
+    between: float = own[0]["ts"] - before["ts"]
+    return round(max(0.0, between - steps * step_ms / 1e3), 4)
+
+
+def _quantile(timed: Sequence[tuple[float, int]], share: float) -> float:
+    """Of the steps: each line stands for the steps that it timed."""
+    total, seen = sum(count for _, count in timed), 0
+    for value, count in sorted(timed):
+        seen += count
+        if seen >= share * total:
+            return value
+    raise AssertionError("no timed step")

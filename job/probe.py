@@ -1,0 +1,179 @@
+"""A probe: the real trainer, some hundred steps, measured from outside.
+
+It is started as the supervisor starts it and driven as the supervisor drives it: by its command line and the files of
+its work folder (docs/node.md). So a probe works for every experiment, and measures what a run will do.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from job import atomic, measured
+from job.supervisor.child import Child, Log, trainer
+from job.supervisor.world import Trainer
+
+FINISHED, FATAL, OUT_OF_MEMORY, STOPPED = 0, 65, 69, 75  # the trainer's
+TICK_S = 0.02  # a save's duration is known to within this
+
+
+class ProbeFailedError(Exception):
+    """The trainer did not reach the end of the probe. The message is its own reason, or the end of its log."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """`phases` as job.measured.phases gives them, each with what only a bystander sees: `save.write_s` and the `rung`
+    (with `micro` and `checkpointing`) it ran at. `finish_s` None: the probe was stopped before the experiment's end.
+    """
+
+    phases: list[dict[str, Any]]
+    start_s: float
+    finish_s: float | None
+    seconds: float  # process start to its end
+    cpu_s: float  # processor time of the trainer, all threads
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was noticed while it ran."""
+
+    began: dict[int, float] = field(default_factory=dict)  # by step: when its checkpoint's folder appeared
+    written: dict[int, float] = field(default_factory=dict)  # by step: seconds until it was committed
+    rungs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by phase: rung.json
+    asked: set[str] = field(default_factory=set)  # phases in which a save was asked for
+
+
+def run(
+    workdir: Path,
+    *,
+    stop_at: int | None = None,
+    save_at: Mapping[str, int] | None = None,
+    start: Callable[[int], Trainer] | None = None,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Outcome:
+    """Trains in `workdir` (run.json, data/) to the end, or until step `stop_at` is logged.
+
+    `save_at`: by phase, the step from which on one checkpoint is asked for. Goes down the ladder when memory runs out,
+    as a run would. Raises ProbeFailedError.
+    """
+    with Path(os.devnull).open("wb") as nowhere:
+        return _run(workdir, stop_at, save_at or {}, start or _starter(workdir, nowhere), clock, sleep)
+
+
+def _run(
+    workdir: Path,
+    stop_at: int | None,
+    save_at: Mapping[str, int],
+    start: Callable[[int], Trainer],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> Outcome:
+    rung, cpu_s = 0, _cpu_s()
+    while True:
+        seen, began = _Seen(), clock()
+        child = start(rung)
+        try:
+            while (code := child.poll()) is None:
+                _look(workdir, seen, clock(), stop_at, save_at)
+                sleep(TICK_S)
+        finally:
+            child.kill()
+        ended = clock()
+        _look(workdir, seen, ended, None, {})
+        if code != OUT_OF_MEMORY:
+            break
+        used = atomic.read_object(workdir / "rung.json") or {}
+        if used.get("lower") is None:
+            raise ProbeFailedError(f"out of memory at the end of the ladder: {used}")
+        rung = int(used["lower"])
+        (workdir / "metrics.jsonl").unlink(missing_ok=True)
+    records = _records(workdir)
+    phases = measured.phases(records)
+    if code not in (FINISHED, STOPPED) or not phases:
+        raise ProbeFailedError(_why(workdir, code))
+    for phase in phases:
+        own = [record["step"] for record in records if record["phase"] == phase["name"]]
+        took = [s for step, s in seen.written.items() if own[0] <= step <= own[-1]]
+        if phase["save"] is not None:
+            phase["save"]["write_s"] = round(max(took), 3) if took else None
+        phase["rung"] = {key: seen.rungs.get(phase["name"], {}).get(key) for key in ("rung", "micro", "checkpointing")}
+    first_s = records[0]["step"] * phases[0]["step_ms"]["median"] / 1e3
+    return Outcome(
+        phases=phases,
+        start_s=round(max(0.0, records[0]["ts"] - began - first_s), 3),
+        finish_s=round(ended - records[-1]["ts"], 3) if code == FINISHED else None,
+        seconds=round(ended - began, 3),
+        cpu_s=round(_cpu_s() - cpu_s, 2),
+    )
+
+
+def _starter(workdir: Path, nowhere: IO[bytes]) -> Callable[[int], Trainer]:
+    """As job/__main__.py starts it; its output goes to job.log alone."""
+    log = Log(workdir / "job.log", stream=nowhere)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return lambda rung: Child(trainer(workdir, rung), environment, log, time.time)
+
+
+def _look(workdir: Path, seen: _Seen, now: float, stop_at: int | None, save_at: Mapping[str, int]) -> None:
+    for path in (workdir / "ckpt").glob("step_????????"):
+        step = int(path.name[5:])
+        seen.began.setdefault(step, now)
+        if step not in seen.written and (path / "commit.json").exists():
+            seen.written[step] = now - seen.began[step]
+    rung = atomic.read_object(workdir / "rung.json")
+    if rung is not None and "phase" in rung:
+        seen.rungs[rung["phase"]] = rung
+    record = _last(workdir)
+    if record is None:
+        return
+    phase, step = record["phase"], record["step"]
+    if phase in save_at and phase not in seen.asked and step >= save_at[phase]:
+        seen.asked.add(phase)
+        atomic.write_json(workdir / "save.json", {"reason": "probe"})
+    if stop_at is not None and step >= stop_at and not (workdir / "stop.json").exists():
+        atomic.write_json(workdir / "stop.json", {"reason": "probe", "save": True})
+
+
+def _last(workdir: Path) -> dict[str, Any] | None:
+    """The newest whole line, without reading the file from its start."""
+    try:
+        with (workdir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return None
+    record = atomic.parse_object(lines[-1]) if lines else None
+    return record if record is not None and isinstance(record.get("step"), int) else None
+
+
+def _records(workdir: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (workdir / "metrics.jsonl").read_bytes().splitlines()
+    except OSError:
+        return []
+    return [record for line in lines if (record := atomic.parse_object(line)) is not None]
+
+
+def _why(workdir: Path, code: int) -> str:
+    fatal = atomic.read_object(workdir / "fatal.json")
+    if fatal is not None:
+        return f"{fatal.get('error')}: {fatal.get('detail')}"
+    if code in (FINISHED, STOPPED):
+        return "no step was timed: the first 10 of a start never are; ask for more --steps"
+    try:
+        lines = (workdir / "job.log").read_text(errors="replace").splitlines()[-15:]
+    except OSError:
+        lines = []
+    return "\n".join([f"the trainer ended with {code}; the end of its log:", *lines])
+
+
+def _cpu_s() -> float:
+    """Of all children that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system

@@ -1,0 +1,146 @@
+"""`gpufleet calibrate`: the real job, shortened so that every phase is reached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands_world import definition, project
+from cost_definitions import growth
+
+from infra import calibration
+from infra.catalog import load_catalog
+from infra.cli import main
+from infra.commands import calibrate
+from infra.errors import GpufleetError
+from infra.loader import project_root
+from job import measured, probe, sizing
+from job.config import EXPERIMENTS, JobConfig, from_json
+from job.supervisor.machine import Gpu
+
+A10G = (Gpu(name="NVIDIA A10G", memory_gb=24.1, driver="580.1"),)
+STEP = {"median": 50.0, "q1": 49.0, "q3": 51.0}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_probe_is_the_same_job_and_reaches_every_phase(name: str) -> None:
+    config: JobConfig = EXPERIMENTS[name]()
+    plan = calibrate.shorten(config, 200)
+    assert measured.settings(asdict(plan.config)) == measured.settings(asdict(config))
+    lasting = [size for size in sizing.phases(plan.config) if size.steps]
+    assert [size.name for size in lasting] == [size.name for size in sizing.phases(config) if size.steps]
+    if plan.stop_at is None:
+        assert sum(size.steps for size in lasting) <= 201
+    else:
+        assert plan.stop_at == 200
+    assert plan.config.log.every <= max(1, lasting[0].steps // 10)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_checkpoint_is_asked_for_in_the_middle_of_each_phase(name: str) -> None:
+    plan = calibrate.shorten(EXPERIMENTS[name](), 200)
+    first = 0
+    for size in sizing.phases(plan.config):
+        if size.steps:
+            assert first < plan.save_at[size.name] < first + size.steps
+            assert plan.stop_at is None or plan.save_at[size.name] < plan.stop_at
+        first += size.steps
+
+
+def test_a_run_shorter_than_the_probe_stays_as_it_is() -> None:
+    plan = calibrate.shorten(growth(steps_per_phase=20), 200)
+    assert sizing.total_steps(plan.config) == 60
+
+
+def test_the_short_config_is_one_that_the_job_accepts() -> None:
+    for name, config in EXPERIMENTS.items():
+        short = calibrate.shorten(config(), 200).config
+        assert from_json(name, json.loads(json.dumps(asdict(short)))) == short
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    found = project(tmp_path, monkeypatch)
+    found.write_text(found.read_text().replace("s3://elsewhere/tokens", "data/tokens"))
+    folder = found.parents[1] / definition(found).storage.dataset
+    folder.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the probe was given; it measures 50 ms a step in every phase."""
+    given: list[dict[str, Any]] = []
+
+    def run(workdir: Path, *, stop_at: int | None, save_at: Mapping[str, int]) -> probe.Outcome:
+        tree = json.loads((workdir / "run.json").read_text())
+        given.append({**tree["job"], "data": (workdir / "data").is_dir(), "stop_at": stop_at})
+        phases = [
+            {"name": name, "steps": 60, "step_ms": STEP, "memory_gb": 1.0, "evaluation_s": 0.1, "boundary_s": None}
+            | {"save": {"bytes": 10, "blocks_s": 0.1, "write_s": 0.2}}
+            for name in save_at
+        ]
+        return probe.Outcome(phases=phases, start_s=9.0, finish_s=2.0, seconds=30.0, cpu_s=40.0)
+
+    monkeypatch.setattr(probe, "run", run)
+    return given
+
+
+def test_calibrate_writes_a_file_that_the_bill_accepts(
+    path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
+    assert main(["calibrate", "small-growth", "--steps", "90"]) == 0
+    root = project_root(path.parent)
+    assert "calibrations/small-growth/nvidia-a10g.json" in capsys.readouterr().out
+    tree = json.loads((root / "calibrations" / "small-growth" / "nvidia-a10g.json").read_text())
+    assert tree["device"]["name"] == "NVIDIA A10G"
+    assert tree["versions"]["driver"] == "580.1"
+    assert tree["source"] == "probe of 90 steps"
+    assert probed[0]["data"]
+    assert probed[0]["parameters"]["steps_per_phase"] <= 30
+    found = calibration.find(definition(path), load_catalog().instances["g5.2xlarge"], root)
+    assert isinstance(found, calibration.Calibration)
+    assert found.phase("moe") is not None
+
+
+def test_cuda_without_a_gpu_says_where_to_run_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = definition(path)
+    config = replace(wanted.job.parameters, device="cuda")
+    wanted = replace(wanted, job=replace(wanted.job, parameters=config))
+    with pytest.raises(GpufleetError, match=r"on a node .* or use --rehearsal"):
+        calibrate.calibrate(wanted, project_root(path.parent), steps=90, gpus=())
+
+
+def test_a_missing_dataset_says_how_to_make_it(path: Path) -> None:
+    wanted = definition(path)
+    (project_root(path.parent) / wanted.storage.dataset).rmdir()
+    with pytest.raises(GpufleetError, match="gpufleet prepare small-growth"):
+        calibrate.calibrate(wanted, project_root(path.parent), steps=90, gpus=A10G)
+
+
+def test_a_dataset_in_s3_says_that_a_probe_needs_it_here(path: Path) -> None:
+    wanted = definition(path)
+    wanted = replace(wanted, storage=replace(wanted.storage, dataset="s3://elsewhere/tokens"))
+    with pytest.raises(GpufleetError, match="trains on local files"):
+        calibrate.calibrate(wanted, project_root(path.parent), steps=90, gpus=A10G)
+
+
+def test_a_job_that_fails_is_an_error_with_its_own_words(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*args: Any, **more: Any) -> probe.Outcome:
+        raise probe.ProbeFailedError("ValueError: no shards")
+
+    monkeypatch.setattr(probe, "run", run)
+    with pytest.raises(GpufleetError, match=r"the probe failed\. ValueError: no shards"):
+        calibrate.calibrate(definition(path), project_root(path.parent), steps=90, gpus=A10G)
+
+
+@pytest.mark.parametrize("steps", ["0", "59", "many", "-3", "1e3"])
+def test_too_few_steps_are_refused(path: Path, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["calibrate", "small-growth", f"--steps={steps}"])
+    assert "from 60 to 100000" in capsys.readouterr().err

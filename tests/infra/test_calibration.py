@@ -1,0 +1,237 @@
+"""Which measurement a bill may stand on, and why another one does not count."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cost_definitions import definition, growth
+
+from infra import calibration
+from infra.calibration import Calibration, Refused
+from infra.catalog import load_catalog
+from infra.definition import StackDefinition
+from job import measured
+from job.config import GrowthConfig
+
+A10G = load_catalog().instances["g5.2xlarge"]
+PHASES = ("dense", "moe", "grown")
+
+
+def measurement(config: GrowthConfig | None = None, **changes: Any) -> dict[str, Any]:
+    """A probe of tinystories-growth on an A10G; `changes` replace whole keys."""
+    phases = [
+        {
+            "name": name,
+            "steps": 60,
+            "step_ms": {"median": 50.0 * (index + 1), "q1": 49.0 * (index + 1), "q3": 51.0 * (index + 1)},
+            "memory_gb": 6.0,
+            "evaluation_s": 0.5,
+            "save": {"bytes": 1_200_000_000, "blocks_s": 0.2, "write_s": 2.0},
+            "boundary_s": 30.0 if index else None,
+        }
+        for index, name in enumerate(PHASES)
+    ]
+    tree = measured.document(
+        experiment="tinystories-growth",
+        parameters=asdict(config or GrowthConfig()),
+        device={"kind": "cuda", "name": "NVIDIA A10G", "count": 1, "ranks": 1, "memory_gb": 24.1},
+        versions={"torch": "2.13.0"},
+        source="probe of 200 steps",
+        at="2026-11-21T18:00:00Z",
+        measured=phases,
+        start_s=40.0,
+        finish_s=12.0,
+    )
+    return {**tree, **changes}
+
+
+def place(root: Path, tree: Any, name: str = "nvidia-a10g", folder: str = "calibrations") -> Path:
+    path = root / folder / "tinystories-growth" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    return path
+
+
+def find(root: Path, wanted: StackDefinition | None = None, type_: str = "g5.2xlarge") -> Any:
+    return calibration.find(wanted or definition(), load_catalog().instances[type_], root)
+
+
+def why(root: Path, wanted: StackDefinition | None = None) -> str:
+    found = find(root, wanted)
+    assert isinstance(found, Refused)
+    return found.why
+
+
+def test_a_measurement_of_this_job_on_this_gpu_counts_and_is_cited(tmp_path: Path) -> None:
+    place(tmp_path, measurement())
+    found = find(tmp_path)
+    assert isinstance(found, Calibration)
+    assert [phase.step_ms for phase in found.phases] == [50.0, 100.0, 150.0]
+    assert found.start_s == 40.0
+    assert found.basis == (
+        "measured on NVIDIA A10G on 2026-11-21 (probe of 200 steps, torch 2.13.0; half of the steps within 2.0% of the"
+        " median)"
+    )
+
+
+def test_it_counts_for_every_type_with_that_gpu_and_for_no_other(tmp_path: Path) -> None:
+    place(tmp_path, measurement())
+    assert isinstance(find(tmp_path, type_="g5.xlarge"), Calibration)
+    assert find(tmp_path, type_="g6.xlarge") is None
+    assert find(tmp_path, type_="g6e.2xlarge") is None
+
+
+def test_a_slice_of_a_gpu_is_not_the_gpu(tmp_path: Path) -> None:
+    tree = measurement()
+    place(tmp_path, {**tree, "device": {**tree["device"], "name": "NVIDIA L4"}})
+    assert isinstance(find(tmp_path, type_="g6.xlarge"), Calibration)
+    sliced = next(i for i in load_catalog().instances.values() if i.gpu.name == "L4" and i.gpu_share < 1)
+    assert calibration.find(definition(), sliced, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [growth(steps_per_phase=100), growth(seed=9), replace(GrowthConfig(), log=replace(GrowthConfig().log, every=3))],
+)
+def test_a_longer_run_or_another_seed_is_the_same_speed(tmp_path: Path, config: GrowthConfig) -> None:
+    place(tmp_path, measurement())
+    assert isinstance(find(tmp_path, definition(config=config)), Calibration)
+
+
+def test_a_changed_setting_is_refused_by_its_name(tmp_path: Path) -> None:
+    place(tmp_path, measurement())
+    said = why(tmp_path, definition(config=growth(sequences=12)))
+    assert "calibrations/tinystories-growth/nvidia-a10g.json does not count any more" in said
+    assert "job.parameters.batch.sequences was 16, is 12" in said
+    assert "gpufleet calibrate" in said
+
+
+def test_a_setting_that_did_not_exist_then_is_refused(tmp_path: Path) -> None:
+    tree = measurement()
+    del tree["settings"]["model.layers"]
+    place(tmp_path, tree)
+    assert "job.parameters.model.layers was absent, is 7" in why(tmp_path)
+
+
+def test_many_changes_are_counted_not_listed(tmp_path: Path) -> None:
+    place(tmp_path, measurement(settings={}))
+    assert "more" in why(tmp_path)
+
+
+def test_changed_job_code_is_refused(tmp_path: Path) -> None:
+    place(tmp_path, measurement(code_sha256="0" * 64))
+    assert "the code that trains (job/train, job/models, job/experiments) has changed" in why(tmp_path)
+
+
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    tree = measurement()
+    place(tmp_path, {**tree, "device": {**tree["device"], "ranks": 4}})
+    assert "measured with 4 processes, g5.2xlarge would run 1" in why(tmp_path)
+
+
+def test_a_phase_that_was_not_reached_is_refused(tmp_path: Path) -> None:
+    tree = measurement()
+    place(tmp_path, {**tree, "phases": tree["phases"][:2]})
+    assert "did not reach phase grown" in why(tmp_path)
+
+
+def test_the_newest_that_counts_is_taken(tmp_path: Path) -> None:
+    place(tmp_path, measurement(at="2026-11-20T00:00:00Z", source="old"), "a")
+    place(tmp_path, measurement(at="2026-11-22T00:00:00Z", source="new"), "b")
+    place(tmp_path, measurement(at="2026-11-23T00:00:00Z", source="of other code", code_sha256="1"), "c")
+    found = find(tmp_path)
+    assert isinstance(found, Calibration)
+    assert found.source == "new"
+
+
+def test_a_receipt_with_measured_steps_is_a_measurement(tmp_path: Path) -> None:
+    tree = measurement(source="receipt of run r7", setup_s=500.0)
+    place(tmp_path, {"schema": 1, "run": "r7", "measured": tree}, "r7", folder="receipts")
+    found = find(tmp_path)
+    assert isinstance(found, Calibration)
+    assert (found.source, found.setup_s) == ("receipt of run r7", 500.0)
+
+
+def test_a_receipt_without_measured_steps_is_nothing(tmp_path: Path) -> None:
+    place(tmp_path, {"schema": 1, "measured": None}, "r7", folder="receipts")
+    place(tmp_path, "{", "r8", folder="receipts")
+    assert find(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{",
+        json.dumps({"schema": 9}),
+        json.dumps(measurement(phases=[])),
+        json.dumps(measurement(phases=[{"name": "dense"}])),
+        json.dumps(measurement(settings=None)),
+        json.dumps(measurement(device="A10G")),
+        json.dumps(measurement(start_s="soon")),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name_and_never_a_crash(tmp_path: Path, content: str) -> None:
+    place(tmp_path, content)
+    assert "calibrations/tinystories-growth/nvidia-a10g.json is damaged: delete it" in why(tmp_path)
+
+
+def test_a_damaged_file_does_not_hide_a_sound_one(tmp_path: Path) -> None:
+    place(tmp_path, "{", "broken")
+    place(tmp_path, measurement())
+    assert isinstance(find(tmp_path), Calibration)
+
+
+def test_a_cpu_measurement_is_for_jobs_on_a_cpu_only(tmp_path: Path) -> None:
+    config = growth(device="cpu")
+    tree = measurement(config)
+    place(tmp_path, {**tree, "device": {"kind": "cpu", "name": "x86_64", "count": 0, "ranks": 1}})
+    assert isinstance(find(tmp_path, definition(config=config)), Calibration)
+    assert find(tmp_path) is None
+
+
+def test_types_that_were_never_measured_are_left_out(tmp_path: Path) -> None:
+    instances = load_catalog().instances
+    wanted = definition(types=("g5.2xlarge", "g6.xlarge", "no.such"))
+    assert calibration.find_all(wanted, instances, tmp_path) == {}
+    place(tmp_path, measurement())
+    assert list(calibration.find_all(wanted, instances, tmp_path)) == ["g5.2xlarge"]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", None),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_a_drivers_name_leads_to_the_catalogs_gpu(device: str, name: str | None) -> None:
+    assert calibration.gpu_name(device) == name
+    assert name is None or name in {instance.gpu.name for instance in load_catalog().instances.values()}
+
+
+def test_a_file_is_named_by_stack_and_device(tmp_path: Path) -> None:
+    path = calibration.path_for(tmp_path, "sft-h100", "NVIDIA H100 80GB HBM3")
+    assert path.relative_to(tmp_path).as_posix() == "calibrations/sft-h100/nvidia-h100-80gb-hbm3.json"
