@@ -42,13 +42,23 @@ class Sections:
     estimate: Estimate
 
 
-def check(s: Sections, findings: Findings, *, now: datetime, catalog: Catalog, past_deadline: bool) -> None:
-    """Adds every contradiction in the file to `findings`."""
+def check(
+    s: Sections,
+    findings: Findings,
+    *,
+    now: datetime,
+    catalog: Catalog,
+    past_deadline: bool,
+    launchable: bool = True,
+) -> None:
+    """Adds every contradiction in the file to `findings`. Without `launchable` the types need only be known: a scenario
+    may ask for one that EC2 has retired or that is too small, and is then shown with the reason.
+    """
     _model(s.job.parameters, findings)
     _placement(s.fleet, findings, catalog)
     # What cannot be read says nothing about memory; the types are judged all the same.
     unreadable = findings.bad & {"job.experiment", "job.parameters"}
-    _instances(s.fleet, None if unreadable else s.job.parameters, findings, catalog)
+    _instances(s.fleet, None if unreadable else s.job.parameters, findings, catalog, launchable)
     _storage(s.storage, findings)
     _limits(s.limits, findings, now, past_deadline)
     _estimate(s, findings)
@@ -111,7 +121,7 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
             findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
 
 
-def _instances(fleet: Fleet, config: JobConfig | None, findings: Findings, catalog: Catalog) -> None:
+def _instances(fleet: Fleet, config: JobConfig | None, findings: Findings, catalog: Catalog, launchable: bool) -> None:
     names = fleet.instance_types
     _count("fleet.instance_types", names, MAX_TYPES, findings)
     current = _launchable(fleet.region, catalog)
@@ -125,6 +135,8 @@ def _instances(fleet: Fleet, config: JobConfig | None, findings: Findings, catal
                 {k.split(".")[0] + ".*" for k in known}
             )
             findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), nearest(name, known))
+        elif not launchable:
+            continue
         elif kind.left_ec2:
             instead = _instead(kind, config, current)
             use = f"Use {instead} instead." if instead else ""
@@ -243,7 +255,11 @@ def _estimate(s: Sections, findings: Findings) -> None:
         return
     phases = sum(1 for phase in sizing.phases(s.job.parameters) if phase.steps)
     if steps is not None and len(steps) != phases:
-        findings.add("estimate.step_ms", f"{phases} numbers (ms), one per phase with optimizer steps", value=f"{len(steps)} of them")
+        findings.add(
+            "estimate.step_ms",
+            f"{phases} numbers (ms), one per phase with optimizer steps",
+            value=f"{len(steps)} of them",
+        )
 
 
 def _count(path: str, values: Sequence[str], most: int, findings: Findings) -> None:

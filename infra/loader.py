@@ -1,7 +1,7 @@
 """Reads, checks and pins definition files: the one way from `stacks/<experiment>.yaml` to a StackDefinition.
 
 Program, CLI and tests all load through here. Every load validates the file twice, as written and with its `rehearsal`
-section laid over it, and reports the problems of both at once.
+section laid over it, and reports the problems of both at once; `scenarios` are validated by who asks for them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import difflib
 import os
 import re
 import tempfile
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra import checks
 from infra.boot import user_data
-from infra.definition import Interruptions, StackDefinition
+from infra.definition import Interruptions, StackDefinition, Variant
 from infra.errors import DefinitionError, GpufleetError, Problem
 from infra.run_guard import timer_seconds
 from infra.schema import SECTIONS, Findings, build, check_keys
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from infra.catalog import Catalog
 
 STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
+SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 OVERLAID = (
     "job",
     "fleet",
@@ -42,12 +43,32 @@ def load(path: Path, *, now: datetime, rehearsal: bool = False, past_deadline: b
     `now` (aware) is what the deadline is compared with. `past_deadline` accepts one that has passed: for a run that is
     already over. Raises DefinitionError with every problem of the file.
     """
+    plain, merged, _ = _loaded(path, now, past_deadline, every_scenario=False)
+    return merged if rehearsal else plain
+
+
+def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
+    """The entries of the file's `scenarios` section, in order, each laid over the file. None may be launchable as it
+    is. Raises DefinitionError with every problem of the file.
+    """
+    return _loaded(path, now, True, every_scenario=True)[2]
+
+
+def _loaded(
+    path: Path, now: datetime, past_deadline: bool, *, every_scenario: bool
+) -> tuple[StackDefinition, StackDefinition, tuple[StackDefinition, ...]]:
+    """(as written, as rehearsed, scenarios). Those are checked only when asked for: they do not change the others."""
     if now.tzinfo is None:
         raise ValueError("now must be aware of its time zone")
     text, tree = _open(path)
     problems = _name_problems(path)
     plain, found = _definition(tree, path, text, now, past_deadline)
     problems += found
+    variants: list[StackDefinition] = []
+    section = tree.entries.get("scenarios")
+    if every_scenario and section is not None:
+        variants, found = _scenarios(section, tree, path, text, now)
+        problems += found
     overlay = tree.entries.get("rehearsal")
     merged = plain
     if overlay is not None:
@@ -57,7 +78,7 @@ def load(path: Path, *, now: datetime, rehearsal: bool = False, past_deadline: b
     if problems:
         unique = sorted(dict.fromkeys(problems), key=lambda problem: problem.line or 0)
         raise DefinitionError(str(path), unique)
-    return merged if rehearsal else plain
+    return plain, merged, tuple(variants)
 
 
 def find(name_or_path: str, root: Path) -> Path:
@@ -93,7 +114,7 @@ def rehearsal_text(path: Path) -> str:
     text, tree = _open(path)
     merged = _overlaid(tree)
     overlay = tree.entries.get("rehearsal")
-    entries = dict(merged.entries)
+    entries = {name: node for name, node in merged.entries.items() if name != "scenarios"}
     if isinstance(overlay, Mapping) and "interruptions" in overlay.entries:
         entries["rehearsal"] = replace(overlay, entries={"interruptions": overlay.entries["interruptions"]})
     else:
@@ -171,15 +192,45 @@ def _unprepared(folder: Path) -> str:
     return ""
 
 
+def _scenarios(
+    section: Node, tree: Mapping, path: Path, text: str, now: datetime
+) -> tuple[list[StackDefinition], list[Problem]]:
+    findings = Findings(tree=tree)
+    if not isinstance(section, Mapping):
+        if not (isinstance(section, Scalar) and section.is_null):
+            findings.add("scenarios", "a section with one entry per scenario")
+        return [], findings.problems
+    own = [field.name for field in fields(Variant)]
+    made, problems = [], []
+    for name, entry in section.entries.items():
+        where = f"scenarios.{name}"
+        if not SCENARIO_NAME.fullmatch(name):
+            findings.add(where, "a name of 1 to 40 of a-z, 0-9, dots and hyphens", node=entry)
+            continue
+        entries: dict[str, Node] = {}
+        if isinstance(entry, Mapping):
+            entries = entry.entries
+        elif not (isinstance(entry, Scalar) and entry.is_null):
+            findings.add(where, f"a section with the keys {', '.join([*own, *OVERLAID])}", node=entry)
+        check_keys(entries, [*own, *OVERLAID], where, findings)
+        kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
+        variant = build(Variant, kept, where, findings)
+        over = {key: node for key, node in entries.items() if key in OVERLAID}
+        merged, found = _definition(_over(tree, over), path, text, now, True, launchable=False)
+        problems += found
+        made.append(replace(merged, scenario=name, variant=variant))
+    return made, findings.problems + problems
+
+
 def _definition(
-    tree: Mapping, path: Path, text: str, now: datetime, past_deadline: bool
+    tree: Mapping, path: Path, text: str, now: datetime, past_deadline: bool, *, launchable: bool = True
 ) -> tuple[StackDefinition, list[Problem]]:
     findings = Findings(tree=tree)
-    check_keys(tree.entries, [*SECTIONS, "rehearsal"], "", findings)
+    check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
     parts = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
     interruptions = build(Interruptions, at(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings)
     sections = checks.Sections(**parts)
-    checks.check(sections, findings, now=now, catalog=_catalog(), past_deadline=past_deadline)
+    checks.check(sections, findings, now=now, catalog=_catalog(), past_deadline=past_deadline, launchable=launchable)
     definition = StackDefinition(
         name=path.stem, source=path, purpose=_purpose(text), interruptions=interruptions, **parts
     )
@@ -215,12 +266,15 @@ def _catalog() -> Catalog:
 def _overlaid(tree: Mapping) -> Mapping:
     """The tree with the sections of `rehearsal` laid over; `rehearsal` itself stays, for its interruptions."""
     overlay = tree.entries.get("rehearsal")
-    if not isinstance(overlay, Mapping):
-        return tree
+    return _over(tree, overlay.entries) if isinstance(overlay, Mapping) else tree
+
+
+def _over(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
+    """The tree with the sections that may be laid over it."""
     entries: dict[str, Node] = dict(tree.entries)
     for name in OVERLAID:
-        if name in overlay.entries:
-            entries[name] = merge(entries.get(name), _laid_over(name, overlay.entries[name]))
+        if name in overlay:
+            entries[name] = merge(entries.get(name), _laid_over(name, overlay[name]))
     return replace(tree, entries=entries)
 
 

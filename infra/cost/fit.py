@@ -116,8 +116,9 @@ def _why(config: JobConfig, instance: Instance, index: int, rung: sizing.Rung | 
     if rung is None:
         state = needs.weights_gb + needs.gradients_gb + needs.moments_gb
         return (
-            f"needs {needs.total_gb + sizing.DEVICE_RESERVE_GB:.1f} GB per GPU even at the smallest micro-batch with activation"
-            f" checkpointing (weights, gradients and moments alone {state:.1f}), has {instance.gpu_memory_gb:.1f}"
+            f"needs {needs.total_gb + sizing.DEVICE_RESERVE_GB:.1f} GB per GPU even at the smallest micro-batch with"
+            f" activation checkpointing (weights, gradients and moments alone {state:.1f}), has"
+            f" {instance.gpu_memory_gb:.1f}"
         )
     host_gb = instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
     staged_gb = sizing.checkpoint_bytes(config, index) / 1e9

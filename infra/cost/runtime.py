@@ -1,9 +1,9 @@
 """Work to seconds: how long each phase of a job takes on one instance type, without interruptions.
 
-A step is priced from the job's own shape: FLOP at the dense peak of the GPUs used plus optimizer traffic at their memory
-bandwidth (the roofline), divided by an efficiency; or from `estimate.step_ms` when somebody has measured it. Neither is
-a calibration of this job on this device, and the bill says so. Where optimizer traffic is small, as it is everywhere
-but in tinystories-growth, that efficiency is the MFU.
+A step is priced from the job's own shape: FLOP at the dense peak of the GPUs used plus optimizer traffic at their
+memory bandwidth (the roofline), divided by an efficiency; or from `estimate.step_ms` when somebody has measured it.
+Neither is a calibration of this job on this device, and the bill says so. Where optimizer traffic is small, as it is
+everywhere but in tinystories-growth, that efficiency is the MFU.
 
 The constants are assumptions of ours unless a source is named. None of them is fitted.
 """
@@ -25,7 +25,7 @@ EFFICIENCY: dict[type[JobConfig], float] = {
     SftConfig: 0.45,
     PretrainConfig: 0.45,
     KernelConfig: 0.4,
-    TwoTowerConfig: 0.25,
+    TwoTowerConfig: 0.5,
 }
 SETUP_MINUTES = {"g": 8.0, "p": 15.0}  # launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
 COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
