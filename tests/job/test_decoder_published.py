@@ -1,0 +1,254 @@
+"""Published weights: read as `transformers` reads them, written so that it can, refused when another model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_models import FAMILIES, generator, model, packed
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from job.config.common import QWEN3_8B
+from job.config.common import Decoder as Shape
+from job.config.sft import Lora
+from job.models import hf, lora
+from job.models.decoder import Decoder, build
+from job.models.generate import generate
+from job.models.linear_loss import IGNORED
+
+SHARD = 20_000  # bytes: every family needs several files
+
+
+@pytest.fixture
+def transformers() -> Iterator[Any]:
+    """The package, with a note where it lacks: it is no dependency, `pip install -e '.[hf]'` brings it."""
+    found = pytest.importorskip("transformers", reason="parity needs the optional extra `hf`")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield found
+
+
+def theirs(transformers: Any, shape: Shape) -> Any:
+    """Their model of this shape, its weights scaled up so that attention is not uniform."""
+    tree = hf.config_tree(shape, "float32")
+    config = transformers.AutoConfig.for_model(tree.pop("model_type"), **tree)
+    torch.manual_seed(3)
+    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * torch.randn(parameter.shape))
+            else:
+                parameter.copy_(0.15 * torch.randn(parameter.shape))
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.parametrize("shards", ["one file", "sharded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_transformers_gives_the_same_logits_and_losses(
+    family: str, shards: str, transformers: Any, tmp_path: Path
+) -> None:
+    reference = theirs(transformers, FAMILIES[family])
+    reference.save_pretrained(tmp_path, max_shard_size="20KB" if shards == "sharded" else "1GB")
+    assert (tmp_path / hf.INDEX).exists() == (shards == "sharded")
+    module = build(hf.read_shape(tmp_path), compute=torch.float32)
+    hf.load(tmp_path, module)
+    tokens = torch.randint(96, (3, 40), generator=generator())
+    with torch.no_grad():
+        wanted, ours = reference(input_ids=tokens, labels=tokens), module(tokens).logits
+        torch.testing.assert_close(ours, wanted.logits, rtol=1e-4, atol=1e-4)
+        loss = module(tokens[:, :-1], tokens[:, 1:]).loss_sum / (3 * 39)
+    assert abs(loss.item() - wanted.loss.item()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hundred_steps_have_the_losses_of_transformers_within_a_ten_thousandth(
+    family: str, transformers: Any, tmp_path: Path
+) -> None:
+    reference = theirs(transformers, FAMILIES[family])
+    reference.save_pretrained(tmp_path)
+    module = build(hf.read_shape(tmp_path), compute=torch.float32)
+    hf.load(tmp_path, module)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.0) for m in (module, reference)]
+    source = generator(5)
+    furthest = 0.0
+    for _ in range(100):
+        tokens = torch.randint(96, (2, 24), generator=source)
+        losses = (
+            module(tokens[:, :-1], tokens[:, 1:]).loss_sum / (2 * 23),
+            reference(input_ids=tokens, labels=tokens).loss,
+        )
+        furthest = max(furthest, abs(losses[0].item() - losses[1].item()))
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert furthest < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_what_we_write_and_continues_a_prompt_alike(
+    family: str, transformers: Any, tmp_path: Path
+) -> None:
+    module = model(family)
+    hf.write(tmp_path, module.named_parameters(), module.shape, torch.float32, shard=SHARD)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompt = torch.tensor([[5, 6, 7]])
+    continued = read.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert generate(module, prompt.tolist(), 8) == [continued[0, 3:].tolist()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_survive_being_written_and_read_in_several_files(family: str, tmp_path: Path) -> None:
+    module = model(family)
+    paths = hf.write(tmp_path, module.named_parameters(), module.shape, torch.float32, shard=SHARD)
+    assert len(paths) > 1
+    assert all(path.stat().st_size < SHARD + 4000 for path in paths[1:])
+    assert hf.read_shape(tmp_path) == module.shape
+    again = build(module.shape, compute=torch.float32)
+    hf.load(tmp_path, again)
+    for name, parameter in again.named_parameters():
+        torch.testing.assert_close(parameter, module.get_parameter(name), rtol=0, atol=0)
+
+
+def test_the_published_shapes_of_llama_31_and_qwen3_are_recognised(tmp_path: Path) -> None:
+    for shape in (Shape(), QWEN3_8B):
+        (tmp_path / hf.CONFIG).write_text(json.dumps(hf.config_tree(shape, "bfloat16")))
+        assert hf.read_shape(tmp_path) == shape
+
+
+def written(tmp_path: Path) -> Decoder:
+    module = model("llama")
+    hf.write(tmp_path, module.named_parameters(), module.shape, torch.float32)
+    return module
+
+
+def test_weights_of_another_shape_are_refused_by_name_before_they_are_read(tmp_path: Path) -> None:
+    written(tmp_path)
+    other = build(replace(FAMILIES["llama"], ffn=56), compute=torch.float32)
+    with pytest.raises(ValueError, match=r"another model than the run config: model\.ffn is 56, there 48"):
+        hf.load(tmp_path, other)
+
+
+def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -> None:
+    module = written(tmp_path)
+    tensors = load_file(tmp_path / hf.WEIGHTS)
+    norm = "model.norm.weight"
+    save_file({k: v for k, v in tensors.items() if k != norm}, tmp_path / hf.WEIGHTS)
+    with pytest.raises(ValueError, match=r"1 tensors are missing, among them model\.norm\.weight"):
+        hf.load(tmp_path, module)
+    save_file({**tensors, "visual.proj": torch.ones(3)}, tmp_path / hf.WEIGHTS)
+    with pytest.raises(ValueError, match=r"visual\.proj belongs to no llama decoder"):
+        hf.load(tmp_path, module)
+    save_file({**tensors, norm: torch.ones(33)}, tmp_path / hf.WEIGHTS)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is \[33\], the model needs \[32\]"):
+        hf.load(tmp_path, module)
+    (tmp_path / hf.WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors: missing"):
+        hf.load(tmp_path, module)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, qwen2, qwen3"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "neither none nor Llama-3.1's"),
+        ({"use_sliding_window": True}, "sliding windows"),
+    ],
+)
+def test_models_that_we_cannot_run_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    tree = hf.config_tree(FAMILIES["qwen3"], "float32")
+    (tmp_path / hf.CONFIG).write_text(json.dumps({**tree, **change}))
+    with pytest.raises(ValueError, match=words):
+        hf.read_shape(tmp_path)
+
+
+def adapted(family: str = "llama", rank: int = 3) -> Decoder:
+    module = lora.attach(model(family), Lora(rank=rank, alpha=6.0, dropout=0.0), generator())
+    with torch.no_grad():
+        for _, layer in lora.layers(module):
+            layer.lora_b.copy_(torch.randn(layer.lora_b.shape, generator=generator()) * 0.1)
+    return module
+
+
+def test_an_adapter_is_written_under_pefts_names_and_shapes(tmp_path: Path) -> None:
+    module = adapted("qwen2")
+    hf.write_adapter(tmp_path, module, Lora(rank=3, alpha=6.0), "base")
+    with safe_open(tmp_path / hf.ADAPTER, framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    s = FAMILIES["qwen2"]
+    sizes = {
+        "self_attn.q_proj": (32, 32),
+        "self_attn.k_proj": (s.width, 8),
+        "self_attn.v_proj": (s.width, 8),
+        "self_attn.o_proj": (32, 32),
+        "mlp.gate_proj": (32, 40),
+        "mlp.up_proj": (32, 40),
+        "mlp.down_proj": (40, 32),
+    }
+    wanted = {}
+    for layer in range(2):
+        for name, (inputs, outputs) in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            wanted |= {f"{key}.lora_A.weight": (3, inputs), f"{key}.lora_B.weight": (outputs, 3)}
+    assert shapes == wanted
+    config = json.loads((tmp_path / hf.ADAPTER_CONFIG).read_text())
+    assert (config["peft_type"], config["task_type"], config["r"], config["lora_alpha"]) == ("LORA", "CAUSAL_LM", 3, 6)
+    assert sorted(config["target_modules"]) == sorted(name.rpartition(".")[2] for name in sizes)
+    assert config["base_model_name_or_path"] == "base"
+
+
+def test_only_adapters_are_trained_and_checkpointed() -> None:
+    module = adapted()
+    names = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert names == set(lora.weights(module))
+    assert len(names) == 2 * 7 * 2
+    assert {p.dtype for p in lora.weights(module).values()} == {torch.float32}
+
+
+def test_a_fresh_adapter_answers_as_its_base() -> None:
+    module, tokens = lora.attach(model("llama"), Lora(rank=4), generator()), torch.tensor([[1, 2, 3, 4]])
+    module.eval()
+    torch.testing.assert_close(module(tokens).logits, model("llama")(tokens).logits, rtol=0, atol=0)
+
+
+def test_base_adapter_and_merge_answer_as_separate_models_would(tmp_path: Path) -> None:
+    module, rows = adapted(), packed([[7, 17]], 24)
+    module.eval()
+
+    def loss(of: Decoder) -> float:
+        counted = int((rows["targets"] != IGNORED).sum())
+        return of(rows["tokens"], rows["targets"], rows["documents"]).loss_sum.item() / counted
+
+    with_adapter = loss(module)
+    lora.set_mode(module, "base")
+    assert loss(module) == loss(model("llama"))
+    assert abs(loss(module) - with_adapter) > 1e-3
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 5e-2)):
+        lora.set_mode(module, "merged", dtype)
+        hf.write(tmp_path, lora.merged_weights(module), module.shape, dtype)
+        plain = build(module.shape, compute=torch.float32, dtype=dtype)
+        hf.load(tmp_path, plain)
+        assert abs(loss(module) - with_adapter) < bound
+        if dtype == torch.float32:
+            assert abs(loss(plain) - loss(module)) < 1e-7
+
+
+def test_dropout_of_the_adapter_acts_in_training_alone() -> None:
+    module, tokens = lora.attach(model("llama"), Lora(rank=4, dropout=0.5), generator()), torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        for _, layer in lora.layers(module):
+            layer.lora_b.fill_(0.1)
+    module.train()
+    assert not torch.equal(module(tokens).logits, module(tokens).logits)
+    module.eval()
+    assert torch.equal(module(tokens).logits, module(tokens).logits)
