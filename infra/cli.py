@@ -15,6 +15,7 @@ from infra.errors import GpufleetError
 # In the order in which they are needed.
 COMMANDS = {
     "cost": "the bill of a run, before anything exists; needs no account and no network",
+    "prices": "how old and complete the known prices are; prices refresh reads them anew from AWS",
     "rehearse": "the whole run on this machine, against an embedded AWS",
     "prepare": "fetch or make the experiment's data and cut it into hashed token shards",
     "calibrate": "measure some hundred steps of the real job on this machine, for the bill to stand on",
@@ -66,7 +67,7 @@ def _parser(chosen: str | None, module: ModuleType | None) -> argparse.ArgumentP
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"gpufleet {version('gpufleet')}")
+    parser.add_argument("-V", "--version", action="version", version=f"gpufleet {version('gpufleet')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"gpufleet {name}: {summary}.")
