@@ -1,7 +1,7 @@
 """Interruptions: a seeded, vectorised simulation of one run on spot capacity, thousands of times.
 
 A run is attempts. Each attempt is billed from launch: set-up, then work, until the work is done, the node is
-interrupted (exponential life with the run's hazard), or a limit of the definition stops it. Then comes a wait for
+interrupted (exponential life with the node's hazard), or a limit of the definition stops it. Then comes a wait for
 capacity, not billed, and a replacement that pays its restart. What an interruption costs:
 
 - in the node's first hour nothing for compute (AWS does not charge an interrupted first hour; disk and address go on);
@@ -9,8 +9,8 @@ capacity, not billed, and a replacement that pays its restart. What an interrupt
 - where save and upload do not fit it, those 120 s and up to one checkpoint interval of work before them;
 - with the notice missed, up to one checkpoint interval of work.
 
-The hazard is itself uncertain: drawn once per simulated run, unless a figure is given. The limits stop a run as the
-job's meter does, on hours times rates, without crediting free hours.
+The hazard is itself uncertain: drawn once per simulated run, unless a figure is given (infra/cost/hazard.py). The
+limits stop a run as the job's meter does, on hours times rates, without crediting free hours.
 
 Random numbers belong to (run, attempt), not to the order of evaluation, so two variants of a run see the same luck and
 their difference is not noise. Same seed, same figures.
@@ -19,16 +19,29 @@ their difference is not noise. Same seed, same figures.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Nine zones of public spot traces (p3.2xlarge, 2023-02-15 to 2023-04): 0.10 to 1.39 losses per node-hour. A fixed 0.2
-# covers only 60 % of replayed 24 h bills, this log-normal 84 to 89 %.
-HAZARD_MEDIAN = 0.3
-HAZARD_SIGMA = 0.9
-HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
+from infra.cost.hazard import HAZARD_MEDIAN, HAZARD_SIGMA, HAZARD_WORDS, Hazard
+
+__all__ = [
+    "HAZARD_MEDIAN",
+    "HAZARD_SIGMA",
+    "HAZARD_WORDS",
+    "Exposure",
+    "Fate",
+    "Hazard",
+    "Node",
+    "Outcome",
+    "account",
+    "break_even",
+    "expected_hours",
+    "simulate",
+]
+
 NOTICE_MISSED = 0.05  # assumption
 CAPACITY_WAIT_MINUTES = (
     30.0  # assumption; one-zone outages in those traces lasted 0.8 to 3.6 h, several zones shorten it
@@ -45,6 +58,21 @@ _MAX_ATTEMPTS = 1_000  # a run that needs more never gets anywhere: it goes on l
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What becomes of the next node of each run that needs one."""
+
+    life_h: Floats  # from launch until AWS takes it; inf: never
+    wait_h: Floats  # for capacity, after that
+    missed: Floats  # uniform: the notice is missed where it is below Exposure.notice_missed
+    lost: Floats  # uniform: the share of a checkpoint interval that is lost then
+
+
+# (runs that need a node, which attempt it is, hours by the wall since the run was begun) -> their nodes
+Fate = Callable[[Indices, int, Floats], Node]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +87,19 @@ class Exposure:
     compute_usd_h: float
     extras_usd_h: float  # disks and address: per node-hour, never free
     fixed_usd: float
-    hazard: float | None  # per node-hour; None = drawn per run
+    hazard: Hazard | float | None  # per node-hour; drawn per run, None from the prior; a number is taken as it is
     wait_h: float = CAPACITY_WAIT_MINUTES / 60
     notice_missed: float = NOTICE_MISSED
     free_h: float = FREE_H
     max_usd: float | None = None
     max_hours: float | None = None
+
+    @property
+    def chance(self) -> Hazard:
+        """`hazard` as a distribution."""
+        if isinstance(self.hazard, Hazard):
+            return self.hazard
+        return Hazard() if self.hazard is None else Hazard.fixed(self.hazard)
 
     @property
     def uninterrupted_h(self) -> float:
@@ -158,13 +193,31 @@ def break_even(exposure: Exposure, on_demand_usd: float, *, highest: float = 10.
 
 
 def _chunk(exposure: Exposure, runs: int, rng: np.random.Generator) -> Outcome:
+    chance = exposure.chance
+    hazard = chance.of(rng.standard_normal(runs))
+    first_wait_h = rng.standard_exponential(runs) * exposure.wait_h if chance.median else np.zeros(runs)
+
+    uneven = rng.spawn(1)[0]  # of its own: the other luck stays what it is for an even hazard
+
+    def fate(active: Indices, attempt: int, wall_h: Floats) -> Node:
+        life, wait, missed, lost = _luck(rng, runs, active, attempt)
+        with np.errstate(divide="ignore"):
+            life = life / hazard[active]
+        if chance.unevenness:
+            life = life / chance.of_node(_normals(uneven, runs, active, attempt), first=attempt == 0)
+        return Node(life_h=life, wait_h=wait * exposure.wait_h, missed=missed, lost=lost)
+
+    return account(exposure, first_wait_h, fate)
+
+
+def account(exposure: Exposure, first_wait_h: Floats, fate: Fate) -> Outcome:
+    """What runs cost that wait `first_wait_h` (one value per run) for their first node and whose nodes meet `fate`."""
+    runs = len(first_wait_h)
     ends = np.asarray(exposure.phase_ends_h)
     fits = np.asarray(exposure.saves_fit)
     cap_h = min(exposure.hours_at_cap())
-    hazard = _hazards(exposure, runs, rng)
     done = np.zeros(runs)  # hours of work that survive
-    hours, billed = np.zeros(runs), np.zeros(runs)
-    wall = rng.standard_exponential(runs) * exposure.wait_h if exposure.hazard != 0 else np.zeros(runs)
+    hours, billed, wall = np.zeros(runs), np.zeros(runs), first_wait_h.astype(np.float64)
     interruptions = np.zeros(runs, dtype=np.int64)
     stopped = np.zeros(runs, dtype=bool)
     active = np.arange(runs)
@@ -173,9 +226,8 @@ def _chunk(exposure: Exposure, runs: int, rng: np.random.Generator) -> Outcome:
     for attempt in range(_MAX_ATTEMPTS):
         if not active.size:
             break
-        life, wait, missed, lost = _luck(rng, runs, active, attempt)
-        with np.errstate(divide="ignore"):
-            life = life / hazard[active]
+        node = fate(active, attempt, wall[active])
+        life = node.life_h
         need = start_h + ends[-1] - done[active]
         room = np.maximum(cap_h - hours[active], 0.0)
         node_h = np.minimum(np.minimum(life, need), room)
@@ -185,15 +237,15 @@ def _chunk(exposure: Exposure, runs: int, rng: np.random.Generator) -> Outcome:
         span = np.maximum(node_h, MINIMUM_H)
         hours[active] += span
         billed[active] += np.where(interrupted & (node_h < exposure.free_h), 0.0, span)
-        wall[active] += np.where(interrupted, node_h + wait * exposure.wait_h, node_h)
+        wall[active] += np.where(interrupted, node_h + node.wait_h, node_h)
         interruptions[active] += interrupted
         stopped[active] |= at_limit
 
         saved = np.maximum(node_h - start_h - NOTICE_H, 0.0)
         phase = np.minimum(np.searchsorted(ends, done[active] + saved, side="right"), len(ends) - 1)
-        heard = missed >= exposure.notice_missed
+        heard = node.missed >= exposure.notice_missed
         trained = np.where(heard, saved, np.maximum(node_h - start_h, 0.0))  # who hears no notice goes on to the end
-        torn = np.maximum(trained - lost * exposure.interval_h, 0.0)
+        torn = np.maximum(trained - node.lost * exposure.interval_h, 0.0)
         done[active] += np.where(heard & fits[phase], saved, torn)
 
         active = active[interrupted]
@@ -207,11 +259,6 @@ def _chunk(exposure: Exposure, runs: int, rng: np.random.Generator) -> Outcome:
     return Outcome(usd=usd, hours=hours, wall_hours=wall, interruptions=interruptions, stopped=stopped)
 
 
-def _hazards(exposure: Exposure, runs: int, rng: np.random.Generator) -> Floats:
-    drawn = HAZARD_MEDIAN * np.exp(HAZARD_SIGMA * rng.standard_normal(runs))
-    return drawn if exposure.hazard is None else np.full(runs, exposure.hazard)
-
-
 def _luck(
     rng: np.random.Generator, runs: int, active: NDArray[np.intp], attempt: int
 ) -> tuple[Floats, Floats, Floats, Floats]:
@@ -223,3 +270,7 @@ def _luck(
     else:
         exponential, uniform = rng.standard_exponential((2, active.size)), rng.random((2, active.size))
     return exponential[0], exponential[1], uniform[0], uniform[1]
+
+
+def _normals(rng: np.random.Generator, runs: int, active: Indices, attempt: int) -> Floats:
+    return rng.standard_normal(runs)[active] if attempt < _ATTEMPTS_IN_STEP else rng.standard_normal(active.size)

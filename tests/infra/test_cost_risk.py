@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from infra.cost.risk import Exposure, break_even, expected_hours, simulate
+from infra.cost.hazard import Hazard
+from infra.cost.risk import Exposure, Outcome, break_even, expected_hours, simulate
 
 # Half an hour of set-up and 4 hours of work at 2 USD/h; nothing else costs anything.
 RUN = Exposure(
@@ -153,3 +154,50 @@ def test_the_break_even_hazard_is_where_both_prices_meet() -> None:
 def test_there_is_no_break_even_when_spot_costs_as_much_and_none_to_find_when_it_is_nearly_free() -> None:
     assert break_even(RUN, 4.5 * 1.9) == 0.0
     assert break_even(replace(RUN, compute_usd_h=1e-6), 1e9) is None
+
+
+def test_a_number_none_and_a_distribution_of_the_same_meaning_are_the_same() -> None:
+    for short, long in ((0.4, Hazard.fixed(0.4)), (None, Hazard())):
+        assert np.array_equal(
+            simulate(replace(RUN, hazard=short), runs=500).usd, simulate(replace(RUN, hazard=long), runs=500).usd
+        )
+
+
+def test_a_less_certain_hazard_states_a_wider_interval() -> None:
+    def width(sigma: float) -> float:
+        p10, _, p90, _ = (found := simulate(replace(RUN, hazard=Hazard(sigma=sigma)))).quantiles(found.usd)
+        return p90 - p10
+
+    widths = [width(sigma) for sigma in (0.0, 0.45, 0.9, 1.8)]
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1]
+
+
+def test_uneven_nodes_begin_calmly_and_lose_as_many_per_node_hour_in_the_end() -> None:
+    def simulated(unevenness: float, work_h: float, runs: int) -> Outcome:
+        hazard = Hazard(median=0.5, sigma=0.0, unevenness=unevenness)
+        return simulate(replace(RUN, hazard=hazard, phase_ends_h=(1.0, work_h)), runs=runs)
+
+    even, uneven = ((simulated(sd, 2.0, 5000).interruptions == 0).mean() for sd in (0.0, 1.0))
+    assert uneven > even + 0.1
+    for sd in (0.0, 1.0):
+        found = simulated(sd, 100.0, 500)
+        assert found.interruptions.sum() / found.hours.sum() == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_hazard_of_a_hundred_ends_at_the_limit_and_none_at_all_never_waits() -> None:
+    rough = simulate(replace(RUN, hazard=100.0, max_hours=5.0), runs=200)
+    assert rough.stopped.all()
+    assert np.isfinite(rough.usd).all()
+    never = simulate(replace(RUN, hazard=0.0), runs=200)
+    assert set(never.usd) == {9.0}
+    assert set(never.wall_hours) == {4.5}
+
+
+@pytest.mark.parametrize("hazard", [0.2, None, Hazard(unevenness=1.3)])
+def test_more_hours_never_cost_less_on_average(hazard: Hazard | float | None) -> None:
+    means = [
+        simulate(replace(RUN, hazard=hazard, phase_ends_h=(1.0, end)), runs=4000).usd.mean()
+        for end in (1.5, 2.0, 4.0, 8.0, 24.0)
+    ]
+    assert means == sorted(means)

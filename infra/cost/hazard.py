@@ -1,0 +1,184 @@
+"""How often AWS takes a spot node away, as a distribution: nobody knows next week's hazard of a zone.
+
+Three ways to know it, each a `Hazard`:
+
+- nothing known: the log-normal of nine zones of public traces;
+- a figure of the definition (`estimate.hazard_per_hour`): that figure, exactly;
+- learned (`learn`) from node-hours and interruptions that were seen, in traces or in the user's own receipts.
+
+Learning is a two-level model on ln hazard, solved on a grid: a type has a median, its zones spread around it, and each
+zone's interruptions are Poisson in its node-hours. So a zone's own history rules once it is long, a zone without
+history gets its type's, and a type without any gets the prior. What real traces do beyond that, each by one constant:
+interruptions come in clusters, so a history says less than its count (`DISPERSION`); next week is not last month
+(`DRIFT`); and some nodes live for days and others for minutes in the same zone (`UNEVENNESS`).
+
+AWS publishes a monthly share of reclaimed instances per type. It is no hazard per hour of a node that must finish, and
+is never converted into one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Nine zones of public spot traces (p3.2xlarge, 2023-02-15 to 2023-04): 0.10 to 1.39 losses per node-hour. A fixed 0.2
+# covers only 60 % of replayed 24 h bills; bench/results/risk.md has what this covers.
+HAZARD_MEDIAN = 0.3
+HAZARD_SIGMA = 0.9
+HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
+
+# Between zones of one type the same traces spread by 0.87 in ln hazard, nearly all there is; the rest is left to types.
+ZONE_SIGMA = 0.85
+TYPE_SIGMA = 0.3  # with ZONE_SIGMA, HAZARD_SIGMA in all
+
+# Three constants from the same authors' eight traces of 2022-10-26 (two zones, K80 and V100, 27 days), none of them
+# among the nine zones on which the result is measured: bench/results/risk.md.
+DISPERSION = 5.0  # variance over mean of interruptions per day
+DRIFT = 0.7  # of ln hazard between the halves of a trace, the noise of counting taken off
+UNEVENNESS = 1.3  # of ln hazard between nodes: the most likely one for the lives of nodes, log-normal factors assumed
+
+_GRID = np.linspace(math.log(1e-4), math.log(1e2), 401)  # ln hazard per node-hour
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hazard:
+    """Interruptions per node-hour: log-normal between runs. `median` 0 is never, `sigma` 0 a known figure."""
+
+    median: float = HAZARD_MEDIAN
+    sigma: float = HAZARD_SIGMA  # standard deviation of ln hazard
+    unevenness: float = 0.0  # of ln hazard between the nodes of one run; 0: every node has the run's
+    source: str = "log-normal of nine zones of public traces of 2023"
+
+    @classmethod
+    def fixed(cls, per_hour: float, source: str = "estimate.hazard_per_hour") -> Hazard:
+        """Exactly `per_hour`."""
+        return cls(median=per_hour, sigma=0.0, source=source)
+
+    def quantile(self, share: float) -> float:
+        """The hazard that `share` of runs stay below."""
+        return self.median * math.exp(self.sigma * NormalDist().inv_cdf(share))
+
+    def of(self, normals: Floats) -> Floats:
+        """The hazard of each run, from one standard normal number per run."""
+        return self.median * np.exp(self.sigma * normals)
+
+    def of_node(self, normals: Floats, *, first: bool) -> Floats:
+        """What the run's hazard is multiplied with for one node, from one standard normal number per run.
+
+        Nodes differ by a log-normal factor; the run's hazard is interruptions per node-hour over all of them. Long
+        lives fill more of the time than they are many, so the node found up at a run's first hour is a calmer one than
+        the one that follows an interruption: half the variance below the run's ln hazard instead of above.
+        """
+        shift = self.unevenness**2 / 2
+        return np.asarray(np.exp(self.unevenness * normals + (-shift if first else shift)))
+
+
+class Observation(NamedTuple):
+    """What was seen of one zone: `interruptions` in `node_hours` of nodes up and wanted."""
+
+    type: str
+    zone: str | None  # None: not known
+    node_hours: float
+    interruptions: float
+    source: str  # for people: a trace's file, a run's receipt
+    as_of: date | None
+
+
+class Key(NamedTuple):
+    """What a learned hazard is for. `zone` None: any other zone of the type."""
+
+    type: str
+    zone: str | None
+
+
+def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
+    """A hazard for each (type, zone) seen, and for each type (`zone` None) in a zone without history.
+
+    Several observations of one zone add up. Raises ValueError for negative or infinite numbers, and for interruptions
+    without node-hours.
+    """
+    by_type: dict[str, dict[str | None, list[Observation]]] = defaultdict(lambda: defaultdict(list))
+    for each in observations:
+        _check(each)
+        by_type[each.type][each.zone].append(each)
+    learned: dict[Key, Hazard] = {}
+    prior = _normal(_GRID, math.log(HAZARD_MEDIAN), TYPE_SIGMA)
+    for kind, zones in by_type.items():
+        of_zone = {zone: _log_likelihood(seen) for zone, seen in zones.items()}
+        of_median = {zone: _of_median(likelihood) for zone, likelihood in of_zone.items()}
+        for zone, seen in zones.items():
+            if zone is not None:
+                others = sum((of_median[other] for other in zones if other != zone), prior)
+                learned[Key(kind, zone)] = _summary(_of_a_zone(others) + of_zone[zone], _words(seen))
+        everything = [each for of_one in zones.values() for each in of_one]
+        elsewhere = f"{_words(everything)} in {len(zones)} other zones" if len(zones) > 1 else _words(everything)
+        learned[Key(kind, None)] = _summary(_of_a_zone(sum(of_median.values(), prior)), elsewhere)
+    return learned
+
+
+def find(learned: dict[Key, Hazard], kind: str, zone: str | None) -> Hazard:
+    """The most particular one: of the zone, else of the type, else the prior."""
+    return learned.get(Key(kind, zone)) or learned.get(Key(kind, None)) or Hazard()
+
+
+def _check(seen: Observation) -> None:
+    for name in ("node_hours", "interruptions"):
+        value = getattr(seen, name)
+        if not (0 <= value < math.inf):
+            raise ValueError(f"{seen.source}: {name} is {value}; allowed: 0 or more, finite")
+    if seen.interruptions and not seen.node_hours:
+        raise ValueError(f"{seen.source}: {seen.interruptions:g} interruptions in no node-hours; allowed: hours > 0")
+
+
+def _log_likelihood(seen: list[Observation]) -> Floats:
+    """Of the zone's hazard on the grid: Poisson, both numbers divided by DISPERSION."""
+    count = sum(each.interruptions for each in seen) / DISPERSION
+    hours = sum(each.node_hours for each in seen) / DISPERSION
+    return count * _GRID - hours * np.exp(_GRID)
+
+
+def _of_median(of_zone: Floats) -> Floats:
+    """ln likelihood of the type's median, given one zone's."""
+    peak = of_zone.max()
+    return np.asarray(np.log(_spread() @ np.exp(of_zone - peak) + 1e-300))
+
+
+def _of_a_zone(of_median: Floats) -> Floats:
+    """ln density of a zone's hazard, given the type's median (ln density, not normalised)."""
+    weights = np.exp(of_median - of_median.max())
+    return np.asarray(np.log(_spread() @ (weights / weights.sum()) + 1e-300))
+
+
+@cache
+def _spread() -> Floats:
+    """Density of a zone's ln hazard (column) around its type's median (row); symmetric."""
+    return np.exp(_normal(_GRID[:, None], _GRID[None, :], ZONE_SIGMA))
+
+
+def _normal(x: Floats, mean: Floats | float, sigma: float) -> Floats:
+    return np.asarray(-0.5 * ((x - mean) / sigma) ** 2)
+
+
+def _summary(log_density: Floats, source: str) -> Hazard:
+    """The log-normal with the same mean and variance of ln hazard, widened by DRIFT."""
+    weights = np.exp(log_density - log_density.max())
+    weights /= weights.sum()
+    mean = float(weights @ _GRID)
+    variance = float(weights @ (_GRID - mean) ** 2)
+    return Hazard(median=math.exp(mean), sigma=math.sqrt(variance + DRIFT**2), unevenness=UNEVENNESS, source=source)
+
+
+def _words(seen: list[Observation]) -> str:
+    count, hours = sum(each.interruptions for each in seen), sum(each.node_hours for each in seen)
+    return f"{count:g} interruptions in {hours:.0f} node-hours seen"

@@ -1,0 +1,270 @@
+"""Availability traces: when one spot node could be had in a zone, and what a run would have cost there.
+
+A trace is stretches of hours in which a node could be had. A replay begins the run at many hours of it: the run waits
+for the next stretch, keeps its node until the stretch ends, and pays by the same rules as the simulation
+(`risk.account`); only luck is replaced by what happened. A run that outlasts the trace goes on at its beginning, so
+that long runs are not the ones left out. The formats are documented in docs/risk.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infra.cost.hazard import Floats, Hazard, Observation
+from infra.cost.risk import SEED, Exposure, Indices, Node, Outcome, account, simulate
+from infra.errors import GpufleetError
+
+STARTS = 2_000  # hours of a trace at which a run is begun, evenly spread
+SHARES = (0.1, 0.5, 0.9)
+FIXED_HAZARD = 0.2  # the figure that a stated interval is to beat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """Stretches [up_from_h, up_to_h) of a trace's `hours`, in order and apart from each other."""
+
+    up_from_h: Floats
+    up_to_h: Floats
+    hours: float
+    type: str
+    zone: str | None
+    start: date | None
+    source: str
+
+    @property
+    def node_hours(self) -> float:
+        return float((self.up_to_h - self.up_from_h).sum())
+
+    @property
+    def interruptions(self) -> int:
+        """Ends of stretches; the trace's own end is none."""
+        return int((self.up_to_h < self.hours).sum())
+
+    def observation(self) -> Observation:
+        """What the trace says of its zone's hazard."""
+        return Observation(self.type, self.zone, self.node_hours, self.interruptions, self.source, self.start)
+
+    def part(self, from_h: float, to_h: float) -> Trace:
+        """The trace between two of its hours."""
+        meets = (self.up_to_h > from_h) & (self.up_from_h < to_h)
+        return replace(
+            self,
+            up_from_h=np.maximum(self.up_from_h[meets], from_h) - from_h,
+            up_to_h=np.minimum(self.up_to_h[meets], to_h) - from_h,
+            hours=to_h - from_h,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """A forecast against replayed bills."""
+
+    name: str
+    p10_usd: float
+    p50_usd: float
+    p90_usd: float
+    contained: float  # share of replayed bills in p10-p90
+    pinball_usd: float  # mean over the three quantiles; less is better
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """What a trace did to a run, against what was stated before."""
+
+    trace: Trace
+    p10_usd: float
+    p50_usd: float
+    p90_usd: float
+    interruptions: float  # mean per run
+    windows: int  # runs begun
+    independent: float  # runs that fit into the trace one after the other: the sample's real size
+    scores: tuple[Score, ...]  # stated first
+
+
+def read(path: Path) -> Trace:
+    """The trace in a .csv or .json file. Raises GpufleetError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GpufleetError(f"{path}: cannot be read ({error}); give a trace as in docs/risk.md") from None
+    try:
+        found = _csv(text, path) if path.suffix == ".csv" else _json(text, path)
+    except (ValueError, KeyError, TypeError) as error:
+        raise GpufleetError(f"{path}: no trace: {_why(error)}. The formats are in docs/risk.md.") from None
+    if not found.up_from_h.size:
+        raise GpufleetError(f"{path}: no node could be had in any of its {found.hours:.0f} h; nothing can be replayed")
+    return found
+
+
+def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = SEED) -> Outcome:
+    """The run begun at `starts` evenly spread hours of the trace. Raises ValueError for a trace without a node."""
+    if not trace.up_from_h.size:
+        raise ValueError("a trace without availability")
+    rng = np.random.default_rng(seed)
+    begin_h: Floats = np.arange(starts, dtype=np.float64) * (trace.hours / starts)
+
+    def fate(active: Indices, attempt: int, wall_h: Floats) -> Node:
+        life, wait = _next(trace, begin_h[active] + wall_h)
+        missed, lost = rng.random((2, starts))[:, active]
+        return Node(life_h=life, wait_h=wait, missed=missed, lost=lost)
+
+    return account(exposure, _until_up(trace, begin_h), fate)
+
+
+def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replayed:
+    """Replays without limits (a run that a limit stops is cheap, but not done) and grades three forecasts: the
+    exposure's own hazard, a fixed 0.2, and the prior."""
+    exposure = replace(exposure, max_usd=None, max_hours=None)
+    outcome = run(exposure, trace, starts=starts)
+    forecasts: list[tuple[str, Hazard | float | None]] = [("stated", exposure.hazard), ("fixed 0.2", FIXED_HAZARD)]
+    forecasts.append(("prior", None))
+    p10, p50, p90 = np.quantile(outcome.usd, SHARES)
+    return Replayed(
+        trace=trace,
+        p10_usd=float(p10),
+        p50_usd=float(p50),
+        p90_usd=float(p90),
+        interruptions=float(outcome.interruptions.mean()),
+        windows=starts,
+        independent=max(1.0, trace.hours / float(outcome.wall_hours.mean())),
+        scores=tuple(score(name, replace(exposure, hazard=hazard), outcome.usd) for name, hazard in forecasts),
+    )
+
+
+def score(name: str, stated: Exposure, realised_usd: Floats) -> Score:
+    """How the simulated p10, p50 and p90 of `stated` did on realised bills."""
+    quantiles = np.quantile(simulate(stated).usd, SHARES)
+    edge = 1e-9 * max(1.0, float(quantiles[-1]))  # a bill on the edge is inside: many runs meet no interruption at all
+    inside = (realised_usd >= quantiles[0] - edge) & (realised_usd <= quantiles[-1] + edge)
+    p10, p50, p90 = map(float, quantiles)
+    return Score(
+        name=name,
+        p10_usd=p10,
+        p50_usd=p50,
+        p90_usd=p90,
+        contained=float(inside.mean()),
+        pinball_usd=pinball(realised_usd, (p10, p50, p90)),
+    )
+
+
+def pinball(values: Floats, quantiles: Sequence[float]) -> float:
+    """Mean pinball loss at SHARES: distance to the quantile, times the share, or 1 less the share for values below."""
+    losses = []
+    for share, quantile in zip(SHARES, quantiles, strict=True):
+        over = values - quantile
+        losses.append(float(np.maximum(share * over, (share - 1) * over).mean()))
+    return sum(losses) / len(losses)
+
+
+def _until_up(trace: Trace, at_h: Floats) -> Floats:
+    """Hours until a node can be had."""
+    return _up_from(trace, at_h) - at_h
+
+
+def _next(trace: Trace, at_h: Floats) -> tuple[Floats, Floats]:
+    """Hours the node lives that is launched at `at_h`, and hours until the next one can be had."""
+    now = np.mod(at_h + _EDGE_H, trace.hours)
+    index = np.searchsorted(trace.up_from_h, now, side="right") - 1
+    ends = trace.up_to_h.copy()
+    if trace.up_from_h[0] == 0 and ends[-1] == trace.hours:
+        ends[-1] = math.inf if len(ends) == 1 else ends[-1] + ends[0]
+    life = np.maximum(ends[index] - now, 0.0)
+    lost = np.where(np.isfinite(life), at_h + life, 0.0)
+    return life, np.where(np.isfinite(life), _up_from(trace, lost + 2 * _EDGE_H) - lost, 0.0)
+
+
+def _up_from(trace: Trace, at_h: Floats) -> Floats:
+    """The first hour from `at_h` on in which a node can be had; hours go on counting past the trace's end."""
+    now = np.mod(at_h, trace.hours)
+    index = np.searchsorted(trace.up_to_h, now, side="right")
+    beyond = index == len(trace.up_to_h)
+    starts = np.where(beyond, trace.up_from_h[0] + trace.hours, trace.up_from_h[np.where(beyond, 0, index)])
+    return np.asarray(at_h + np.maximum(starts - now, 0.0))
+
+
+_EDGE_H = 1e-7  # a third of a millisecond: which side of an edge an hour lies on survives rounding
+
+
+def _why(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def _json(text: str, path: Path) -> Trace:
+    tree: Any = json.loads(text)
+    if not isinstance(tree, dict):
+        raise ValueError("not a JSON object")
+    gap_s = float(tree["gap_s"] if "gap_s" in tree else tree["metadata"]["gap_seconds"])
+    samples = tree["available"] if "available" in tree else tree["data"]
+    if not (gap_s > 0 and math.isfinite(gap_s)):
+        raise ValueError(f"gap_s is {gap_s:g}; allowed: seconds above 0")
+    counts = np.asarray(samples, dtype=np.float64)
+    if counts.ndim != 1 or not counts.size or not np.isfinite(counts).all() or (counts < 0).any():
+        raise ValueError("available is not a list of numbers of nodes, 0 or more, at least one")
+    start = tree.get("start")
+    return _trace(
+        np.arange(len(counts)) * gap_s / 3600,
+        counts > 0,
+        len(counts) * gap_s / 3600,
+        path,
+        type=str(tree.get("type", "")),
+        zone=str(tree["zone"]) if tree.get("zone") else None,
+        start=None if start is None else datetime.fromisoformat(str(start)).date(),
+    )
+
+
+def _csv(text: str, path: Path) -> Trace:
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    notes = (part for line in text.splitlines() if line.startswith("#") for part in line[1:].split(","))
+    about = {name.strip(): value.strip() for name, found, value in (note.partition("=") for note in notes) if found}
+    rows = list(csv.DictReader(lines))
+    if len(rows) < 2 or {"at_h", "available"} - set(rows[0]):
+        raise ValueError("needs the columns at_h and available, and two rows at least (the last one ends the trace)")
+    at_h = np.array([float(row["at_h"]) for row in rows])
+    if not np.isfinite(at_h).all() or at_h[0] != 0 or (np.diff(at_h) <= 0).any():
+        raise ValueError("at_h has to begin at 0 and grow from row to row")
+    counts = np.array([float(row["available"]) for row in rows])
+    if not np.isfinite(counts).all() or (counts < 0).any():
+        raise ValueError("available is a number of nodes, 0 or more")
+    start = about.get("start")
+    return _trace(
+        at_h[:-1],
+        counts[:-1] > 0,
+        float(at_h[-1]),
+        path,
+        type=about.get("type", ""),
+        zone=about.get("zone"),
+        start=None if start is None else datetime.fromisoformat(start).date(),
+    )
+
+
+def _trace(
+    at_h: Floats,
+    up: np.ndarray[Any, np.dtype[np.bool_]],
+    hours: float,
+    path: Path,
+    *,
+    type: str,
+    zone: str | None,
+    start: date | None,
+) -> Trace:
+    """Stretches from the state `up` that holds from each of `at_h` on."""
+    change = np.diff(np.concatenate(([0], up.astype(np.int8), [0])))
+    edges = np.append(at_h, hours)
+    return Trace(
+        up_from_h=edges[np.flatnonzero(change == 1)],
+        up_to_h=edges[np.flatnonzero(change == -1)],
+        hours=hours,
+        type=type,
+        zone=zone,
+        start=start,
+        source=path.name,
+    )
