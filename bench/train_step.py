@@ -23,12 +23,14 @@ import torch
 
 from infra.loader import find, load
 from job import sizing
-from job.config import GrowthConfig, from_json
+from job.config import GrowthConfig
 from job.dataset import prepare, sources
-from job.models.growth import build, parameter_groups
-from job.train import device, optimizer
+from job.models.growth import build
+from job.train import __main__ as trainer
+from job.train import device
 from job.train.checkpoint import Checkpoints, Commit
-from job.train.data import Dataset
+from job.train.parallel import World
+from job.train.requests import Requests
 from job.train.step import compiled, update
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +60,7 @@ def rehearsal_size(scratch: Path) -> None:
     """The run that `make rehearse` trains, without interruptions, as a process of its own."""
     now = datetime.now(UTC)
     config = load(find("tinystories-growth", ROOT), now=now, rehearsal=True).job.parameters
+    assert isinstance(config, GrowthConfig)
     parameters = asdict(config)
     source = sources.Generated(count=config.data.stories, seed=config.seed)
     prepare.prepare(scratch / "data", source, model_vocab=config.model.vocab)
@@ -122,22 +125,25 @@ def checkpoint(scratch: Path) -> None:
 
 def full_size(scratch: Path, found: device.Device) -> None:
     """Each phase by itself, weights fresh."""
-    config: GrowthConfig = from_json("tinystories-growth", {})
-    config = replace(config, batch=replace(config.batch, sequences=8))
+    config = replace(GrowthConfig(), batch=replace(GrowthConfig().batch, sequences=8))
     prepare.prepare(scratch / "data", sources.Generated(count=5000, seed=1), model_vocab=config.model.vocab)
-    dataset = Dataset(scratch / "data", vocab=config.model.vocab, sequence=config.data.sequence, device=found.torch)
+    tree = {"schema": 1, "job": {"experiment": "tinystories-growth", "parameters": asdict(config)}}
+    (scratch / "run.json").write_text(json.dumps(tree))
+    experiment, _ = trainer.start(trainer.Run.read(scratch), scratch, 0, Requests(scratch), World())
+    whole = sizing.Rung(micro=config.batch.sequences)
     say("| phase | ms/step | tok/s | MFU | peak GB | predicted GB | A10G limit ms |\n|---|---|---|---|---|---|---|")
     for index, size in enumerate(sizing.phases(config)):
+        phase = experiment.phases[index]
         module = build(config, index, device=found.torch)
-        opt = optimizer.make(parameter_groups(module, config), config.optim, seed=1)
-        optimizer.set_lr(opt, 1e-5)
+        opt = experiment.optimizer(phase, module)
+        experiment.schedule(phase, opt, phase.first)
         found.tidy()
         with compiled(module, found.torch):
             for step in range(2 * STEPS):
                 if step == STEPS:
                     found.synchronize()
                     began = time.perf_counter()
-                update(module, opt, dataset, config, step, config.batch.sequences)
+                update(experiment, module, opt, experiment.batch(phase, step, whole), step)
             found.synchronize()
         seconds = (time.perf_counter() - began) / STEPS
         tok_s = size.tokens_per_step / seconds

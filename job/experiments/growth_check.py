@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from job import sizing
-from job.config import JobConfig
+from job.config import GrowthConfig
 from job.models.blocks import Experts
 from job.models.growth import Growth, load, state_dtype
 
@@ -73,7 +73,7 @@ class BoundaryReport:
         return asdict(self)
 
 
-class GrowthCheckFailed(Exception):
+class GrowthCheckFailed(ValueError):
     """A boundary changed the function. `report` has the numbers."""
 
     def __init__(self, report: BoundaryReport) -> None:
@@ -82,7 +82,7 @@ class GrowthCheckFailed(Exception):
 
 
 def check_boundary(
-    config: JobConfig,
+    config: GrowthConfig,
     phase_index: int,
     old: Growth,
     new: Growth,
@@ -209,7 +209,7 @@ def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float 
     return module.capacity, difference
 
 
-def cast_difference(config: JobConfig, phase_index: int, module: Growth, probe_BT: Tensor) -> float | None:
+def cast_difference(config: GrowthConfig, phase_index: int, module: Growth, probe_BT: Tensor) -> float | None:
     """Loss of the weights cast to bf16 and computed in it, minus the loss in fp32; None where nothing is cast."""
     if state_dtype(config, phase_index) == _dtype(module) or _dtype(module) == torch.float64:
         return None

@@ -16,22 +16,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from job import atomic, sizing
+from job.config import GrowthConfig
 from job.experiments.growth_check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
 from job.models import growth
 from job.models.growing import grow
-from job.train import export
-from job.train.experiment import Phase, Session
+from job.train import export, optimizer
+from job.train.data import Dataset
+from job.train.experiment import Experiment, Phase, Session, Work
 
 PROBE = 8  # windows of held-out text on which old and new model must agree
 
 
-class TinystoriesGrowth:
-    """The experiment as the training loop asks it."""
+class TinystoriesGrowth(Experiment):
+    """The experiment as the training loop asks it. One process: its ladder cuts the batch, not the model."""
 
     def __init__(self, session: Session) -> None:
+        assert isinstance(session.config, GrowthConfig)
         self.session, self.config = session, session.config
+        self.dataset = Dataset(
+            session.data,
+            vocab=self.config.model.vocab,
+            sequence=self.config.data.sequence,
+            device=session.device.torch,
+        )
+        self.aux_weight = self.config.optim.load_balance
         self.sizes = sizing.phases(self.config)
         self.phases = [
             Phase(
@@ -39,14 +50,13 @@ class TinystoriesGrowth:
                 name=size.name,
                 first=sum(earlier.steps for earlier in self.sizes[:index]),
                 steps=size.steps,
-                lr=self.config.optim.lr[index],
-                warmup=self.config.optim.warmup_after_growth if index else 0,
                 flops_per_token=size.flops_per_token,
+                tokens_per_step=size.tokens_per_step,
             )
             for index, size in enumerate(self.sizes)
         ]
         self.progress: dict[str, Any] = {"boundaries": [], "phases": {}, "capacity": {}}
-        self.probe_BT = next(session.dataset.fixed(PROBE, PROBE))[0]
+        self.probe_BT = next(iter(self.dataset.fixed(PROBE, PROBE, session.world).micros)).inputs[0]
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
         """Fresh weights, or grown and verified ones. Raises GrowthCheckFailed, its numbers in growth_report.json."""
@@ -91,9 +101,35 @@ class TinystoriesGrowth:
             module.set_dispatch("padded", capacity)
         return module
 
-    def groups(self, module: nn.Module) -> list[dict[str, Any]]:
-        """The model's own table of what decays."""
-        return growth.parameter_groups(module, self.config)
+    def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
+        """AdamW with the model's own table of what decays."""
+        groups = growth.parameter_groups(module, self.config)
+        return optimizer.make(groups, self.config.optim, seed=self.config.seed)
+
+    def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
+        """Linear warm-up after a growth, then constant."""
+        lr, warmup = self.config.optim.lr[phase.index], self._warmup(phase)
+        now = lr * min(1.0, (step - phase.first + 1) / warmup) if warmup else lr
+        optimizer.set_lr(opt, now)
+        return now
+
+    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+        """Windows drawn by (seed, step)."""
+        return self.dataset.batch(self.config.seed, step, self.config.batch.sequences, rung.micro, self.session.world)
+
+    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+        """Windows of held-out stories."""
+        return self.dataset.fixed(self.config.eval.windows, rung.micro, self.session.world)
+
+    def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
+        """Per layer: the largest expert's load over the mean one, and the router's entropy in nats."""
+        if not aux:
+            return {}
+        spread = aux["load"].max(-1).values / aux["load"].float().mean(-1)
+        return {
+            "router_load": [round(x, 3) for x in spread.tolist()],
+            "router_entropy": [round(x, 4) for x in aux["entropy"].tolist()],
+        }
 
     def requires(self, phase: Phase) -> tuple[str, ...]:
         """The exports of every boundary behind: a resume makes only those at the end of its own phase again."""
@@ -131,7 +167,7 @@ class TinystoriesGrowth:
                 "schema": 1,
                 "experiment": "tinystories-growth",
                 "steps": self.phases[-1].last,
-                "tokens": self.phases[-1].last * self.session.tokens_per_step,
+                "tokens": sum(phase.steps * phase.tokens_per_step for phase in self.phases),
                 "device": self.session.device.name,
                 "torch": torch.__version__,
                 "weights_sha256": final["files"][0]["sha256"],
@@ -157,8 +193,8 @@ class TinystoriesGrowth:
             "params_active": size.params_active,
             "flops_per_token_causal": size.flops_per_token,
             "steps": phase.steps,
-            "lr": phase.lr,
-            "warmup_steps": phase.warmup,
+            "lr": self.config.optim.lr[phase.index],
+            "warmup_steps": self._warmup(phase),
             "loss_first": own[0]["loss"] if own else None,
             "loss_last": own[-1]["loss"] if own else None,
             "predicted": predicted,
@@ -169,7 +205,7 @@ class TinystoriesGrowth:
     @torch.no_grad()
     def _continue(self, module: growth.Growth, prompt: str) -> str:
         """The prompt and `eval.sample_tokens` greedy tokens, fewer when the story ends."""
-        tokenizer = self.session.dataset.tokenizer
+        tokenizer = self.dataset.tokenizer
         ids = tokenizer.encode(prompt)
         module.eval()
         for _ in range(self.config.eval.sample_tokens):
@@ -181,21 +217,26 @@ class TinystoriesGrowth:
         module.train()
         return tokenizer.decode(ids)
 
+    def _warmup(self, phase: Phase) -> int:
+        """Steps; the first phase has none."""
+        return self.config.optim.warmup_after_growth if phase.index else 0
+
     def _announce(self, phase: Phase) -> None:
-        size = self.sizes[phase.index]
+        size, warmup = self.sizes[phase.index], self._warmup(phase)
         self.session.say(
             f"phase {phase.index + 1}/{len(self.phases)} {phase.name}: {size.params_total:,} parameters, "
-            f"{size.params_active:,} active per token, steps {phase.first + 1} to {phase.last}, lr {phase.lr:g}"
-            + (f" after {phase.warmup} steps of warm-up with fresh moments" if phase.warmup else "")
+            f"{size.params_active:,} active per token, steps {phase.first + 1} to {phase.last}, "
+            f"lr {self.config.optim.lr[phase.index]:g}"
+            + (f" after {warmup} steps of warm-up with fresh moments" if warmup else "")
         )
 
     def _meta(self, phase: Phase, module: growth.Growth, *, step: int, val_loss: float | None) -> dict[str, Any]:
-        manifest = self.session.dataset.manifest
+        manifest = self.dataset.manifest
         return {
             "experiment": "tinystories-growth",
             "phase": phase.name,
             "step": step,
-            "tokens": step * self.session.tokens_per_step,
+            "tokens": step * phase.tokens_per_step,
             "val_loss": val_loss,
             "shape": asdict(module.shape),
             "dtype": str(module.embed.weight.dtype).removeprefix("torch."),

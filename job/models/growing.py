@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from job.config import JobConfig
+from job.config import GrowthConfig
 from job.models.growth import initial_std
 
 State = dict[str, Tensor]
 
 
-def grow(config: JobConfig, phase_index: int, state: State, generator: torch.Generator) -> State:
+def grow(config: GrowthConfig, phase_index: int, state: State, generator: torch.Generator) -> State:
     """Phase `phase_index`'s starting weights from the end of the one before: 1 adds experts, 2 width and layers."""
     model = config.model
     if phase_index == 1:

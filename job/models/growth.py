@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from job import sizing
-from job.config import JobConfig
+from job.config import GrowthConfig
 from job.models.blocks import Block, Dispatch, Experts, Norm, at_least_fp32, rotations
 from job.models.routing import Routing
 
@@ -47,9 +47,16 @@ class Output(NamedTuple):
     expert_load: Tensor | None  # [L, E] int64: (token, choice) pairs sent to each expert; dense: None
     router_entropy: Tensor | None  # [L] nats, mean over tokens; dense: None
 
+    @property
+    def aux(self) -> dict[str, Tensor]:
+        """What is worth a log, by name; nothing for a dense model."""
+        if self.expert_load is None or self.router_entropy is None:
+            return {}
+        return {"load": self.expert_load, "entropy": self.router_entropy}
+
 
 def build(
-    config: JobConfig,
+    config: GrowthConfig,
     phase_index: int,
     *,
     device: torch.device | str = "cpu",
@@ -72,7 +79,7 @@ def build(
 
 
 def load(
-    config: JobConfig, phase_index: int, state: dict[str, Tensor], *, device: torch.device | str = "cpu"
+    config: GrowthConfig, phase_index: int, state: dict[str, Tensor], *, device: torch.device | str = "cpu"
 ) -> Growth:
     """A model holding `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError when they do not fit."""
     module = build(config, phase_index, device="meta")
@@ -86,12 +93,12 @@ def load(
     return module
 
 
-def state_dtype(config: JobConfig, phase_index: int) -> torch.dtype:
+def state_dtype(config: GrowthConfig, phase_index: int) -> torch.dtype:
     """Of weights, gradients and moments."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[sizing.state_dtype(config, phase_index)]
 
 
-def parameter_groups(module: nn.Module, config: JobConfig) -> list[dict[str, Any]]:
+def parameter_groups(module: nn.Module, config: GrowthConfig) -> list[dict[str, Any]]:
     """Two AdamW groups, in the order of the state dict: matrices with weight decay, everything else without."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -104,7 +111,7 @@ def parameter_groups(module: nn.Module, config: JobConfig) -> list[dict[str, Any
 class Growth(nn.Module):
     """One phase's model. `compute_dtype`, `checkpointing` and the dispatch may be changed at any time."""
 
-    def __init__(self, config: JobConfig, phase_index: int) -> None:
+    def __init__(self, config: GrowthConfig, phase_index: int) -> None:
         super().__init__()
         if problems := sizing.problems(config):
             raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))
@@ -171,7 +178,7 @@ class Growth(nn.Module):
 
 
 @torch.no_grad()
-def initialise(module: Growth, config: JobConfig, generator: torch.Generator) -> None:
+def initialise(module: Growth, config: GrowthConfig, generator: torch.Generator) -> None:
     """The table at the top of this file, drawn on the CPU in fp32."""
     for name, parameter in module.named_parameters():
         std = initial_std(name, module.shape.layers, config.model.router_std)

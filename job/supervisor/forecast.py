@@ -6,6 +6,7 @@ slower steps, and by an upload that was measured to be slower. So what the bill 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from job import sizing
@@ -22,7 +23,9 @@ class Forecast:
 
     def __init__(self, config: JobConfig, estimate: dict[str, Any], instance_type: str) -> None:
         self._config = config
-        self._names = [phase.name for phase in sizing.phases(config)]
+        phases = sizing.phases(config)
+        self._names = [phase.name for phase in phases]
+        self._last = list(itertools.accumulate(phase.steps for phase in phases))
         self._step_s = {row["phase"]: float(row["step_ms"]) / 1000 for row in estimate.get("phases", ())}
         self._stop_s = {
             row["phase"]: float(row["seconds"])
@@ -38,7 +41,7 @@ class Forecast:
 
     def phase(self, step: int) -> int:
         """The phase that optimizer step `step` belongs to."""
-        return min(step // self._config.steps_per_phase, len(self._names) - 1)
+        return next((index for index, last in enumerate(self._last) if step < last), len(self._names) - 1)
 
     def stop_s(self, step: int, step_s: float | None) -> float:
         """From the request to the published manifest, at `step`, with steps of `step_s` (None: the bill's)."""

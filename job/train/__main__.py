@@ -7,29 +7,36 @@ reason in fatal.json; anything else is a crash.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from job import atomic
 from job.config import JobConfig, from_json
-from job.experiments.growth_check import GrowthCheckFailed
-from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.run_file import config_digest
-from job.train import banner, device
+from job.train import banner, device, parallel
 from job.train.checkpoint import Checkpoints
-from job.train.data import Dataset
 from job.train.experiment import Experiment, Session, Stopped
 from job.train.loop import Loop
 from job.train.metrics import MetricsFile
+from job.train.parallel import World
 from job.train.requests import Requests
 
 FINISHED, FATAL, OUT_OF_MEMORY, STOPPED = 0, 65, 69, 75
-EXPERIMENTS: dict[str, Callable[[Session], Experiment]] = {"tinystories-growth": TinystoriesGrowth}
+EXPERIMENTS = {  # module:class, imported when the run asks for it
+    "tinystories-growth": "job.experiments.tinystories_growth:TinystoriesGrowth",
+    "sft-h100": "job.experiments.sft:Sft",
+    "pretrain-d64": "job.experiments.pretrain:Pretrain",
+    "kernel-sft": "job.experiments.kernel:Kernel",
+    "two-tower": "job.experiments.two_tower:TwoTower",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,22 +55,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(workdir: Path, rung: int, requests: Requests) -> int:
     """The exit code."""
+    world = World()
     try:
-        experiment, session = start(workdir, rung, requests)
+        run = Run.read(workdir)
+        world = parallel.join(run.config.device)
+        experiment, session = start(run, workdir, rung, requests, world)
         Loop(session, experiment).run()
     except Stopped:
-        return STOPPED
+        code = STOPPED
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
         say(f"out of memory: {str(error).splitlines()[0]}")
-        return OUT_OF_MEMORY
-    except (ValueError, GrowthCheckFailed) as error:
+        code = OUT_OF_MEMORY
+    except ValueError as error:
         atomic.write_json(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
         say(f"fatal: {error}")
-        return FATAL
-    say("finished")
-    return FINISHED
+        code = FATAL
+    else:
+        code = FINISHED
+        if world.first:
+            say("finished")
+    return leave(workdir, world, code)
+
+
+def leave(workdir: Path, world: World, code: int) -> int:
+    """What this process exits with. torchrun knows only 0 and failure, so the run's own code goes into ended.json, and
+    ranks that stopped together exit with 0 together.
+    """
+    if world.size == 1:
+        return code
+    together = code in (FINISHED, STOPPED)
+    if world.first or not together:
+        atomic.write_json(workdir / "ended.json", {"code": code, "rank": world.rank})
+    if together:
+        world.close()
+    return 0 if together else code
 
 
 def out_of_memory(error: RuntimeError) -> bool:
@@ -74,32 +101,56 @@ def out_of_memory(error: RuntimeError) -> bool:
     )
 
 
-def start(workdir: Path, rung: int, requests: Requests) -> tuple[Experiment, Session]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """run.json."""
+
+    name: str
+    config: JobConfig
+    digest: str
+    tree: dict[str, Any]
+
+    @classmethod
+    def read(cls, workdir: Path) -> Run:
+        """Raises ValueError."""
+        tree = atomic.read_object(workdir / "run.json")
+        if tree is None:
+            raise ValueError(f"{workdir / 'run.json'}: missing or not JSON")
+        name, parameters = tree["job"]["experiment"], tree["job"]["parameters"]
+        return cls(name=name, config=from_json(name, parameters), digest=config_digest(name, parameters), tree=tree)
+
+
+def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
     """Everything opened and checked, the banner said, nothing trained. Raises ValueError."""
-    tree = atomic.read_object(workdir / "run.json")
-    if tree is None:
-        raise ValueError(f"{workdir / 'run.json'}: missing or not JSON")
-    name, parameters = tree["job"]["experiment"], tree["job"]["parameters"]
-    config: JobConfig = from_json(name, parameters)
-    found = device.choose(config.device, bf16="bf16" in (config.precision.compute, config.precision.phase3_state))
-    say(found.banner())
-    digest = config_digest(name, parameters)
+    precision, inputs = run.config.precision, workdir / "inputs"
+    bf16 = "bf16" in (precision.compute, getattr(precision, "phase3_state", ""))
+    found = device.choose(run.config.device, bf16=bf16, local_rank=world.local_rank)
+    speak = say if world.first else _silent
+    speak(found.banner() + (f" | {world.size} ranks" if world.size > 1 else ""))
     session = Session(
         workdir=workdir,
-        config=config,
-        config_sha256=digest,
+        config=run.config,
+        config_sha256=run.digest,
         device=found,
-        dataset=Dataset(workdir / "data", vocab=config.model.vocab, sequence=config.data.sequence, device=found.torch),
-        checkpoints=Checkpoints(workdir / "ckpt", config_sha256=digest),
+        world=world,
+        data=workdir / "data",
+        inputs=inputs if inputs.is_dir() else None,
+        checkpoints=Checkpoints(workdir / "ckpt", config_sha256=run.digest, world=world),
         metrics=MetricsFile(workdir / "metrics.jsonl"),
         requests=requests,
         rung=rung,
-        predicted=tree.get("predicted") or [],
-        say=say,
+        predicted=run.tree.get("predicted") or [],
+        say=speak,
     )
-    for line in banner.lines(session, tree):
-        say(line)
-    return EXPERIMENTS[name](session), session
+    module, _, kind = EXPERIMENTS[run.name].partition(":")
+    experiment: Experiment = getattr(importlib.import_module(module), kind)(session)
+    for line in banner.lines(session, run.tree):
+        speak(line)
+    return experiment, session
+
+
+def _silent(line: str) -> None:
+    """What ranks other than the first say."""
 
 
 def say(line: str) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from job import sizing
-from job.dataset.prepare import describe
+from job.config import GrowthConfig
+from job.dataset.prepare import describe, read_manifest
 from job.train.experiment import Session
 
 
@@ -15,12 +16,13 @@ def lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
     config = session.config
     sizes = sizing.phases(config)
     yield "phases: " + ", ".join(f"{s.name} {s.params_total:,} / {s.params_active:,} active" for s in sizes)
-    yield (
-        f"precision: products in {config.precision.compute}, state "
-        + ", ".join(f"{size.name} {sizing.state_dtype(config, index)}" for index, size in enumerate(sizes))
-        + " (run config); loss, norms and router in fp32"
-    )
-    yield f"data: {describe(session.dataset.manifest)}"
+    if isinstance(config, GrowthConfig):
+        kept = ", ".join(f"{size.name} {sizing.state_dtype(config, index)}" for index, size in enumerate(sizes))
+        kept += " (run config); loss, norms and router in fp32"
+    else:
+        kept = "fp32; loss and norms in fp32"
+    yield f"precision: products in {config.precision.compute}, state {kept}"
+    yield f"data: {describe(read_manifest(session.data))}"
     for predicted in session.predicted:
         yield f"predicted {predicted['phase']}: {_figures(predicted)}"
     if session.predicted:

@@ -3,6 +3,9 @@
 A save copies the tensors to host memory (training waits for that alone), then one thread writes a
 torch.distributed.checkpoint folder, syncs it and writes `commit.json` by an atomic rename. A folder without it, or
 whose files have other sizes than it names, does not exist. Uploading is somebody else's work.
+
+With several ranks each one's thread writes its own part (replicated tensors: one of them does), they meet on a gloo
+group of their own, and rank 0 writes the commit when all are done. What N ranks saved, M can read.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from job import atomic
+from job.train.parallel import World, local, on_host
 
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
 State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor
@@ -75,11 +79,11 @@ class Saved:
 class Checkpoints:
     """The checkpoints of one work folder. At most one is being written at any time."""
 
-    def __init__(self, folder: Path, *, config_sha256: str) -> None:
+    def __init__(self, folder: Path, *, config_sha256: str, world: World | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.saved_step = -1  # newest that is committed or on its way
-        self._config_sha256 = config_sha256
+        self._config_sha256, self._world = config_sha256, world or World()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[Saved] | None = None
         self._host: dict[str, dict[str, Tensor]] = {}  # kept from save to save: pinning memory is slow
@@ -94,7 +98,7 @@ class Checkpoints:
         return None
 
     def load(self, found: Found, state: State) -> None:
-        """Reads the tensors into `state`'s own."""
+        """Reads the tensors into `state`'s own: of each, this rank's part. However many ranks wrote them."""
         load(
             {kind: dict(tensors) for kind, tensors in state.items()},
             storage_reader=FileSystemReader(found.path),
@@ -108,12 +112,13 @@ class Checkpoints:
 
     def save(self, state: State, commit: Commit, progress: dict[str, Any]) -> list[Saved]:
         """Starts a save, after the one on its way. Gives the saves that ended meanwhile, this one too if it cannot
-        even begin. The caller may go on training once this returns.
+        even begin. The caller may go on training once this returns. Every rank calls it at the same step.
         """
         ended = self.wait()
         began = time.perf_counter()
         size = sum(t.numel() * t.element_size() for tensors in state.values() for t in tensors.values())
-        if (problem := self._make_room(size)) is not None:
+        problem = self._world.agree(self._make_room(size) if self._world.first else None)
+        if problem is not None:
             return [
                 *ended,
                 Saved(step=commit.step, reason=commit.reason, blocking_s=0, seconds=0, bytes=size, problem=problem),
@@ -152,8 +157,8 @@ class Checkpoints:
             kept = self._host.setdefault(kind, {})
             for name, tensor in tensors.items():
                 if name not in kept:
-                    kept[name] = _host_copy(tensor)
-                kept[name].copy_(tensor.detach(), non_blocking=True)
+                    kept[name] = on_host(tensor, _host_copy(local(tensor)), self._world)
+                local(kept[name]).copy_(local(tensor).detach(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -162,13 +167,16 @@ class Checkpoints:
         path = self.folder / f"step_{commit.step:08d}"
         problem: str | None = None
         try:
-            shutil.rmtree(path, ignore_errors=True)  # what an earlier attempt left torn
-            save(dict(host), storage_writer=FileSystemWriter(path), no_dist=True)
-            atomic.write_json(path / PROGRESS, progress)
-            files = [{"name": file.name, "bytes": file.stat().st_size} for file in sorted(path.iterdir())]
-            atomic.write_json(path / COMMIT, {**asdict(commit), "files": files})
-            atomic.sync_folder(self.folder)
-            self._prune(KEEP)
+            if self._world.first:
+                shutil.rmtree(path, ignore_errors=True)  # what an earlier attempt left torn
+            save(
+                dict(host),
+                storage_writer=FileSystemWriter(path),
+                process_group=self._world.saves,
+                no_dist=self._world.size == 1,
+            )
+            if self._world.first:
+                self._commit(path, commit, progress)
         except (OSError, CheckpointException) as error:
             shutil.rmtree(path, ignore_errors=True)
             problem = f"{type(error).__name__}: {error}"
@@ -180,6 +188,14 @@ class Checkpoints:
             bytes=size,
             problem=problem,
         )
+
+    def _commit(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
+        """From here on it exists."""
+        atomic.write_json(path / PROGRESS, progress)
+        files = [{"name": file.name, "bytes": file.stat().st_size} for file in sorted(path.iterdir())]
+        atomic.write_json(path / COMMIT, {**asdict(commit), "files": files})
+        atomic.sync_folder(self.folder)
+        self._prune(KEEP)
 
     def _make_room(self, size: int) -> str | None:
         """Why there is no room for a save of `size` bytes; None when there is, after pruning if need be."""

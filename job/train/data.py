@@ -1,13 +1,12 @@
-"""Token windows from a prepared dataset, held on the training device. No loader, no worker processes, no state.
+"""Data order, for every experiment, and token windows held on the training device. No loader, no workers, no state.
 
-The windows of step s are a pure function of (seed, s): those of the whole global batch are drawn first, then cut into
-micro-batches by position. Resuming needs nothing but the step. Legend: B windows, T sequence.
+The rows of step s are a pure function of (seed, s): those of the whole global batch are drawn first (`draw`), then cut
+over ranks and micro-batches by position (`split`). Resuming needs nothing but the step. Legend: B windows, T sequence.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,8 @@ from torch import Tensor
 from job.dataset.prepare import DatasetManifest, read_manifest
 from job.dataset.shards import HEADER, read_header
 from job.dataset.tokenizer import Tokenizer, open_tokenizer
+from job.train.experiment import Micro, Work
+from job.train.parallel import World
 
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 
@@ -66,18 +67,43 @@ class Dataset:
                 )
         self.tokenizer: Tokenizer = open_tokenizer(self.manifest.tokenizer, folder)
 
-    def micro_batches(self, seed: int, step: int, sequences: int, micro: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The global batch of a step in micro-batches of at most `micro` windows, in order."""
-        starts_B = draw(seed, step, sequences, len(self.train) - self.sequence)
-        for part in torch.split(starts_B, micro):
-            yield self.train.windows(part, self.sequence)
+    def batch(self, seed: int, step: int, sequences: int, micro: int, world: World) -> Work:
+        """This rank's part of the global batch of a step, in micro-batches of at most `micro` windows, in order."""
+        return self._work(self.train, draw(seed, step, sequences, len(self.train) - self.sequence), micro, world)
 
-    def fixed(self, windows: int, micro: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def fixed(self, windows: int, micro: int, world: World) -> Work:
         """The same validation windows every time, evenly spread over the held-out stories."""
         last = len(self.validation) - self.sequence - 1
         starts_B = torch.arange(windows, dtype=torch.int64) * last // max(1, windows - 1)
-        for part in torch.split(starts_B, micro):
-            yield self.validation.windows(part, self.sequence)
+        return self._work(self.validation, starts_B, micro, world)
+
+    def _work(self, corpus: Corpus, starts_B: Tensor, micro: int, world: World) -> Work:
+        sequence = self.sequence
+        micros = (
+            Micro(corpus.windows(starts_B[part.start : part.stop], sequence), len(part) * sequence, part.start)
+            for part in split(len(starts_B), world, micro)
+        )
+        return Work(micros, len(starts_B) * sequence)
+
+
+def split(total: int, world: World, micro: int) -> list[range]:
+    """This rank's micro-batches of a global batch of `total` rows, as places in it: consecutive, at most `micro` rows
+    each, and equally many on every rank, because sharded ranks pass through the model together.
+
+    Raises ValueError where that leaves a rank without a row.
+    """
+    start, stop = (total * rank // world.size for rank in (world.rank, world.rank + 1))
+    most = (total + world.size - 1) // world.size
+    parts = (most + micro - 1) // micro
+    if total // world.size < parts:
+        raise ValueError(
+            f"{total} rows cannot be cut into {parts} micro-batches on each of {world.size} GPUs: choose a batch that "
+            f"is a multiple of {world.size}"
+        )
+    rows = stop - start
+    if rows > (parts - 1) * micro:
+        return [range(place, min(place + micro, stop)) for place in range(start, stop, micro)]
+    return [range(start + rows * part // parts, start + rows * (part + 1) // parts) for part in range(parts)]
 
 
 def draw(seed: int, step: int, count: int, below: int) -> Tensor:
@@ -86,6 +112,14 @@ def draw(seed: int, step: int, count: int, below: int) -> Tensor:
     start = _mix(np.array([(seed * GOLDEN + step) & mask], dtype=np.uint64))
     counters = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     return torch.from_numpy((_mix(counters) % np.uint64(below)).astype(np.int64))
+
+
+def mix(*words: int) -> int:
+    """One number in [0, 2**63) from several: what random generators are seeded with."""
+    mixed = np.zeros(1, dtype=np.uint64)
+    for word in words:
+        mixed = _mix(mixed * np.uint64(GOLDEN) + np.uint64(word & 0xFFFFFFFFFFFFFFFF))
+    return int(mixed[0]) >> 1
 
 
 def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

@@ -71,8 +71,10 @@ class Device:
         )
 
 
-def choose(wanted: str, *, bf16: bool) -> Device:
-    """The device a run config names. Raises DeviceRefusedError: never a silent CPU run, never an emulated bf16."""
+def choose(wanted: str, *, bf16: bool, local_rank: int = 0) -> Device:
+    """This rank's device of the kind that a run config names. Raises DeviceRefusedError: never a silent CPU run, never
+    an emulated bf16.
+    """
     if wanted == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
         name = platform.machine()
@@ -82,7 +84,7 @@ def choose(wanted: str, *, bf16: bool) -> Device:
             "the run config says device: cuda and there is no CUDA device: check the instance type and the driver, or "
             "set job.parameters.device: cpu"
         )
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(local_rank)
     if bf16 and properties.major < 8:
         raise DeviceRefusedError(
             f"{properties.name} has no bf16 (compute capability {properties.major}.{properties.minor}, 8.0 is needed): "
@@ -90,7 +92,7 @@ def choose(wanted: str, *, bf16: bool) -> Device:
         )
     pin_exactly()
     return Device(
-        torch=torch.device("cuda", 0),
+        torch=torch.device("cuda", local_rank),
         name=properties.name,
         count=torch.cuda.device_count(),
         memory_gb=properties.total_memory / 1e9,

@@ -2,7 +2,10 @@
 
 An experiment says which phases there are, where each one's model comes from and what is left behind at its end. The
 loop does the rest and knows nothing of models but their `Output`. The checkpoint at the end of a phase holds that
-phase's model: resuming from it repeats the growth, a pure function of the seed and those weights.
+phase's model: resuming from it repeats what turns it into the next one.
+
+Every rank runs this loop. What depends on time, on the supervisor or on the disk is decided by rank 0 and agreed upon
+once per optimizer step, so no rank ever stops or saves alone.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ import torch
 from torch import nn
 
 from job import atomic, sizing
+from job.dataset.prepare import read_manifest
 from job.train import device, metrics, optimizer, step
 from job.train.checkpoint import Commit, Found, Reason, Saved, State
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
 
+REASON_CHARACTERS = 200  # of a stop request, so that it fits the message in which ranks agree
 BEST_SPACING = 0.1  # of the cadence: an improvement sooner than this after the last save is not saved by itself
 
 
@@ -29,9 +34,12 @@ class Loop:
 
     def __init__(self, session: Session, experiment: Experiment) -> None:
         self.session, self.config, self.experiment = session, session.config, experiment
+        self.world = session.world
         self.step = 0  # steps done
         self.val_loss: float | None = None  # the newest
         self._best = math.inf  # lowest validation loss that has a checkpoint
+        self._ended: str | None = None  # why this phase is over before its last step
+        self._manifest = read_manifest(session.data)
         self._clock = metrics.StepClock(session.device.synchronize)
         self._utilization = device.Utilization(session.device)
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
@@ -57,8 +65,9 @@ class Loop:
             self._phase(phase, module, found)
             found = None
             self.session.device.tidy()
-            self._heed_stop(phase, None)
+            self._heed(phase, None, self.world.agree(self._stop()))
             self.experiment.end(phase, module, val_loss=self.val_loss)
+            self.step, self._ended = phase.last, None
         self._note(self.session.checkpoints.wait())
         self.experiment.finish()
 
@@ -67,8 +76,10 @@ class Loop:
         self.step = found.commit["step"]
         best, self.val_loss = found.progress["best"], found.progress["val_loss"]
         self._best = math.inf if best is None else best
+        self._ended = found.progress.get("ended")
         self.experiment.progress.update(found.progress["experiment"])
-        self.session.metrics.resume(self.step)
+        if self.world.first:
+            self.session.metrics.resume(self.step)
         self.session.say(f"resuming from step {self.step} ({found.commit['phase']}, {found.commit['reason']})")
         then, now = found.commit["determinism"], device.determinism(self.session.device)
         differing = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
@@ -81,9 +92,9 @@ class Loop:
     def _phase(self, phase: Phase, module: nn.Module, found: Found | None) -> None:
         """The steps of one phase that are left."""
         rung = self._choose_rung(phase)
-        opt = optimizer.make(self.experiment.groups(module), self.config.optim, seed=self.config.seed)
+        opt = self.experiment.optimizer(phase, module)
         self.session.checkpoints.release()
-        state: State = {"model": module.state_dict(), **optimizer.moments(opt, module)}
+        state: State = {"model": self.experiment.weights(module), **optimizer.moments(opt, module)}
         if found is not None:
             self.session.checkpoints.load(found, state)
             optimizer.set_step(opt, self.step - phase.first)
@@ -94,47 +105,68 @@ class Loop:
         if hasattr(module, "checkpointing"):
             setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
         started = self.step
-        self._heed_stop(phase, state)
+        self._heed(phase, state, self.world.agree(self._stop()))
         with step.compiled(module, self.session.device.torch):
-            while self.step < phase.last:
+            while not self._over(phase):
                 val_loss = self._step(phase, module, opt, rung, first=self.step == started)
-                if self.step < phase.last:
-                    self._save_if_due(phase, state, val_loss)
-                self._heed_stop(phase, state)
+                if not self._over(phase):
+                    self._note(self.session.checkpoints.poll())
+                due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
+                if due is not None:
+                    self._save(phase, state, due, val_loss if due == "best" else None)
+                self._heed(phase, state, stop)
                 if self.step == started + 1:
                     gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
         self._save(phase, state, "final" if phase is self.experiment.phases[-1] else "boundary", self.val_loss)
         gc.unfreeze()
 
+    def _over(self, phase: Phase) -> bool:
+        return self.step >= phase.last or self._ended is not None
+
     def _step(
         self, phase: Phase, module: nn.Module, opt: torch.optim.Optimizer, rung: sizing.Rung, *, first: bool
     ) -> float | None:
         """One optimizer step with its log line; the validation loss where this step is evaluated."""
-        config, dataset = self.config, self.session.dataset
-        lr = phase.lr_at(self.step)
-        optimizer.set_lr(opt, lr)
+        lr = self.experiment.schedule(phase, opt, self.step)
         self._clock.start()
-        result = step.update(module, opt, dataset, config, self.step, rung.micro)
+        result = step.update(self.experiment, module, opt, self.experiment.batch(phase, self.step, rung), self.step)
         self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
         self.step += 1
-        local = self.step - phase.first
-        evaluated = local % config.eval.every == 0 or self.step == phase.last
-        values = result.read_back() if first or evaluated or local % config.log.every == 0 else None
+        evaluated = self.experiment.evaluated(phase, self.step)
+        values = None
+        if first or evaluated or (self.step - phase.first) % self.config.log.every == 0:
+            values = self._read_back(result)
         self._clock.stop()
         val_loss = None
         if evaluated:
-            self.val_loss = val_loss = step.evaluate(module, dataset, config, rung.micro)
+            self.val_loss = val_loss = self.experiment.evaluate(phase, module, rung)
+            self._ended = self.experiment.stop_early(phase, val_loss)
+            if self._ended is not None:
+                self._say_event(f"phase {phase.name} ends early at step {self.step}: {self._ended}")
         if values is not None:
             self._require_finite()
             self._log(phase, lr, {**values, "val_loss": val_loss})
         return val_loss
 
+    def _read_back(self, result: step.StepResult) -> dict[str, Any]:
+        """The figures for the log, over all ranks; waits for the device."""
+        aux = {name: self.world.sum(figure) for name, figure in result.aux.items()}
+        return {
+            "loss": self.world.sum(result.loss).item(),
+            "grad_norm": result.grad_norm.item(),
+            **self.experiment.logged(aux),
+        }
+
     def _log(self, phase: Phase, lr: float, values: dict[str, Any]) -> None:
         session = self.session
         step_s = self._clock.read()
-        tok_s = session.tokens_per_step / step_s if step_s else None
+        memory_gb = session.device.used_gb()
+        if not self.world.first:
+            self._events.clear()
+            return
+        tok_s = phase.tokens_per_step / step_s if step_s else None
         peak = session.device.peak_tflops
-        mfu = tok_s * phase.flops_per_token / (peak * 1e12) if tok_s and peak else None
+        mfu = tok_s * phase.flops_per_token / (peak * 1e12 * self.world.size) if tok_s and peak else None
         spent = (atomic.read_object(session.workdir / "spent.json") or {}).get("spent_usd")
         line = metrics.Line(
             step=self.step,
@@ -145,7 +177,7 @@ class Loop:
             step_s=step_s,
             tokens_per_s=tok_s,
             mfu=mfu,
-            memory_gb=session.device.used_gb(),
+            memory_gb=memory_gb,
             memory_total_gb=session.device.memory_gb,
             gpu_util=self._utilization.percent,
             spent_usd=None if spent is None else float(spent),
@@ -157,7 +189,7 @@ class Loop:
                 "ts": round(time.time(), 3),
                 "phase": phase.name,
                 "step": self.step,
-                "tokens": self.step * session.tokens_per_step,
+                "tokens": self._tokens(),
                 "lr": lr,
                 "step_ms": None if step_s is None else round(step_s * 1000, 3),
                 "tok_s": None if tok_s is None else round(tok_s, 1),
@@ -171,49 +203,56 @@ class Loop:
         )
         self._events.clear()
 
+    def _tokens(self) -> int:
+        """Trained on so far."""
+        return sum(
+            max(0, min(self.step, phase.last) - phase.first) * phase.tokens_per_step for phase in self.experiment.phases
+        )
+
     def _eta_s(self, phase: Phase, step_s: float) -> float:
         """Steps that are left, later phases' in proportion to their FLOPs; no growth, no evaluation."""
-        later = sum(p.steps * p.flops_per_token for p in self.experiment.phases[phase.index + 1 :])
-        return step_s * (phase.last - self.step + later / phase.flops_per_token)
+        later = sum(p.steps * p.flops_per_token * p.tokens_per_step for p in self.experiment.phases[phase.index + 1 :])
+        return step_s * (phase.last - self.step + later / (phase.flops_per_token * phase.tokens_per_step))
 
-    def _save_if_due(self, phase: Phase, state: State, val_loss: float | None) -> None:
-        """An improvement, the cadence or a wish of the supervisor's. One save at a time."""
-        checkpoints = self.session.checkpoints
-        self._note(checkpoints.poll())
+    def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
+        """An improvement, the cadence or a wish of the supervisor's. One save at a time. Rank 0's word counts."""
+        if not self.world.first or self._over(phase):
+            return None
         since, interval = time.monotonic() - self._saved_at, self.config.checkpoint.interval_s
         improved = val_loss is not None and val_loss < self._best
         wished = self.session.requests.save()
-        if checkpoints.busy:
+        if self.session.checkpoints.busy:
             if wished:
                 self._events.append("a save is on its way already")
-        elif improved and since >= BEST_SPACING * interval:
-            self._save(phase, state, "best", val_loss)
-        elif wished or since >= interval:
-            self._save(phase, state, "timed", None)
+            return None
+        if improved and since >= BEST_SPACING * interval:
+            return "best"
+        return "timed" if wished or since >= interval else None
 
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
         """Starts a save of this step, unless it is saved already."""
         checkpoints = self.session.checkpoints
-        if checkpoints.saved_step == self.step:
+        if self.world.agree(checkpoints.saved_step == self.step):
             return
         self._require_finite()
         if val_loss is not None:
             self._best = min(self._best, val_loss)
-        manifest = self.session.dataset.manifest
         commit = Commit(
             step=self.step,
             phase=phase.name,
-            tokens=self.step * self.session.tokens_per_step,
+            tokens=self._tokens(),
             val_loss=val_loss,
             config_sha256=self.session.config_sha256,
             determinism=device.determinism(self.session.device),
-            dataset={"sha256": manifest.sha256, "source": manifest.source},
+            dataset={"sha256": self._manifest.sha256, "source": self._manifest.source},
             requires=self.experiment.requires(phase),
             reason=reason,
+            world_size=self.world.size,
         )
         progress = {
             "best": None if self._best == math.inf else self._best,
             "val_loss": self.val_loss,
+            "ended": self._ended,
             "experiment": copy.deepcopy(self.experiment.progress),
         }
         self._note(checkpoints.save(state, commit, progress))
@@ -230,20 +269,29 @@ class Loop:
                 self.session.say(text)
             self._events.append(text)
 
-    def _heed_stop(self, phase: Phase, state: State | None) -> None:
+    def _say_event(self, text: str) -> None:
+        self.session.say(text)
+        self._events.append(text)
+
+    def _stop(self) -> tuple[str, bool] | None:
+        """The stop request, as rank 0 sees it."""
+        stop = self.session.requests.stop() if self.world.first else None
+        return None if stop is None else (stop.reason[:REASON_CHARACTERS], stop.save)
+
+    def _heed(self, phase: Phase, state: State | None, stop: tuple[str, bool] | None) -> None:
         """Once per optimizer step. `state` None: this step's checkpoint is on its way already."""
-        stop = self.session.requests.stop()
         if stop is None:
             return
-        if stop.save:
+        reason, save = stop
+        if save:
             if state is not None:
                 self._save(phase, state, "stop", None)
             self._note(self.session.checkpoints.wait())
-        self.session.say(f"stopped after step {self.step}: {stop.reason}")
-        raise Stopped(stop.reason)
+        self.session.say(f"stopped after step {self.step}: {reason}")
+        raise Stopped(reason)
 
     def _require_finite(self) -> None:
-        if not self._finite.item():
+        if self.world.sum((~self._finite).float()).item():
             raise LossNotFiniteError(
                 f"loss or gradients are not finite at step {self.step}; nothing was saved since step "
                 f"{max(self.session.checkpoints.saved_step, 0)}, which is good. Lower optim.lr or optim.clip."
@@ -251,18 +299,19 @@ class Loop:
 
     def _choose_rung(self, phase: Phase) -> sizing.Rung:
         """The rung asked for, or the first lower one that is predicted to fit this GPU. Left in rung.json."""
-        ladder, session = sizing.ladder(self.config), self.session
+        session, ranks = self.session, self.world.size
+        ladder = sizing.ladder(self.config, ranks)
         index = min(session.rung, len(ladder) - 1)
         if session.device.is_cuda:
-            fitting = sizing.choose_rung(self.config, session.device.memory_gb, phase.index)
+            fitting = sizing.choose_rung(self.config, session.device.memory_gb, phase.index, ranks)
             if fitting is None:
                 raise ValueError(
                     f"phase {phase.name} does not fit {session.device.memory_gb:.1f} GB at any micro-batch: choose an "
-                    "instance type with more GPU memory, or precision.phase3_state: bf16"
+                    "instance type with more GPU memory, or a smaller state (precision, method)"
                 )
             index = max(index, ladder.index(fitting))
         rung = ladder[index]
-        lower = sizing.lower_rung(self.config, rung, phase.index)
+        lower = sizing.lower_rung(self.config, rung, phase.index, ranks)
         record = {
             "phase": phase.name,
             "rung": index,
@@ -270,5 +319,6 @@ class Loop:
             "checkpointing": rung.checkpointing,
             "lower": None if lower is None else ladder.index(lower),  # where to go after an out-of-memory
         }
-        atomic.write_json(session.workdir / "rung.json", record)
+        if self.world.first:
+            atomic.write_json(session.workdir / "rung.json", record)
         return rung

@@ -76,10 +76,8 @@ class MetricsFile:
         atomic.write_bytes(self.path, b"".join(kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line with every key of KEYS."""
-        unknown = record.keys() - set(KEYS)
-        assert not unknown, unknown
-        line = json.dumps({key: record.get(key) for key in KEYS}, allow_nan=False)
+        """Appends one line with every key of KEYS, then the experiment's own figures."""
+        line = json.dumps({**{key: record.get(key) for key in KEYS}, **record}, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job.config import AdamW
+from job.config.common import CosineAdamW
+from job.train import parallel
 
-Moment = Literal["exp_avg", "exp_avg_sq"]
-MOMENTS: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
 
-
-def make(groups: Iterable[dict[str, Any]], config: AdamW, *, seed: int) -> Optimizer:
+def make(groups: Iterable[dict[str, Any]], config: AdamW | CosineAdamW, *, seed: int) -> Optimizer:
     """The optimizer for these parameters, chosen by their dtype. Its moments exist from the start, as zeros."""
     groups = [group for group in groups if group["params"]]
     betas = (config.betas[0], config.betas[1])
@@ -45,16 +44,19 @@ def make(groups: Iterable[dict[str, Any]], config: AdamW, *, seed: int) -> Optim
 
 def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:
     """The optimizer's own moment tensors by kind and parameter name: what a checkpoint holds beside the weights."""
-    return {
-        kind: {name: optimizer.state[parameter][kind] for name, parameter in module.named_parameters()}
-        for kind in MOMENTS
-    }
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        for kind, tensor in optimizer.state.get(parameter, {}).items():
+            if kind != "step":
+                found.setdefault(kind, {})[name] = tensor
+    return found
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
     """Continues after `step` steps of this phase; the bias correction depends on it."""
     for parameter in _parameters(optimizer):
-        optimizer.state[parameter]["step"].fill_(step)
+        if "step" in optimizer.state.get(parameter, {}):
+            optimizer.state[parameter]["step"].fill_(step)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -69,10 +71,10 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     device. Unlike torch's it sums bf16 gradients in fp32.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    total = parallel.norm(gradients)
     if max_norm:
-        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))
+        own = [parallel.local(gradient) for gradient in gradients]
+        torch._foreach_mul_(own, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total
 
 

@@ -163,6 +163,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def on_host(tensor: Tensor, part: Tensor, world: World) -> Tensor:
+    """`part`, host memory for this rank's own part of `tensor`, as the same shard of the same whole."""
+    if not isinstance(tensor, DTensor):
+        return part
+    assert world.host_mesh is not None
+    return DTensor.from_local(
+        part, world.host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def norm(gradients: Sequence[Tensor]) -> Tensor:
     """The global norm over all gradients and ranks, fp32 or wider, a scalar on the device."""
     norms = [_own_norm(gradient) for gradient in gradients if not isinstance(gradient, DTensor)]

@@ -9,7 +9,9 @@ import torch
 import train_world as world
 
 from job.dataset.shards import HEADER, write_shard
-from job.train.data import Corpus, Dataset, draw
+from job.train.data import Corpus, Dataset, draw, mix, split
+from job.train.experiment import Work
+from job.train.parallel import World
 
 CPU = torch.device("cpu")
 SEQUENCE = 16
@@ -26,7 +28,11 @@ def dataset(folder: Path) -> Dataset:
 
 
 def batch(dataset: Dataset, seed: int, step: int, micro: int = 8) -> torch.Tensor:
-    return torch.cat([tokens for tokens, _ in dataset.micro_batches(seed, step, 8, micro)])
+    return tokens_of(dataset.batch(seed, step, 8, micro, World()))
+
+
+def tokens_of(work: Work) -> torch.Tensor:
+    return torch.cat([micro.inputs[0] for micro in work.micros])
 
 
 def test_a_step_has_the_same_batch_whatever_was_drawn_before(dataset: Dataset) -> None:
@@ -43,12 +49,39 @@ def test_steps_and_seeds_have_different_batches(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_the_micro_batches_together_are_the_global_batch_in_order(dataset: Dataset, ranks: int) -> None:
-    assert torch.equal(batch(dataset, 1, 3, micro=8 // ranks), batch(dataset, 1, 3))
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_the_parts_of_all_ranks_together_are_the_global_batch_in_order(
+    dataset: Dataset, ranks: int, micro: int
+) -> None:
+    works = [dataset.batch(1, 3, 8, micro, World(rank=rank, size=ranks)) for rank in range(ranks)]
+    assert {work.total for work in works} == {8 * SEQUENCE}
+    assert torch.equal(torch.cat([tokens_of(work) for work in works]), batch(dataset, 1, 3))
+
+
+@pytest.mark.parametrize("total", [8, 24, 100, 250])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("micro", [2, 3, 16])
+def test_every_row_has_one_rank_and_every_rank_as_many_micro_batches(total: int, ranks: int, micro: int) -> None:
+    parts = [split(total, World(rank=rank, size=ranks), micro) for rank in range(ranks)]
+    assert [place for own in parts for part in own for place in part] == list(range(total))
+    assert len({len(own) for own in parts}) == 1
+    assert all(1 <= len(part) <= micro for own in parts for part in own)
+
+
+def test_a_batch_that_leaves_a_rank_without_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 rows cannot be cut into 2 micro-batches on each of 8 GPUs"):
+        split(9, World(rank=0, size=8), 1)
 
 
 def test_a_micro_batch_that_does_not_divide_leaves_a_smaller_last_one(dataset: Dataset) -> None:
-    assert [len(tokens) for tokens, _ in dataset.micro_batches(1, 3, 8, 3)] == [3, 3, 2]
+    micros = list(dataset.batch(1, 3, 8, 3, World()).micros)
+    assert [(len(micro.inputs[0]), micro.place) for micro in micros] == [(3, 0), (3, 3), (2, 6)]
+
+
+def test_the_seeds_of_micro_batches_differ_by_seed_step_and_place() -> None:
+    seeds = {mix(seed, step, place) for seed in range(3) for step in range(20) for place in range(8)}
+    assert len(seeds) == 3 * 20 * 8
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
 def test_the_rows_of_a_batch_are_different_windows() -> None:
@@ -67,7 +100,8 @@ def test_starts_cover_the_corpus_evenly() -> None:
 
 
 def test_targets_are_the_tokens_one_position_on(dataset: Dataset) -> None:
-    for tokens, targets in dataset.micro_batches(1, 0, 4, 4):
+    for micro in dataset.batch(1, 0, 4, 4, World()).micros:
+        tokens, targets = micro.inputs
         assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
 
@@ -94,7 +128,7 @@ def test_a_vocabulary_beyond_65536_takes_four_bytes(tmp_path: Path) -> None:
 
 
 def test_validation_windows_are_always_the_same_and_spread_over_the_held_out_text(dataset: Dataset) -> None:
-    first, second = (torch.cat([tokens for tokens, _ in dataset.fixed(4, micro)]) for micro in (4, 3))
+    first, second = (tokens_of(dataset.fixed(4, micro, World())) for micro in (4, 3))
     assert torch.equal(first, second)
     assert first.shape == (4, SEQUENCE)
     assert len({tuple(row) for row in first.tolist()}) == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,12 @@ import torch
 import train_world as world
 from torch import nn
 
-from job.config import AdamW, from_json
-from job.models.growth import build, parameter_groups
+from job.config import AdamW, GrowthConfig
+from job.models.growth import build
+from job.sizing import Rung
 from job.train import optimizer
-from job.train.data import Dataset
 from job.train.optimizer import NarrowAdamW, stochastic_bf16
-from job.train.step import evaluate, update
+from job.train.step import update
 
 CONFIG = AdamW(weight_decay=0.1)
 
@@ -135,19 +134,16 @@ def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
 
 @pytest.mark.parametrize("phase", [0, 1])
 def test_cutting_the_batch_changes_only_rounding(phase: int, tmp_path: Path) -> None:
-    world.make(tmp_path)
-    config = from_json("tinystories-growth", world.PARAMETERS)
-    config = replace(config, optim=replace(config.optim, lr=(1e-2, 1e-2, 1e-2), load_balance=0.0, betas=(0.9, 0.95)))
-    dataset = Dataset(
-        tmp_path / "data", vocab=config.model.vocab, sequence=config.data.sequence, device=torch.device("cpu")
-    )
+    experiment = world.experiment(world.make(tmp_path, optim={"lr": [1e-2, 1e-2, 1e-2], "load_balance": 0.0}))
+    config, one = experiment.session.config, experiment.phases[phase]
+    assert isinstance(config, GrowthConfig)
     losses, norms = [], []
-    for micro in (4, 3, 1):
+    for rung in (Rung(micro=4), Rung(micro=3), Rung(micro=1)):
         module = build(config, phase)
-        opt = optimizer.make(parameter_groups(module, config), config.optim, seed=1)
+        opt = experiment.optimizer(one, module)
         optimizer.set_lr(opt, 1e-2)
-        results = [update(module, opt, dataset, config, step, micro) for step in range(3)]
-        losses.append([r.loss.item() for r in results] + [evaluate(module, dataset, config, micro)])
+        results = [update(experiment, module, opt, experiment.batch(one, s, rung), s) for s in range(3)]
+        losses.append([r.loss.item() for r in results] + [experiment.evaluate(one, module, rung)])
         norms.append([r.grad_norm.item() for r in results])
     for cut in (1, 2):
         assert losses[cut] == pytest.approx(losses[0], rel=1e-5)

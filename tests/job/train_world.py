@@ -9,6 +9,8 @@ from typing import Any
 from job import atomic
 from job.dataset import prepare, sources
 from job.train import __main__ as trainer
+from job.train.experiment import Experiment
+from job.train.parallel import World
 from job.train.requests import Requests, Stop
 
 STEPS = 4  # per phase
@@ -65,6 +67,12 @@ class StopAt(Requests):
 def train(workdir: Path, requests: Requests | None = None, *, rung: int = 0) -> int:
     """One start of the trainer in this process; its exit code."""
     return trainer.train(workdir, rung, requests or StopAt(workdir))
+
+
+def experiment(workdir: Path) -> Experiment:
+    """Opened, nothing trained."""
+    opened, _ = trainer.start(trainer.Run.read(workdir), workdir, 0, StopAt(workdir), World())
+    return opened
 
 
 def final_hash(workdir: Path) -> str:
