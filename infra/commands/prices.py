@@ -1,0 +1,106 @@
+"""`gpufleet prices`: how old and complete the known prices are; `gpufleet prices refresh` reads them anew from AWS."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra.catalog import SHIPPED, Catalog, files, load_catalog, project_prices
+from infra.errors import AwsRefused, GpufleetError
+from infra.prices import coverage
+
+if TYPE_CHECKING:
+    from infra.prices.refresh import Refreshed
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Command-line arguments."""
+    parser.add_argument(
+        "action", nargs="?", choices=["refresh"], help="refresh: read prices from AWS into a new dated folder"
+    )
+    parser.add_argument("--region", action="append", metavar="REGION", help="only this region; may be repeated")
+    parser.add_argument(
+        "--to", type=Path, metavar="FOLDER", help="with refresh: where the dated folder goes (default: prices/)"
+    )
+    parser.add_argument("--json", action="store_true", help="without refresh: the same for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows, or refreshes. A refresh gives 1 when a question to AWS failed, and raises AwsRefused when all did."""
+    catalog = load_catalog()
+    regions = args.region or list(catalog.regions())
+    if unknown := [region for region in regions if region not in catalog.regions()]:
+        raise GpufleetError(f"--region {unknown[0]}: the catalog covers {', '.join(catalog.regions())}")
+    now = datetime.now(UTC)
+    if args.action == "refresh":
+        if args.json:
+            raise GpufleetError("--json shows prices; refresh writes them: run `gpufleet prices --json` afterwards")
+        return refresh(
+            catalog, regions, args.to or project_prices(Path.cwd()), pricing=_pricing(), ec2_in=_ec2, now=now
+        )
+    if args.to:
+        raise GpufleetError("--to goes with refresh: gpufleet prices refresh --to FOLDER")
+    if args.json:
+        sys.stdout.write(json.dumps(coverage.to_json(catalog, regions, now.date()), indent=2) + "\n")
+    else:
+        sys.stdout.write(coverage.render(catalog, regions, now.date()))
+    return 0
+
+
+def refresh(catalog: Catalog, regions: list[str], to: Path, *, pricing: Any, ec2_in: Any, now: datetime) -> int:
+    """Asks, writes the folder, and says what was not read, what moved, what is gone."""
+    from infra.prices.refresh import refresh as read_anew  # here: showing prices needs no boto3
+
+    types = [name for name, each in catalog.instances.items() if each.left_ec2 is None or each.left_ec2 >= now.date()]
+    found = files.folders(to)
+    old = files.newer(files.read(SHIPPED), files.read(found[-1])) if found else files.read(SHIPPED)
+    print(f"Asking AWS for {len(types)} GPU types and the service prices in {', '.join(regions)} ...")
+    done = read_anew(old, types, regions, pricing=pricing, ec2_in=ec2_in, now=now)
+    if not done.read:
+        why = "; ".join(dict.fromkeys(kept.why for kept in done.kept))
+        raise AwsRefused(
+            f"no price could be read, nothing was written: {why}. It takes pricing:GetProducts,"
+            " ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones; the embedded AWS serves no prices"
+        )
+    folder = files.write(done.prices, to, now.date())
+    _say(done, folder)
+    return 1 if done.failed else 0
+
+
+def _say(done: Refreshed, folder: Path) -> None:
+    print(f"{done.read} prices read, written to {folder}. Commit it, so that everyone's bills stand on it.")
+    if done.kept:
+        print(f"\nNot read, {len(done.kept)}; each keeps its old figure with its old date and source:")
+    for kept in done.kept:
+        old = f"; the old one is of {kept.as_of}" if kept.as_of else "; there is no old one"
+        print(f"  - {kept.what}: {kept.why}{old}")
+    if done.moved:
+        print("\nMoved by more than 3x; look before you trust:")
+    for moved in done.moved:
+        print(f"  - {moved.what}: {moved.old.amount:f} ({moved.old.as_of}) to {moved.new:f}")
+    if done.gone:
+        print(f"\nWithout a spot price now, left out: {', '.join(done.gone)}")
+
+
+def _pricing() -> Any:
+    from infra.prices.price_list import API_REGION
+
+    return _client("pricing", API_REGION)
+
+
+def _ec2(region: str) -> Any:
+    return _client("ec2", region)
+
+
+def _client(service: str, region: str) -> Any:
+    """Adaptive: hundreds of questions in a row meet the API's rate, and botocore then slows down by itself."""
+    import boto3
+    from botocore.config import Config
+
+    retries: Any = {"mode": "adaptive", "total_max_attempts": 8}
+    config = Config(connect_timeout=5, read_timeout=60, retries=retries, user_agent_extra="gpufleet")
+    return boto3.session.Session().client(service, region_name=region, config=config)

@@ -1,0 +1,187 @@
+"""How old and how complete a catalog's prices are, per region and item. Asks nobody; the date of today is given."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
+from typing import Any
+
+from infra.catalog import Catalog, Instance, Price, SpotPrice
+
+SCHEMA = 1
+SPREAD = 3  # dearest over cheapest zone from which it is said
+WIDTH = 100
+
+
+def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, Any]:
+    """Keys as documented in docs/prices.md. Money is a decimal string, a date is ISO."""
+    return {
+        "schema": SCHEMA,
+        "catalog": {
+            "name": catalog.name,
+            "as_of": catalog.as_of.isoformat(),
+            "age_days": (today - catalog.as_of).days,
+        },
+        "regions": [_region(catalog, region, today) for region in regions],
+        "items": [
+            {"item": item, "region": region, "usd": f"{price.amount:f}", "unit": price.unit, **_origin(price)}
+            for (item, region), price in sorted(catalog.services.items())
+            if region in regions
+        ],
+    }
+
+
+def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
+    """The same as text: one region in detail, type by type; several as a table of counts and dates."""
+    found = to_json(catalog, regions, today)
+    age = found["catalog"]["age_days"]
+    lines = [
+        f"Prices: {catalog.name}; the newest is of {catalog.as_of}, {age} days old. * = inferred, not read at AWS.",
+        "",
+    ]
+    lines += _types(catalog, regions[0], today) if len(regions) == 1 else _counts(found["regions"])
+    lines += ["", *_items(catalog, regions), ""]
+    for region in found["regions"]:
+        for kind in ("on_demand", "spot"):
+            if missing := region[kind]["missing"]:
+                lines += _wrap(f"{region['region']}: no {kind.replace('_', '-')} price of {', '.join(missing)}")
+        for doubt in region["doubts"]:
+            lines += _wrap(f"{region['region']}: {doubt}")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def doubts(instance: Instance, on_demand: Price | None, spot: Sequence[SpotPrice]) -> Iterator[str]:
+    """What is odd about the prices of one type in one region."""
+    if not spot:
+        return
+    low, high = spot[0], spot[-1]
+    if on_demand is None:
+        yield f"{instance.type} has a spot price and no on-demand price to compare it with"
+    elif high.price.amount >= on_demand.amount:
+        zones = ", ".join(zone.zone for zone in spot if zone.price.amount >= on_demand.amount)
+        word = "more than" if high.price.amount > on_demand.amount else "as much as"
+        yield f"{instance.type}: spot costs {word} on demand ({on_demand.amount:f}) in {zones}"
+    if high.price.amount >= SPREAD * low.price.amount:
+        yield (
+            f"{instance.type}: zones differ by {high.price.amount / low.price.amount:.1f}x, {low.price.amount:f}"
+            f" ({low.zone}) to {high.price.amount:f} ({high.zone})"
+        )
+
+
+def _region(catalog: Catalog, region: str, today: date) -> dict[str, Any]:
+    known = _launchable(catalog, region, today)
+    on_demand = {type_: price for type_ in known if (price := catalog.on_demand_prices.get((type_, region)))}
+    spot = {type_: zones for type_ in known if (zones := catalog.spot_prices.get((type_, region)))}
+    every_zone = [zone.price for zones in spot.values() for zone in zones]
+    return {
+        "region": region,
+        "types": len(known),
+        "on_demand": {
+            "priced": len(on_demand),
+            "missing": [type_ for type_ in known if type_ not in on_demand],
+            **_dates(on_demand.values()),
+        },
+        "spot": {
+            "priced": len(spot),
+            "missing": [type_ for type_ in known if type_ not in spot],
+            "zones": len({zone.zone for zones in spot.values() for zone in zones}),
+            **_dates(every_zone),
+        },
+        "doubts": [
+            doubt
+            for type_, instance in known.items()
+            for doubt in doubts(instance, on_demand.get(type_), spot.get(type_, ()))
+        ],
+    }
+
+
+def _launchable(catalog: Catalog, region: str, today: date) -> dict[str, Instance]:
+    """What may be launched there today: not left EC2, and offered in the region or not known to be offered or not."""
+    return {
+        type_: instance
+        for type_, instance in catalog.instances.items()
+        if (instance.left_ec2 is None or instance.left_ec2 >= today)
+        and (instance.regions is None or region in instance.regions or (type_, region) in catalog.on_demand_prices)
+    }
+
+
+def _dates(prices: Iterable[Price]) -> dict[str, Any]:
+    found = list(prices)
+    days = sorted(price.as_of.isoformat() for price in found)
+    return {
+        "inferred": sum(price.status == "inferred" for price in found),
+        "oldest": days[0] if days else None,
+        "newest": days[-1] if days else None,
+    }
+
+
+def _origin(price: Price) -> dict[str, str]:
+    return {"as_of": price.as_of.isoformat(), "source": price.source, "status": price.status}
+
+
+def _counts(regions: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for found in regions:
+        on_demand, spot = found["on_demand"], found["spot"]
+        rows.append(
+            (
+                found["region"],
+                str(found["types"]),
+                str(on_demand["priced"]),
+                str(on_demand["inferred"]),
+                _span(on_demand),
+                str(spot["priced"]),
+                str(spot["zones"]),
+                _span(spot),
+            )
+        )
+    return table(("region", "types", "on demand", "inferred", "of", "spot", "zones", "of"), rows)
+
+
+def _span(dated: dict[str, Any]) -> str:
+    if not dated["oldest"]:
+        return "-"
+    return dated["oldest"] if dated["oldest"] == dated["newest"] else f"{dated['oldest']} to {dated['newest']}"
+
+
+def _types(catalog: Catalog, region: str, today: date) -> list[str]:
+    rows = []
+    for type_, instance in _launchable(catalog, region, today).items():
+        price, spot = catalog.on_demand_prices.get((type_, region)), catalog.spot_prices.get((type_, region), ())
+        week = [amount for zone in spot for amount in (zone.low, zone.high) if amount is not None]
+        rows.append(
+            (
+                type_,
+                instance.gpus,
+                f"{price.amount:f}{'*' if price.status == 'inferred' else ''}" if price else "-",
+                price.as_of.isoformat() if price else "-",
+                ", ".join(f"{zone.zone} {zone.price.amount:f}" for zone in spot) or "-",
+                f"{min(week):f} to {max(week):f}" if week else "-",
+                max(zone.price.as_of for zone in spot).isoformat() if spot else "-",
+            )
+        )
+    return table(("type", "GPUs", "on demand", "of", "spot by zone", "in its 7 days", "of"), rows)
+
+
+def _items(catalog: Catalog, regions: Sequence[str]) -> list[str]:
+    rows = []
+    for item in dict.fromkeys(item for item, _ in catalog.services):
+        cells = [catalog.services.get((item, region)) for region in regions]
+        shown = [
+            f"{cell.amount:f}{'*' if cell.status == 'inferred' else ''} of {cell.as_of}" if cell else "-"
+            for cell in cells
+        ]
+        rows.append((item, next(cell.unit for cell in cells if cell), *shown) if any(cells) else (item, "-", *shown))
+    return table(("item", "USD per", *regions), rows)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = (heads, ["-" * width for width in widths], *rows)
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines]
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

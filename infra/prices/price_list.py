@@ -1,0 +1,178 @@
+"""On-demand and service prices from the AWS Price List (GetProducts).
+
+An answer is a list of products, each a JSON text: `product.attributes`, and under `terms.OnDemand` the price dimensions
+with unit, USD and the amount from which they hold. Three things that surprise (read in public clients of this API and
+in the SDK's own example, 2026-11):
+
+- Usage types carry the region's prefix, but in us-east-1 old ones have none: USE2-EBS:VolumeUsage.gp3 in us-east-2 is
+  EBS:VolumeUsage.gp3 there.
+- gp3 throughput comes per GiB/s; a bill counts MiB/s.
+- Capacity Blocks stand among the instances at 0 USD: marketoption and a price above 0 keep them out.
+
+Where an answer leaves a choice, there is no price: a guess would look like a fact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+API_REGION = "us-east-1"  # the Price List answers for every region from here
+PREFIXES = {
+    "us-east-1": ("", "USE1-"),
+    "us-east-2": ("USE2-",),
+    "us-west-2": ("USW2-",),
+    "eu-west-1": ("EU-", "EUW1-"),
+}
+
+
+class NoFigure(Exception):
+    """AWS answered, and the answer holds no usable price. `empty`: it lists no such product at all."""
+
+    def __init__(self, why: str, *, empty: bool = False) -> None:
+        super().__init__(why)
+        self.empty = empty
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """Where the Price List keeps one item of services.csv. `units`: factors from its units to the catalog's."""
+
+    service: str
+    usage_type: str  # without the region's prefix
+    unit: str  # the catalog's
+    units: dict[str, Decimal]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quote:
+    """A price in the catalog's unit, and the day on which AWS published it."""
+
+    amount: Decimal
+    published: str
+
+    @property
+    def source(self) -> str:
+        return f"AWS Price List, published {self.published}" if self.published else "AWS Price List"
+
+
+_ONE = Decimal(1)
+
+
+def _item(service: str, usage_type: str, unit: str, **units: Decimal) -> Item:
+    return Item(
+        service=service,
+        usage_type=usage_type,
+        unit=unit,
+        units={name.replace("_", "-"): factor for name, factor in units.items()},
+    )
+
+
+ITEMS = {
+    "ebs_gp3_storage": _item("AmazonEC2", "EBS:VolumeUsage.gp3", "GiB-month", gb_mo=_ONE),
+    "ebs_gp3_iops": _item("AmazonEC2", "EBS:VolumeP-IOPS.gp3", "IOPS-month", iops_mo=_ONE),
+    "ebs_gp3_throughput": _item(
+        "AmazonEC2", "EBS:VolumeP-Throughput.gp3", "MiB/s-month", gibps_mo=_ONE / 1024, mibps_mo=_ONE
+    ),
+    "ebs_snapshot": _item("AmazonEC2", "EBS:SnapshotUsage", "GB-month", gb_mo=_ONE),
+    "s3_storage": _item("AmazonS3", "TimedStorage-ByteHrs", "GB-month", gb_mo=_ONE),
+    "s3_write_requests": _item("AmazonS3", "Requests-Tier1", "1000 requests", requests=Decimal(1000)),
+    "s3_read_requests": _item("AmazonS3", "Requests-Tier2", "1000 requests", requests=Decimal(1000)),
+    "logs_ingestion": _item("AmazonCloudWatch", "DataProcessing-Bytes", "GB", gb=_ONE),
+    "logs_storage": _item("AmazonCloudWatch", "TimedStorage-ByteHrs", "GB-month", gb_mo=_ONE),
+    "transfer_out": _item("AWSDataTransfer", "DataTransfer-Out-Bytes", "GB", gb=_ONE),
+    "transfer_between_zones": _item("AWSDataTransfer", "DataTransfer-Regional-Bytes", "GB", gb=_ONE),
+    "public_ipv4": _item("AmazonVPC", "PublicIPv4:InUseAddress", "address-hour", hrs=_ONE),
+}
+
+
+def on_demand(pricing: Any, type_: str, region: str) -> Quote:
+    """USD per node-hour of a Linux node. Raises NoFigure, and what botocore raises."""
+    filters = {
+        "instanceType": type_,
+        "regionCode": region,
+        "operatingSystem": "Linux",
+        "tenancy": "Shared",
+        "preInstalledSw": "NA",
+        "capacitystatus": "Used",
+        "operation": "RunInstances",
+        "marketoption": "OnDemand",
+    }
+    return _quote(list(_products(pricing, "AmazonEC2", filters)), {"hrs": _ONE}, region)
+
+
+def service(pricing: Any, name: str, region: str) -> Quote:
+    """USD per unit of a service item. The first tier counts. Raises NoFigure, and what botocore raises."""
+    item, products = ITEMS[name], []
+    for prefix in PREFIXES[region]:
+        usage_type = prefix + item.usage_type
+        found = _products(pricing, item.service, {"usagetype": usage_type})
+        products += [product for product in found if _attributes(product).get("usagetype") == usage_type]
+        if products:
+            break
+    return _quote(products, item.units, region)
+
+
+def _products(pricing: Any, service_code: str, filters: dict[str, str]) -> Iterator[dict[str, Any]]:
+    pages = pricing.get_paginator("get_products").paginate(
+        ServiceCode=service_code,
+        FormatVersion="aws_v1",
+        Filters=[{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in filters.items()],
+    )
+    for page in pages:
+        for text in page.get("PriceList") or ():
+            try:
+                product = json.loads(text)
+            except ValueError:
+                raise NoFigure("the answer is not JSON") from None
+            if not isinstance(product, dict):
+                raise NoFigure("the answer is not a product")
+            yield product
+
+
+def _quote(products: list[dict[str, Any]], units: dict[str, Decimal], region: str) -> Quote:
+    """The one price that all products of the region agree on."""
+    here = [product for product in products if _region(product) in (region, None)]
+    if not here:
+        raise NoFigure("the Price List has no such product", empty=True)
+    try:
+        tiers = [tier for product in here if (tier := _first_tier(product)) is not None]
+    except (KeyError, TypeError, AttributeError, InvalidOperation) as error:
+        raise NoFigure(f"the answer has an unknown form ({type(error).__name__}: {error})") from None
+    if not tiers:
+        raise NoFigure("the Price List has the product without a price above 0", empty=True)
+    known = {(units[unit] * usd).normalize() for unit, usd in tiers if unit in units}
+    if len(known) != 1 or any(unit not in units for unit, _ in tiers):
+        shown = ", ".join(sorted(f"{usd:f} per {unit}" for unit, usd in tiers))
+        raise NoFigure(f"the Price List gives no single price: {shown}")
+    published = max(str(product.get("publicationDate", ""))[:10] for product in here)
+    return Quote(amount=known.pop(), published=published)
+
+
+def _first_tier(product: dict[str, Any]) -> tuple[str, Decimal] | None:
+    """(unit, USD) of the lowest tier that costs something; None when nothing does."""
+    found = [
+        (
+            Decimal(dimension.get("beginRange") or 0),
+            dimension["unit"].lower(),
+            Decimal(dimension["pricePerUnit"]["USD"]),
+        )
+        for term in product["terms"].get("OnDemand", {}).values()
+        for dimension in term["priceDimensions"].values()
+        if "USD" in dimension["pricePerUnit"]
+    ]
+    priced = sorted(tier for tier in found if tier[2] > 0)
+    return priced[0][1:] if priced else None
+
+
+def _attributes(product: dict[str, Any]) -> dict[str, Any]:
+    found = product.get("product", {}).get("attributes", {})
+    return found if isinstance(found, dict) else {}
+
+
+def _region(product: dict[str, Any]) -> str | None:
+    attributes = _attributes(product)
+    return attributes.get("regionCode") or attributes.get("fromRegionCode")

@@ -1,0 +1,171 @@
+"""Every price anew, figure by figure: what AWS does not answer keeps its old figure, date and source, and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Any
+
+from botocore import exceptions
+
+from infra.catalog.files import Price, Prices, SpotPrice, cheapest_first
+from infra.prices import price_list, spot_history
+from infra.prices.price_list import NoFigure
+
+JUMP = 3  # a price that grew or shrank more than this many times is shown
+_HOPELESS = (
+    "AccessDenied",
+    "AccessDeniedException",
+    "UnauthorizedOperation",
+    "AuthFailure",
+    "InvalidClientTokenId",
+    "UnrecognizedClientException",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "RequestExpired",
+    "OptInRequired",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """A figure that could not be read anew. `as_of` is the old one's date, None when there is no old one."""
+
+    what: str
+    why: str
+    as_of: date | None
+    failed: bool  # False: AWS answered, and has no such price
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """A price that is more than JUMP times, or less than 1/JUMP of, what it was."""
+
+    what: str
+    old: Price
+    new: Decimal
+
+
+@dataclass(slots=True)
+class Refreshed:
+    """What came of one refresh."""
+
+    prices: Prices
+    read: int = 0
+    kept: list[Kept] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)  # zones without a spot price any more
+
+    @property
+    def failed(self) -> list[Kept]:
+        return [kept for kept in self.kept if kept.failed]
+
+
+def refresh(
+    old: Prices,
+    types: Iterable[str],
+    regions: Iterable[str],
+    *,
+    pricing: Any,
+    ec2_in: Callable[[str], Any],
+    now: datetime,
+) -> Refreshed:
+    """All of `types` and every service item in `regions`. `old` is not changed.
+
+    `pricing` is a client of the Price List, `ec2_in` makes a client of EC2 in a region; `now` must be aware.
+    """
+    prices = replace(
+        old, on_demand=dict(old.on_demand), spot=dict(old.spot), services=dict(old.services), notes=dict(old.notes)
+    )
+    done = Refreshed(prices)
+    types, day = sorted(types), now.date()
+    given_up = ""
+    for region in regions:
+        for name, ask, table, unit in [
+            *((type_, price_list.on_demand, prices.on_demand, "node-hour") for type_ in types),
+            *((name, price_list.service, prices.services, item.unit) for name, item in price_list.ITEMS.items()),
+        ]:
+            before = table.get((name, region))
+            what = f"on-demand price of {name} in {region}" if table is prices.on_demand else f"{name} in {region}"
+            try:
+                if given_up:
+                    raise _GivenUp(given_up)
+                quote = ask(pricing, name, region)
+            except (NoFigure, _GivenUp, exceptions.ClientError, exceptions.BotoCoreError) as error:
+                given_up = _reason(error) if _hopeless(error) else given_up
+                _keep(done, what, error, before)
+                continue
+            table[name, region] = Price(
+                amount=quote.amount, unit=unit, source=quote.source, as_of=day, status="verified"
+            )
+            _note(done, what, before, quote.amount)
+        _spot(done, old, types, region, ec2_in, now)
+    return done
+
+
+def _spot(
+    done: Refreshed, old: Prices, types: list[str], region: str, ec2_in: Callable[[str], Any], now: datetime
+) -> None:
+    """One question per region: it fails or succeeds for all types at once."""
+    try:
+        found = spot_history.read(ec2_in(region), types, now)
+    except (exceptions.ClientError, exceptions.BotoCoreError) as error:
+        known = [zone.price.as_of for (_, where), zones in old.spot.items() if where == region for zone in zones]
+        done.kept.append(
+            Kept(what=f"all spot prices in {region}", why=_reason(error), as_of=min(known, default=None), failed=True)
+        )
+        return
+    for type_ in types:
+        zones = [zone for zone in found if zone.type == type_]
+        before = {zone.zone: zone for zone in old.spot.get((type_, region), ())}
+        if not zones:
+            if before:
+                oldest = min(zone.price.as_of for zone in before.values())
+                why = f"no spot price in {spot_history.DAYS} days"
+                what = f"spot prices of {type_} in {region}"
+                done.kept.append(Kept(what=what, why=why, as_of=oldest, failed=False))
+            continue
+        done.prices.spot[type_, region] = cheapest_first(_spot_price(zone, now.date()) for zone in zones)
+        for zone in zones:
+            known_price = before[zone.zone].price if zone.zone in before else None
+            _note(done, f"spot price of {type_} in {region} {zone.zone}", known_price, zone.median)
+        done.gone += [f"{type_} in {region} {zone}" for zone in sorted(set(before) - {zone.zone for zone in zones})]
+
+
+def _spot_price(zone: spot_history.ZonePrice, day: date) -> SpotPrice:
+    price = Price(amount=zone.median, unit="node-hour", source=spot_history.SOURCE, as_of=day, status="verified")
+    return SpotPrice(zone=zone.zone, price=price, low=zone.low, high=zone.high)
+
+
+class _GivenUp(Exception):
+    """Not asked: an earlier answer holds for this question too."""
+
+
+def _keep(done: Refreshed, what: str, error: Exception, before: Price | None) -> None:
+    empty = isinstance(error, NoFigure) and error.empty
+    if empty and before is None:
+        return  # not sold there, and never was
+    done.kept.append(Kept(what=what, why=_reason(error), as_of=before.as_of if before else None, failed=not empty))
+
+
+def _note(done: Refreshed, what: str, before: Price | None, new: Decimal) -> None:
+    done.read += 1
+    if before and before.amount and (new > JUMP * before.amount or before.amount > JUMP * new):
+        done.moved.append(Moved(what=what, old=before, new=new))
+
+
+def _hopeless(error: Exception) -> bool:
+    """Whether the next question of this kind meets the same: rights, credentials, no way to AWS."""
+    if isinstance(error, exceptions.ClientError):
+        return error.response.get("Error", {}).get("Code") in _HOPELESS
+    return isinstance(error, exceptions.BotoCoreError) and not isinstance(error, exceptions.HTTPClientError)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, exceptions.ClientError):
+        said = error.response.get("Error", {})
+        return f"{error.operation_name}: {said.get('Code', '')} {said.get('Message', '')}".strip()
+    return str(error)

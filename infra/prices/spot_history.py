@@ -1,0 +1,88 @@
+"""Spot prices per zone over 7 days (DescribeSpotPriceHistory).
+
+A price in the history holds from its moment until the next one of its zone; the newest before the window comes with
+the answer and holds from its start. So the median is over time, not over changes. Zones are named by id: az1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+DAYS = 7
+SOURCE = f"EC2 spot price history, median of {DAYS} days"
+_ZONE_ID = re.compile(r"[a-z]+[0-9]+-(az[0-9]+)")  # use2-az1; a Local Zone is use1-atl1-az1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZonePrice:
+    """USD per node-hour of one type in one zone over the window."""
+
+    type: str
+    zone: str
+    median: Decimal
+    low: Decimal
+    high: Decimal
+
+
+def read(ec2: Any, types: Iterable[str], now: datetime) -> list[ZonePrice]:
+    """Every given type in every zone of the client's region that has a price. Raises what botocore raises.
+
+    The type is a filter and not an argument: an argument that the region does not know is an error.
+    """
+    start = now - timedelta(days=DAYS)
+    pages = ec2.get_paginator("describe_spot_price_history").paginate(
+        StartTime=start,
+        EndTime=now,
+        Filters=[
+            {"Name": "instance-type", "Values": sorted(types)},
+            {"Name": "product-description", "Values": ["Linux/UNIX"]},
+        ],
+    )
+    rows = [row for page in pages for row in page.get("SpotPriceHistory") or ()]
+    unnamed = any(not row.get("AvailabilityZoneId") for row in rows)
+    return summarise(rows, zone_ids(ec2) if unnamed else {}, start, now)
+
+
+def zone_ids(ec2: Any) -> dict[str, str]:
+    """Zone name -> id as this account sees them: us-east-2a -> use2-az1."""
+    answer = ec2.describe_availability_zones(Filters=[{"Name": "zone-type", "Values": ["availability-zone"]}])
+    return {zone["ZoneName"]: zone["ZoneId"] for zone in answer["AvailabilityZones"] if zone.get("ZoneId")}
+
+
+def summarise(
+    rows: Iterable[Mapping[str, Any]], ids: Mapping[str, str], start: datetime, end: datetime
+) -> list[ZonePrice]:
+    """Median over time and extremes per type and zone, sorted. Local Zones and zones without an id are left out."""
+    changes: dict[tuple[str, str], list[tuple[datetime, Decimal]]] = defaultdict(list)
+    for row in rows:
+        zone_id = row.get("AvailabilityZoneId") or ids.get(row.get("AvailabilityZone", ""), "")
+        named = _ZONE_ID.fullmatch(zone_id)
+        if named and row["Timestamp"] <= end:
+            changes[row["InstanceType"], named[1]].append((row["Timestamp"], Decimal(row["SpotPrice"])))
+    found = []
+    for (type_, zone), moments in sorted(changes.items()):
+        moments.sort()
+        holds = [
+            (price, (max(until, start) - max(since, start)).total_seconds())
+            for (since, price), until in zip(moments, [*(moment for moment, _ in moments[1:]), end], strict=True)
+        ]
+        in_force = [price for price, seconds in holds if seconds > 0] or [holds[-1][0]]
+        found.append(ZonePrice(type=type_, zone=zone, median=_median(holds), low=min(in_force), high=max(in_force)))
+    return found
+
+
+def _median(holds: list[tuple[Decimal, float]]) -> Decimal:
+    """The price below or at which half of the time was spent."""
+    half = sum(seconds for _, seconds in holds) / 2
+    spent = 0.0
+    for price, seconds in sorted(holds):
+        spent += seconds
+        if spent >= half and (seconds > 0 or half == 0):
+            return price
+    return holds[-1][0]

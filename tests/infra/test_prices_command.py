@@ -1,0 +1,211 @@
+"""`gpufleet prices` and `gpufleet prices refresh` as they are typed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aws_prices import Ec2, PriceList, refused
+
+from infra.catalog import Price, SpotPrice, files, load_catalog
+from infra.commands import prices
+from infra.errors import AwsRefused, GpufleetError
+from infra.prices import coverage
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+TODAY = NOW.date()
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    prices.arguments(parser)
+    return prices.run(parser.parse_args(words))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "stacks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+Refresh = Callable[[PriceList, Ec2], int]
+
+
+@pytest.fixture
+def refresh(project: Path) -> Refresh:
+    def asked(pricing: PriceList, ec2: Ec2) -> int:
+        catalog = load_catalog()
+        folder = project / "prices"
+        return prices.refresh(catalog, ["us-east-2"], folder, pricing=pricing, ec2_in=lambda region: ec2, now=NOW)
+
+    return asked
+
+
+def listed(**more: Any) -> PriceList:
+    """A Price List with every type of the catalog at its old price in us-east-2."""
+    known = {key: str(p.amount) for key, p in load_catalog().on_demand_prices.items() if key[1] == "us-east-2"}
+    return PriceList(nodes=known, **more)
+
+
+def test_a_refresh_writes_a_folder_of_today_that_the_next_bill_stands_on(
+    refresh: Refresh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pricing = listed()
+    pricing.nodes["g5.2xlarge", "us-east-2"] = "1.30"
+    assert refresh(pricing, Ec2()) == 0
+    catalog = load_catalog()
+    assert (catalog.name, catalog.as_of) == ("prices/2026-11-21", TODAY)
+    assert catalog.on_demand("g5.2xlarge", "us-east-2").amount == Decimal("1.30")
+    assert "written to" in capsys.readouterr().out
+
+
+def test_a_partial_failure_is_exit_1_with_every_kept_figure_named(
+    refresh: Refresh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refresh(listed(errors={"g5.2xlarge": refused("ThrottlingException")}), Ec2()) == 1
+    printed = capsys.readouterr().out
+    assert "on-demand price of g5.2xlarge in us-east-2: GetProducts: ThrottlingException" in printed
+    assert "the old one is of 2026-01-21" in printed
+
+
+def test_when_nothing_can_be_read_nothing_is_written(refresh: Refresh, project: Path) -> None:
+    denied = refused("AccessDeniedException")
+    pricing = PriceList(errors=dict.fromkeys(load_catalog().instance_types(), denied))
+    with pytest.raises(AwsRefused, match=r"nothing was written: GetProducts: AccessDenied.*pricing:GetProducts"):
+        refresh(pricing, Ec2(error=refused("UnauthorizedOperation", "DescribeSpotPriceHistory")))
+    assert not (project / "prices").exists()
+
+
+def test_two_refreshes_of_a_day_are_two_folders_and_the_second_counts(refresh: Refresh, project: Path) -> None:
+    first = listed()
+    first.nodes["g5.2xlarge", "us-east-2"] = "1.30"
+    refresh(first, Ec2())
+    second = listed()
+    second.nodes["g5.2xlarge", "us-east-2"] = "1.40"
+    refresh(second, Ec2())
+    assert [folder.name for folder in files.folders(project / "prices")] == ["2026-11-21", "2026-11-21-2"]
+    assert load_catalog().on_demand("g5.2xlarge", "us-east-2").amount == Decimal("1.40")
+
+
+def test_a_failed_question_after_a_good_day_keeps_the_good_days_figure(refresh: Refresh, project: Path) -> None:
+    first = listed()
+    first.nodes["g5.2xlarge", "us-east-2"] = "1.30"
+    refresh(first, Ec2())
+    refresh(listed(errors={"g5.2xlarge": refused("ThrottlingException")}), Ec2())
+    kept = files.read(project / "prices" / "2026-11-21-2").on_demand["g5.2xlarge", "us-east-2"]
+    assert kept.amount == Decimal("1.30")
+    assert kept.source == "AWS Price List, published 2026-11-19"
+
+
+def test_moves_and_zones_that_are_gone_are_printed(refresh: Refresh, capsys: pytest.CaptureFixture[str]) -> None:
+    pricing = listed()
+    pricing.nodes["g5.2xlarge", "us-east-2"] = "9.99"
+    row = {"AvailabilityZoneId": "use2-az1", "InstanceType": "g6.xlarge", "SpotPrice": "0.27", "Timestamp": NOW}
+    assert refresh(pricing, Ec2(rows=[row])) == 0
+    printed = capsys.readouterr().out
+    assert "on-demand price of g5.2xlarge in us-east-2: 1.212 (2026-01-21) to 9.99" in printed
+    assert "g6.xlarge in us-east-2 az2" in printed
+
+
+def test_showing_gives_age_and_coverage_of_every_region(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    printed = capsys.readouterr().out
+    for word in ("us-east-1", "us-east-2", "us-west-2", "eu-west-1", "days old", "ebs_gp3_storage", "inferred"):
+        assert word in printed
+
+
+def test_json_counts_what_is_priced_inferred_and_missing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", "--region", "us-east-2") == 0
+    (region,) = json.loads(capsys.readouterr().out)["regions"]
+    found = region["on_demand"]
+    assert found["priced"] + len(found["missing"]) == region["types"]
+    assert 0 < found["inferred"] < found["priced"]
+    assert (found["oldest"], found["newest"]) == ("2026-01-21", "2026-07-20")
+    assert region["spot"]["zones"] == 3
+    assert "p5.4xlarge" in region["spot"]["missing"]  # no spot price was ever seen
+    assert "p5e.48xlarge" in found["missing"]  # spot, and nothing to compare it with
+    assert "p3.2xlarge" not in found["missing"]  # left EC2
+
+
+def test_one_region_is_shown_type_by_type_with_shares_of_a_gpu(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--region", "us-east-2") == 0
+    printed = capsys.readouterr().out
+    assert "1/8 of one L4" in printed
+    assert " 0 x " not in printed
+
+
+def test_an_unknown_region_is_an_error_that_names_the_known(project: Path) -> None:
+    with pytest.raises(GpufleetError, match="--region ap-south-1: the catalog covers us-east-1"):
+        run("--region", "ap-south-1")
+
+
+@pytest.mark.parametrize("words", [("--to", "x"), ("refresh", "--json")])
+def test_an_option_of_the_other_action_is_an_error(project: Path, words: tuple[str, ...]) -> None:
+    with pytest.raises(GpufleetError):
+        run(*words)
+
+
+# What is odd is said -------------------------------------------------------------------------------------------------
+
+
+def zone(name: str, usd: str) -> SpotPrice:
+    return SpotPrice(zone=name, price=priced(usd))
+
+
+def priced(usd: str) -> Price:
+    return Price(amount=Decimal(usd), unit="node-hour", source="x", as_of=date(2026, 1, 1), status="verified")
+
+
+@pytest.mark.parametrize(
+    ("on_demand", "spot", "said"),
+    [
+        ("1.00", [("az1", "0.40"), ("az2", "1.00")], ["spot costs as much as on demand (1.00) in az2"]),
+        ("1.00", [("az1", "0.40"), ("az2", "1.01")], ["spot costs more than on demand (1.00) in az2"]),
+        ("5.00", [("az1", "0.40"), ("az2", "1.20")], ["zones differ by 3.0x, 0.40 (az1) to 1.20 (az2)"]),
+        ("5.00", [("az1", "0.41"), ("az2", "1.20")], []),
+        (None, [("az1", "0.40")], ["has a spot price and no on-demand price"]),
+        ("1.00", [], []),
+    ],
+)
+def test_spot_as_dear_as_on_demand_zones_apart_and_nothing_to_compare_with(
+    on_demand: str | None, spot: list[tuple[str, str]], said: list[str]
+) -> None:
+    instance = load_catalog().instances["g5.2xlarge"]
+    zones = [zone(name, usd) for name, usd in spot]
+    found = list(coverage.doubts(instance, priced(on_demand) if on_demand else None, zones))
+    assert len(found) == len(said)
+    for sentence, part in zip(found, said, strict=True):
+        assert part in sentence
+
+
+def test_showing_prices_imports_no_boto3() -> None:
+    code = (
+        "import argparse, sys\n"
+        "from infra.commands import prices\n"
+        "prices.run(argparse.Namespace(action=None, region=None, to=None, json=True))\n"
+        "heavy = {'torch', 'pulumi', 'boto3', 'botocore'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True)
+
+
+def test_the_page_documents_every_key_of_the_json(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "prices.md").read_text()
+    run("--json")
+    found = json.loads(capsys.readouterr().out)
+    region = found["regions"][0]
+    for part in (found, found["catalog"], region, region["on_demand"], region["spot"], found["items"][0]):
+        for key in part:
+            assert f"`{key}" in page, key
