@@ -1,0 +1,52 @@
+"""`python -m job.serve DIR --port 8000`: answers HTTP requests from the model in DIR, a run's final/ folder.
+
+Bound to this machine alone unless --host says otherwise: there is no password. SIGTERM and Ctrl-C end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from job.serving.model import open_model
+from job.serving.server import Server
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is told to end. 2: there is nothing to serve, or the port is taken."""
+    parser = argparse.ArgumentParser(prog="python -m job.serve", description=__doc__)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="model.safetensors and meta.json, a run's final/")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    try:
+        served = open_model(args.folder, device=args.device)
+        server = Server((args.host, args.port), served)
+    except (ValueError, OSError, OverflowError, RuntimeError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # shutdown waits for serve_forever, which this very thread runs
+        threading.Thread(target=server.shutdown, name="shutdown").start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    with server:
+        host, port = server.server_address[:2]
+        sys.stdout.write(f"{served.name} on http://{host!s}:{port} (GET /health, GET /info, POST /generate)\n")
+        sys.stdout.flush()
+        server.serve_forever(poll_interval=0.1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

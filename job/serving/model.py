@@ -1,0 +1,92 @@
+"""A model from its exported folder, `model.safetensors` and `meta.json`, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from job import atomic
+from job.config.pretrain import CharModel
+from job.dataset import characters
+from job.models.char_gpt import CharGpt, generate
+from job.serving.request import Generation
+from job.train.export import META, WEIGHTS
+
+EXPERIMENT = "pretrain-d64"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """A model in memory. `name` says which one in every answer; `sequence` is the length it was trained on."""
+
+    module: CharGpt
+    name: str
+    sequence: int
+    meta: dict[str, Any]
+
+    def generate(self, asked: Generation) -> Iterator[str]:
+        """The characters that follow the prompt, one by one."""
+        ids = generate(
+            self.module,
+            list(characters.encode(asked.prompt.encode())),
+            allowed=len(characters.SYMBOLS),
+            max_tokens=asked.max_tokens,
+            window=self.sequence,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            seed=asked.seed,
+            stop=[characters.SYMBOLS.index("\n")] if asked.stop_on_newline else (),
+        )
+        return (characters.SYMBOLS[i] for i in ids)
+
+    def info(self) -> dict[str, Any]:
+        """What `GET /info` says."""
+        shape = self.module.model
+        return {
+            "model": self.name,
+            "step": self.meta.get("step"),
+            "tokens": self.meta.get("tokens"),
+            "val_loss": self.meta.get("val_loss"),
+            "layers": shape.layers,
+            "width": shape.width,
+            "heads": shape.width // shape.head_dim,
+            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "vocabulary": list(characters.SYMBOLS),
+            "sequence": self.sequence,
+            "device": str(self.module.embed.weight.device),
+        }
+
+
+def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
+    """The model in `folder`, products in fp32. Raises ValueError when it is not a character model's or is damaged."""
+    meta = atomic.read_object(folder / META)
+    if meta is None or not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{folder}: no exported model: {META} and {WEIGHTS} are needed, as a run's final/ holds them "
+            "(gpufleet results STACK brings it here)"
+        )
+    if meta.get("experiment") != EXPERIMENT:
+        raise ValueError(
+            f"{folder}: a model of {meta.get('experiment', 'an unknown experiment')}; only the character models of "
+            f"{EXPERIMENT} can be served"
+        )
+    try:
+        shape = CharModel(**{f.name: meta["shape"][f.name] for f in fields(CharModel)})
+        sequence, expected = int(meta["sequence"]), int(meta["files"][0]["bytes"])
+        if (size := (folder / WEIGHTS).stat().st_size) != expected:
+            raise ValueError(f"{WEIGHTS} is {size} bytes, {META} says {expected}: copy it again")
+        with torch.device("meta"):
+            module = CharGpt(shape)
+        module.load_state_dict(load_file(folder / WEIGHTS, device=str(device)), assign=True)
+    except (KeyError, IndexError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{folder}: damaged export ({type(error).__name__}: {error}); copy it again") from error
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    name = f"m{shape.layers}x{shape.width} step {meta.get('step')}"
+    return Served(module=module.eval(), name=name, sequence=sequence, meta=meta)

@@ -1,0 +1,177 @@
+"""The HTTP server: GET /health, GET /info, POST /generate. Answers and errors are JSON; streams are server-sent events.
+
+Each connection has a thread; at most `AT_ONCE` of them generate, others are told to come again (503). A client that
+neither sends nor reads for `PATIENCE_S` is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from job.serving.model import Served
+from job.serving.request import Refused, parse
+
+AT_ONCE = 4
+PATIENCE_S = 30.0
+CLOSING_S = 2.0
+BODY_BYTES = 64 * 1024  # the longest prompt is a few thousand characters
+DRAINED_BYTES = 1024 * 1024
+ROUTES = {"/health": "GET", "/info": "GET", "/generate": "POST"}
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one model until `shutdown`. Port 0 takes a free one; `server_address` says which."""
+
+    daemon_threads = True  # a connection that only waits does not keep us
+
+    def __init__(self, address: tuple[str, int], served: Served) -> None:
+        self.served = served
+        self.free = threading.BoundedSemaphore(AT_ONCE)
+        self.ending = threading.Event()
+        super().__init__(address, Handler)
+
+    def shutdown(self) -> None:
+        self.ending.set()  # every generation ends at its next character
+        super().shutdown()
+
+    def server_close(self) -> None:
+        """Closes the port and waits until the generations under way have said that they end."""
+        super().server_close()
+        for _ in range(AT_ONCE):
+            self.free.acquire(timeout=CLOSING_S)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of ours; anything else is printed as usual."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version = "gpufleet"
+    timeout = PATIENCE_S
+
+    def __getattr__(self, name: str) -> Any:
+        """do_GET, do_POST and whatever else a client may call a method."""
+        if name.startswith("do_"):
+            return self._serve
+        raise AttributeError(name)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing per request."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the standard library refuses by itself, as JSON too."""
+        self.close_connection = True
+        self._answer(code, {"error": message or HTTPStatus(code).phrase})
+
+    def _serve(self) -> None:
+        try:
+            path = self.path.partition("?")[0]
+            body = self._body()
+            if path not in ROUTES:
+                raise Refused(404, f"there is no {path[:100]}; there are {', '.join(ROUTES)}")
+            if self.command != ROUTES[path] and (self.command, ROUTES[path]) != ("HEAD", "GET"):
+                raise Refused(405, f"{path} takes {ROUTES[path]}, not {self.command}")
+            if path == "/health":
+                self._answer(200, {"status": "ok"})
+            elif path == "/info":
+                self._answer(200, self.server.served.info())
+            else:
+                self._generate(body)
+        except Refused as refusal:
+            self._answer(refusal.status, {"error": str(refusal)}, allow=ROUTES.get(self.path.partition("?")[0]))
+
+    def _body(self) -> bytes:
+        """The whole body, so that the connection can be used again. Raises Refused, and then closes it."""
+        stated = self.headers.get("Content-Length")
+        if stated is None:
+            if self.command == "POST" or "Transfer-Encoding" in self.headers:
+                self.close_connection = True
+                raise Refused(411, "Content-Length is missing; send the body whole, not chunked")
+            return b""
+        if not stated.isascii() or not stated.isdigit():
+            self.close_connection = True
+            raise Refused(400, f"Content-Length: {stated[:40]!r} is not a number of bytes")
+        if int(stated) > BODY_BYTES:
+            self.close_connection = True
+            self.rfile.read(min(int(stated), DRAINED_BYTES))  # closed with bytes unread, our answer could be lost
+            raise Refused(413, f"the body is {stated[:40]} bytes; at most {BODY_BYTES} are taken")
+        return self.rfile.read(int(stated))
+
+    def _generate(self, body: bytes) -> None:
+        served = self.server.served
+        asked = parse(body, longest=served.sequence)
+        if not self.server.free.acquire(blocking=False):
+            raise Refused(503, f"{AT_ONCE} generations are under way already; try again in a moment")
+        try:
+            characters = self._until_the_end(served.generate(asked))
+            if asked.stream:
+                self._stream(asked.prompt, characters)
+            else:
+                text = "".join(characters)
+                self._answer(200, _result(asked.prompt, text, served.name))
+        finally:
+            self.server.free.release()
+
+    def _until_the_end(self, characters: Iterator[str]) -> Iterator[str]:
+        for character in characters:
+            if self.server.ending.is_set():
+                self.close_connection = True
+                raise Refused(503, "the server is ending")
+            yield character
+
+    def _stream(self, prompt: str, characters: Iterator[str]) -> None:
+        """One event per character, then the whole answer with `"done": true`."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-store")
+        chunked = self.request_version != "HTTP/1.0"
+        if chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.close_connection = True
+        self.end_headers()
+
+        def event(value: dict[str, Any]) -> None:
+            line = f"data: {json.dumps(value)}\n\n".encode()
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(line), line) if chunked else line)
+
+        text = ""
+        try:
+            for character in characters:
+                text += character
+                event({"text": character})
+            event({**_result(prompt, text, self.server.served.name), "done": True})
+        except Refused as refusal:  # the status is sent already
+            event({"error": str(refusal)})
+        if chunked:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def _answer(self, status: int, value: dict[str, Any], *, allow: str | None = None) -> None:
+        content = (json.dumps(value) + "\n").encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        if status == HTTPStatus.METHOD_NOT_ALLOWED and allow:
+            self.send_header("Allow", allow)
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.send_header("Retry-After", "1")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def _result(prompt: str, text: str, model: str) -> dict[str, Any]:
+    return {"prompt": prompt, "generated_text": text, "tokens_generated": len(text), "model": model}

@@ -1,0 +1,327 @@
+"""The inference server, on a free port of the loopback address."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from job.config.pretrain import CharModel
+from job.models.char_gpt import CharGpt
+from job.serve import main
+from job.serving import server as serving
+from job.serving.model import open_model
+from job.serving.server import Server
+from job.train.export import export
+
+SHAPE = CharModel(layers=2, width=32, head_dim=16)
+ROOT = Path(__file__).parents[2]
+
+
+def exported(folder: Path, **changed: Any) -> Path:
+    """A final/ folder as a run leaves it, with random weights."""
+    module = CharGpt(SHAPE)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    meta = {"experiment": "pretrain-d64", "step": 24, "tokens": 99, "val_loss": 1.5, "sequence": 64}
+    export(folder, module, {**meta, "shape": asdict(SHAPE), **changed})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(("127.0.0.1", 0), open_model(exported(tmp_path_factory.mktemp("run") / "final")))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """Status and parsed JSON."""
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    try:
+        connection.request(method, path, content, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def generate(server: Server, **body: Any) -> tuple[int, Any]:
+    return ask(server, "POST", "/generate", body)
+
+
+def test_health_and_info_say_what_is_served(running: Server) -> None:
+    assert ask(running, "GET", "/health") == (200, {"status": "ok"})
+    status, info = ask(running, "GET", "/info")
+    assert status == 200
+    assert {key: info[key] for key in ("step", "val_loss", "layers", "width", "sequence")} == {
+        "step": 24,
+        "val_loss": 1.5,
+        "layers": 2,
+        "width": 32,
+        "sequence": 64,
+    }
+    assert "".join(info["vocabulary"]) == "0123456789+-HBL.\n"
+
+
+def test_greedy_output_is_what_the_model_says_every_time(running: Server) -> None:
+    status, answer = generate(running, prompt="12+3", max_tokens=20, temperature=0)
+    assert status == 200
+    assert set(answer) == {"prompt", "generated_text", "tokens_generated", "model"}
+    assert (answer["prompt"], answer["tokens_generated"]) == ("12+3", 20)
+    module = running.served.module
+    text = "12+3"
+    for _ in range(20):
+        ids = torch.tensor([["0123456789+-HBL.\n".index(c) for c in text]])
+        text += "0123456789+-HBL.\n"[int(module(ids).logits[0, -1, :17].argmax())]
+    assert answer["generated_text"] == text[4:]
+    assert generate(running, prompt="12+3", max_tokens=20, temperature=0) == (200, answer)
+
+
+def test_defaults_are_100_characters_at_temperature_0_8(running: Server) -> None:
+    assert generate(running, prompt="1")[1]["tokens_generated"] == 100
+    stated = generate(running, prompt="1", max_tokens=100, temperature=0.8, top_k=None, seed=7)
+    assert generate(running, prompt="1", seed=7) == stated
+    assert generate(running, prompt="1", seed=8) != stated
+
+
+def test_it_stops_at_a_newline_when_asked(running: Server) -> None:
+    whole = generate(running, prompt="1", max_tokens=300, temperature=2, seed=3)[1]["generated_text"]
+    assert "\n" in whole[:-1]
+    cut = generate(running, prompt="1", max_tokens=300, temperature=2, seed=3, stop_on_newline=True)[1]
+    assert cut["generated_text"] == whole[: whole.index("\n") + 1]
+    assert cut["tokens_generated"] == len(cut["generated_text"])
+
+
+def test_a_stream_brings_the_same_characters_one_by_one(running: Server) -> None:
+    asked = {"prompt": "9-4", "max_tokens": 15, "seed": 1}
+    connection = http.client.HTTPConnection(*running.server_address[:2], timeout=20)
+    connection.request("POST", "/generate", json.dumps({**asked, "stream": True}))
+    response = connection.getresponse()
+    assert response.headers["Content-Type"] == "text/event-stream"
+    assert response.headers["Transfer-Encoding"] == "chunked"
+    events = [json.loads(event.removeprefix("data: ")) for event in response.read().decode().split("\n\n") if event]
+    whole = generate(running, **asked)[1]
+    assert [event["text"] for event in events[:-1]] == list(whole["generated_text"])
+    assert events[-1] == {**whole, "done": True}
+    connection.request("GET", "/health")  # the same connection goes on
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def test_a_client_of_the_old_protocol_gets_its_stream_unchunked(running: Server) -> None:
+    body = json.dumps({"prompt": "9", "max_tokens": 3, "temperature": 0, "stream": True}).encode()
+    with socket.create_connection(running.server_address[:2], timeout=20) as raw:
+        raw.sendall(b"POST /generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert [line[:6] for line in content.decode().split("\n\n")] == ["data: "] * 4 + [""]
+
+
+ALLOWED_PROMPT = "1 to 64 of the characters '0123456789+-HBL.\\n'"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "prompt: missing"),
+        ({"prompt": 5}, f"prompt: a number; allowed: a string, {ALLOWED_PROMPT}"),
+        ({"prompt": ""}, f"prompt: 0 characters; allowed: {ALLOWED_PROMPT}"),
+        ({"prompt": "1" * 65}, f"prompt: 65 characters; allowed: {ALLOWED_PROMPT}"),
+        ({"prompt": "12=3"}, f"prompt: '=' at position 2; allowed: {ALLOWED_PROMPT}"),
+        ({"prompt": "1", "max_tokens": 0}, "max_tokens: 0; allowed: a whole number from 1 to 2048"),
+        ({"prompt": "1", "max_tokens": 2049}, "max_tokens: 2049; allowed: a whole number from 1 to 2048"),
+        ({"prompt": "1", "max_tokens": 2.5}, "max_tokens: 2.5; allowed: a whole number from 1 to 2048"),
+        ({"prompt": "1", "max_tokens": "9"}, "max_tokens: a string; allowed: a whole number from 1 to 2048"),
+        ({"prompt": "1", "max_tokens": True}, "max_tokens: True; allowed: a whole number from 1 to 2048"),
+        ({"prompt": "1", "max_tokens": None}, "max_tokens: a null; allowed: a whole number from 1 to 2048"),
+        ({"prompt": "1", "temperature": 2.1}, "temperature: 2.1; allowed: a number from 0 (greedy) to 2"),
+        ({"prompt": "1", "temperature": -1}, "temperature: -1; allowed: a number from 0 (greedy) to 2"),
+        ({"prompt": "1", "temperature": float("nan")}, "temperature: nan; allowed: a number from 0 (greedy) to 2"),
+        ({"prompt": "1", "top_k": 33}, "top_k: 33; allowed: a whole number from 1 to 32 or null"),
+        ({"prompt": "1", "stop_on_newline": 1}, "stop_on_newline: a number; allowed: true or false"),
+        ({"prompt": "1", "stream": "yes"}, "stream: a string; allowed: true or false"),
+        ({"prompt": "1", "seed": -1}, "seed: -1; allowed: a whole number from 0 to 9223372036854775807 or null"),
+        ({"prompt": "1", "seed": 1 << 63}, "seed: 9223372036854775808; allowed: a whole number from 0"),
+        ({"prompt": "1", "topk": 3}, "topk: unknown; known are prompt, max_tokens"),
+        ({"prompt": "=", "top_k": 0}, "; top_k: 0; allowed"),  # both at once
+        ([1], "the body is a JSON list"),
+        (b"{prompt: 1}", "the body is not JSON"),
+        (b"", "the body is not JSON"),
+        (b"\xff\xfe", "the body is not JSON"),
+        (b"[" * 60_000, "the body is not JSON"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_bad_body_is_answered_with_what_is_allowed(running: Server, body: Any, said: str) -> None:
+    status, answer = ask(running, "POST", "/generate", body)
+    assert status == 400
+    assert list(answer) == ["error"]
+    assert said in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "said"),
+    [
+        ("GET", "/generate", None, 405, "/generate takes POST, not GET"),
+        ("POST", "/health", {}, 405, "/health takes GET, not POST"),
+        ("DELETE", "/info", None, 405, "/info takes GET, not DELETE"),
+        ("BREW", "/generate", None, 405, "/generate takes POST, not BREW"),
+        ("GET", "/", None, 404, "there are /health, /info, /generate"),
+        ("POST", "/v1/completions", {}, 404, "there is no /v1/completions"),
+        ("POST", "/generate", b"1" * 65_537, 413, "at most 65536"),
+    ],
+)
+def test_a_wrong_method_path_or_size_is_refused(
+    running: Server, method: str, path: str, body: Any, status: int, said: str
+) -> None:
+    found, answer = ask(running, method, path, body)
+    assert found == status
+    assert said in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "said"),
+    [
+        (b"POST /generate HTTP/1.1\r\nHost: x\r\n\r\n", b"411", b"Content-Length is missing"),
+        (b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"411", b"not chunked"),
+        (b"POST /generate HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"400", b"'-5' is not a number of bytes"),
+        (b"nonsense\r\n\r\n", b"400", b"error"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414", b"error"),
+    ],
+)
+def test_a_broken_request_is_refused_in_json_and_the_connection_closed(
+    running: Server, head: bytes, status: bytes, said: bytes
+) -> None:
+    with socket.create_connection(running.server_address[:2], timeout=20) as raw:
+        raw.sendall(head)
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert status in answer.split(b"\r\n")[0] or answer.startswith(b"{")  # a request without a version has no status
+    assert said in answer
+    assert "error" in json.loads(answer.rpartition(b"\r\n")[2])
+
+
+def test_a_full_server_says_come_again_and_serves_on(running: Server) -> None:
+    for _ in range(serving.AT_ONCE):
+        assert running.free.acquire(blocking=False)
+    try:
+        status, answer = generate(running, prompt="1")
+        assert (status, ask(running, "GET", "/health")[0]) == (503, 200)
+        assert "try again" in answer["error"]
+    finally:
+        for _ in range(serving.AT_ONCE):
+            running.free.release()
+    assert generate(running, prompt="1", max_tokens=1)[0] == 200
+
+
+def test_many_clients_at_once_get_their_own_answers(running: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "free", threading.BoundedSemaphore(8))
+    alone = [generate(running, prompt=str(i), max_tokens=30, seed=i)[1] for i in range(8)]
+    found: dict[int, Any] = {}
+
+    def one(i: int) -> None:
+        found[i] = generate(running, prompt=str(i), max_tokens=30, seed=i)[1]
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(8)] == alone
+
+
+def test_the_command_serves_from_the_folder_alone_and_ends_at_sigterm(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "job.serve", str(exported(tmp_path / "final")), "--port", "0", "--device", "cpu"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "http://127.0.0.1:" in line  # nobody outside by default
+        port = int(line.split("127.0.0.1:")[1].split()[0])
+        idle = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        idle.request("POST", "/generate", json.dumps({"prompt": "1+1", "max_tokens": 5, "temperature": 0}))
+        assert json.loads(idle.getresponse().read())["tokens_generated"] == 5
+        process.send_signal(signal.SIGTERM)  # the connection is still open
+        assert process.wait(timeout=20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        idle.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_generation_under_way_is_told_that_the_server_ends(tmp_path: Path) -> None:
+    server = Server(("127.0.0.1", 0), open_model(exported(tmp_path / "final")))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+    connection.request("POST", "/generate", json.dumps({"prompt": "1", "max_tokens": 2048, "stream": True}))
+    response = connection.getresponse()
+    response.read(1)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    last = response.read().decode().strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: ")) == {"error": "the server is ending"}
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"experiment": "tinystories-growth"}, "only the character models of pretrain-d64 can be served"),
+        ({"shape": {"layers": 2}}, "damaged export"),
+        ({"shape": {**asdict(SHAPE), "width": 64}}, "damaged export"),
+        ({"shape": {**asdict(SHAPE), "layers": 3}}, "damaged export"),
+        ({"sequence": None}, "damaged export"),
+    ],
+    ids=str,
+)
+def test_what_is_no_character_model_is_refused(
+    tmp_path: Path, changed: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(exported(tmp_path / "final", **changed)), "--port", "0", "--device", "cpu"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_or_cut_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--port", "0"]) == 2
+    assert "no exported model" in capsys.readouterr().err
+    folder = exported(tmp_path / "final")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert main([str(folder), "--port", "0"]) == 2
+    assert "copy it again" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_said(running: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = running.server_address[1]
+    assert main([str(exported(tmp_path / "final")), "--port", str(port)]) == 2
+    assert "in use" in capsys.readouterr().err
