@@ -93,6 +93,7 @@ class Exposure:
     free_h: float = FREE_H
     max_usd: float | None = None
     max_hours: float | None = None
+    leave_wall_h: float = math.inf  # hour by the wall at which its owner ends the run, everything saved
 
     @property
     def chance(self) -> Hazard:
@@ -124,7 +125,8 @@ class Outcome:
     hours: Floats  # node-hours, as `limits.max_hours` counts them: free first hours included
     wall_hours: Floats  # with the waits for capacity
     interruptions: NDArray[np.int64]
-    stopped: Flags  # by a limit, before the work was done
+    stopped: Flags  # by a limit or its owner, before the work was done
+    done_h: Floats  # hours of work that survive; only of runs that ended finished or by their owner
 
     def quantiles(self, values: Floats) -> tuple[float, float, float, float]:
         """p10, p50, p90, mean."""
@@ -145,6 +147,7 @@ def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED) -> Outco
         wall_hours=np.concatenate([part.wall_hours for part in parts]),
         interruptions=np.concatenate([part.interruptions for part in parts]),
         stopped=np.concatenate([part.stopped for part in parts]),
+        done_h=np.concatenate([part.done_h for part in parts]),
     )
 
 
@@ -217,7 +220,7 @@ def account(exposure: Exposure, first_wait_h: Floats, fate: Fate) -> Outcome:
     fits = np.asarray(exposure.saves_fit)
     cap_h = min(exposure.hours_at_cap())
     done = np.zeros(runs)  # hours of work that survive
-    hours, billed, wall = np.zeros(runs), np.zeros(runs), first_wait_h.astype(np.float64)
+    hours, billed, wall = np.zeros(runs), np.zeros(runs), np.minimum(first_wait_h, exposure.leave_wall_h)
     interruptions = np.zeros(runs, dtype=np.int64)
     stopped = np.zeros(runs, dtype=bool)
     active = np.arange(runs)
@@ -229,15 +232,16 @@ def account(exposure: Exposure, first_wait_h: Floats, fate: Fate) -> Outcome:
         node = fate(active, attempt, wall[active])
         life = node.life_h
         need = start_h + ends[-1] - done[active]
-        room = np.maximum(cap_h - hours[active], 0.0)
+        left = exposure.leave_wall_h - wall[active]
+        room = np.maximum(np.minimum(cap_h - hours[active], left), 0.0)
         node_h = np.minimum(np.minimum(life, need), room)
         at_limit = room < np.minimum(life, need)
         interrupted = ~at_limit & (life < need)
 
-        span = np.maximum(node_h, MINIMUM_H)
+        span = np.where(left > 0, np.maximum(node_h, MINIMUM_H), 0.0)
         hours[active] += span
         billed[active] += np.where(interrupted & (node_h < exposure.free_h), 0.0, span)
-        wall[active] += np.where(interrupted, node_h + node.wait_h, node_h)
+        wall[active] += np.minimum(np.where(interrupted, node_h + node.wait_h, node_h), left)
         interruptions[active] += interrupted
         stopped[active] |= at_limit
 
@@ -246,7 +250,8 @@ def account(exposure: Exposure, first_wait_h: Floats, fate: Fate) -> Outcome:
         heard = node.missed >= exposure.notice_missed
         trained = np.where(heard, saved, np.maximum(node_h - start_h, 0.0))  # who hears no notice goes on to the end
         torn = np.maximum(trained - node.lost * exposure.interval_h, 0.0)
-        done[active] += np.where(heard & fits[phase], saved, torn)
+        kept = np.where(heard & fits[phase], saved, torn)
+        done[active] += np.where(interrupted, kept, np.maximum(node_h - start_h, 0.0))
 
         active = active[interrupted]
         start_h = exposure.restart_h
@@ -256,7 +261,7 @@ def account(exposure: Exposure, first_wait_h: Floats, fate: Fate) -> Outcome:
         hours[active], billed[active], wall[active] = cap_h, billed[active] * grow, wall[active] * grow
     stopped[active] = True
     usd = exposure.fixed_usd + billed * exposure.compute_usd_h + hours * exposure.extras_usd_h
-    return Outcome(usd=usd, hours=hours, wall_hours=wall, interruptions=interruptions, stopped=stopped)
+    return Outcome(usd=usd, hours=hours, wall_hours=wall, interruptions=interruptions, stopped=stopped, done_h=done)
 
 
 def _luck(
