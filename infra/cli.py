@@ -24,6 +24,7 @@ COMMANDS = {
     "status": "where the run stands: fleet, node, checkpoints, dollars spent",
     "logs": "what the job prints",
     "results": "download what the run left: results, receipt, model",
+    "receipts": "what every run cost against its bill, why the two differ, and how right the bills are",
     "sweep": "after pulumi destroy: what is left in the account, and what it costs",
     "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
 }

@@ -1,4 +1,5 @@
-"""`gpufleet results`: what a run left in its bucket, brought to results/<stack>/<run>/.
+"""`gpufleet results`: what a run left in its bucket, brought to results/<stack>/<run>/; its receipt is kept for later
+bills in receipts/<stack>/.
 
 Transfer out of AWS has a price, so it is printed first.
 """
@@ -9,13 +10,16 @@ import argparse
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
+from infra import receipts
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.loader import project_root
 
 CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
+RECEIPT = "receipt.json"
 EXPORTS, FINAL = "exports/", "final/"  # models: at each phase's start and end, and the last one
 
 
@@ -28,10 +32,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    definition = stack.definition_of(args)
-    target = args.to or project_root(Path.cwd()) / "results" / definition.name / definition.run.id
+    definition, root = stack.definition_of(args), project_root(Path.cwd())
+    target = args.to or root / "results" / definition.name / definition.run.id
     s3 = aws.client("s3", definition.fleet.region)
-    return fetch(definition, s3, target, light=args.light, exports=args.exports)
+    code = fetch(definition, s3, target, light=args.light, exports=args.exports)
+    if (target / RECEIPT).is_file():
+        print(keep(definition, s3, target / RECEIPT, root))
+    return code
+
+
+def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str:
+    """Keeps the receipt of a run on AWS in the project, and says so; a rehearsal's would spoil the score."""
+    host = urlsplit(s3.meta.endpoint_url).hostname or ""
+    if not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        return "The receipt is not kept for later bills: the run was not on AWS."
+    try:
+        path = receipts.keep(receipt.read_bytes(), root, definition.name, definition.run.id)
+    except ValueError as error:
+        return f"The receipt is not kept for later bills: {error}."
+    return f"Kept for later bills, to be committed: {path.relative_to(root)}"
 
 
 def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, exports: bool) -> int:
@@ -61,13 +80,13 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
         _download(folder, name, size, _inside(target, name))
         print(f"  {name}  {_readable(size)}")
     names = {name for name, _ in wanted}
-    lacking = [name for name in ("results.json", "receipt.json") if name not in names]
+    lacking = [name for name in ("results.json", RECEIPT) if name not in names]
     if lacking:
         done = folder.document("done.json")
         state = f"it ended with {done.get('reason')}" if done else "it is not done"
         print(f"The run has no {' and no '.join(lacking)}: {state}. `gpufleet status {definition.name}` says more.")
         return 1
-    print(f"Complete. What it cost against the estimate: {target / 'receipt.json'}")
+    print(f"Complete. What it cost against the estimate: {target / RECEIPT}")
     return 0
 
 

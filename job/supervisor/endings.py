@@ -115,7 +115,9 @@ def _insist(s: Supervisor, until: float, act: Callable[[], Any]) -> None:
 def _receipt(s: Supervisor, reason: str, at: str) -> None:
     """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
     try:
-        made = receipt.build(s.run_file, [*s.earlier, _present(s)], reason=reason, at=at)
+        attempts = [*s.earlier, _present(s)]
+        measurement = receipt.measure(s.run_file, attempts, s.workdir, s.record.fields, at=at)
+        made = receipt.build(s.run_file, attempts, reason=reason, at=at, measurement=measurement)
         text = receipt.text(made)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         s.say(f"no receipt: {type(error).__name__}: {error}")

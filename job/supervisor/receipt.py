@@ -7,15 +7,20 @@ Causes, which add up to the difference exactly: *price*, the hours used at anoth
 *interruptions*, restarts, repeated steps, idling for AWS and the minute that each start costs at least, less what was
 free, against the bill's line; *runtime*, all other hours against the estimated ones; *other*, the rest, to the last
 digit.
+
+A receipt also keeps what the run measured of its own speed, so that the next bill of this job can stand on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
+from statistics import median
 from typing import Any
 
+from job import atomic, measured, sizing
 from job.run_file import RunFile
 from job.supervisor.attempts import Attempt
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
@@ -23,8 +28,12 @@ from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 SCHEMA = 1
 
 
-def build(run: RunFile, attempts: Sequence[Attempt], *, reason: str, at: str) -> dict[str, Any]:
-    """receipt.json; money and hours as decimal strings. `attempts` oldest first, the one that ends the run last."""
+def build(
+    run: RunFile, attempts: Sequence[Attempt], *, reason: str, at: str, measurement: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """receipt.json; money and hours as decimal strings. `attempts` oldest first, the one that ends the run last.
+    `measurement` as `measure` gives it.
+    """
     estimate = run.estimate
     usd = {key: Decimal(value) for key, value in estimate["usd"].items()}
     rows = _rows(run, attempts)
@@ -37,6 +46,8 @@ def build(run: RunFile, attempts: Sequence[Attempt], *, reason: str, at: str) ->
         "stack": run.tree["run"]["stack"],
         "reason": reason,
         "counted_until": at,
+        "device": run.config.device,
+        "capacity": run.tree["capacity"],
         "usd": {"estimate": _money(usd["p50"]), "actual": _money(total), "difference": _money(difference)},
         "error_percent": f"{difference / usd['p50'] * 100:.1f}" if usd["p50"] else None,
         "range_usd": {"p10": _money(usd["p10"]), "p90": _money(usd["p90"])},
@@ -54,8 +65,45 @@ def build(run: RunFile, attempts: Sequence[Attempt], *, reason: str, at: str) ->
             "with_notice": sum(attempt.noticed for attempt in attempts),
             "without_notice": sum(attempt.exit is None for attempt in attempts[:-1]),
         },
-        "attempts": [_attempt(attempt) for attempt in attempts],
+        "attempts": [_attempt(attempt, last=attempt is attempts[-1]) for attempt in attempts],
+        "measured": None if measurement is None else dict(measurement),
     }
+
+
+def measure(
+    run: RunFile, attempts: Sequence[Attempt], workdir: Path, node: Mapping[str, Any], *, at: str
+) -> dict[str, Any] | None:
+    """What the run's metrics say about its speed (job/measured.py); `node` as in attempts/<instance>.json.
+
+    None where they say nothing, or were written on more than one type of node.
+    """
+    try:
+        lines = (workdir / "metrics.jsonl").read_bytes().splitlines()
+    except OSError:
+        return None
+    records = [record for line in lines if (record := atomic.parse_object(line)) is not None]
+    phases = measured.phases(records)
+    if not phases or len({attempt.type for attempt in attempts}) != 1:
+        return None
+    count = int(node.get("gpu_count") or 0)
+    started = [float(attempt.started_s) for attempt in attempts if attempt.started_s is not None]
+    return measured.document(
+        experiment=run.tree["job"]["experiment"],
+        parameters=run.tree["job"]["parameters"],
+        device={
+            "kind": run.config.device,
+            "name": node.get("gpu") or "CPU",
+            "count": count,
+            "ranks": sizing.ranks(run.config, max(1, count)),
+            "memory_gb": node.get("gpu_memory_gb"),
+            "cpus": node.get("cpus"),
+        },
+        versions={**(node.get("versions") or {}), "python": node.get("python"), "driver": node.get("driver")},
+        source=f"receipt of run {run.run}",
+        at=at,
+        measured=phases,
+        setup_s=round(median(started), 3) if started else None,
+    )
 
 
 def grade(actual: Decimal, p10: Decimal, p90: Decimal) -> str:
@@ -150,12 +198,15 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
     return total + billed - max(lived, MINIMUM_S)  # one start in one piece has its minimum too
 
 
-def _attempt(attempt: Attempt) -> dict[str, Any]:
+def _attempt(attempt: Attempt, *, last: bool) -> dict[str, Any]:
     return {
         "instance": attempt.instance,
         "type": attempt.type,
         "zone": attempt.zone,
         "seconds": f"{attempt.seconds:.3f}",
+        "lived_s": f"{attempt.lived_s:.3f}",
+        "started_s": None if attempt.started_s is None else f"{attempt.started_s:.3f}",
+        "interrupted": attempt.noticed or (attempt.exit is None and not last),
         "usd": _money(attempt.usd),
         "free_usd": _money(attempt.free_usd),
         "resumed_step": attempt.resumed_step,

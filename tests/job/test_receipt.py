@@ -1,8 +1,9 @@
-"""The receipt adds up, says why, and grades the bill."""
+"""The receipt adds up, says why, grades the bill, and keeps what the run measured of its speed."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import runs
 
+from job import measured
 from job.run_file import RunFile, load
 from job.supervisor import receipt
 from job.supervisor.attempts import Attempt
@@ -153,3 +155,47 @@ def test_the_text_names_error_grade_lines_and_attempts(run: RunFile) -> None:
     assert "gone without notice" in said
     assert "S3 storage" in said
     assert "%)" in said
+
+
+def metrics(folder: Path) -> None:
+    lines = [
+        {"phase": name, "step": 100 * index + step, "ts": 1000.0 * index + step, "step_ms": 500.0, "mem_gb": 9.0}
+        for index, name in enumerate(("dense", "moe", "grown"))
+        for step in range(10, 101, 10)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
+
+
+NODE = {"gpu": "NVIDIA A10G", "gpu_count": 1, "driver": "580.1", "versions": {"torch": "2.13.0"}, "python": "3.12.3"}
+
+
+def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp_path: Path) -> None:
+    metrics(tmp_path)
+    attempts = [attempt(900, exit=None, started_s=Decimal(300)), attempt(1500, started_s=Decimal(400))]
+    found = receipt.measure(run, attempts, tmp_path, NODE, at="2027-01-15T09:00:00Z")
+    assert found is not None
+    assert [phase["step_ms"]["median"] for phase in found["phases"]] == [500.0, 500.0, 500.0]
+    assert found["setup_s"] == 350.0  # launch to first step, the median of both nodes
+    assert found["device"]["name"] == "NVIDIA A10G"
+    assert found["settings"] == json.loads(json.dumps(measured.settings(asdict(runs.TINY))))
+    made = receipt.build(run, attempts, reason="finished", at="2027-01-15T09:00:00Z", measurement=found)
+    assert json.loads(json.dumps(made))["measured"] == found
+
+
+def test_a_run_without_metrics_measured_nothing(run: RunFile, tmp_path: Path) -> None:
+    assert receipt.measure(run, [attempt(900)], tmp_path, NODE, at="") is None
+    assert build(run, attempt(900))["measured"] is None
+
+
+def test_nodes_of_two_types_are_no_measurement_of_either(run: RunFile, tmp_path: Path) -> None:
+    metrics(tmp_path)
+    attempts = [attempt(900, type="g6.2xlarge"), attempt(1500)]
+    assert receipt.measure(run, attempts, tmp_path, NODE, at="") is None
+
+
+def test_the_receipt_says_which_nodes_were_interrupted(run: RunFile) -> None:
+    noticed = attempt(900, exit={"code": 75, "reason": "notice", "notice": True})
+    crashed = attempt(900, exit={"code": 1, "reason": "x", "notice": False})
+    made = build(run, noticed, attempt(900, exit=None), crashed, attempt(1500, exit=None))
+    assert [each["interrupted"] for each in made["attempts"]] == [True, True, False, False]
+    assert (made["capacity"], made["device"]) == ("spot", "cpu")

@@ -1,0 +1,70 @@
+"""`gpufleet receipts [STACK]`: what every run cost against its bill, why the two differ, and how right bills are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from infra import receipts
+from infra.loader import project_root
+from infra.receipts import CAUSES, Receipt, Score
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """An optional STACK."""
+    parser.add_argument("stack", metavar="STACK", nargs="?", help="only the runs of this stack")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; files that are no receipts are named on standard error. 1 when there is no receipt at all."""
+    found, damaged = receipts.read(project_root(Path.cwd()), args.stack)
+    for sentence in damaged:
+        print(f"gpufleet: {sentence}", file=sys.stderr)
+    if not found:
+        of = f" of {args.stack}" if args.stack else ""
+        print(f"No receipt{of} yet: `gpufleet results STACK` keeps the one of a run that has ended.")
+        return 1
+    print("\n".join(table(found)))
+    total = receipts.grade(found)
+    print()
+    print("\n".join(summary(total)) if total else "None of them counts: none is of a real run that came to its end.")
+    return 0
+
+
+def table(found: Sequence[Receipt]) -> Iterator[str]:
+    """One line per run; `-` in `graded` where it does not count."""
+    heads = ("stack", "run", "ended by", "estimate", "actual", "error", *CAUSES, "graded")
+    rows = [
+        (
+            receipt.stack,
+            receipt.run,
+            "rehearsal" if receipt.rehearsal else receipt.reason,
+            f"{receipt.estimate:.4f}",
+            f"{receipt.actual:.4f}",
+            f"{receipt.error_percent:+.1f}%",
+            *(f"{receipt.causes[name]:+.4f}" for name in CAUSES),
+            _graded(receipt),
+        )
+        for receipt in found
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    right = range(3, 3 + 3 + len(CAUSES))
+    for row in (heads, tuple("-" * width for width in widths), *rows):
+        cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        yield "  ".join(cells).rstrip()
+
+
+def summary(total: Score) -> Iterator[str]:
+    """The score in three lines."""
+    yield f"{total} (target {receipts.TARGET * 100:.0f} %)."
+    yield f"Bias: {total.bias_percent:+.1f} %, the median of actual against estimate."
+    causes = ", ".join(f"{name} {percent:.1f} %" for name, percent in total.by_cause.items())
+    yield f"By cause, the median of each in % of the estimate: {causes}."
+
+
+def _graded(receipt: Receipt) -> str:
+    if not receipt.counts:
+        return "-"
+    return "inside" if receipt.inside else "below p10" if receipt.actual < receipt.p10 else "above p90"

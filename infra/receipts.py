@@ -1,0 +1,191 @@
+"""How right the bills were: the receipts of all runs, read, checked and scored.
+
+`gpufleet results` keeps them in `receipts/<stack>/<run>.json` of the project, to be committed. A receipt that is
+damaged, of another stack or does not add up is named and left out, never a crash. A rehearsal's receipt never counts,
+and of the others only those of runs that did what the bill priced: finished, or stopped by one of its limits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infra.cost.hazard import Observation
+
+FOLDER = "receipts"
+CAUSES = ("price", "runtime", "interruptions", "other")
+COUNTED = ("finished", "max_usd", "max_hours")  # reasons of runs that the bill's p10 and p90 speak of
+TARGET = 0.8  # share of runs that should end between p10 and p90
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """One run, graded. Money in USD; `causes` add up to actual - estimate."""
+
+    stack: str
+    run: str
+    reason: str
+    at: str  # UTC
+    rehearsal: bool
+    estimate: Decimal
+    actual: Decimal
+    p10: Decimal
+    p90: Decimal
+    causes: Mapping[str, Decimal]
+    nodes: tuple[Mapping[str, Any], ...]  # spot only: type, zone, hours, interrupted
+
+    @property
+    def counts(self) -> bool:
+        """Whether it belongs to the score."""
+        return not self.rehearsal and self.reason in COUNTED
+
+    @property
+    def inside(self) -> bool:
+        return self.p10 <= self.actual <= self.p90
+
+    @property
+    def error_percent(self) -> float:
+        """Of the estimate; positive: it cost more."""
+        return float((self.actual - self.estimate) / self.estimate * 100)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """Running accuracy. Percentages are of each run's estimate, and medians over the runs."""
+
+    runs: int
+    error_percent: float  # absolute
+    bias_percent: float  # signed: positive means that runs cost more than was said
+    inside: float  # share of runs between p10 and p90
+    by_cause: Mapping[str, float]  # absolute, as far as each cause alone goes
+
+    def __str__(self) -> str:
+        many = f"{self.runs} receipt{'' if self.runs == 1 else 's'}"
+        return f"{many}: median error {self.error_percent:.0f} %, {self.inside * 100:.0f} % inside p10-p90"
+
+
+def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]]:
+    """Every receipt under `root` (the project), by stack and oldest first, and a sentence for each that is none."""
+    found, damaged = [], []
+    for path in sorted((root / FOLDER).glob(f"{stack or '*'}/*.json")):
+        try:
+            receipt = parse(path.read_bytes())
+            if receipt.stack != path.parent.name:
+                raise ValueError(f"it is of stack {receipt.stack}")
+            found.append(receipt)
+        except (OSError, ValueError) as error:
+            damaged.append(f"{path.relative_to(root)} is left out: {error}")
+    return sorted(found, key=lambda receipt: (receipt.stack, receipt.at)), damaged
+
+
+def parse(content: bytes) -> Receipt:
+    """A receipt.json. Raises ValueError with what is wrong."""
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    try:
+        if tree["schema"] != 1:
+            raise ValueError(f"it has schema {tree['schema']}, this version reads 1")
+        usd, span = tree["usd"], tree["range_usd"]
+        receipt = Receipt(
+            stack=str(tree["stack"]),
+            run=str(tree["run"]),
+            reason=str(tree["reason"]),
+            at=str(tree["counted_until"]),
+            rehearsal=tree.get("device") == "cpu",
+            estimate=Decimal(usd["estimate"]),
+            actual=Decimal(usd["actual"]),
+            p10=Decimal(span["p10"]),
+            p90=Decimal(span["p90"]),
+            causes={name: Decimal(tree["causes"][name]) for name in CAUSES},
+            nodes=tuple(_node(node) for node in tree["attempts"]) if tree.get("capacity") == "spot" else (),
+        )
+        date.fromisoformat(receipt.at[:10])
+        listed = sum((Decimal(line["actual"]) for line in tree["lines"]), Decimal(0))
+    except (KeyError, TypeError, AttributeError, InvalidOperation) as error:
+        raise ValueError(f"it is no receipt ({type(error).__name__}: {error})") from None
+    amounts = (receipt.estimate, receipt.actual, receipt.p10, receipt.p90, listed, *receipt.causes.values())
+    if not all(amount.is_finite() for amount in amounts) or receipt.estimate <= 0:
+        raise ValueError("its amounts are not amounts")
+    if sum(receipt.causes.values()) != receipt.actual - receipt.estimate or listed != receipt.actual:
+        raise ValueError("it does not add up: lines and causes must equal the amounts they explain")
+    return receipt
+
+
+def keep(content: bytes, root: Path, stack: str, run: str) -> Path:
+    """Puts a downloaded receipt where later bills find it. Raises ValueError when it is not this run's."""
+    receipt = parse(content)
+    if (receipt.stack, receipt.run) != (stack, run):
+        raise ValueError(f"it is of run {receipt.run} of {receipt.stack}")
+    if Path(run).name != run or Path(stack).name != stack:
+        raise ValueError(f"{stack}/{run} is no name for a file")
+    path = root / FOLDER / stack / f"{run}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    part.replace(path)
+    return path
+
+
+def score(root: Path, stack: str | None = None) -> Score | None:
+    """Over all receipts under `root`, or one stack's; None while there are none that count."""
+    return grade(read(root, stack)[0])
+
+
+def grade(receipts: Sequence[Receipt]) -> Score | None:
+    """The score of these receipts; None when none of them counts."""
+    counted = [receipt for receipt in receipts if receipt.counts]
+    if not counted:
+        return None
+    return Score(
+        runs=len(counted),
+        error_percent=median(abs(receipt.error_percent) for receipt in counted),
+        bias_percent=median(receipt.error_percent for receipt in counted),
+        inside=sum(receipt.inside for receipt in counted) / len(counted),
+        by_cause={name: median(float(abs(r.causes[name]) / r.estimate * 100) for r in counted) for name in CAUSES},
+    )
+
+
+def observations(root: Path) -> list[Observation]:
+    """What all spot runs saw of interruptions, one observation per run, type and zone, for infra.cost.hazard.learn."""
+    from infra.cost.hazard import Observation  # here: numpy, for those who learn only
+
+    found = []
+    for receipt in read(root)[0]:
+        if receipt.rehearsal:
+            continue
+        for place in dict.fromkeys((node["type"], node["zone"]) for node in receipt.nodes):
+            own = [node for node in receipt.nodes if (node["type"], node["zone"]) == place]
+            hours = sum(node["hours"] for node in own)
+            if hours > 0:
+                found.append(
+                    Observation(
+                        type=place[0],
+                        zone=place[1] or None,
+                        node_hours=hours,
+                        interruptions=sum(node["interrupted"] for node in own),
+                        source=f"receipt of {receipt.stack} {receipt.run}",
+                        as_of=date.fromisoformat(receipt.at[:10]),
+                    )
+                )
+    return found
+
+
+def _node(tree: Mapping[str, Any]) -> dict[str, Any]:
+    seconds = float(tree.get("lived_s", tree["seconds"]))
+    if not 0 <= seconds < 1e9:
+        raise TypeError(f"{seconds} s of a node's life")
+    return {
+        "type": str(tree["type"]),
+        "zone": str(tree["zone"]),
+        "hours": seconds / 3600,
+        "interrupted": bool(tree.get("interrupted", False)),
+    }

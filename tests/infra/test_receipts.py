@@ -1,0 +1,230 @@
+"""Receipts of finished runs: what counts, what is damaged, how right the bills were."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from commands_world import definition, project
+
+from infra import receipts
+from infra.cli import main
+from infra.commands import results
+
+
+def receipt(actual: str = "1.10", *, run: str = "r1", stack: str = "small-growth", **changes: Any) -> dict[str, Any]:
+    """Estimated at 1 USD, 0.80 to 1.30; the difference is all runtime. `changes` replace whole keys."""
+    difference = str(Decimal(actual) - 1)
+    return {
+        "schema": 1,
+        "run": run,
+        "stack": stack,
+        "reason": "finished",
+        "counted_until": "2026-11-21T18:00:00.000Z",
+        "device": "cuda",
+        "capacity": "spot",
+        "usd": {"estimate": "1.0000", "actual": actual, "difference": difference},
+        "range_usd": {"p10": "0.80", "p90": "1.30"},
+        "lines": [
+            {"name": "compute", "estimate": "0.9000", "actual": str(Decimal(actual) - Decimal("0.1")), "note": ""},
+            {"name": "disks", "estimate": "0.1000", "actual": "0.1", "note": ""},
+        ],
+        "causes": {"price": "0.0000", "runtime": difference, "interruptions": "0.0000", "other": "0.0000"},
+        "attempts": [
+            node("i-1", seconds="1800.000", interrupted=True),
+            node("i-2", seconds="5400.000"),
+            node("i-3", seconds="3600.000", zone="us-east-2b"),
+        ],
+        **changes,
+    }
+
+
+def node(instance: str, *, seconds: str, zone: str = "us-east-2a", interrupted: bool = False) -> dict[str, Any]:
+    return {
+        "instance": instance,
+        "type": "g5.2xlarge",
+        "zone": zone,
+        "seconds": seconds,
+        "lived_s": seconds,
+        "interrupted": interrupted,
+    }
+
+
+def place(root: Path, tree: Any, name: str = "r1", stack: str = "small-growth") -> None:
+    path = root / "receipts" / stack / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+
+
+def test_the_score_is_median_error_bias_share_inside_and_the_causes(tmp_path: Path) -> None:
+    for index, actual in enumerate(("0.90", "1.10", "1.20", "1.40", "1.20")):
+        place(tmp_path, receipt(actual, run=f"r{index}"), f"r{index}")
+    found = receipts.score(tmp_path)
+    assert found is not None
+    assert found.runs == 5
+    assert found.error_percent == pytest.approx(20.0)
+    assert found.bias_percent == pytest.approx(20.0)
+    assert found.inside == 0.8
+    assert found.by_cause == {"price": 0.0, "runtime": pytest.approx(20.0), "interruptions": 0.0, "other": 0.0}
+    assert str(found) == "5 receipts: median error 20 %, 80 % inside p10-p90"
+
+
+def test_errors_of_both_signs_cancel_in_the_bias_only(tmp_path: Path) -> None:
+    place(tmp_path, receipt("0.90", run="a"), "a")
+    place(tmp_path, receipt("1.10", run="b"), "b")
+    found = receipts.score(tmp_path)
+    assert found is not None
+    assert (found.error_percent, found.bias_percent) == (pytest.approx(10.0), pytest.approx(0.0))
+
+
+def test_without_receipts_there_is_no_score(tmp_path: Path) -> None:
+    assert receipts.score(tmp_path) is None
+
+
+@pytest.mark.parametrize("changes", [{"device": "cpu"}, {"reason": "failed"}, {"reason": "boot-loop"}])
+def test_rehearsals_and_failed_runs_never_count(tmp_path: Path, changes: dict[str, Any]) -> None:
+    place(tmp_path, receipt("9.00", **changes))
+    assert receipts.score(tmp_path) is None
+    place(tmp_path, receipt("1.10", run="r2"), "r2")
+    found = receipts.score(tmp_path)
+    assert found is not None
+    assert (found.runs, found.error_percent) == (1, pytest.approx(10.0))
+
+
+def test_a_run_stopped_by_its_limit_counts(tmp_path: Path) -> None:
+    place(tmp_path, receipt("1.30", reason="max_usd"))
+    assert receipts.score(tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "it is not JSON"),
+        ("{", "it is not JSON"),
+        ("[1]", "it is no receipt (TypeError"),
+        ("{}", "it is no receipt (KeyError: 'schema')"),
+        (json.dumps(receipt(schema=2)), "it has schema 2, this version reads 1"),
+        (json.dumps(receipt(causes={"price": "1"})), "it is no receipt (KeyError"),
+        (json.dumps(receipt(range_usd=None)), "it is no receipt (TypeError"),
+        (json.dumps(receipt(range_usd={"p10": "low", "p90": "1"})), "it is no receipt (InvalidOperation"),
+        (json.dumps(receipt(range_usd={"p10": "NaN", "p90": "1"})), "its amounts are not amounts"),
+        (json.dumps(receipt(usd={"estimate": "0", "actual": "1"})), "its amounts are not amounts"),
+        (json.dumps(receipt(lines=[])), "it does not add up"),
+        (json.dumps(receipt(causes=dict.fromkeys(receipts.CAUSES, "0"))), "it does not add up"),
+        (json.dumps(receipt(attempts=[{"seconds": "long"}])), "could not convert string to float"),
+        (json.dumps(receipt(counted_until="yesterday")), "Invalid isoformat"),
+        (json.dumps(receipt(stack="other")), "it is of stack other"),
+    ],
+)
+def test_a_damaged_or_foreign_receipt_is_named_and_left_out(tmp_path: Path, content: str, words: str) -> None:
+    place(tmp_path, content, "bad")
+    place(tmp_path, receipt())
+    found, damaged = receipts.read(tmp_path)
+    assert [each.run for each in found] == ["r1"]
+    assert len(damaged) == 1
+    assert damaged[0].startswith("receipts/small-growth/bad.json is left out: ")
+    assert words in damaged[0]
+
+
+def test_runs_are_seen_oldest_first_and_one_stack_alone(tmp_path: Path) -> None:
+    place(tmp_path, receipt(run="a", counted_until="2026-11-22T00:00:00Z"), "a")
+    place(tmp_path, receipt(run="b", counted_until="2026-11-21T00:00:00Z"), "b")
+    place(tmp_path, receipt(run="c", stack="two-tower"), "c", stack="two-tower")
+    assert [each.run for each in receipts.read(tmp_path)[0]] == ["b", "a", "c"]
+    assert [each.run for each in receipts.read(tmp_path, "two-tower")[0]] == ["c"]
+
+
+def test_spot_runs_teach_the_hazard_by_type_and_zone(tmp_path: Path) -> None:
+    place(tmp_path, receipt())
+    place(tmp_path, receipt(run="r2", capacity="on-demand"), "r2")
+    place(tmp_path, receipt(run="r3", device="cpu"), "r3")
+    first, second = receipts.observations(tmp_path)
+    assert (first.type, first.zone, first.node_hours, first.interruptions) == ("g5.2xlarge", "us-east-2a", 2.0, 1)
+    assert (second.zone, second.node_hours, second.interruptions) == ("us-east-2b", 1.0, 0)
+    assert first.source == "receipt of small-growth r1"
+    assert first.as_of == date(2026, 11, 21)
+
+
+def test_a_receipt_is_kept_by_stack_and_run(tmp_path: Path) -> None:
+    content = json.dumps(receipt()).encode()
+    path = receipts.keep(content, tmp_path, "small-growth", "r1")
+    assert path == tmp_path / "receipts" / "small-growth" / "r1.json"
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("run", ["r2", "../r1"])
+def test_another_runs_receipt_is_not_kept(tmp_path: Path, run: str) -> None:
+    with pytest.raises(ValueError, match="r1 of small-growth"):
+        receipts.keep(json.dumps(receipt()).encode(), tmp_path, "small-growth", run)
+
+
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no name for a file"):
+        receipts.keep(json.dumps(receipt(run="../r1")).encode(), tmp_path, "small-growth", "../r1")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "kept"),
+    [
+        ("https://s3.us-east-2.amazonaws.com", True),
+        ("http://127.0.0.1:5000", False),
+        ("https://amazonaws.com.example", False),
+    ],
+)
+def test_results_keeps_the_receipt_of_a_run_on_aws_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, kept: bool
+) -> None:
+    path = project(tmp_path, monkeypatch)
+    downloaded = tmp_path / "receipt.json"
+    downloaded.write_text(json.dumps(receipt()))
+    s3 = SimpleNamespace(meta=SimpleNamespace(endpoint_url=endpoint))
+    said = results.keep(definition(path), s3, downloaded, path.parents[1])
+    assert (path.parents[1] / "receipts" / "small-growth" / "r1.json").is_file() is kept
+    assert ("to be committed: receipts/small-growth/r1.json" in said) is kept
+
+
+def test_results_says_why_a_damaged_receipt_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = project(tmp_path, monkeypatch)
+    downloaded = tmp_path / "receipt.json"
+    downloaded.write_text('{"usd": "0.42"}')
+    s3 = SimpleNamespace(meta=SimpleNamespace(endpoint_url="https://s3.us-east-2.amazonaws.com"))
+    said = results.keep(definition(path), s3, downloaded, path.parents[1])
+    assert said.startswith("The receipt is not kept for later bills: it is no receipt")
+
+
+def test_the_command_shows_every_run_and_the_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = project(tmp_path, monkeypatch).parents[1]
+    place(root, receipt("1.10"))
+    place(root, receipt("1.40", run="r2"), "r2")
+    place(root, receipt("5.00", run="r3", device="cpu"), "r3")
+    place(root, "{", "r4")
+    assert main(["receipts"]) == 0
+    said = capsys.readouterr()
+    assert said.out == (
+        "stack         run  ended by   estimate  actual    error    price  runtime  interruptions    other  graded\n"
+        "------------  ---  ---------  --------  ------  -------  -------  -------  -------------  -------  ---------\n"
+        "small-growth  r1   finished     1.0000  1.1000   +10.0%  +0.0000  +0.1000        +0.0000  +0.0000  inside\n"
+        "small-growth  r2   finished     1.0000  1.4000   +40.0%  +0.0000  +0.4000        +0.0000  +0.0000  above p90\n"
+        "small-growth  r3   rehearsal    1.0000  5.0000  +400.0%  +0.0000  +4.0000        +0.0000  +0.0000  -\n"
+        "\n"
+        "2 receipts: median error 25 %, 50 % inside p10-p90 (target 80 %).\n"
+        "Bias: +25.0 %, the median of actual against estimate.\n"
+        "By cause, the median of each in % of the estimate: "
+        "price 0.0 %, runtime 25.0 %, interruptions 0.0 %, other 0.0 %.\n"
+    )
+    assert "receipts/small-growth/r4.json is left out: it is not JSON" in said.err
+
+
+def test_without_a_receipt_the_command_says_where_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project(tmp_path, monkeypatch)
+    assert main(["receipts", "small-growth"]) == 1
+    assert "No receipt of small-growth yet: `gpufleet results STACK`" in capsys.readouterr().out
