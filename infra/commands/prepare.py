@@ -11,17 +11,20 @@ from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
-from job.config import JobConfig, PretrainConfig
+from job.config import JobConfig, PretrainConfig, SftConfig
 from job.dataset import characters, prepare, sources
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """STACK, TEXT and where the tokenizer is."""
     stack.argument(parser)
-    parser.add_argument("text", metavar="TEXT", nargs="?", type=Path, help="a UTF-8 text file instead of the source")
+    parser.add_argument("text", metavar="TEXT", nargs="?", type=Path, help="a text or JSONL file instead of the source")
     parser.add_argument("--rehearsal", action="store_true", help="the dataset of the definition's rehearsal section")
     parser.add_argument(
-        "--tokenizer", metavar="FILE", type=Path, help="GPT-2's tokenizer.json, where it cannot be fetched"
+        "--tokenizer",
+        metavar="FILE",
+        type=Path,
+        help="tokenizer.json: the base weights', or GPT-2's where it cannot be fetched",
     )
 
 
@@ -45,10 +48,23 @@ def prepared(
     try:
         if isinstance(config, PretrainConfig):
             return characters.prepare_characters(folder, config.data, seed=config.seed, text=text, say=_say)
+        if isinstance(config, SftConfig):
+            from job.dataset.packed import prepare_sft  # brings numpy
+
+            beside = tokenizer or _tokenizer_of(definition.storage.base_weights, root)
+            return prepare_sft(folder, config, text=text, tokenizer=beside, say=_say)
         source = _source(config, folder.parent / "cache", text, tokenizer)
         return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=_say)
     except ValueError as error:
         raise GpufleetError(str(error)) from error
+
+
+def _tokenizer_of(weights: str | None, root: Path) -> Path | None:
+    """The base weights' own tokenizer.json, where they are a local folder that has one."""
+    if weights is None or weights.startswith("s3://"):
+        return None
+    found = root / weights / "tokenizer.json"
+    return found if found.is_file() else None
 
 
 def _source(config: JobConfig, cache: Path, text: Path | None, tokenizer: Path | None) -> sources.Source:

@@ -1,0 +1,143 @@
+"""Conversations and where they come from: JSONL files of instructions and answers, or generated pairs.
+
+User mistakes raise ValueError with line numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+ROLES = ("system", "user", "assistant")
+SHOWN = 20  # problems of a file, at most
+GENERATED = (3, 16)  # numbers in a generated list
+
+
+class Turn(NamedTuple):
+    """One message."""
+
+    role: str
+    text: str
+
+
+Conversation = Sequence[Turn]  # ends with the assistant's turn
+
+
+class Chats(Protocol):
+    """Conversations, and a name that says everything they depend on."""
+
+    @property
+    def name(self) -> str: ...
+    def conversations(self) -> Iterator[Conversation]: ...
+
+
+@dataclass(frozen=True)
+class JsonlChats:
+    """One JSON object a line: `instruction` and `response`, perhaps `system`; or `messages` with `role` and `content`.
+
+    Other keys are left out. Blank lines are skipped.
+    """
+
+    path: Path
+
+    @cached_property
+    def name(self) -> str:
+        try:
+            with self.path.open("rb") as file:
+                return f"chat jsonl: sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+        except OSError as error:
+            raise ValueError(f"{self.path}: cannot be read ({error.strerror})") from error
+
+    def conversations(self) -> Iterator[Conversation]:
+        """As long as there is no mistake; then reads on for others and raises ValueError with all of them."""
+        problems: list[str] = []
+        found = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    conversation = _conversation(line)
+                except ValueError as error:
+                    problems.append(f"{self.path}:{number}: {error}")
+                    if len(problems) == SHOWN:
+                        problems.append(f"{self.path}: more after line {number} is not looked at")
+                        break
+                    continue
+                found += 1
+                if not problems:
+                    yield conversation
+        if problems:
+            raise ValueError("\n".join(problems))
+        if not found:
+            raise ValueError(f"{self.path}: empty; give one JSON object a line with instruction and response")
+
+
+@dataclass(frozen=True)
+class GeneratedPairs:
+    """`count` seeded "reverse this list of numbers" pairs."""
+
+    count: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"generated pairs: {self.count} from seed {self.seed}"
+
+    def conversations(self) -> Iterator[Conversation]:
+        draw = random.Random(f"pairs {self.seed}")
+        for _ in range(self.count):
+            numbers = [str(draw.randrange(100)) for _ in range(draw.randint(*GENERATED))]
+            yield (
+                Turn("user", "Reverse this list of numbers: " + " ".join(numbers)),
+                Turn("assistant", " ".join(reversed(numbers))),
+            )
+
+    def text(self) -> str:
+        """Everything a conversation may say."""
+        return " ".join(("Reverse this list of numbers:", *map(str, range(100))))
+
+
+def _conversation(line: bytes) -> Conversation:
+    try:
+        tree = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(tree, dict):
+        raise ValueError("not an object; give instruction and response, or messages")
+    if "messages" in tree:
+        return _messages(tree["messages"])
+    turns = [Turn("system", _text(tree, "system"))] if tree.get("system") else []
+    return (*turns, Turn("user", _text(tree, "instruction")), Turn("assistant", _text(tree, "response")))
+
+
+def _messages(messages: Any) -> Conversation:
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("messages: not a list of objects with role and content")
+    turns = []
+    for number, message in enumerate(messages):
+        role = message.get("role")
+        if role not in ROLES:
+            raise ValueError(f"messages[{number}].role: {role!r} is not one of {', '.join(ROLES)}")
+        if role == "system" and number:
+            raise ValueError(f"messages[{number}].role: system only as the first message")
+        turns.append(Turn(role, _text(message, "content", f"messages[{number}].")))
+    if not turns or turns[-1].role != "assistant":
+        raise ValueError("messages: the last one must be the assistant's, the answer to learn")
+    if len([turn for turn in turns if turn.role != "system"]) < 2:
+        raise ValueError("messages: an answer without a question")
+    return tuple(turns)
+
+
+def _text(tree: dict[str, Any], key: str, path: str = "") -> str:
+    if key not in tree:
+        raise ValueError(f"{path}{key}: missing; it has {', '.join(sorted(tree)) or 'no keys'}")
+    if not isinstance(tree[key], str) or not tree[key].strip():
+        raise ValueError(f"{path}{key}: {tree[key]!r:.60} is not a text, or empty")
+    return str(tree[key])

@@ -1,0 +1,272 @@
+"""Whole examples packed into rows of one length: what sft-h100 and kernel-sft train on.
+
+    dataset.json           kind "packed"; facts: examples, tokens, mean_tokens, p95_tokens, fill, truncated, rows, ...
+    train_00000.bin        rows of token ids, one after the other (shards.py; 2 bytes each, 4 above 65,536 ids)
+    marks_train_00000.bin  2 bytes per token: 2 x number of the example in its row, from 1; + 1 where the loss counts
+                           the token; 0: padding
+    validation_*, marks_validation_*   the same for the examples held out
+    prompts.jsonl          held-out questions in ids, with the answer that the data gives
+    tokenizer.json or words.json
+
+Rows are filled as packing.py says. The same input gives the same bytes. No torch. User mistakes raise ValueError with
+the choice to make.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from job.config.sft import SftConfig
+from job.dataset import prepare
+from job.dataset.chat import Chats, Conversation, GeneratedPairs, JsonlChats
+from job.dataset.packing import Example, Packing, Split, order, pack
+from job.dataset.prepare import DatasetManifest
+from job.dataset.rendering import TEMPLATES, ChatTokenizer, FileTokenizer, Renderer, Template, WordTokenizer
+from job.dataset.shards import write_shard
+
+PROMPTS = "prompts.jsonl"
+BATCH = 1000  # conversations tokenised at once
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What happened while reading."""
+
+    truncated: int = 0
+    dropped: int = 0  # nothing of the answer was left
+    examples: list[Example] = field(default_factory=list)
+    conversations: list[int] = field(default_factory=list)  # number in the source of each example
+
+
+def prepare_sft(
+    folder: Path,
+    config: SftConfig,
+    *,
+    text: Path | None = None,
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> DatasetManifest:
+    """sft-h100's dataset from a JSONL file (`text`), or generated pairs. `tokenizer`: the base weights' own
+    tokenizer.json. Raises ValueError.
+    """
+    data, template = config.data, TEMPLATES[config.model.family]
+    how = Packing(
+        row=data.row,
+        longest=min(data.longest, data.row),
+        loss_on=data.loss_on,
+        held_out=data.held_out,
+        packing=config.measures.packing,
+        prompts=config.eval.prompts,
+        seed=config.seed,
+    )
+    if data.source == "generated-pairs" and text is None:
+        pairs = GeneratedPairs(data.examples, config.seed)
+        words = WordTokenizer.of(pairs.text(), template)
+        return prepare_packed(folder, pairs, words, template, how, model_vocab=config.model.vocab, say=say)
+    if text is None:
+        raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK examples.jsonl")
+    if tokenizer is None:
+        raise ValueError(
+            "no tokenizer: put the base weights with their tokenizer.json into the folder that storage.base_weights "
+            "names, or give the file with --tokenizer"
+        )
+    own = FileTokenizer(tokenizer)
+    return prepare_packed(folder, JsonlChats(text), own, template, how, model_vocab=config.model.vocab, say=say)
+
+
+def prepare_packed(
+    folder: Path,
+    chats: Chats,
+    tokenizer: ChatTokenizer,
+    template: Template,
+    how: Packing,
+    *,
+    model_vocab: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> DatasetManifest:
+    """The packed dataset in `folder`, made now or found there, and its report. Raises ValueError."""
+    if tokenizer.vocab > model_vocab:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
+            f"{model_vocab}: name the tokenizer of these base weights, or raise model.vocab"
+        )
+    source = f"{chats.name}; {tokenizer.id}, {template.name}; {how.words()}"
+    if (kept := _found(folder, source)) is not None:
+        say(f"{folder} is prepared already")
+        _report(kept, say)
+        return kept
+    renderer = Renderer(template, tokenizer)
+    read = _read(chats, renderer, how)
+    held = _held_out(len(read.examples), how)
+    splits: dict[Split, list[Example]] = {
+        "train": [example for i, example in enumerate(read.examples) if i not in held],
+        "validation": [read.examples[i] for i in sorted(held)],
+    }
+    rows = {split: pack(examples, how) for split, examples in splits.items()}
+    names = {split: _names(split, len(found), how.row) for split, found in rows.items()}
+    asked = {read.conversations[i] for i in sorted(held)[: how.prompts]}
+
+    def write(made: Path) -> None:
+        for split, examples in splits.items():
+            _write_rows(made, names[split], examples, rows[split], how.row, tokenizer.vocab)
+        _write_prompts(made / PROMPTS, chats, asked, renderer)
+        for name, content in tokenizer.files.items():
+            (made / name).write_bytes(content)
+
+    facts = _facts(splits, rows, how, read) | {
+        "vocab": tokenizer.vocab,
+        "tokenizer": tokenizer.kind,
+        "tokenizer_id": tokenizer.id,
+        "template": template.name,
+        "stop": renderer.end,
+        "prompts": len(asked),
+    }
+    manifest = prepare.publish(
+        folder,
+        kind="packed",
+        source=source,
+        facts=facts,
+        write=write,
+        train=names["train"],
+        validation=names["validation"],
+    )
+    _report(manifest, say)
+    return manifest
+
+
+def _read(chats: Chats, renderer: Renderer, how: Packing) -> _Counts:
+    read = _Counts()
+    stream = enumerate(chats.conversations())
+    while batch := list(itertools.islice(stream, BATCH)):
+        for (number, _), rendered in zip(batch, renderer.render([turns for _, turns in batch]), strict=True):
+            tokens = np.array(rendered.tokens, dtype=np.uint32)
+            counted = np.array(rendered.answered) if how.loss_on == "response" else np.ones(len(tokens), dtype=np.bool_)
+            counted[0] = False  # nothing predicts it
+            read.truncated += len(tokens) > how.longest
+            tokens, counted = tokens[: how.longest], counted[: how.longest]
+            if not counted.any():
+                read.dropped += 1
+                continue
+            read.examples.append(Example(tokens, counted))
+            read.conversations.append(number)
+    if len(read.examples) < 2:
+        raise ValueError(
+            f"{chats.name}: {len(read.examples)} examples with an answer within data.longest, {how.longest} tokens; "
+            "at least 2 are needed, one of them is held out"
+        )
+    return read
+
+
+def _held_out(count: int, how: Packing) -> set[int]:
+    return set(order(how.seed, count, count)[: max(1, round(count * how.held_out))].tolist())
+
+
+def _facts(
+    splits: dict[Split, list[Example]], rows: dict[Split, list[NDArray[np.int64]]], how: Packing, read: _Counts
+) -> dict[str, Any]:
+    lengths = np.array([len(example.tokens) for example in splits["train"]])
+    held = sum(len(example.tokens) for example in splits["validation"])
+    return {
+        "examples": len(lengths),
+        "tokens": int(lengths.sum()),
+        "mean_tokens": round(float(lengths.mean()), 1),
+        "p95_tokens": int(np.percentile(lengths, 95, method="higher")),
+        "fill": round(float(lengths.sum()) / (len(rows["train"]) * how.row), 4),
+        "truncated": read.truncated,
+        "truncated_share": round(read.truncated / (len(read.examples) + read.dropped), 4),
+        "dropped": read.dropped,
+        "rows": len(rows["train"]),
+        "loss_tokens": int(sum(int(example.counted.sum()) for example in splits["train"])),
+        "held_out_examples": len(splits["validation"]),
+        "held_out_tokens": held,
+        "held_out_rows": len(rows["validation"]),
+        "row": how.row,
+        "longest": how.longest,
+        "most_examples": max(len(row) for found in rows.values() for row in found),  # in one row
+        "loss_on": how.loss_on,
+        "packing": how.packing,
+    }
+
+
+def _report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
+    f = manifest.facts
+    say(
+        f"data: {f['examples']:,} examples, {f['tokens']:,} tokens ({f['loss_tokens']:,} with loss), mean "
+        f"{f['mean_tokens']:,.0f}, p95 {f['p95_tokens']:,}; {f['rows']:,} rows of {f['row']:,}, fill {f['fill']:.1%}; "
+        f"truncated at {f['longest']:,}: {f['truncated']:,} ({f['truncated_share']:.1%}), dropped {f['dropped']:,}; "
+        f"held out {f['held_out_examples']:,} examples in {f['held_out_rows']:,} rows; {f['tokenizer']}, "
+        f"{f['vocab']:,} ids, template {f['template']}"
+    )
+
+
+def _names(split: Split, rows: int, row: int) -> tuple[str, ...]:
+    return tuple(f"{split}_{i:05d}.bin" for i in range(math.ceil(rows / _shard_rows(row))))
+
+
+def _shard_rows(row: int) -> int:
+    return max(1, prepare.SHARD_TOKENS // row)
+
+
+def _write_rows(
+    folder: Path,
+    names: tuple[str, ...],
+    examples: list[Example],
+    rows: list[NDArray[np.int64]],
+    row: int,
+    vocab: int,
+) -> None:
+    per_shard = _shard_rows(row)
+    kind = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+    for shard, name in enumerate(names):
+        part = rows[shard * per_shard : (shard + 1) * per_shard]
+        tokens, marks = np.zeros((len(part), row), dtype=kind), np.zeros((len(part), row), dtype="<u2")
+        for place, packed in enumerate(part):
+            at = 0
+            for number, index in enumerate(packed, 1):
+                example = examples[index]
+                end = at + len(example.tokens)
+                tokens[place, at:end] = example.tokens
+                marks[place, at:end] = 2 * number + example.counted
+                at = end
+        write_shard(folder / name, _flat(tokens), vocab)
+        write_shard(folder / f"marks_{name}", _flat(marks), 1 << 16)
+
+
+def _flat(values: NDArray[Any]) -> array[int]:
+    """As write_shard takes it, without a Python number per token."""
+    flat: array[int] = array("H" if values.itemsize == 2 else "I")
+    flat.frombytes(values.tobytes())
+    return flat
+
+
+def _write_prompts(path: Path, chats: Chats, asked: set[int], renderer: Renderer) -> None:
+    lines = []
+    found: Iterator[tuple[int, Conversation]] = (item for item in enumerate(chats.conversations()) if item[0] in asked)
+    for _, turns in itertools.islice(found, len(asked)):
+        tree = {"prompt": turns[-2].text, "tokens": renderer.prompt(turns), "reference": turns[-1].text}
+        lines.append(json.dumps(tree, ensure_ascii=False) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _found(folder: Path, source: str) -> DatasetManifest | None:
+    """The dataset in `folder` if it is this one and whole."""
+    if not (folder / prepare.MANIFEST).is_file():
+        return None
+    try:
+        manifest = prepare.read_manifest(folder)
+        if manifest.source != source:
+            return None
+        prepare.verify(folder, manifest)
+    except ValueError:  # damaged: made again
+        return None
+    return manifest

@@ -1,0 +1,129 @@
+"""Rows of whole examples: how they are packed, drawn in order, and read back. No torch.
+
+Packing is first-fit decreasing: the longest example first, each into the first row with room. The files are described
+in packed.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from job.dataset.prepare import DatasetManifest
+from job.dataset.shards import HEADER, read_header
+
+MOST_EXAMPLES = (1 << 15) - 1  # in a row: what a mark can count to
+_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
+Split = Literal["train", "validation"]
+Ids = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One tokenised conversation. `counted`: tokens whose prediction the loss counts."""
+
+    tokens: Ids
+    counted: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How conversations become rows."""
+
+    row: int  # tokens of a row
+    longest: int  # tokens of an example; the rest is cut off
+    loss_on: Literal["response", "all"] = "response"
+    held_out: float = 0.01  # share of examples
+    packing: bool = True  # False: one padded example per row
+    prompts: int = 0  # held-out questions to keep
+    seed: int = 0  # of what is held out
+
+    def words(self) -> str:
+        """For the name of the source: everything the rows depend on."""
+        return ", ".join(f"{key} {getattr(self, key)}" for key in self.__slots__)
+
+
+def pack(examples: list[Example], how: Packing) -> list[NDArray[np.int64]]:
+    """Rows, each as indices into `examples`."""
+    lengths = np.array([len(example.tokens) for example in examples], dtype=np.int64)
+    row_of = first_fit_decreasing(lengths, how.row) if how.packing else np.arange(len(lengths))
+    order = np.argsort(row_of, kind="stable")
+    edges = np.flatnonzero(np.diff(row_of[order])) + 1
+    found: list[NDArray[np.int64]] = np.split(order, edges)
+    assert all(len(row) <= MOST_EXAMPLES for row in found)
+    return found
+
+
+def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int64]:
+    """The row of each example: longest first, each into the first row that has room for it.
+
+    Examples of one length are placed together, since the first of them leaves every earlier row as full as it was.
+    """
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    room = np.empty(0, dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    for group in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
+        if not len(group):
+            continue
+        length = int(lengths[group[0]])
+        assert 0 < length <= row, (length, row)
+        fits = room // length
+        total = np.cumsum(fits)
+        reached = int(np.searchsorted(total, len(group))) + 1
+        places = np.repeat(np.arange(len(fits))[:reached], fits[:reached])[: len(group)]
+        left = len(group) - len(places)
+        fresh = len(room) + np.arange(left) // (row // length)
+        room = np.concatenate([room, np.full(math.ceil(left / (row // length)), row)])
+        row_of[group] = np.concatenate([places, fresh])
+        room -= length * np.bincount(row_of[group], minlength=len(room))
+    return row_of
+
+
+def order(seed: int, salt: int, count: int) -> NDArray[np.int64]:
+    """A permutation of `count`, sorted by a hash of (seed, salt, place): the same on every machine and version."""
+    mask = (1 << 64) - 1
+    start = np.array([((seed * _GOLDEN) ^ (salt * 0xD1342543DE82EF95)) & mask], dtype=np.uint64)
+    x = _mix(start) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    found: NDArray[np.int64] = np.argsort(_mix(x), kind="stable")
+    return found
+
+
+class PackedRows:
+    """One split of a packed dataset, in host memory. Raises ValueError for another kind or a damaged shard."""
+
+    def __init__(self, folder: Path, manifest: DatasetManifest, split: Split) -> None:
+        if manifest.kind != "packed":
+            raise ValueError(f"{folder}: a dataset of {manifest.kind}, this experiment needs packed rows; prepare it")
+        names = manifest.train if split == "train" else manifest.validation
+        self.row = int(manifest.facts["row"])
+        self.tokens = _load([folder / name for name in names], self.row)  # [rows, T]
+        self.marks = _load([folder / f"marks_{name}" for name in names], self.row)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def counted(self, rows: NDArray[np.int64]) -> int:
+        """Targets of these rows that the loss counts."""
+        return int((self.marks[rows] & 1).sum())
+
+
+def _load(paths: list[Path], row: int) -> NDArray[Any]:
+    parts = []
+    for path in paths:
+        header = read_header(path)
+        if header.tokens % row:
+            raise ValueError(f"{path}: {header.tokens} tokens are no rows of {row}; prepare the dataset again")
+        parts.append(np.fromfile(path, dtype=f"<u{header.token_bytes}", offset=HEADER.size).reshape(-1, row))
+    return np.concatenate(parts)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's output function."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

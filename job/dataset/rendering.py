@@ -1,0 +1,196 @@
+"""Conversations to token ids: chat templates, and the tokenizers that fit them.
+
+A template is data: which special tokens open and close a turn. Contents are stripped and tokenised on their own, so
+that text can never become a special token; because the pieces around them end or begin with a line break or a special
+token, byte-level BPEs give the same ids as for the joined text. Nothing is added that the data does not say: no default
+system prompt, no date, no empty thoughts.
+
+`tokenizers` is imported only for a tokenizer.json. User mistakes raise ValueError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from job.dataset.chat import ROLES, Conversation
+from job.dataset.tokenizer import Words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Template:
+    """How a family writes a conversation. Words beginning with `<|` are special tokens, `{role}` is filled in."""
+
+    name: str
+    begin: tuple[str, ...]
+    header: tuple[str, ...]  # before a turn's content
+    end: str  # the special token that closes a turn; generation stops at it
+    gap: str  # between turns
+
+
+_LLAMA3 = Template(  # Llama 3.1 model card, "prompt formats" (2024-07-23)
+    name="llama-3",
+    begin=("<|begin_of_text|>",),
+    header=("<|start_header_id|>", "{role}", "<|end_header_id|>", "\n\n"),
+    end="<|eot_id|>",
+    gap="",
+)
+_CHATML = Template(  # Qwen documentation, "chat template" (2025-04)
+    name="chatml", begin=(), header=("<|im_start|>", "{role}\n"), end="<|im_end|>", gap="\n"
+)
+TEMPLATES = {"llama": _LLAMA3, "qwen2": _CHATML, "qwen3": _CHATML}  # by model.family
+
+
+class ChatTokenizer(Protocol):
+    """What rendering and sampling need. `files` go into the prepared dataset, for `open_chat_tokenizer`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def files(self) -> dict[str, bytes]: ...
+    def special(self, name: str) -> int: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class FileTokenizer:
+    """A tokenizer.json, the base weights' own. Raises ValueError for a file that is none."""
+
+    kind = "tokenizer.json"
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._content = file.read_bytes()
+            self._bpe: Any = Tokenizer.from_str(self._content.decode())
+        except OSError as error:
+            raise ValueError(f"{file}: cannot be read ({error.strerror}); it lies beside the base weights") from error
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"{file}: not a tokenizer.json ({error})") from error
+        self._bpe.encode_special_tokens = True  # as plain text: only a template writes special tokens
+        self._bpe.no_truncation()
+        self._bpe.no_padding()
+        self.file = file
+        self.vocab: int = max(self._bpe.get_vocab(with_added_tokens=True).values()) + 1
+        self.id = "tokenizer-" + hashlib.sha256(self._content).hexdigest()[:16]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.json": self._content}
+
+    def special(self, name: str) -> int:
+        """Raises ValueError when the tokenizer lacks it: another family's."""
+        found = self._bpe.token_to_id(name)
+        if found is None:
+            raise ValueError(f"{self.file}: no token {name}, which the chat template needs; is model.family right?")
+        return int(found)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Over all cores."""
+        return [encoding.ids for encoding in self._bpe.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._bpe.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+class WordTokenizer:
+    """One id per word, the special tokens of a template before them."""
+
+    kind = "words"
+
+    def __init__(self, words: Words, specials: tuple[str, ...]) -> None:
+        self._words, self._specials = words, specials
+        self.vocab = len(specials) + words.vocab
+        self.id = "words-" + hashlib.sha256("\n".join((*specials, *words.words)).encode()).hexdigest()[:16]
+
+    @classmethod
+    def of(cls, text: str, template: Template) -> WordTokenizer:
+        """Every word of `text` and the roles."""
+        pieces = (*template.begin, *template.header, template.end)
+        specials = tuple(dict.fromkeys(piece for piece in pieces if piece.startswith("<|")))
+        return cls(Words.of(" ".join((text, *ROLES))), specials)
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        tree = {"specials": list(self._specials), "words": list(self._words.words)}
+        return {"words.json": (json.dumps(tree, ensure_ascii=False) + "\n").encode()}
+
+    def special(self, name: str) -> int:
+        """Raises ValueError for a token of another template."""
+        if name not in self._specials:
+            raise ValueError(f"words were made for another chat template: no token {name}; prepare the dataset again")
+        return self._specials.index(name)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[len(self._specials) + i for i in self._words.encode(text)] for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._words.decode([i - len(self._specials) for i in ids if i >= len(self._specials)])
+
+
+def open_chat_tokenizer(kind: str, folder: Path) -> ChatTokenizer:
+    """The one a dataset was prepared with, from the dataset's folder."""
+    if kind == WordTokenizer.kind:
+        tree = json.loads((folder / "words.json").read_text(encoding="utf-8"))
+        return WordTokenizer(Words(tuple(tree["words"])), tuple(tree["specials"]))
+    return FileTokenizer(folder / "tokenizer.json")
+
+
+class Rendered(NamedTuple):
+    """A conversation in ids, and which of them the assistant wrote (its closing token too)."""
+
+    tokens: list[int]
+    answered: list[bool]
+
+
+class Renderer:
+    """Conversations in the ids of one template and tokenizer."""
+
+    def __init__(self, template: Template, tokenizer: ChatTokenizer) -> None:
+        self.template, self.tokenizer = template, tokenizer
+        self.end = tokenizer.special(template.end)
+        self._begin = [tokenizer.special(name) for name in template.begin]
+        self._gap = self._text(template.gap)
+        self._headers = {role: self._header(role) for role in ROLES}
+
+    def render(self, conversations: Sequence[Conversation]) -> list[Rendered]:
+        """Whole conversations; contents are tokenised together."""
+        contents = iter(self._contents(conversations))
+        found = []
+        for conversation in conversations:
+            tokens, answered = list(self._begin), [False] * len(self._begin)
+            for number, turn in enumerate(conversation):
+                before = (self._gap if number else []) + self._headers[turn.role]
+                written = [*next(contents), self.end]
+                tokens += before + written
+                answered += [False] * len(before) + [turn.role == "assistant"] * len(written)
+            found.append(Rendered(tokens, answered))
+        return found
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Up to where the assistant's last turn begins."""
+        asked = self.render([conversation[:-1]])[0].tokens
+        return asked + self._gap + self._headers["assistant"]
+
+    def _contents(self, conversations: Sequence[Conversation]) -> list[list[int]]:
+        return self.tokenizer.encode_batch([turn.text.strip() for turns in conversations for turn in turns])
+
+    def _header(self, role: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self.template.header:
+            special = piece.startswith("<|")
+            ids += [self.tokenizer.special(piece)] if special else self._text(piece.replace("{role}", role))
+        return ids
+
+    def _text(self, text: str) -> list[int]:
+        return self.tokenizer.encode_batch([text])[0] if text else []
