@@ -34,6 +34,7 @@ __all__ = [
     "Exposure",
     "Fate",
     "Hazard",
+    "Leave",
     "Node",
     "Outcome",
     "account",
@@ -52,9 +53,11 @@ MINIMUM_H = 60 / 3600  # each start is billed for 60 s at least
 
 RUNS = 10_000
 SEED = 7
+_EDGE_H = 1e-9
 _CHUNK = 50_000  # runs simulated together: fits the processor's cache
 _ATTEMPTS_IN_STEP = 32  # attempts for which all runs draw, finished or not
-_MAX_ATTEMPTS = 1_000  # a run that needs more never gets anywhere: it goes on like this until a limit stops it
+MAX_ATTEMPTS = 1_000
+_NOWHERE = 1e4  # times what was done so far: a run that needs more never gets anywhere
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -76,6 +79,18 @@ Fate = Callable[[Indices, int, Floats], Node]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """A run's owner ends it, by the wall, at `by_h` less `work_h` for the share of its work that is not done."""
+
+    by_h: float
+    work_h: float
+
+    def at_h(self, left_share: Floats) -> Floats:
+        """The hour, for runs with that share of their work left."""
+        return self.by_h - self.work_h * left_share
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Exposure:
     """What one run puts at risk. Hours and USD, plain floats: exact money belongs to the bill's lines."""
 
@@ -93,7 +108,7 @@ class Exposure:
     free_h: float = FREE_H
     max_usd: float | None = None
     max_hours: float | None = None
-    leave_wall_h: float = math.inf  # hour by the wall at which its owner ends the run, everything saved
+    leave: Leave | None = None  # when its owner ends it, everything saved
 
     @property
     def chance(self) -> Hazard:
@@ -134,11 +149,11 @@ class Outcome:
         return float(p10), float(p50), float(p90), float(values.mean())
 
 
-def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED) -> Outcome:
-    """`runs` independent runs."""
+def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> Outcome:
+    """`runs` independent runs. One that is not done after `attempts` nodes is carried on as it went so far."""
     sizes = [min(_CHUNK, runs - start) for start in range(0, runs, _CHUNK)]
     seeds = np.random.SeedSequence(seed).spawn(len(sizes))
-    parts = [_chunk(exposure, size, np.random.default_rng(s)) for size, s in zip(sizes, seeds, strict=True)]
+    parts = [_chunk(exposure, size, np.random.default_rng(s), attempts) for size, s in zip(sizes, seeds, strict=True)]
     if len(parts) == 1:
         return parts[0]
     return Outcome(
@@ -195,7 +210,7 @@ def break_even(exposure: Exposure, on_demand_usd: float, *, highest: float = 10.
     return 0.0 if dearer(0.0) else high
 
 
-def _chunk(exposure: Exposure, runs: int, rng: np.random.Generator) -> Outcome:
+def _chunk(exposure: Exposure, runs: int, rng: np.random.Generator, attempts: int) -> Outcome:
     chance = exposure.chance
     hazard = chance.of(rng.standard_normal(runs))
     first_wait_h = rng.standard_exponential(runs) * exposure.wait_h if chance.median else np.zeros(runs)
@@ -210,38 +225,39 @@ def _chunk(exposure: Exposure, runs: int, rng: np.random.Generator) -> Outcome:
             life = life / chance.of_node(_normals(uneven, runs, active, attempt), first=attempt == 0)
         return Node(life_h=life, wait_h=wait * exposure.wait_h, missed=missed, lost=lost)
 
-    return account(exposure, first_wait_h, fate)
+    return account(exposure, first_wait_h, fate, attempts)
 
 
-def account(exposure: Exposure, first_wait_h: Floats, fate: Fate) -> Outcome:
+def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> Outcome:
     """What runs cost that wait `first_wait_h` (one value per run) for their first node and whose nodes meet `fate`."""
     runs = len(first_wait_h)
     ends = np.asarray(exposure.phase_ends_h)
     fits = np.asarray(exposure.saves_fit)
     cap_h = min(exposure.hours_at_cap())
     done = np.zeros(runs)  # hours of work that survive
-    hours, billed, wall = np.zeros(runs), np.zeros(runs), np.minimum(first_wait_h, exposure.leave_wall_h)
+    hours, billed, wall = np.zeros(runs), np.zeros(runs), np.zeros(runs)
     interruptions = np.zeros(runs, dtype=np.int64)
     stopped = np.zeros(runs, dtype=bool)
     active = np.arange(runs)
     start_h = exposure.setup_h
+    wall += _patient(exposure, first_wait_h, wall, done)
 
-    for attempt in range(_MAX_ATTEMPTS):
+    for attempt in range(attempts):
         if not active.size:
             break
         node = fate(active, attempt, wall[active])
         life = node.life_h
         need = start_h + ends[-1] - done[active]
-        left = exposure.leave_wall_h - wall[active]
+        left = _left(exposure, wall[active], done[active], start_h)
         room = np.maximum(np.minimum(cap_h - hours[active], left), 0.0)
         node_h = np.minimum(np.minimum(life, need), room)
         at_limit = room < np.minimum(life, need)
         interrupted = ~at_limit & (life < need)
 
-        span = np.where(left > 0, np.maximum(node_h, MINIMUM_H), 0.0)
+        span = np.where(left > _EDGE_H, np.maximum(node_h, MINIMUM_H), 0.0)
         hours[active] += span
         billed[active] += np.where(interrupted & (node_h < exposure.free_h), 0.0, span)
-        wall[active] += np.minimum(np.where(interrupted, node_h + node.wait_h, node_h), left)
+        wall[active] += node_h
         interruptions[active] += interrupted
         stopped[active] |= at_limit
 
@@ -253,15 +269,40 @@ def account(exposure: Exposure, first_wait_h: Floats, fate: Fate) -> Outcome:
         kept = np.where(heard & fits[phase], saved, torn)
         done[active] += np.where(interrupted, kept, np.maximum(node_h - start_h, 0.0))
 
+        wait_h = _patient(exposure, node.wait_h, wall[active], done[active])
+        wall[active] += np.where(interrupted, wait_h, 0.0)
+
         active = active[interrupted]
         start_h = exposure.restart_h
 
-    if active.size and np.isfinite(cap_h):  # goes nowhere: the same again until the limit
-        grow = cap_h / hours[active]
-        hours[active], billed[active], wall[active] = cap_h, billed[active] * grow, wall[active] * grow
-    stopped[active] = True
+    if active.size:  # the same again, to the end of the work or to the limit
+        grow = ends[-1] / np.maximum(done[active], ends[-1] / _NOWHERE)
+        at_limit = hours[active] * grow > cap_h
+        grow = np.where(at_limit, cap_h / hours[active], grow)
+        hours[active], billed[active], wall[active] = hours[active] * grow, billed[active] * grow, wall[active] * grow
+        interruptions[active] = (interruptions[active] * grow).astype(np.int64)
+        done[active] = np.where(at_limit, done[active], ends[-1])
+        stopped[active] |= at_limit | (grow >= _NOWHERE)
     usd = exposure.fixed_usd + billed * exposure.compute_usd_h + hours * exposure.extras_usd_h
     return Outcome(usd=usd, hours=hours, wall_hours=wall, interruptions=interruptions, stopped=stopped, done_h=done)
+
+
+def _patient(exposure: Exposure, wait_h: Floats, wall: Floats, done: Floats) -> Floats:
+    """The wait for capacity, as long as the owner waits."""
+    if exposure.leave is None:
+        return wait_h
+    return np.clip(exposure.leave.at_h(1 - done / exposure.phase_ends_h[-1]) - wall, 0.0, wait_h)
+
+
+def _left(exposure: Exposure, wall: Floats, done: Floats, start_h: float) -> Floats | float:
+    """Hours until the owner ends the run, for a node launched now: while it works, what is left to do shrinks."""
+    if exposure.leave is None:
+        return math.inf
+    work_h = exposure.phase_ends_h[-1]
+    left = exposure.leave.at_h(1 - done / work_h) - wall
+    falling = 1 - exposure.leave.work_h / work_h  # per hour of work
+    working = start_h + (left - start_h) / falling if falling > _EDGE_H else np.full_like(left, math.inf)
+    return np.where(left > start_h, working, left)
 
 
 def _luck(
