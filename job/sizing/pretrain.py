@@ -7,6 +7,7 @@ nanochat and llm-foundry count them.
 from __future__ import annotations
 
 from job.config.pretrain import CharModel, PretrainConfig
+from job.dataset.characters import SYMBOLS
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
@@ -25,6 +26,9 @@ def problems(config: PretrainConfig) -> list[tuple[str, str]]:
             found.append((name, f"two numbers, not {len(values)}"))
     if not config.eval.prompts:
         found.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
+    for prompt in config.eval.prompts:
+        if not 1 <= len(prompt) <= config.data.sequence or set(prompt) - set(SYMBOLS):
+            found.append(("eval.prompts", f"1 to {config.data.sequence} characters of {SYMBOLS!r}, not {prompt!r}"))
     return found
 
 
@@ -125,8 +129,8 @@ def export_bytes(config: PretrainConfig) -> dict[str, int]:
 
 
 def dataset_bytes(config: PretrainConfig) -> int:
-    """Two bytes a character, as every shard."""
-    return 2 * config.data.characters
+    """One byte a character."""
+    return config.data.characters
 
 
 def weights_bytes(config: PretrainConfig) -> int:

@@ -1,0 +1,296 @@
+"""pretrain-d64: a deep character model, trained until validation stops improving; the best checkpoint is what is kept.
+
+Weights, gradients and moments are spread over the GPUs of the node (FSDP2). Early stop looks at the recorded
+evaluations alone, so a resumed run decides as the uninterrupted one. Leaves `final/` (the weights of the best
+evaluation, not of the last), and `results.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from job import atomic, sizing
+from job.config import PretrainConfig
+from job.config.pretrain import EarlyStop, MuonAdamW
+from job.dataset import characters
+from job.dataset.prepare import read_manifest
+from job.models.char_gpt import CharGpt, generate, initial
+from job.train import export, muon, parallel
+from job.train.checkpoint import COMMIT, PROGRESS, Found
+from job.train.experiment import Experiment, Phase, Session, Stopped, Work
+from job.train.rows import Rows
+
+EXPERIMENT = "pretrain-d64"
+
+
+class Pretrain(Experiment):
+    """The experiment as the training loop asks it."""
+
+    def __init__(self, session: Session) -> None:
+        assert isinstance(session.config, PretrainConfig)
+        self.session, self.config = session, session.config
+        if problems := sizing.problems(self.config):
+            raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))
+        self.manifest = read_manifest(session.data)
+        if self.manifest.kind != "characters":
+            raise ValueError(
+                f"{session.data}: a dataset of {self.manifest.kind}, {EXPERIMENT} trains on characters: prepare it "
+                "with gpufleet prepare"
+            )
+        sequence, device = self.config.data.sequence, session.device.torch
+        self.train = Rows(session.data / characters.TRAIN, sequence=sequence, device=device)
+        self.validated = Rows(session.data / characters.VALIDATION, sequence=sequence, device=device)
+        self.size = sizing.phases(self.config)[0]
+        self.phases = [
+            Phase(
+                index=0,
+                name=self.size.name,
+                first=0,
+                steps=self.size.steps,
+                flops_per_token=self.size.flops_per_token,
+                tokens_per_step=self.size.tokens_per_step,
+            )
+        ]
+        self.progress: dict[str, Any] = {"evaluations": []}
+        self._step = 0  # steps done once the one under way is
+        self._module: CharGpt | None = None
+
+    def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
+        """Fresh weights, drawn on the CPU and one at a time, the same for any number of ranks."""
+        module = self._spread()
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                whole = initial(name, tuple(parameter.shape), self.config.seed).to(self.session.device.torch)
+                if isinstance(parameter, DTensor):
+                    whole = distribute_tensor(
+                        whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                    )  # each rank cuts out its own part
+                parameter.copy_(whole)
+        return module
+
+    def blank(self, phase: Phase) -> nn.Module:
+        """The same, its weights not yet written."""
+        return self._spread()
+
+    def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
+        """Muon and AdamW, or AdamW alone."""
+        return make_optimizer(module, self.config)
+
+    def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
+        """Every group's rate, and Muon's momentum. Logged is the hidden matrices' rate."""
+        self._step = step + 1
+        config, scale = self.config.optim, rate(step, phase.steps, self.config.optim)
+        for group in opt.param_groups:
+            group["lr"] = scale * group["base_lr"]
+            if group["kind"] == "muon":
+                group["momentum"] = momentum(step, config)
+        return scale * config.lr
+
+    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+        """The next rows of the epoch, this rank's part."""
+        starts = self.train.step(self.config.seed, step, self.config.batch.rows)
+        return self.train.work(starts, self.session.world, rung.micro)
+
+    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+        """Windows spread evenly over the held-out characters."""
+        starts = self.validated.fixed(self.config.eval.windows)
+        return self.validated.work(starts, self.session.world, rung.micro)
+
+    def stop_early(self, phase: Phase, val_loss: float) -> str | None:
+        """Records the evaluation; a reason where the last ones brought nothing."""
+        earlier = [e for e in self.progress["evaluations"] if e["step"] < self._step]
+        self.progress["evaluations"] = [*earlier, {"step": self._step, "val_loss": val_loss}]
+        return plateau([(e["step"], e["val_loss"]) for e in self.progress["evaluations"]], self.config.early_stop)
+
+    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
+        """Nothing: the best checkpoint is on its way to the disk perhaps, and `finish` waits for it."""
+
+    def finish(self) -> None:
+        """The best checkpoint's weights, their continuations of the prompts, and the result table."""
+        module, session = self._module, self.session
+        assert module is not None
+        self._heed_stop()
+        best = session.world.agree(self._best())
+        session.say(f"best: step {best['step']}, {best['val_loss']:.4f} nats per character")
+        if best["step"] != self.progress["evaluations"][-1]["step"]:
+            self._read(best["step"], module)
+        weights = parallel.gather(module.state_dict(), session.world)
+        if session.world.first:
+            self._export(weights, best)
+        del weights
+        self._heed_stop()
+        samples = {prompt: self._continue(module, prompt) for prompt in self.config.eval.prompts}
+        for prompt, text in samples.items():
+            session.say(f"  {prompt!r} -> {text!r}")
+        if session.world.first:
+            atomic.write_json(session.workdir / "results.json", self._results(best, samples))
+
+    def _spread(self) -> CharGpt:
+        """The model's shapes over the ranks, on the device, not yet filled."""
+        session = self.session
+        compute = torch.bfloat16 if self.config.precision.compute == "bf16" else torch.float32
+        with torch.device("meta"):
+            module = CharGpt(self.config.model, compute)
+        parallel.shard(module, session.world, module.blocks, compute=compute, reshard=self.config.reshard_after_forward)
+        module.to_empty(device=session.device.torch)
+        session.say(
+            f"{self.size.params_total:,} parameters, {self.config.model.layers} layers x {self.config.model.width}, "
+            f"{self.train.per_epoch:,} rows an epoch, {self.train.per_epoch / self.config.batch.rows:,.1f} steps; "
+            f"{self.config.optim.kind}, lr {self.config.optim.lr:g}"
+        )
+        self._module = module
+        return module
+
+    def _best(self) -> dict[str, Any]:
+        """Step and validation loss of the best weights there are: a checkpoint's or the last ones. Rank 0's counts."""
+        session, evaluations = self.session, self.progress["evaluations"]
+        commits = [atomic.read_object(path) or {} for path in session.checkpoints.folder.glob(f"step_*/{COMMIT}")]
+        found = [
+            {"step": commit["step"], "val_loss": commit["val_loss"]}
+            for commit in commits
+            if commit.get("config_sha256") == session.config_sha256 and commit["val_loss"] is not None
+        ]
+        best: dict[str, Any] = min([evaluations[-1], *found], key=lambda e: e["val_loss"])
+        recorded = min(evaluations, key=lambda e: e["val_loss"])
+        if recorded["val_loss"] < best["val_loss"]:
+            session.say(
+                f"the best evaluation, {recorded['val_loss']:.4f} at step {recorded['step']}, has no checkpoint on "
+                f"this disk; exported is step {best['step']}"
+            )
+        return best
+
+    def _read(self, step: int, module: nn.Module) -> None:
+        """A checkpoint's weights into the module. All ranks."""
+        path = self.session.checkpoints.folder / f"step_{step:08d}"
+        commit, progress = atomic.read_object(path / COMMIT), atomic.read_object(path / PROGRESS)
+        found = Found(path=path, commit=commit or {}, progress=progress or {})
+        self.session.checkpoints.load(found, {"model": module.state_dict()})
+
+    def _export(self, weights: dict[str, Tensor], best: dict[str, Any]) -> None:
+        with torch.device("meta"):
+            whole = CharGpt(self.config.model)
+        whole.load_state_dict(weights, assign=True)
+        meta = {
+            "experiment": EXPERIMENT,
+            "step": best["step"],
+            "tokens": best["step"] * self.size.tokens_per_step,
+            "val_loss": best["val_loss"],
+            "shape": asdict(self.config.model),
+            "sequence": self.config.data.sequence,
+            "symbols": list(characters.SYMBOLS),
+            "dtype": "float32",
+            "params_total": self.size.params_total,
+            "dataset_sha256": self.manifest.sha256,
+            "config_sha256": self.session.config_sha256,
+        }
+        export.export(self.session.workdir / "final", whole, meta)
+
+    def _continue(self, module: CharGpt, prompt: str) -> str:
+        """The prompt and `eval.sample_tokens` greedy characters. All ranks: each holds a part of the weights."""
+        module.eval()
+        ids = generate(
+            module,
+            list(characters.encode(prompt.encode())),
+            allowed=len(characters.SYMBOLS),
+            max_tokens=self.config.eval.sample_tokens,
+            window=self.config.data.sequence,
+        )
+        return prompt + characters.decode(list(ids))
+
+    def _results(self, best: dict[str, Any], samples: dict[str, str]) -> dict[str, Any]:
+        session, evaluations = self.session, self.progress["evaluations"]
+        records = [record for record in session.metrics.records() if record["phase"] == self.size.name]
+        steps = evaluations[-1]["step"]
+        final = atomic.read_object(session.workdir / "final" / export.META) or {}
+
+        def middle(key: str) -> float | None:
+            values = [record[key] for record in records if record[key] is not None]
+            return median(values) if values else None
+
+        return {
+            "schema": 1,
+            "experiment": EXPERIMENT,
+            "steps": steps,
+            "steps_planned": self.size.steps,
+            "tokens": steps * self.size.tokens_per_step,
+            "epochs": round(steps * self.config.batch.rows / self.train.per_epoch, 3),
+            "device": session.device.name,
+            "ranks": session.world.size,
+            "torch": torch.__version__,
+            "weights_sha256": final["files"][0]["sha256"],
+            "params_total": self.size.params_total,
+            "flops_per_token_full": self.size.flops_per_token,
+            "best_step": best["step"],
+            "val_loss_nats_per_character": best["val_loss"],
+            "early_stop": plateau([(e["step"], e["val_loss"]) for e in evaluations], self.config.early_stop),
+            "evaluations": evaluations,
+            "samples": samples,
+            "predicted": next((p for p in session.predicted if p.get("phase") == self.size.name), None),
+            "measured": {
+                "step_ms": middle("step_ms"),
+                "tokens_per_s": middle("tok_s"),
+                "mfu": middle("mfu"),
+                "memory_gb": max((record["mem_gb"] for record in records), default=None),
+            },
+        }
+
+    def _heed_stop(self) -> None:
+        """Between the parts of `finish`, which a restart repeats."""
+        stop = self.session.requests.stop() if self.session.world.first else None
+        reason = self.session.world.agree(None if stop is None else stop.reason[:200])
+        if reason is not None:
+            raise Stopped(reason)
+
+
+def make_optimizer(module: nn.Module, config: PretrainConfig) -> muon.Combined:
+    """The table of char_gpt.py as groups: hidden matrices, embedding, head. With `kind: adamw` all are AdamW's."""
+    optim = config.optim
+    tables = (config.model.width / muon.BASE_WIDTH) ** -0.5
+    named = dict(module.named_parameters())
+    hidden: dict[str, Any] = {
+        "params": [p for name, p in named.items() if name.startswith("blocks.")],
+        "kind": optim.kind,
+        "base_lr": optim.lr,
+    }
+    if optim.kind == "muon":
+        hidden["momentum"] = momentum(0, optim)
+    embedding = {"params": [named["embed.weight"]], "kind": "adamw", "base_lr": optim.embedding_lr * tables}
+    head = {"params": [named["head.weight"]], "kind": "adamw", "base_lr": optim.head_lr * tables}
+    betas = optim.betas[0], optim.betas[1]
+    return muon.Combined([hidden, embedding, head], betas=betas, weight_decay=optim.weight_decay)
+
+
+def rate(step: int, steps: int, optim: MuonAdamW) -> float:
+    """Share of every rate for the step that follows `step` of `steps`: linear warm-up, constant, linear to 0."""
+    warm = min(1.0, (step + 1) / optim.warmup) if optim.warmup else 1.0
+    falling = round(steps * optim.cooldown)
+    return min(warm, (steps - step) / falling) if falling and steps - step < falling else warm
+
+
+def momentum(step: int, optim: MuonAdamW) -> float:
+    """Muon's, rising linearly over `momentum_steps`."""
+    first, last = optim.momentum
+    return first + (last - first) * (min(1.0, step / optim.momentum_steps) if optim.momentum_steps else 1.0)
+
+
+def plateau(evaluations: Sequence[tuple[int, float]], stop: EarlyStop) -> str | None:
+    """Why training should end after these evaluations (step, loss): `patience` in a row within `min_delta` of the best
+    or above it, and at least `after` steps done. None: it should go on.
+    """
+    best_step, best, waited = 0, float("inf"), 0
+    for step, loss in evaluations:
+        if loss < best - stop.min_delta:
+            best_step, best, waited = step, loss, 0
+        else:
+            waited += 1
+    if not evaluations or waited < stop.patience or evaluations[-1][0] < stop.after:
+        return None
+    return f"{waited} evaluations in a row not {stop.min_delta:g} below {best:.4f}, that of step {best_step}"
