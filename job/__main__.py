@@ -24,7 +24,9 @@ def main() -> int:
 def supervise(run_json: Path) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
+    from job import sizing
     from job.run_file import Node, load
+    from job.supervisor import machine
     from job.supervisor.child import Child, Log, trainer
     from job.supervisor.endings import FAILED
     from job.supervisor.metadata import Metadata, Watch, http_fetch
@@ -42,6 +44,9 @@ def supervise(run_json: Path) -> int:
     except ValueError as error:  # the same on every node: the run ends here
         log.say(f"fatal: {error}")
         return FAILED
+    gpus = machine.gpus() if run.config.device == "cuda" else ()
+    ranks = sizing.ranks(run.config, len(gpus))
+    ended = workdir / "ended.json" if ranks > 1 else None
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=time.time, say=log.say
     )
@@ -50,12 +55,14 @@ def supervise(run_json: Path) -> int:
         world = World(
             store=open_store(environment.get("GPUFLEET_RUN_URI") or f"{parent(str(workdir))}/store/{run.run}"),
             metadata=metadata,
-            start=lambda rung: Child(trainer(workdir, rung), child_environment, log, time.time),
+            start=lambda rung: Child(trainer(workdir, rung, ranks), child_environment, log, time.time, ended),
             terminated=lambda: terminated[0] if terminated else None,
             uploads=uploads,
             pulse=pulse,
             log=log,
             spot_price=spot_history(node.type, node.zone),
+            ranks=ranks,
+            gpus=lambda: gpus,
         )
         return Supervisor(run, node, workdir, world).run()
 

@@ -18,6 +18,7 @@ from job import atomic
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
+UNEXPLAINED = 1  # torchrun says all is well, and no rank has said how the run ended
 
 
 class Log:
@@ -42,9 +43,22 @@ class Log:
 
 
 class Child:
-    """A running trainer, its own process group. Its output goes to the log, line by line."""
+    """A running trainer, its own process group. Its output goes to the log, line by line.
 
-    def __init__(self, argv: list[str], environment: Mapping[str, str], log: Log, clock: Callable[[], float]) -> None:
+    `ended`: the file in which several ranks leave the exit code that torchrun cannot pass on.
+    """
+
+    def __init__(
+        self,
+        argv: list[str],
+        environment: Mapping[str, str],
+        log: Log,
+        clock: Callable[[], float],
+        ended: Path | None = None,
+    ) -> None:
+        self._ended = ended
+        if ended is not None:
+            ended.unlink(missing_ok=True)
         self.output_at = clock()
         self._clock = clock
         self._log = log
@@ -64,6 +78,8 @@ class Child:
         code = self._process.poll()
         if code is not None:
             self.kill()
+            if self._ended is not None and code >= 0:
+                code = (atomic.read_object(self._ended) or {}).get("code", code or UNEXPLAINED)
         return code
 
     def kill(self) -> None:
@@ -84,10 +100,16 @@ class Child:
                 self._log.write(line)
 
 
-def trainer(workdir: Path, rung: int) -> list[str]:
-    """The trainer's command line."""
-    leash = [sys.executable, "-m", "job.supervisor.leash", str(os.getpid())]
-    return [*leash, "-m", "job.train", str(workdir), "--rung", str(rung)]
+def trainer(workdir: Path, rung: int, ranks: int = 1) -> list[str]:
+    """The trainer's command line: one process, or torchrun with one for each rank."""
+    leash = ["-m", "job.supervisor.leash"]
+    train = ["-m", "job.train", str(workdir), "--rung", str(rung)]
+    alone = [sys.executable, *leash, str(os.getpid())]
+    if ranks == 1:
+        return [*alone, *train]
+    # torchrun kills ranks 30 s after a SIGTERM unless told otherwise; docker stop waits 115 s
+    several = ["--standalone", "--nproc-per-node", str(ranks), "--shutdown-timeout", "110"]
+    return [*alone, "-m", "torch.distributed.run", *several, *leash, "-", *train]
 
 
 class Progress:

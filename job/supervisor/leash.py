@@ -1,7 +1,9 @@
 """Starts a Python module that dies with its parent: `python -m job.supervisor.leash PARENT -m MODULE ARG...`.
 
-The trainer is in a process group of its own, so a SIGKILL that ends the supervisor would leave it running. Linux only;
-elsewhere the module just starts.
+The trainer is in a process group of its own, so a SIGKILL that ends the supervisor would leave it running; and torchrun
+gives each rank a session of its own, out of reach of a kill of the group. So torchrun runs on a leash, and each rank on
+one held by torchrun: PARENT `-` is the process that the leash before this one became. Linux only; elsewhere the module
+just starts.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across execve
+HOLDER = "GPUFLEET_LEASH"  # process id of what this leash starts, for a leash further down
 
 
 def main(words: list[str]) -> None:
     parent, *rest = words
+    if parent == "-":
+        parent = os.environ[HOLDER]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != int(parent):
             sys.exit("the supervisor is gone")
+    os.environ[HOLDER] = str(os.getpid())
     os.execv(sys.executable, [sys.executable, *rest])
 
 

@@ -109,6 +109,7 @@ class Supervisor:
             launched_at=iso(self.node.launched_at),
             attempt=len(self.earlier) + 1,
             supervised_at=iso(self.clock()),
+            ranks=self.world.ranks,
             **machine.record(self.world.gpus() if self.run_file.config.device == "cuda" else ()),
         )
         self._beat()
@@ -161,7 +162,7 @@ class Supervisor:
                 return code
             used = atomic.read_object(self.workdir / "rung.json") or {}
             lower = used.get("lower", self.rung + 1 if not used else None)
-            if lower is None or lower >= len(sizing.ladder(self.run_file.config)):
+            if lower is None or lower >= len(sizing.ladder(self.run_file.config, self.world.ranks)):
                 detail = f"at the end of the ladder: {used or self.rung}. Choose a type with more GPU memory."
                 atomic.write_json(self.workdir / "fatal.json", {"error": "out of memory", "detail": detail})
                 return FATAL

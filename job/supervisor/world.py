@@ -36,6 +36,7 @@ class World:
     pulse: Executor
     log: Log
     spot_price: SpotPrice
+    ranks: int = 1  # processes that train
     gpus: Callable[[], tuple[machine.Gpu, ...]] = machine.gpus
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep

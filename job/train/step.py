@@ -59,16 +59,16 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
 
 @contextlib.contextmanager
 def compiled(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within it, each block runs compiled on CUDA: one graph for all blocks, static shapes. Outside, and on a CPU,
-    the module runs as written, hooks and all.
+    """Within it, each block's forward runs compiled on CUDA: one graph for all blocks, static shapes; FSDP2's hooks
+    around it, which no graph can hold, do not. Outside, and on a CPU, the module runs as written.
     """
     blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" else []
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=False)
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     try:
         yield
     finally:
         for block in blocks:
-            block._compiled_call_impl = None
+            del block.forward
         if blocks:
             torch.compiler.reset()  # graphs of all phases share one cache: more than 8 (12 + 4 windows) are an error

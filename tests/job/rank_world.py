@@ -1,0 +1,215 @@
+"""Ranks as processes on gloo, forked from a server that has imported torch already, and a model small enough for them.
+
+`reshard_after_forward` of the run config chooses how the toy is spread: sharded (True) or replicated (False).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from train_world import StopAt
+
+from job import atomic, sizing
+from job.config import AdamW, PretrainConfig
+from job.dataset.prepare import publish
+from job.train import __main__ as trainer
+from job.train import export, optimizer, parallel
+from job.train.data import draw, split
+from job.train.experiment import Experiment, Micro, Phase, Session, Work
+
+STEPS, ROWS, LENGTH, VOCAB = 12, 16, 9, 37
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "job.train.__main__"])
+PARAMETERS: dict[str, Any] = {
+    "steps": STEPS,
+    "device": "cpu",
+    "model": {"layers": 3, "width": 16, "head_dim": 4},
+    "data": {"sequence": 8, "characters": 1000},
+    "batch": {"rows": ROWS, "micro": 4},
+    "precision": {"compute": "fp32"},
+    "optim": {"clip": 0.5},
+    "checkpoint": {"interval_s": 3600.0},
+    "eval": {"every": 4, "windows": 8},
+    "log": {"every": 1},
+}
+
+
+class Out(NamedTuple):
+    loss_sum: Tensor
+    aux: dict[str, Tensor]
+    aux_loss: Tensor | None = None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 21), nn.Linear(21, 12)  # 21 rows do not divide by 2 or 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        return F.dropout(x, 0.1, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(12, VOCAB)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Out:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction="sum")
+        return Out(loss, {"seen": torch.bincount(tokens.flatten(), minlength=VOCAB)})
+
+
+class Toy(Experiment):
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        assert isinstance(session.config, PretrainConfig)
+        self.config = session.config
+        (self.size,) = sizing.phases(session.config)
+        self.phases = [
+            Phase(
+                index=0,
+                name=self.size.name,
+                first=0,
+                steps=self.size.steps,
+                flops_per_token=1.0,
+                tokens_per_step=ROWS * 8,
+            )
+        ]
+        self.progress: dict[str, Any] = {}
+        self.rows = torch.frombuffer(bytearray((session.data / "rows.bin").read_bytes()), dtype=torch.uint8)
+        self.rows = self.rows.view(-1, LENGTH).long()
+
+    def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
+        torch.manual_seed(self.config.seed)
+        return self.spread(Model())
+
+    def blank(self, phase: Phase) -> nn.Module:
+        return self.spread(Model())
+
+    def spread(self, model: Model) -> nn.Module:
+        if self.config.reshard_after_forward:
+            return parallel.shard(model, self.session.world, model.blocks, compute=torch.float32, reshard=True)
+        return parallel.replicate(model, self.session.world)
+
+    def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
+        return optimizer.make([{"params": list(module.parameters()), "weight_decay": 0.1}], AdamW(), seed=1)
+
+    def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
+        optimizer.set_lr(opt, 1e-2)
+        return 1e-2
+
+    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+        return self.work(draw(self.config.seed, step, ROWS, len(self.rows)), rung)
+
+    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+        return self.work(torch.arange(self.config.eval.windows), rung)
+
+    def work(self, places: Tensor, rung: sizing.Rung) -> Work:
+        micros = []
+        for part in split(len(places), self.session.world, rung.micro):
+            rows = self.rows[places[part.start : part.stop]]
+            micros.append(Micro((rows[:, :-1], rows[:, 1:]), len(part) * 8, part.start))
+        return Work(micros, len(places) * 8)
+
+    def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
+        return {"seen": int(aux["seen"].sum())}
+
+    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
+        whole = parallel.gather(module.state_dict(), self.session.world)
+        if self.session.world.first:
+            model = Model()
+            model.load_state_dict(whole)
+            export.export(self.session.workdir / "final", model, {})
+
+    def finish(self) -> None:
+        pass
+
+
+def make(workdir: Path, *, sharded: bool) -> Path:
+    """A work folder for the toy."""
+    parameters = {**PARAMETERS, "reshard_after_forward": sharded}
+    workdir.mkdir(parents=True, exist_ok=True)
+    rows = torch.randint(0, VOCAB, (64, LENGTH), generator=torch.Generator().manual_seed(7), dtype=torch.uint8)
+
+    def write(folder: Path) -> None:
+        (folder / "rows.bin").write_bytes(rows.numpy().tobytes())
+
+    publish(workdir / "data", kind="characters", source="random", facts={"rows": 64}, write=write)
+    tree = {"schema": 1, "job": {"experiment": "pretrain-d64", "parameters": parameters}}
+    (workdir / "run.json").write_text(json.dumps(tree))
+    return workdir
+
+
+def train(size: int, workdir: Path, look: int | None = None, *, saves: tuple[int, ...] = (), broken: str = "") -> int:
+    """One start of `size` ranks; the run's exit code. `look`, `saves`: train_world.StopAt, on rank 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (workdir / "ended.json").unlink(missing_ok=True)
+    ranks = [
+        CONTEXT.Process(target=one, args=(rank, size, port, workdir, look, saves, broken), daemon=True)
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(90)
+        process.kill()  # no effect on one that has ended
+    codes = [process.exitcode for process in ranks]
+    if size == 1:
+        assert codes[0] is not None
+        return codes[0]
+    assert codes == [0] * size, codes
+    ended = atomic.read_object(workdir / "ended.json")
+    assert ended is not None
+    code: int = ended["code"]
+    return code
+
+
+def one(rank: int, size: int, port: int, workdir: Path, look: int | None, saves: tuple[int, ...], broken: str) -> None:
+    """A rank's process."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    trainer.EXPERIMENTS["pretrain-d64"] = "rank_world:Toy"
+    if broken == "disk of rank 1" and rank == 1:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        FileSystemWriter.write_data = full  # type: ignore[method-assign, assignment]
+    if broken == "compiled":
+        from job.train import step
+
+        warnings.simplefilter("default")  # dynamo looks at .grad of what is no leaf
+        real = torch.compile
+        torch.compile = lambda *given, **named: real(*given, **{**named, "backend": "eager"})  # type: ignore[assignment]
+        within = step.compiled
+        step.compiled = lambda module, device: within(module, torch.device("cuda"))
+    sys.exit(trainer.train(workdir, 0, StopAt(workdir, look if rank == 0 else 0, saves=saves)))
+
+
+if __name__ == "__main__":  # under torchrun
+    trainer.EXPERIMENTS["pretrain-d64"] = "rank_world:Toy"
+    sys.exit(trainer.main())
