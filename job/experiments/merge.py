@@ -1,0 +1,246 @@
+"""What follows the training of an adapter: the merge in fp32, its validation, stored answers, and the files to keep.
+
+Casting merged weights to bf16 rounds part of the adapter's effect away, so the merge is judged before it is believed:
+
+| loss         | weights                     | products | rows               |
+| ------------ | --------------------------- | -------- | ------------------ |
+| base         | base                        | bf16     | all of validation  |
+| adapter      | base and adapter            | bf16     | all of validation  |
+| merged_bf16  | merged in fp32, then bf16   | bf16     | all of validation  |
+| adapter_fp32 | base and adapter            | fp32     | 32 of them         |
+| merged_fp32  | merged in fp32              | fp32     | the same 32        |
+
+The fp32 merge must match the adapter within 1e-5 nats; the bf16 one is the deliverable where it is within 0.002 of it,
+the fp32 one otherwise. What is finished is in stages/sft.jsonl, so a restart repeats neither a validation nor an
+answer. With `method: full` there is nothing to merge: one loss, answers, weights in bf16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from job import atomic
+from job.dataset.packed import PROMPTS
+from job.dataset.rendering import open_chat_tokenizer
+from job.models import hf, lora
+from job.models.decoder import Decoder
+from job.models.generate import generate
+from job.sizing.sft import VALIDATION_ROWS
+from job.train import parallel
+from job.train.experiment import Session, Stopped
+from job.train.export import META
+
+if TYPE_CHECKING:
+    from job.experiments.sft import Sft
+
+MATCH = 1e-5  # nats: the fp32 merge against the adapter (workloads.md 2.3)
+CLOSE = 0.002  # nats: the bf16 merge against the adapter (the same)
+ANSWERS_AT_ONCE = 20
+STAGES = Path("stages") / "sft.jsonl"
+
+
+class Variant(NamedTuple):
+    """One line of the table above."""
+
+    name: str
+    mode: lora.Mode
+    merged: torch.dtype
+    compute: torch.dtype
+    all_rows: bool
+
+
+VARIANTS = (
+    Variant("base", "base", torch.float32, torch.bfloat16, True),
+    Variant("adapter", "adapter", torch.float32, torch.bfloat16, True),
+    Variant("merged_bf16", "merged", torch.bfloat16, torch.bfloat16, True),
+    Variant("adapter_fp32", "adapter", torch.float32, torch.float32, False),
+    Variant("merged_fp32", "merged", torch.float32, torch.float32, False),
+)
+
+
+class Done:
+    """What earlier attempts and this one have finished, by name; of these weights only. Rank 0 reads and writes it."""
+
+    def __init__(self, path: Path, session: Session, weights: str) -> None:
+        self._path, self._session, self._weights = path, session, weights
+        lines = path.read_text(encoding="utf-8").splitlines() if session.world.first and path.exists() else []
+        records = [atomic.parse_object(line.encode()) or {} for line in lines]
+        self._kept = {r["name"]: r["value"] for r in records if r.get("weights") == weights}
+
+    def get(self, name: str, make: Callable[[], Any]) -> Any:
+        """What is kept under `name`, or `make`s it on all ranks and keeps it. On ranks other than 0 perhaps None."""
+        if self._session.world.agree(name in self._kept):
+            return self._kept.get(name)
+        value = make()
+        if self._session.world.first:
+            self._kept[name] = value
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            line = json.dumps({"name": name, "weights": self._weights, "value": value}, ensure_ascii=False)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        return value
+
+
+def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
+    """All of it; what goes into results.json (on rank 0). Raises Stopped between two micro-batches or tokens."""
+    session, adapter = sft.session, sft.config.method == "lora"
+    trained = f"{sft.phases[0].last} {sft.val_loss!r}"  # equal for equal weights; a resumed run may have others
+    done = Done(session.workdir / STAGES, session, trained)
+    module.eval()
+    losses: dict[str, Any] = {}
+    for variant in VARIANTS if adapter else ():
+        losses[variant.name] = done.get(f"loss {variant.name}", partial(_loss, sft, module, variant))
+    answers = _answers(sft, module, done)
+    tensors = lora.merged_weights(module) if adapter else _gathered(sft, module)
+    if not session.world.first:
+        for _ in tensors:  # sharded ones are gathered by all ranks together
+            pass
+        return {}
+    if adapter:
+        report, dtype = _judge(losses, session.say)
+    else:
+        report, dtype = None, torch.bfloat16
+        losses = {"trained": {"loss": sft.val_loss, "rows": len(sft.batches.fixed(sft.config.eval.rows))}}
+    found = {"losses": losses, "merge": report}
+    digest = _write(sft, module, tensors, dtype, {"trained": trained, **found})
+    return {**found, "answers": answers, "weights_sha256": digest}
+
+
+@torch.no_grad()
+def _loss(sft: Sft, module: Decoder, variant: Variant) -> dict[str, Any]:
+    """Mean loss in nats of one line of the table, over all ranks."""
+    rows = sft.batches.fixed(sft.config.eval.rows if variant.all_rows else min(VALIDATION_ROWS, sft.config.eval.rows))
+    work = sft.batches.work("validation", rows, 1)
+    total = torch.zeros((), dtype=torch.float64, device=sft.session.device.torch)
+    before = module.compute_dtype
+    module.compute_dtype = variant.compute
+    lora.set_mode(module, variant.mode, variant.merged)
+    try:
+        for micro in work.micros:
+            heed(sft.session)
+            loss_sum = module(*micro.inputs).loss_sum
+            assert loss_sum is not None
+            total += loss_sum.double()
+    finally:
+        module.compute_dtype = before
+        lora.set_mode(module, "adapter")
+    loss = sft.session.world.sum(total).item() / work.total
+    compute = str(variant.compute).removeprefix("torch.")
+    sft.session.say(f"validation of {variant.name}: {loss:.6f} nats ({len(rows)} rows, products in {compute})")
+    return {"loss": loss, "rows": len(rows), "compute": compute}
+
+
+def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str, Any], torch.dtype]:
+    """What the losses say of the merge, and the dtype to deliver."""
+    exact = abs(losses["merged_fp32"]["loss"] - losses["adapter_fp32"]["loss"])
+    rounded = abs(losses["merged_bf16"]["loss"] - losses["adapter"]["loss"])
+    matches, close = exact <= MATCH, rounded <= CLOSE
+    name = "bf16" if close else "fp32"
+    say(
+        f"merge: fp32 differs from the adapter by {exact:.1e} nats (limit {MATCH:g}: "
+        f"{'matches' if matches else 'DOES NOT MATCH, do not use it; the adapter is good'}), "
+        f"bf16 by {rounded:.1e} (limit {CLOSE:g}); the deliverable is {name}"
+    )
+    report = {
+        "fp32_difference": exact,
+        "fp32_matches": matches,
+        "bf16_difference": rounded,
+        "bf16_close": close,
+        "deliverable": name,
+    }
+    return report, torch.bfloat16 if close else torch.float32
+
+
+def _answers(sft: Sft, module: Decoder, done: Done) -> list[dict[str, Any]]:
+    """Held-out questions, answered greedily by base and adapter."""
+    session, config = sft.session, sft.config
+    text = (session.data / PROMPTS).read_text(encoding="utf-8")
+    asked = [json.loads(line) for line in text.splitlines()][: config.eval.prompts]
+    if not asked or not config.eval.sample_tokens:
+        return []
+    tokenizer = open_chat_tokenizer(sft.manifest.facts["tokenizer"], session.data)
+    stop = {int(sft.manifest.facts["stop"])}
+    found: list[dict[str, Any]] = []
+    for start in range(0, len(asked), ANSWERS_AT_ONCE):
+        part = asked[start : start + ANSWERS_AT_ONCE]
+
+        def answer(part: list[dict[str, Any]] = part) -> list[dict[str, Any]]:
+            prompts = [item["tokens"] for item in part]
+            written = generate(module, prompts, config.eval.sample_tokens, stop=stop, heed=lambda: heed(session))
+            return [
+                {"prompt": item["prompt"], "answer": tokenizer.decode(ids), "reference": item["reference"]}
+                for item, ids in zip(part, written, strict=True)
+            ]
+
+        found += done.get(f"answers {start}", answer) or []
+    for item in found[:3]:
+        session.say(f"  {item['prompt']!r} -> {item['answer']!r}")
+    return found
+
+
+def _gathered(sft: Sft, module: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a sharded decoder, one at a time; on rank 0."""
+    for name, parameter in module.named_parameters():
+        heed(sft.session)
+        yield from parallel.gather({name: parameter}, sft.session.world).items()
+
+
+def _write(
+    sft: Sft, module: Decoder, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, meta: dict[str, Any]
+) -> str:
+    """final/: weights, tokenizer, adapter/ and, last, meta.json. Gives the (first) weights file's sha256."""
+    session, folder = sft.session, sft.session.workdir / "final"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / META).unlink(missing_ok=True)
+    paths = hf.write(folder, tensors, sft.config.model, dtype)
+    if sft.config.method == "lora":
+        hf.write_adapter(folder / "adapter", module, sft.config.lora, str(session.inputs or "random"))
+    for name in ("tokenizer.json", "words.json"):
+        if (session.data / name).exists():
+            shutil.copyfile(session.data / name, folder / name)
+    listed = [*paths, *sorted((folder / "adapter").glob("adapter*"))]
+    files = [
+        {"name": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": _sha256(p)} for p in listed
+    ]
+    tree = {
+        "schema": 1,
+        "experiment": "sft-h100",
+        "phase": sft.phases[0].name,
+        "step": sft.phases[0].last,
+        "val_loss": sft.val_loss,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokenizer": {key: sft.manifest.facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},
+        "dataset_sha256": sft.manifest.sha256,
+        "config_sha256": session.config_sha256,
+        **meta,
+        "files": files,
+    }
+    atomic.write_json(folder / META, tree)
+    return str(files[0]["sha256"])
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def heed(session: Session) -> None:
+    """All ranks together. Raises Stopped."""
+    stop = session.requests.stop() if session.world.first else None
+    reason = session.world.agree(None if stop is None else stop.reason[:200])
+    if reason is not None:
+        session.say(f"stopped after training: {reason}")
+        raise Stopped(reason)

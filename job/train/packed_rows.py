@@ -1,0 +1,104 @@
+"""Packed rows as micro-batches: every row once per epoch, in an order from (seed, epoch). No loader, no state.
+
+All rows of the global batch are known to every rank, which takes its own by position; so the number of tokens that
+count is known without asking anybody. Rows stay in host memory: a step's are some hundred kilobytes. Legend: R rows,
+T tokens of a row, N = R x T, K examples of a micro-batch at most, and one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from job.dataset.packing import PackedRows, Split, order
+from job.dataset.prepare import DatasetManifest
+from job.models.linear_loss import IGNORED
+from job.train.experiment import Micro, Work
+from job.train.parallel import World
+
+Rows = NDArray[np.int64]
+
+
+class PackedBatches:
+    """Both splits of a packed dataset. `waited_s` adds up the seconds spent on making batches."""
+
+    def __init__(self, folder: Path, manifest: DatasetManifest, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
+        self.splits: dict[Split, PackedRows] = {
+            "train": PackedRows(folder, manifest, "train"),
+            "validation": PackedRows(folder, manifest, "validation"),
+        }
+        self.row = self.splits["train"].row
+        self.waited_s = 0.0
+        self._most = int(manifest.facts["most_examples"]) + 1  # and the padding at the end
+        self._order = lru_cache(maxsize=2)(order)
+
+    def steps(self, per_step: int, epochs: int) -> int:
+        """Optimizer steps that visit every row `epochs` times. A step may reach into the next epoch; the last one may
+        be smaller.
+        """
+        return math.ceil(epochs * len(self.splits["train"]) / per_step)
+
+    def step(self, seed: int, step: int, per_step: int, epochs: int) -> Rows:
+        """The rows of the global batch after `step` steps."""
+        count = len(self.splits["train"])
+        places = np.arange(step * per_step, min((step + 1) * per_step, epochs * count))
+        rows = np.empty(len(places), dtype=np.int64)
+        for epoch in np.unique(places // count):
+            here = places // count == epoch
+            rows[here] = self._order(seed, int(epoch), count)[places[here] % count]
+        return rows
+
+    def fixed(self, rows: int) -> Rows:
+        """The same validation rows every time, evenly spread; all of them where there are fewer."""
+        count = len(self.splits["validation"])
+        wanted = min(rows, count)
+        return np.arange(wanted, dtype=np.int64) * count // wanted
+
+    def work(self, split: Split, rows: Rows, micro: int) -> Work:
+        """This rank's share of the global batch, in micro-batches of at most `micro` rows.
+
+        All ranks get equally many, because they meet in each of them: where rows run short, one without targets is
+        put in their place.
+        """
+        return Work(self._micros(self.splits[split], rows, micro), self.splits[split].counted(rows))
+
+    def _micros(self, rows: PackedRows, wanted: Rows, micro: int) -> Iterator[Micro]:
+        share = -(-len(wanted) // self.world.size)
+        first = self.world.rank * share
+        mine = wanted[first : first + share]
+        for place in range(0, share, micro):
+            began = time.perf_counter()
+            made = self._micro(rows, mine[place : place + micro], min(micro, share - place), first + place)
+            self.waited_s += time.perf_counter() - began
+            yield made
+
+    def _micro(self, rows: PackedRows, real: Rows, size: int, place: int) -> Micro:
+        """(tokens, targets, documents, starts) of `size` rows, all of them [R, T] int64 but starts, [K] int32."""
+        tokens = np.zeros((size, self.row), dtype=np.int64)
+        marks = np.zeros((size, self.row), dtype=np.int64)
+        tokens[: len(real)], marks[: len(real)] = rows.tokens[real], rows.marks[real]
+        targets = np.full_like(tokens, IGNORED)
+        targets[:, :-1] = np.where(marks[:, 1:] & 1, tokens[:, 1:], IGNORED)  # an example's first never counts
+        documents = marks >> 1
+        starts = _starts(documents, size * self._most + 1)
+        inputs = tuple(torch.from_numpy(a).to(self.device) for a in (tokens, targets, documents, starts))
+        return Micro(inputs, int((marks & 1).sum()), place)
+
+
+def _starts(documents: NDArray[np.int64], length: int) -> NDArray[Any]:
+    """[K] int32: where an example, or padding, begins in the flat batch; then N until the end, so K never changes."""
+    begins = np.ones(documents.shape, dtype=np.bool_)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    found = np.flatnonzero(begins)
+    starts = np.full(length, documents.size, dtype=np.int32)
+    starts[: len(found)] = found
+    return starts
