@@ -1,0 +1,116 @@
+"""pretrain-d64 on two ranks: the same losses as on one, and a checkpoint of two continues on one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pretrain_world as pretrain
+import pytest
+import torch
+import train_world as world
+from safetensors.torch import load_file
+
+from job import atomic
+from job.train import __main__ as trainer
+
+ROOT = Path(__file__).parents[2]
+OPTIM = {"muon": {"kind": "muon", "lr": 0.02, "momentum_steps": 10}, "adamw": {"kind": "adamw", "lr": 0.003}}
+TWO = """
+import os, sys, warnings
+from pathlib import Path
+import torch
+from job.train import __main__ as trainer
+from train_world import StopAt
+torch.set_num_threads(1)
+for work in sys.argv[1:]:
+    folder, _, look = work.partition(":")
+    code = trainer.train(Path(folder), 0, StopAt(Path(folder), int(look) if look else None))
+    assert code == 0, code
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Whole runs on two ranks by kind, `cut` stopped on two, and the same on one rank. One launch for all."""
+    root = tmp_path_factory.mktemp("ranks")
+    reshard = {"reshard_after_forward": True}
+    two = {kind: pretrain.make(root / kind, optim=optim) for kind, optim in OPTIM.items()}
+    two["zero-3"] = pretrain.make(root / "zero-3", optim=OPTIM["adamw"], **reshard)
+    two["cut"] = pretrain.make(root / "cut", optim=OPTIM["adamw"])
+    work = [str(two["muon"]), str(two["adamw"]), str(two["zero-3"]), f"{two['cut']}:6"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, *work],
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=200)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    for kind, optim in OPTIM.items():
+        two[f"{kind} on one"] = pretrain.make(root / f"{kind}-one", optim=optim)
+        assert world.train(two[f"{kind} on one"]) == trainer.FINISHED
+    return two
+
+
+def figures(workdir: Path, key: str) -> list[float]:
+    return [record[key] for record in world.records(workdir)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "tolerance"),
+    [("adamw", "adamw on one", 1e-6), ("zero-3", "adamw on one", 1e-6), ("muon", "muon on one", 1e-3)],
+)
+def test_two_ranks_give_the_losses_of_one(folders: dict[str, Path], kind: str, one: str, tolerance: float) -> None:
+    assert figures(folders[kind], "loss") == pytest.approx(figures(folders[one], "loss"), rel=tolerance)
+    assert figures(folders[kind], "grad_norm") == pytest.approx(figures(folders[one], "grad_norm"), rel=10 * tolerance)
+    evaluations = [atomic.read_object(folders[name] / "results.json") or {} for name in (kind, one)]
+    found = [[e["val_loss"] for e in table["evaluations"]] for table in evaluations]
+    assert found[0] == pytest.approx(found[1], rel=tolerance)
+    assert evaluations[0]["ranks"] == 2
+
+
+# Muon orthogonalises in bf16, which lets weights part where losses do not; a shard out of place is off by more than 1.
+@pytest.mark.parametrize(("kind", "one", "tolerance"), [("adamw", "adamw on one", 1e-3), ("muon", "muon on one", 0.2)])
+def test_two_ranks_export_the_whole_weights(folders: dict[str, Path], kind: str, one: str, tolerance: float) -> None:
+    ours, theirs = (load_file(folders[name] / "final" / "model.safetensors") for name in (kind, one))
+    assert list(ours) == list(theirs)
+    for name, tensor in ours.items():
+        assert tensor.shape == theirs[name].shape
+        assert torch.linalg.vector_norm(tensor - theirs[name]) < tolerance * torch.linalg.vector_norm(theirs[name])
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one(folders: dict[str, Path]) -> None:
+    assert (atomic.read_object(folders["cut"] / "ended.json") or {})["code"] == trainer.STOPPED
+    stopped = max(world.committed(folders["cut"]))
+    assert 0 < stopped < 12
+    assert world.train(folders["cut"]) == trainer.FINISHED
+    assert figures(folders["cut"], "loss") == pytest.approx(figures(folders["adamw on one"], "loss"), rel=1e-6)
