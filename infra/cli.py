@@ -16,6 +16,9 @@ from infra.errors import GpufleetError
 COMMANDS = {
     "cost": "the bill of a run, before anything exists; needs no account and no network",
     "prices": "how old and complete the known prices are; prices refresh reads them anew from AWS",
+    "compare": "a stack's scenarios and every instance type for their work, ranked by mean dollars",
+    "diff": "the cost review of a change: two commits' stacks side by side in dollars, bounds and rules held or broken",
+    "replay": "whether the bill's stated interval held on availability traces of spot nodes",
     "rehearse": "the whole run on this machine, against an embedded AWS",
     "prepare": "fetch or make the experiment's data and cut it into hashed token shards",
     "calibrate": "measure some hundred steps of the real job on this machine, for the bill to stand on",

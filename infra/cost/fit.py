@@ -5,6 +5,7 @@ Says the nearest change that would fit; never changes anything itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from infra.catalog import Catalog, Instance
@@ -55,10 +56,19 @@ class Notice:
         return self.total_s <= NOTICE_S
 
 
-def fits(config: JobConfig, instance: Instance, catalog: Catalog, region: str) -> tuple[Fit, ...]:
-    """One Fit per phase. A run uses one rung throughout, the highest that holds every phase."""
+def fits(
+    config: JobConfig, instance: Instance, catalog: Catalog, region: str, *, holder: str | None = None
+) -> tuple[Fit, ...]:
+    """One Fit per phase. A run uses one rung throughout, the highest that holds every phase.
+
+    `holder`: what `cheapest_holder` says, for who asks about many types.
+    """
     whole = sizing.choose_rung(config, instance.gpu_memory_gb, ranks=sizing.ranks(config, instance.gpu_count))
-    return tuple(_fit(config, instance, index, whole, catalog, region) for index in range(len(sizing.phases(config))))
+
+    def nearest() -> str:
+        return _narrower(config, instance) or (cheapest_holder(config, catalog, region) if holder is None else holder)
+
+    return tuple(_fit(config, instance, index, whole, nearest) for index in range(len(sizing.phases(config))))
 
 
 def notices(config: JobConfig, instance: Instance, runtime: Runtime, estimate: Estimate, root: Disk) -> list[Notice]:
@@ -88,7 +98,7 @@ def scratch_gb(config: JobConfig) -> float:
 
 
 def _fit(
-    config: JobConfig, instance: Instance, index: int, whole: sizing.Rung | None, catalog: Catalog, region: str
+    config: JobConfig, instance: Instance, index: int, whole: sizing.Rung | None, nearest: Callable[[], str]
 ) -> Fit:
     ranks = sizing.ranks(config, instance.gpu_count)
     rung = whole or sizing.choose_rung(config, instance.gpu_memory_gb, index, ranks)
@@ -104,7 +114,7 @@ def _fit(
         micro=shown.micro,
         checkpointing=shown.checkpointing,
         why=why,
-        nearest=_nearest(config, instance, catalog, region) if why else "",
+        nearest=nearest() if why else "",
     )
 
 
@@ -127,8 +137,8 @@ def _why(config: JobConfig, instance: Instance, index: int, rung: sizing.Rung | 
     return ""
 
 
-def _nearest(config: JobConfig, instance: Instance, catalog: Catalog, region: str) -> str:
-    """The narrow state if that is enough, else the cheapest type of the region that holds the job as it is."""
+def _narrower(config: JobConfig, instance: Instance) -> str:
+    """The narrow state, where that is enough."""
     if (
         isinstance(config, GrowthConfig)
         and config.precision.phase3_state == "fp32"
@@ -137,6 +147,11 @@ def _nearest(config: JobConfig, instance: Instance, catalog: Catalog, region: st
         narrow = replace(config, precision=replace(config.precision, phase3_state="bf16"))
         if _holds(narrow, instance):
             return "job.parameters.precision.phase3_state: bf16"
+    return ""
+
+
+def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
+    """The cheapest type of the region, on demand, that holds the job as it is, in words."""
     priced = []
     for type_ in catalog.instance_types():
         other = catalog.instances[type_]

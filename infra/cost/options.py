@@ -44,7 +44,7 @@ class TypeCost:
 
 def type_costs(definition: StackDefinition, catalog: Catalog) -> tuple[TypeCost, ...]:
     """Every listed type, in the file's order."""
-    return tuple(_type_cost(definition, catalog, type_) for type_ in definition.fleet.instance_types)
+    return tuple(type_cost(definition, catalog, type_) for type_ in definition.fleet.instance_types)
 
 
 def dearest(types: Sequence[TypeCost], capacity: Capacity) -> TypeCost | None:
@@ -88,7 +88,8 @@ def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list
     return problems
 
 
-def _type_cost(definition: StackDefinition, catalog: Catalog, type_: str) -> TypeCost:
+def type_cost(definition: StackDefinition, catalog: Catalog, type_: str, *, nearest: str | None = None) -> TypeCost:
+    """One type, listed or not. `nearest`: fit.cheapest_holder's words, for who asks about many types."""
     config, region, estimate = definition.job.parameters, definition.fleet.region, definition.estimate
     root = definition.storage.root
     instance = catalog.instance(type_)
@@ -124,7 +125,7 @@ def _type_cost(definition: StackDefinition, catalog: Catalog, type_: str) -> Typ
         type=type_,
         instance=instance,
         runtime=runtime,
-        fits=fit.fits(config, instance, catalog, region),
+        fits=fit.fits(config, instance, catalog, region, holder=nearest),
         notices=tuple(fit.notices(config, instance, runtime, estimate, root)) if runtime else (),
         spot=spot,
         on_demand=on_demand,

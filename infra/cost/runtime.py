@@ -66,6 +66,7 @@ class Runtime:
     upload_s: float  # final save, hash and upload
     held_s: float  # idle at the end, for a node that is kept longer than its work
     basis: str
+    measured: bool  # step times come from a measurement, not from a roofline
 
     @property
     def compute_s(self) -> float:
@@ -148,6 +149,7 @@ def hours(
         upload_s=upload_s,
         held_s=0.0 if hold_hours is None else max(0.0, hold_hours * 3600 - worked_s),
         basis=_basis(config, estimate),
+        measured=estimate.step_ms is not None,
     )
 
 

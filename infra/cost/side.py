@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
 from infra.catalog import Catalog, Price
@@ -44,6 +44,7 @@ class Side:
     interruptions: float  # expected
     probability_stopped: float  # by a limit, before the work is done
     exposure: risk.Exposure
+    needed: risk.Outcome = field(repr=False, compare=False)  # the simulated runs behind needed_usd
     runs: int
 
     @property
@@ -60,8 +61,9 @@ def price_side(
     *,
     dataset_bytes: int | None,
     runs: int,
+    attempts: int = risk.MAX_ATTEMPTS,
 ) -> Side | None:
-    """None when no listed type has both a price of this kind and a known speed."""
+    """None when no listed type has both a price of this kind and a known speed. `attempts` as risk.simulate takes it."""
     option = options.dearest(types, capacity)
     hourly = option.hourly(capacity) if option else None
     if option is None or hourly is None or option.runtime is None:
@@ -70,7 +72,7 @@ def price_side(
     bucket = lines.bucket_lines(definition, catalog, option.runtime, dataset_bytes)
     exposure = _exposure(definition, option, option.runtime, capacity, node, bucket)
     runs = 1 if capacity == "on-demand" else runs  # nothing is drawn
-    outcome = needed = risk.simulate(exposure, runs=runs)
+    outcome = needed = risk.simulate(exposure, runs=runs, attempts=attempts)
     if outcome.stopped.any():
         needed = risk.simulate(replace(exposure, max_usd=None, max_hours=None), runs=runs)
     total = sum((line.amount for line in (*node, *bucket)), Decimal(0))
@@ -89,6 +91,27 @@ def price_side(
         interruptions=float(outcome.interruptions.mean()),
         probability_stopped=float(outcome.stopped.mean()),
         exposure=exposure,
+        needed=needed,
+        runs=runs,
+    )
+
+
+def again(found: Side, runs: int) -> Side:
+    """The same side, simulated with another number of runs and without limits."""
+    unlimited = replace(found.exposure, max_usd=None, max_hours=None)
+    outcome = risk.simulate(unlimited, runs=runs)
+    usd = _usd(outcome, unlimited, found.total)
+    hours = _quantiles(outcome.quantiles(outcome.hours))
+    return replace(
+        found,
+        usd=usd,
+        hours=hours,
+        wall_hours=_quantiles(outcome.quantiles(outcome.wall_hours)),
+        needed_usd=usd,
+        needed_hours=hours,
+        metered_usd=_metered(outcome, unlimited, found.total),
+        interruptions=float(outcome.interruptions.mean()),
+        needed=outcome,
         runs=runs,
     )
 

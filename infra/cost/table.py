@@ -6,7 +6,7 @@ Short enough to be read at every preview. What each figure means is in docs/bill
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import date
 from decimal import Decimal
 
@@ -14,6 +14,7 @@ from infra.cost.bill import Bill
 from infra.cost.fit import NOTICE_S
 from infra.cost.risk import HAZARD_MEDIAN
 from infra.cost.side import Quantiles, Side
+from infra.cost.text import table
 
 WIDTH = 100
 
@@ -50,7 +51,7 @@ def _lines(bill: Bill) -> Iterator[str]:
     ]
     rows.append((bill.lines[-1].name, "", "", "", f"{bill.lines[-1].amount:.4f}"))
     rows.append(("total = p50", "", "", "", f"{bill.usd.p50:.4f}"))
-    yield from _table(("line", "quantity", "unit", "USD each", "USD"), rows, right=(1, 3, 4))
+    yield from table(("line", "quantity", "unit", "USD each", "USD"), rows, right=(1, 3, 4))
     if any(line.inferred for line in bill.lines):
         yield f"* price inferred, not read from AWS for {bill.region}"
 
@@ -65,7 +66,7 @@ def _totals(bill: Bill) -> Iterator[str]:
     rows.append(_row("node-hours", bill.hours))
     if bill.capacity == "spot":
         rows.append(_row("hours with waits for capacity", chosen.wall_hours))
-    yield from _table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
+    yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
 
 
 def _row(name: str, values: Quantiles) -> tuple[str, ...]:
@@ -101,7 +102,7 @@ def _types(bill: Bill) -> Iterator[str]:
             )
         )
     heads = ("listed type", "GPU", "hours", "spot USD/h by zone", "on demand", "compute USD", "fits")
-    yield from _table(heads, rows, right=(2, 5))
+    yield from table(heads, rows, right=(2, 5))
     for option in bill.types:
         if option.why:
             yield from _wrap(f"{option.type}: {option.why}")
@@ -128,7 +129,7 @@ def _phases(bill: Bill) -> Iterator[str]:
             )
         )
     heads = ("type", "phase", "step ms", "tok/s", "MFU", "GPU memory", "micro-batch", "save + upload")
-    yield from _table(heads, rows, right=(2, 3, 4))
+    yield from table(heads, rows, right=(2, 3, 4))
     for fit in bill.fits:
         if not fit.fits:
             yield from _wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
@@ -193,13 +194,6 @@ def _limits(bill: Bill) -> str:
         hours += " (comes first)"
     chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
     return f"Limits: {money}, {hours}; chance that one stops the run: {chance}."
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, ["-" * width for width in widths], *rows):
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        yield "  ".join(cells).rstrip()
 
 
 def _wrap(text: str) -> list[str]:

@@ -7,6 +7,7 @@ and those belong to the bill.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Protocol
 
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
@@ -46,6 +47,9 @@ __all__ = [
 ]
 
 
+_remembered = lru_cache(maxsize=4096)  # pure functions of frozen configs, which a comparison asks thousands of times
+
+
 class _Sizing(Protocol):
     """What each experiment's module answers about its own config."""
 
@@ -76,6 +80,7 @@ def problems(config: JobConfig) -> list[tuple[str, str]]:
     return _MODULES[type(config)].problems(config)
 
 
+@_remembered
 def phases(config: JobConfig) -> tuple[PhaseSize, ...]:
     """Every phase in order. The last one may have no optimizer steps: what is done after training."""
     return _MODULES[type(config)].phases(config)
@@ -91,6 +96,7 @@ def total_steps(config: JobConfig) -> int:
     return sum(phase.steps for phase in phases(config))
 
 
+@_remembered
 def memory(
     config: JobConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
 ) -> Memory:
@@ -118,6 +124,7 @@ def fits(config: JobConfig, rung: Rung, gpu_memory_gb: float, phase_index: int |
     )
 
 
+@_remembered
 def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
     """The highest rung predicted to fit (in every phase when `phase_index` is None). None: nothing fits."""
     rungs = ladder(config, ranks)

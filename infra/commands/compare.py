@@ -1,0 +1,173 @@
+"""`gpufleet compare STACK`: its scenarios and every type for their work, ranked; needs no account and no network."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infra.catalog import load_catalog
+from infra.commands import stack
+from infra.cost import compare, compare_table, deadline
+from infra.cost.compare import Row
+from infra.cost.side import Quantiles
+from infra.definition import StackDefinition
+from infra.errors import GpufleetError
+from infra.loader import load, scenarios
+
+SHOWN = 20
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Command-line arguments."""
+    stack.argument(parser)
+    parser.add_argument("--scenario", metavar="NAME", help="rank the options for this scenario's work alone")
+    parser.add_argument(
+        "--within", metavar="HOURS", type=float, help="hours from now by which it must end; default: limits.deadline"
+    )
+    parser.add_argument("--matrix", action="store_true", help="the scenarios by measured criteria")
+    parser.add_argument("--all", action="store_true", help="every option on a line of its own")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cost against time: .png or .svg")
+    parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/compare.md")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 when nothing could be run in time."""
+    now, catalog, path = datetime.now(UTC), load_catalog(), stack.path_of(args)
+    definition = load(path, now=now, past_deadline=True)
+    variants = scenarios(path, now=now)
+    left = _hours_left(args.within, definition, now)
+    listed = compare.scenarios(definition, variants, catalog, hours_left=left)
+    asked = _chosen(variants, args.scenario)
+    rows = compare.refined(compare.every_option(definition, asked, catalog, hours_left=left), hours_left=left)
+    edge = compare.frontier(rows)
+    if args.plot:
+        try:
+            from infra.cost import plot
+
+            plot.draw(rows, edge, f"{definition.name}: cost against time", args.plot)
+        except ImportError as error:
+            raise GpufleetError(f"a picture needs matplotlib ({error}): pip install -e '.[rehearsal]'") from error
+        except (ValueError, OSError) as error:
+            raise GpufleetError(str(error)) from error
+    default = _default(definition, listed)
+    switch = _policy(rows, asked[0].scenario if args.scenario else default.scenario, left)
+    if args.json:
+        sys.stdout.write(json.dumps(_tree(definition, listed, rows, edge, switch), indent=2) + "\n")
+    elif args.matrix:
+        sys.stdout.write(compare_table.matrix(listed, default))
+    else:
+        parts = [
+            compare_table.scenarios(listed),
+            compare_table.ranked(rows, shown=None if args.all else SHOWN, frontier=edge),
+        ]
+        if switch is not None:
+            parts.append(compare_table.policy(switch))
+        sys.stdout.write("\n".join(parts))
+        if args.plot:
+            sys.stdout.write(f"\ndrawn: {args.plot}\n")
+    return 0 if any(row.ranked and row.late <= compare.SURE for row in rows) else 1
+
+
+def _hours_left(within: float | None, definition: StackDefinition, now: datetime) -> float | None:
+    if within is not None:
+        if within <= 0:
+            raise GpufleetError(f"--within {within:g}: hours from now, above 0")
+        return within
+    if definition.limits.deadline is None:
+        return None
+    left = (definition.limits.deadline - now).total_seconds() / 3600
+    if left <= 0:
+        raise GpufleetError(f"limits.deadline, {definition.limits.deadline:%Y-%m-%dT%H:%M:%SZ}, has passed; move it")
+    return left
+
+
+def _chosen(variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
+    if name is None:
+        return variants
+    found = tuple(variant for variant in variants if variant.scenario == name)
+    if not found:
+        raise GpufleetError(f"no scenario {name!r}; there are {', '.join(v.scenario for v in variants) or 'none'}")
+    return found
+
+
+def _default(definition: StackDefinition, listed: list[Row]) -> Row:
+    """The scenario that is the file as it is, else the first."""
+    own = compare.settings(definition)
+    return next((row for row in listed if row.settings == own), listed[0])
+
+
+def _policy(rows: list[Row], scenario: str, left: float | None) -> deadline.Policy | None:
+    """For that scenario's work on its best type that has both prices, when there is a deadline."""
+    if left is None:
+        return None
+    for row in rows:
+        if not row.ranked or row.capacity != "spot" or row.side is None or scenario not in row.scenario.split(", "):
+            continue
+        sure = next(
+            (r for r in rows if r.type == row.type and r.scenario == row.scenario and r.capacity == "on-demand"), None
+        )
+        if sure is not None and sure.side is not None:
+            return deadline.switch(row.side.exposure, sure.side.exposure, left)
+    return None
+
+
+def _tree(
+    definition: StackDefinition, listed: list[Row], rows: list[Row], edge: list[Row], switch: deadline.Policy | None
+) -> dict[str, Any]:
+    front = {id(row) for row in edge}
+    return {
+        "schema": 1,
+        "stack": definition.name,
+        "region": definition.fleet.region,
+        "scenarios": [_row(row) for row in listed],
+        "options": [{**_row(row), "frontier": id(row) in front} for row in rows],
+        "deadline_policy": None if switch is None else asdict(switch),
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "scenario": row.scenario,
+        "type": row.type,
+        "capacity": row.capacity,
+        "nodes": row.nodes,
+        "gpus_used": row.ranks,
+        "claim": {
+            "hours": None if row.claim.hours is None else str(row.claim.hours),
+            "usd": None if row.claim.usd is None else str(row.claim.usd),
+        },
+        "reference": row.reference,
+        "tokens": row.tokens,
+        "compute_hours": None if row.compute_h is None else round(row.compute_h, 6),
+        "rates": {
+            rate.region: {
+                "on_demand": None if rate.on_demand is None else str(rate.on_demand),
+                "spot": None if rate.spot is None else str(rate.spot),
+            }
+            for rate in row.rates
+        },
+        "hours": _quantiles(row.hours),
+        "wall_hours": _quantiles(row.wall_hours),
+        "usd": _quantiles(row.usd),
+        "free_usd": None if row.free_usd is None else str(row.free_usd),
+        "interruptions": None if row.interruptions is None else round(row.interruptions, 3),
+        "fits": row.fits,
+        "launchable": row.launchable,
+        "over_limit": row.over_limit,
+        "late": round(row.late, 4),
+        "basis": row.basis,
+        "why": row.why,
+        "nearest": row.nearest,
+        "lost": row.lost,
+    }
+
+
+def _quantiles(values: Quantiles | None) -> dict[str, str] | None:
+    if values is None:
+        return None
+    return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}

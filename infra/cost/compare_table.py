@@ -1,0 +1,184 @@
+"""A comparison as text: scenarios beside their claims, the ranked options, the decision matrix."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+
+from infra.cost import criteria
+from infra.cost.compare import Row
+from infra.cost.deadline import Policy
+from infra.cost.side import Quantiles
+from infra.cost.text import table
+
+WIDTH = 160
+SHORT = {"us-east-1": "e1", "us-east-2": "e2", "us-west-2": "w2", "eu-west-1": "eu1"}
+BEST = 3  # options of each work, when there are many
+_REASONS = 12  # groups of losers that are named
+
+
+def scenarios(rows: Sequence[Row]) -> str:
+    """Each scenario of the file: what was claimed, what it comes to."""
+    regions = next(([rate.region for rate in row.rates] for row in rows if row.rates), [])
+    heads = [
+        "scenario", "type", "capacity", "claimed h", "USD", "compute h", *(f"OD {SHORT.get(r, r)}" for r in regions),
+        *(f"spot {SHORT.get(r, r)}" for r in regions), "h p50", "h p90", "USD p50", "USD p90", "basis", "",
+    ]  # fmt: skip
+    cells = []
+    for row in rows:
+        rates = {rate.region: rate for rate in row.rates}
+        cells.append(
+            [
+                row.scenario,
+                row.type + (f" x{row.nodes}" if row.nodes > 1 else ""),
+                "" if row.reference else row.capacity,
+                _number(row.claim.hours),
+                _number(row.claim.usd),
+                _hours(row.compute_h),
+                *(_number(rates[r].on_demand) if r in rates else "" for r in regions),
+                *(_number(rates[r].spot) if r in rates else "" for r in regions),
+                *_pair(row.hours),
+                *_pair(row.usd),
+                row.basis,
+                ", ".join(_marks(row)),
+            ]
+        )
+    right = range(3, len(heads) - 2)
+    notes = [f"{row.scenario}: {text}" for row in rows if (text := _note(row))]
+    lines = [
+        *table(heads, cells, right=tuple(right)),
+        "",
+        *_wrap(
+            "compute h: optimizer steps alone, or the hours a node is held; OD and spot: those hours at the region's"
+            " on-demand and median-zone spot price. h and USD: node-hours and everything the bill counts, to the end,"
+            " interruptions included, at the dearest zone, whatever the limits. basis: claim = somebody's word,"
+            " target = roofline at a stated efficiency, measured = from a measurement."
+        ),
+        *(line for note in notes for line in _wrap(note)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -> str:
+    """The options that can be run, cheapest first, then why the others cannot. At most `shown`, and of one work no
+    more than its share, so that small work does not hide the rest; None: each on its own line.
+    """
+    able = [row for row in rows if row.ranked]
+    works = len({row.scenario for row in able})
+    edge = {id(row) for row in frontier}
+    heads = (
+        "", "work of", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "free",
+        "stops", "why not first",
+    )  # fmt: skip
+    picked = rows if shown is None else _share(able, max(BEST, shown // max(1, works)))
+    cells = [
+        [
+            "*" if id(row) in edge else "",
+            textwrap.shorten(row.scenario, 30, placeholder=" ..."),
+            row.type,
+            row.gpus,
+            str(row.ranks) if row.ranks else "-",
+            row.capacity,
+            *_pair(row.hours),
+            *_pair(row.usd),
+            f"{row.usd.mean:.2f}" if row.usd else "-",
+            f"{row.free_usd:.2f}" if row.free_usd is not None else "-",
+            "-" if row.interruptions is None else f"{row.interruptions:.2f}",
+            row.lost + (" (over limit)" if row.over_limit else ""),
+        ]
+        for row in picked
+    ]
+    lines = [*table(heads, cells, right=(4, 6, 7, 8, 9, 10, 11, 12)), ""]
+    lines += _wrap(
+        "* on the frontier of mean dollars and hours by the wall. free: mean dollars of interrupted first hours, which"
+        " AWS does not charge, already left out of USD. stops: interruptions expected."
+    )
+    if shown is not None:
+        if len(able) > len(picked):
+            lines += _wrap(
+                f"{len(able) - len(picked)} more options could be run; --scenario NAME shows more of one scenario,"
+                " --all every one."
+            )
+        lines += _losers([row for row in rows if not row.ranked])
+    return "\n".join(lines) + "\n"
+
+
+def matrix(rows: Sequence[Row], defaults: Row) -> str:
+    """The measured criteria, one line per scenario."""
+    shown = [row for row in rows if not row.reference]
+    heads = ("scenario", *(name for name, _ in criteria.CRITERIA))
+    cells = [(row.scenario, *(measure(row, defaults) for _, measure in criteria.CRITERIA)) for row in shown]
+    lines = [*table(heads, cells, right=()), "", *_wrap(criteria.EXPLAINED)]
+    return "\n".join(lines) + "\n"
+
+
+def policy(found: Policy) -> str:
+    """Spot until slack runs out, then on demand."""
+    return "\n".join(_wrap(f"With the deadline: {found.sentence()}.")) + "\n"
+
+
+def _share(rows: Sequence[Row], each: int) -> list[Row]:
+    """The first `each` of every work, in order."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for row in rows:
+        seen[row.scenario] += 1
+        if seen[row.scenario] <= each:
+            kept.append(row)
+    return kept
+
+
+def _losers(rows: Sequence[Row]) -> Iterator[str]:
+    """Grouped by reason, the commonest first."""
+    if not rows:
+        return
+    groups: dict[str, Counter[str]] = {}
+    for row in rows:
+        groups.setdefault(row.lost, Counter())[row.type] += 1
+    yield f"Cannot be run ({len(rows)} options):"
+    for reason, types in sorted(groups.items(), key=lambda pair: -sum(pair[1].values()))[:_REASONS]:
+        names = ", ".join(sorted(types))
+        yield from _wrap(f"  {sum(types.values())} x {textwrap.shorten(names, 60, placeholder=' ...')}: {reason}")
+    if len(groups) > _REASONS:
+        yield f"  and {len(groups) - _REASONS} more reasons; --all shows each"
+
+
+def _marks(row: Row) -> Iterator[str]:
+    if row.reference:
+        yield "reference"
+        return
+    if not row.launchable:
+        yield "NOT LAUNCHABLE"
+    if not row.fits:
+        yield "DOES NOT FIT"
+    if row.over_limit:
+        yield "over limit"
+    if row.late >= 0.005:
+        yield f"late in {row.late:.0%}"
+
+
+def _note(row: Row) -> str:
+    parts = [part for part in (row.note, row.why, f"nearest: {row.nearest}" if row.nearest else "") if part]
+    if row.tokens and not row.reference:
+        parts.append(f"{row.tokens / 1e6:,.0f} M tokens")
+    return "; ".join(parts)
+
+
+def _pair(values: Quantiles | None) -> tuple[str, str]:
+    return ("-", "-") if values is None else (f"{values.p50:.2f}", f"{values.p90:.2f}")
+
+
+def _number(value: Decimal | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _hours(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
