@@ -121,12 +121,13 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
 
 
 def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replayed:
-    """Replays without limits (a run that a limit stops is cheap, but not done) and grades three forecasts: the
-    exposure's own hazard, a fixed 0.2, and the prior."""
+    """Replays without limits (a run that a limit stops is cheap, but not done) and grades the exposure's own hazard,
+    a fixed 0.2, and the prior where that is another one."""
     exposure = replace(exposure, max_usd=None, max_hours=None)
     outcome = run(exposure, trace, starts=starts)
     forecasts: list[tuple[str, Hazard | float | None]] = [("stated", exposure.hazard), ("fixed 0.2", FIXED_HAZARD)]
-    forecasts.append(("prior", None))
+    if exposure.chance != Hazard():
+        forecasts.append(("prior", None))
     p10, p50, p90 = np.quantile(outcome.usd, SHARES)
     return Replayed(
         trace=trace,

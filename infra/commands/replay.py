@@ -1,0 +1,166 @@
+"""`gpufleet replay TRACE... STACK`: whether the bill's stated interval holds on availability traces."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infra.catalog import load_catalog
+from infra.commands import stack
+from infra.cost import hazard, replay
+from infra.cost.bill import price
+from infra.cost.replay import Replayed
+from infra.cost.risk import Exposure
+from infra.errors import GpufleetError
+from infra.loader import load
+
+HELD = 0.75  # of replayed bills inside the stated p10-p90, which eight in ten are to be
+WIDE = 0.9
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """TRACE..., STACK and how long the run is."""
+    parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help="a .json or .csv file, see docs/risk.md")
+    stack.argument(parser)
+    parser.add_argument(
+        "--work-hours", metavar="H", type=float, help="replay this many hours of work instead of the bill's"
+    )
+    parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/risk.md")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what the traces did to the run. 0: the stated interval held; 1: it did not."""
+    traces = [replay.read(path) for path in args.traces]
+    exposure = _exposure(args)
+    found = [replay.compare(exposure, trace) for trace in traces]
+    held = contained(found) >= HELD
+    if args.json:
+        sys.stdout.write(json.dumps(_tree(args.stack, exposure, found, held), indent=2) + "\n")
+    else:
+        sys.stdout.write(_text(args.stack, exposure, found, held))
+    return 0 if held else 1
+
+
+def contained(found: Sequence[Replayed]) -> float:
+    """Share of bills inside the stated interval; every trace counts alike."""
+    return sum(each.scores[0].contained for each in found) / len(found)
+
+
+def _exposure(args: argparse.Namespace) -> Exposure:
+    """Of the stack's spot side, with the hours of work that were asked for."""
+    definition = load(stack.path_of(args), now=datetime.now(UTC), past_deadline=True)
+    side = price(definition, load_catalog()).spot
+    if side is None:
+        raise GpufleetError(f"{definition.source}: no listed type has a spot price here; there is nothing to replay")
+    if args.work_hours is None:
+        return side.exposure
+    if not (0 < args.work_hours < math.inf):
+        raise GpufleetError(f"--work-hours is {args.work_hours:g}; allowed: hours above 0")
+    ends = side.exposure.phase_ends_h
+    if not ends[-1]:
+        raise GpufleetError(f"{definition.source}: the run has no work; --work-hours cannot make it longer")
+    scaled = tuple(end / ends[-1] * args.work_hours for end in ends)
+    return replace(side.exposure, phase_ends_h=scaled)
+
+
+def _text(name: str, exposure: Exposure, found: Sequence[Replayed], held: bool) -> str:
+    chance, stated = exposure.chance, found[0].scores[0]
+    lines = [
+        f"{name}: {exposure.phase_ends_h[-1]:.1f} h of work, stated ${stated.p10_usd:.2f} to ${stated.p90_usd:.2f} "
+        f"(p10 to p90; p50 ${stated.p50_usd:.2f})",
+        f"hazard {chance.median:.2g} per node-hour: {chance.source}",
+        "",
+        f"{'trace':<32} {'bills p10':>9} {'p50':>8} {'p90':>8} {'inside':>7}  of about",
+    ]
+    for each in found:
+        lines.append(
+            f"{each.trace.source:<32} {each.p10_usd:>9.2f} {each.p50_usd:>8.2f} {each.p90_usd:>8.2f} "
+            f"{each.scores[0].contained:>7.0%}  {each.independent:.0f} independent runs"
+        )
+    lines += ["", f"{'forecast':<32} {'inside':>7} {'pinball loss':>13}"]
+    for index, score in enumerate(found[0].scores):
+        inside = sum(each.scores[index].contained for each in found) / len(found)
+        loss = sum(each.scores[index].pinball_usd for each in found) / len(found)
+        lines.append(f"{score.name:<32} {inside:>7.0%} {f'${loss:.4f}':>13}")
+    lines.append("")
+    for each, learned in zip(found, _learned(found), strict=True):
+        trace = each.trace
+        lines.append(
+            f"{trace.source}: {trace.interruptions} interruptions in {trace.node_hours:.0f} node-hours; "
+            f"hazard of a later run {learned.median:.2g} ({learned.quantile(0.1):.2g} to {learned.quantile(0.9):.2g})"
+        )
+    low, high = _likely(contained(found), sum(each.independent for each in found))
+    verdict = "held" if held else "did not hold"
+    wide = ", wider than it has to be" if contained(found) > WIDE else ""
+    lines += [
+        f"The stated interval {verdict}{wide}: {contained(found):.0%} of replayed bills are inside, 75 to 90 % wanted.",
+        f"With so few independent runs the true share is likely between {low:.0%} and {high:.0%}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tree(name: str, exposure: Exposure, found: Sequence[Replayed], held: bool) -> dict[str, Any]:
+    low, high = _likely(contained(found), sum(each.independent for each in found))
+    traces = []
+    for each, learned in zip(found, _learned(found), strict=True):
+        trace = each.trace
+        traces.append(
+            {
+                "trace": trace.source,
+                "type": trace.type,
+                "zone": trace.zone,
+                "hours": round(trace.hours, 4),
+                "node_hours": round(trace.node_hours, 4),
+                "interruptions": trace.interruptions,
+                "hazard": {
+                    "median": float(f"{learned.median:.4g}"),
+                    "p10": float(f"{learned.quantile(0.1):.4g}"),
+                    "p90": float(f"{learned.quantile(0.9):.4g}"),
+                },
+                "usd": {"p10": round(each.p10_usd, 4), "p50": round(each.p50_usd, 4), "p90": round(each.p90_usd, 4)},
+                "interruptions_per_run": round(each.interruptions, 4),
+                "windows": each.windows,
+                "independent_windows": round(each.independent, 1),
+                "forecasts": [
+                    {
+                        "name": score.name,
+                        "usd": {key: round(getattr(score, f"{key}_usd"), 4) for key in ("p10", "p50", "p90")},
+                        "contained": round(score.contained, 4),
+                        "pinball_usd": round(score.pinball_usd, 6),
+                    }
+                    for score in each.scores
+                ],
+            }
+        )
+    return {
+        "schema": 1,
+        "stack": name,
+        "work_hours": round(exposure.phase_ends_h[-1], 4),
+        "held": held,
+        "contained": round(contained(found), 4),
+        "contained_likely": [round(low, 4), round(high, 4)],
+        "traces": traces,
+    }
+
+
+def _learned(found: Sequence[Replayed]) -> list[hazard.Hazard]:
+    """Of each trace's zone, from all traces given; a trace that names no zone is of one of its own."""
+    seen = [each.trace.observation() for each in found]
+    named = [each._replace(zone=each.zone or each.source) for each in seen]
+    learned = hazard.learn(named)
+    return [hazard.find(learned, each.type, each.zone) for each in named]
+
+
+def _likely(share: float, runs: float) -> tuple[float, float]:
+    """The share that so many runs leave likely: Wilson's interval at 80 %."""
+    z = 1.2816
+    centre, spread = share + z * z / (2 * runs), z * math.sqrt(share * (1 - share) / runs + (z / (2 * runs)) ** 2)
+    whole = 1 + z * z / runs
+    return max(0.0, (centre - spread) / whole), min(1.0, (centre + spread) / whole)

@@ -1,0 +1,99 @@
+"""`gpufleet replay`: its answer, its exit code, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from traces import GAP_H, markov
+
+from infra.cli import main
+from infra.cost.replay import Trace
+
+ROOT = Path(__file__).parents[2]
+STACK = str(ROOT / "stacks" / "tinystories-growth.yaml")
+
+
+def written(folder: Path, trace: Trace, **about: str) -> str:
+    """The trace as a JSON file."""
+    samples = [0] * round(trace.hours / GAP_H)
+    for start, end in zip(trace.up_from_h, trace.up_to_h, strict=True):
+        for index in range(round(start / GAP_H), round(end / GAP_H)):
+            samples[index] = 1
+    path = folder / trace.source
+    path.write_text(json.dumps({"gap_s": GAP_H * 3600, "available": samples, **about}))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _inside_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_a_usual_zone_holds_and_a_terrible_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = written(tmp_path, markov(0.3, seed=1, zone="usual"))
+    assert main(["replay", usual, STACK, "--work-hours", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "The stated interval held" in said
+    assert "8.0 h of work" in said
+    terrible = written(tmp_path, markov(3.0, seed=1, zone="terrible"))
+    assert main(["replay", terrible, STACK, "--work-hours", "8"]) == 1
+    assert "The stated interval did not hold" in capsys.readouterr().out
+
+
+def test_several_traces_are_graded_together_and_shown_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [
+        written(tmp_path, markov(hazard, seed=2, zone=zone), type="g5.2xlarge", zone=zone)
+        for zone, hazard in (("a", 0.2), ("b", 0.5))
+    ]
+    assert main(["replay", *paths, STACK, "--work-hours", "8", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    first, second = tree["traces"]
+    assert tree["held"] is True
+    assert tree["contained"] == pytest.approx(
+        (first["forecasts"][0]["contained"] + second["forecasts"][0]["contained"]) / 2, abs=1e-3
+    )
+    assert first["hazard"]["p10"] < 0.2 < first["hazard"]["p90"]
+    assert first["hazard"]["median"] < second["hazard"]["median"]
+    assert first["independent_windows"] < first["windows"]
+    assert [forecast["name"] for forecast in first["forecasts"]] == ["stated", "fixed 0.2"]
+    low, high = tree["contained_likely"]
+    assert low < tree["contained"] < high
+
+
+def test_the_runs_own_hours_are_replayed_unless_others_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, markov(0.3, seed=1))
+    main(["replay", path, STACK, "--json"])
+    own = json.loads(capsys.readouterr().out)
+    main(["replay", path, STACK, "--json", "--work-hours", "20"])
+    asked = json.loads(capsys.readouterr().out)
+    assert own["work_hours"] < 5
+    assert asked["work_hours"] == 20
+    assert asked["traces"][0]["usd"]["p50"] > own["traces"][0]["usd"]["p50"]
+
+
+def test_the_same_traces_give_the_same_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, markov(0.3, seed=1))
+    main(["replay", path, STACK])
+    first = capsys.readouterr().out
+    main(["replay", path, STACK])
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf"])
+def test_impossible_hours_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], hours: str) -> None:
+    path = written(tmp_path, markov(0.3, hours=100))
+    assert main(["replay", path, STACK, "--work-hours", hours]) == 2
+    assert "allowed: hours above 0" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_trace_is_refused_before_anything_is_priced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    assert main(["replay", str(path), "no-such-stack"]) == 2
+    assert "docs/risk.md" in capsys.readouterr().err
