@@ -1,0 +1,49 @@
+"""How well scores order models for a query: nDCG@k and MRR, as scikit-learn computes them. Legend: Q queries, M models.
+
+Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (scikit-learn's
+`ndcg_score` with ties averaged) and in MRR alike. A query without a relevant model scores 0. All in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ndcg(scores_QM: Tensor, gains_QM: Tensor, k: int) -> Tensor:
+    """nDCG@k per query, [..., Q], in [0, 1]. Gains are not negative."""
+    gains = gains_QM.double()
+    places = torch.arange(gains.shape[-1], device=gains.device, dtype=torch.float64)
+    discounts_M = torch.where(places < k, 1 / torch.log2(places + 2), 0.0)
+    ordered_QM, order_QM = scores_QM.sort(-1, descending=True)
+    found = (_mean_over_ties(ordered_QM, gains.gather(-1, order_QM)) * discounts_M).sum(-1)
+    best = (gains.sort(-1, descending=True).values * discounts_M).sum(-1)
+    return torch.where(best > 0, found / best.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+
+
+def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
+    """1 / the place of the first model with gain > 0, per query, [..., Q]; the mean of it over the orders of a tie."""
+    relevant = gains_QM > 0
+    top = scores_QM.masked_fill(~relevant, -torch.inf).amax(-1, keepdim=True)
+    above = (scores_QM > top).sum(-1).double()
+    tied = (scores_QM == top).sum(-1).double()
+    wanted = ((scores_QM == top) & relevant).sum(-1).double()
+    # Among `tied` places in random order, the first of `wanted` is at place j with probability
+    # C(tied - j - 1, wanted - 1) / C(tied, wanted): walked from place to place as survival x hazard.
+    mean, alive = torch.zeros_like(above), torch.ones_like(above)
+    for j in range(int((tied - wanted).max().item()) + 1):
+        left = (tied - j).clamp(min=1)
+        hazard = (wanted / left).clamp(max=1.0)
+        mean += alive * hazard / (above + j + 1)
+        alive = alive * (1 - hazard)
+    return torch.where(relevant.any(-1), mean, 0.0)
+
+
+def _mean_over_ties(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
+    """Gains in order of descending scores, each replaced by the mean over the models of equal score."""
+    new = torch.ones_like(scores_QM, dtype=torch.int64)
+    new[..., 1:] = (scores_QM[..., 1:] != scores_QM[..., :-1]).long()
+    group = new.cumsum(-1) - 1
+    sums = torch.zeros_like(gains_QM).scatter_add_(-1, group, gains_QM)
+    counts = torch.zeros_like(gains_QM).scatter_add_(-1, group, torch.ones_like(gains_QM))
+    return (sums / counts.clamp(min=1)).gather(-1, group)

@@ -1,0 +1,277 @@
+"""Two towers that meet in a cosine: one over frozen sentence embeddings, one over model ids. And many of them at once.
+
+Legend: K members trained together, Q queries, M models, S sentence width, H heads, h head width, d meeting width,
+N dropout bits of one row.
+
+- a head is sentence -> head -> ReLU -> head; the heads' outputs are joined, fused, and go through the query tower;
+- every Linear has a bias; no ReLU after the last layer of a tower;
+- dropout after each hidden ReLU and after fusion takes its random bits as an input (`noise`), 16 per unit: one draw
+  serves members together or one by one, queries whole or in chunks, and costs a fifth of torch's own on a CPU. Its
+  1 / keep is on the next layer's weights, which are smaller than the activations;
+- the loss of the whole candidate matrix makes its own gradient while the scores are at hand, a few members at a time,
+  so no tensor of scores outlives it (`softmax_loss`);
+- each product casts to the compute dtype; norms, softmax and loss are fp32.
+
+| parameters | at the start | weight decay |
+|---|---|---|
+| weights of Linear layers and heads | normal, std sqrt(2 / inputs) (He et al. 2015: what ReLU keeps) | yes |
+| biases | 0 | no |
+| model embedding | normal, std 1 / sqrt(width), as long as a sentence embedding | no |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+
+from job.config.two_tower import Towers
+
+NORM_EPS = 1e-8  # of a vector's length before it is divided by
+GROUP = 1 << 23  # scores held at once by the loss, at least one member's
+
+
+class Towered(NamedTuple):
+    """What the towers say; [K, ...] for members together. Scores are query @ model.mT."""
+
+    query: Tensor  # [Q, d], of length 1 / temperature, fp32
+    model: Tensor  # [M, d], of length 1, fp32
+    heads: Tensor  # [Q, H, h], the heads' outputs, fp32
+
+
+class Noise(NamedTuple):
+    """Uniform 16-bit integers, one per hidden unit of a row; [K, ...] for members together."""
+
+    query: Tensor  # [Q, N]
+    model: Tensor  # [M, N]
+
+
+class TwoTower(nn.Module):
+    """One member. `forward` scores queries against all models."""
+
+    def __init__(self, towers: Towers, models: int, *, compute: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        t, joined = towers, towers.heads * towers.head
+        self.towers, self.compute = t, compute
+        self.head_in = nn.Linear(t.sentence, joined)
+        self.head_out = nn.Parameter(torch.empty(t.heads, t.head, t.head))  # [H, in, out]
+        self.head_bias = nn.Parameter(torch.empty(t.heads, 1, t.head))
+        self.fusion = nn.Linear(joined, t.fusion)
+        self.query = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((t.fusion, *t.query)))
+        self.embedding = nn.Parameter(torch.empty(models, t.embedding))
+        self.model = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((t.embedding, *t.model)))
+
+    def forward(self, x_QS: Tensor, noise: Noise | None = None) -> Towered:
+        """`noise` None: no dropout."""
+        t = self.towers
+        query_bits, model_bits = _split(noise, t)
+        hidden_QHh = self._hidden(self._linear(self.head_in, x_QS), query_bits).view(-1, t.heads, t.head)
+        heads_HQh = torch.baddbmm(
+            self.head_bias.to(self.compute),
+            hidden_QHh.transpose(0, 1).to(self.compute),
+            self._kept(self.head_out, noise).to(self.compute),
+        )
+        heads_QHh = heads_HQh.transpose(0, 1)
+        fused_QF = self._hidden(self._linear(self.fusion, heads_QHh.flatten(1)), query_bits)
+        query_Qd = self._tower(self.query, fused_QF, query_bits, noise, first=True)
+        model_Md = self._tower(self.model, self.embedding, model_bits, noise, first=False)
+        return Towered(unit(query_Qd) / t.temperature, unit(model_Md), heads_QHh.float())
+
+    def _tower(self, layers: nn.ModuleList, x: Tensor, bits: list[Tensor], noise: Noise | None, first: bool) -> Tensor:
+        """`first`: the tower's input has gone through dropout itself."""
+        for index, layer in enumerate(layers):
+            x = self._linear(layer, x, noise if first or index else None)
+            if index < len(layers) - 1:
+                x = self._hidden(x, bits)
+        return x
+
+    def _linear(self, layer: nn.Module, x: Tensor, dropped: Noise | None = None) -> Tensor:
+        """`dropped` not None: `x` has gone through dropout."""
+        assert isinstance(layer, nn.Linear)
+        weight = self._kept(layer.weight, dropped)
+        return F.linear(x.to(self.compute), weight.to(self.compute), layer.bias.to(self.compute))
+
+    def _hidden(self, x: Tensor, bits: list[Tensor]) -> Tensor:
+        """ReLU, then dropout by the next of the bits, not yet scaled."""
+        if not bits:
+            return F.relu(x)
+        dropped: Tensor = _DroppedRelu.apply(x, bits.pop(0), _threshold(self.towers))  # type: ignore[no-untyped-call]
+        return dropped
+
+    def _kept(self, weight: Tensor, dropped: Noise | None) -> Tensor:
+        """The weight of a layer whose input was dropped, times 1 / keep."""
+        return weight if dropped is None else weight * (65536 / (32768 - _threshold(self.towers)))
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length 1 along the last dimension, fp32. A zero vector stays zero, with a gradient that is finite."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS**2)
+
+
+def initialise(module: TwoTower, generator: torch.Generator) -> TwoTower:
+    """Fills the parameters as the table above says."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name == "embedding":
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, math.sqrt(2 / _inputs(name, parameter)), generator=generator)
+    return module
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay applies to the parameter."""
+    return not name.endswith("bias") and name.split(".")[-1] != "embedding"
+
+
+class Stack(nn.Module):
+    """Members of one shape as one module: every parameter of `members.<name>` is [K, ...]. One forward pass of all of
+    them is one vmap over their weights; what they compute is what each computes alone.
+    """
+
+    def __init__(self, members: Sequence[TwoTower]) -> None:
+        super().__init__()
+        parameters, _ = stack_module_state(list(members))
+        self.count = len(members)
+        self.members = members[0]
+        self._one_of = (TwoTower(members[0].towers, len(members[0].embedding), compute=members[0].compute).to("meta"),)
+        for name, stacked in parameters.items():
+            owner, _, last = name.rpartition(".")
+            setattr(self.members.get_submodule(owner), last, nn.Parameter(stacked.detach().clone()))
+
+    def forward(self, x_KQS: Tensor, noise: Noise | None = None) -> Towered:
+        """`x` [K, Q, S], or [Q, S]: the same queries for every member."""
+        dims = (0, 0 if x_KQS.dim() == 3 else None, None if noise is None else 0)
+        together: Any = vmap(self._one, in_dims=dims)
+        towered: Towered = together(dict(self.members.named_parameters()), x_KQS, noise)
+        return towered
+
+    def packed(self) -> Tensor:
+        """Every member's parameters in a row, [K, P], detached."""
+        return torch.cat([p.detach().flatten(1) for p in self.members.parameters()], dim=1)
+
+    @torch.no_grad()
+    def unpack(self, packed_KP: Tensor) -> None:
+        """Takes the parameters from where `packed` put them."""
+        parameters = list(self.members.parameters())
+        parts = torch.split(packed_KP, [p[0].numel() for p in parameters], dim=1)
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
+
+    def _one(self, parameters: dict[str, Tensor], x_QS: Tensor, noise: Noise | None) -> Towered:
+        towered: Towered = functional_call(self._one_of[0], parameters, (x_QS, noise))
+        return towered
+
+
+def draw_noise(towers: Towers, members: int, queries: int, models: int, generator: torch.Generator) -> Noise | None:
+    """Fresh bits for one step of all members, on the generator's device; None where nothing is dropped."""
+    if not towers.dropout:
+        return None
+    sizes = (members, queries, sum(_query_units(towers))), (members, models, sum(towers.model[:-1]))
+    return Noise(*(_bits(size, generator) for size in sizes))
+
+
+def diversity(heads_QHh: Tensor) -> Tensor:
+    """Mean squared cosine between different heads' outputs, per query; 0 with one head."""
+    heads = heads_QHh.shape[-2]
+    if heads == 1:
+        return heads_QHh.new_zeros(heads_QHh.shape[:-2])
+    u = unit(heads_QHh)
+    squares = (u @ u.mT).square()
+    different = ~torch.eye(heads, dtype=torch.bool, device=u.device)
+    return (squares * different).sum((-2, -1)) / (heads * (heads - 1))
+
+
+def softmax_loss(towered: Towered, targets_KQM: Tensor, weights_KQ: Tensor) -> Tensor:
+    """Per member, the weighted sum over queries of the cross-entropy, in nats, between the softmax over all models and
+    targets that sum to 1 (or to 0: no loss). [K], fp32.
+    """
+    losses_K: Tensor = _SoftmaxLoss.apply(towered.query, towered.model, targets_KQM, weights_KQ)  # type: ignore[no-untyped-call]
+    return losses_K
+
+
+class _SoftmaxLoss(torch.autograd.Function):
+    """Gradients are made in the forward pass, GROUP scores at a time: while they are in the cache, on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, query_KQd: Tensor, model_KMd: Tensor, targets_KQM: Tensor, weights_KQ: Tensor) -> Tensor:
+        members, queries, models = targets_KQM.shape
+        size = max(1, GROUP // (queries * models))
+        losses_K = query_KQd.new_empty(members)
+        grad_query_KQd, grad_model_KMd = torch.empty_like(query_KQd), torch.empty_like(model_KMd)
+        for first in range(0, members, size):
+            part = slice(first, first + size)
+            query, model, targets, weights = query_KQd[part], model_KMd[part], targets_KQM[part], weights_KQ[part]
+            scores = query @ model.mT
+            top, mass = scores.amax(-1, keepdim=True), targets.sum(-1)
+            wanted = torch.einsum("kqm,kqm->kq", targets, scores)
+            exp = scores.sub_(top).exp_()
+            total = exp.sum(-1, keepdim=True)
+            log_total = (total.log() + top).squeeze(-1)
+            losses_K[part] = (weights * (mass * log_total - wanted)).sum(-1)
+            grad = exp.mul_((mass * weights).unsqueeze(-1) / total).sub_(targets * weights.unsqueeze(-1))
+            grad_query_KQd[part] = grad @ model
+            grad_model_KMd[part] = grad.mT @ query
+        ctx.save_for_backward(grad_query_KQd, grad_model_KMd)
+        return losses_K
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_query_KQd, grad_model_KMd = ctx.saved_tensors
+        upstream = grads[0][:, None, None]
+        return grad_query_KQd * upstream, grad_model_KMd * upstream, None, None
+
+
+class _DroppedRelu(torch.autograd.Function):
+    """relu(x) where bits >= threshold, else 0. Keeps its output for the backward pass, no mask."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, bits: Tensor, threshold: int) -> Tensor:
+        return F.relu(x).mul_(bits >= threshold)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(grads[0], kept, 0.0), None, None
+
+
+def _bits(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    count = math.prod(size)
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=generator.device)
+    words.random_(-(2**63), None, generator=generator)
+    return words.view(torch.int16)[:count].view(size)
+
+
+def _threshold(t: Towers) -> int:
+    """Bits below it are dropped: the probability to 1 in 65536."""
+    return round(t.dropout * 65536) - 32768
+
+
+def _query_units(t: Towers) -> list[int]:
+    return [t.heads * t.head, t.fusion, *t.query[:-1]]
+
+
+def _split(noise: Noise | None, t: Towers) -> tuple[list[Tensor], list[Tensor]]:
+    """Each layer's bits, in the order in which they are used."""
+    if noise is None:
+        return [], []
+    return list(torch.split(noise.query, _query_units(t), -1)), list(torch.split(noise.model, list(t.model[:-1]), -1))
+
+
+def _inputs(name: str, parameter: Tensor) -> int:
+    return parameter.shape[-2] if name == "head_out" else parameter.shape[-1]

@@ -1,0 +1,179 @@
+"""The towers have the parameters they claim, and members trained together are what each is alone."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from job.config import TwoTowerConfig
+from job.config.two_tower import Towers, Variant, variant
+from job.models.two_tower import (
+    Noise,
+    Stack,
+    Towered,
+    TwoTower,
+    decays,
+    diversity,
+    draw_noise,
+    initialise,
+    softmax_loss,
+)
+
+SMALL = Towers(sentence=12, heads=3, head=8, fusion=10, query=(9, 7), embedding=11, model=(13, 7), dropout=0.3)
+MODELS, QUERIES, MEMBERS = 17, 15, 4
+
+
+def members(towers: Towers = SMALL) -> list[TwoTower]:
+    g = torch.Generator().manual_seed(1)
+    return [initialise(TwoTower(towers, MODELS), g) for _ in range(MEMBERS)]
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, targets and weights of each member, all different; the last row of each without a target."""
+    g = torch.Generator().manual_seed(2)
+    x = F.normalize(torch.randn(MEMBERS, QUERIES, SMALL.sentence, generator=g), dim=-1)
+    targets = torch.rand(MEMBERS, QUERIES, MODELS, generator=g) * (torch.rand(MEMBERS, QUERIES, MODELS) < 0.3)
+    targets /= targets.sum(-1, keepdim=True).clamp(min=1e-9)
+    targets[:, -1] = 0
+    return x, targets, torch.rand(MEMBERS, QUERIES, generator=g)
+
+
+def objective(towered: Towered, targets: Tensor, weights: Tensor) -> Tensor:
+    return softmax_loss(towered, targets, weights) + 0.5 * (diversity(towered.heads) * weights).sum(-1)
+
+
+def one(noise: Noise | None, k: int) -> Noise | None:
+    return None if noise is None else Noise(noise.query[k], noise.model[k])
+
+
+def together(towered: Towered) -> Towered:
+    return Towered(*(part[None] for part in towered))
+
+
+@pytest.mark.parametrize(("name", "count"), [("o", 1_255_104), ("p", 2_036_544), ("q", 1_719_200)])
+def test_the_records_towers_have_their_parameters_to_the_digit(name: Variant, count: int) -> None:
+    config = variant(TwoTowerConfig(), name)
+    with torch.device("meta"):
+        module = TwoTower(config.towers, config.data.models)
+    assert sum(parameter.numel() for parameter in module.parameters()) == count
+
+
+def test_the_default_is_made_of_the_parts_that_were_published() -> None:
+    with torch.device("meta"):
+        named = dict(TwoTower(Towers(), 1131).named_parameters())
+    parts = {"head_": 185_088, "fusion": 147_840, "query": 172_608, "embedding": 289_536, "model": 460_032}
+    for prefix, count in parts.items():
+        assert sum(p.numel() for name, p in named.items() if name.startswith(prefix)) == count
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_members_under_vmap_are_ten_separate_runs(dropout: float) -> None:
+    towers = replace(SMALL, dropout=dropout)
+    alone = members(towers)
+    stack = Stack(copy.deepcopy(alone))
+    x, targets, weights = batch()
+    for step in range(5):
+        noise = draw_noise(towers, MEMBERS, QUERIES, MODELS, torch.Generator().manual_seed(step))
+        joint = objective(stack(x, noise), targets, weights)
+        stack.zero_grad()
+        joint.sum().backward()
+        for k, module in enumerate(alone):
+            module.zero_grad()
+            part = slice(k, k + 1)
+            loss = objective(together(module(x[k], one(noise, k))), targets[part], weights[part])
+            loss.sum().backward()
+            assert torch.allclose(loss, joint[part], atol=1e-5)
+        with torch.no_grad():
+            for parameter in [*stack.parameters(), *(p for module in alone for p in module.parameters())]:
+                assert parameter.grad is not None
+                parameter -= 0.5 * parameter.grad
+    for name, stacked in stack.members.named_parameters():
+        for k, module in enumerate(alone):
+            assert torch.allclose(stacked[k], module.get_parameter(name), atol=1e-5), name
+
+
+def test_the_loss_and_its_gradient_are_autograds() -> None:
+    stack = Stack(members())
+    x, targets, weights = batch()
+    found, plain = stack(x), stack(x)
+    softmax_loss(found, targets, weights).sum().backward()
+    ours = [parameter.grad.clone() for parameter in stack.parameters() if parameter.grad is not None]
+    stack.zero_grad()
+    logp = torch.log_softmax(plain.query @ plain.model.mT, -1)
+    reference = (-(targets * logp).sum(-1) * weights).sum(-1)
+    reference.sum().backward()
+    theirs = [parameter.grad for parameter in stack.parameters() if parameter.grad is not None]
+    assert torch.allclose(softmax_loss(found, targets, weights), reference, atol=1e-6)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
+    towers = replace(SMALL, heads=1, head=400, fusion=4, dropout=0.18)
+    module = initialise(TwoTower(towers, MODELS), torch.Generator().manual_seed(3))
+    x = torch.randn(1, SMALL.sentence)
+    outputs = []
+    for seed in range(600):
+        noise = draw_noise(towers, 1, 1, MODELS, torch.Generator().manual_seed(seed))
+        outputs.append(module(x, one(noise, 0)).heads.detach())
+    mean, plain = torch.stack(outputs).mean(0), module(x).heads.detach()
+    assert torch.corrcoef(torch.stack([mean.flatten(), plain.flatten()]))[0, 1] > 0.99
+    assert abs((mean * plain).sum() / plain.square().sum() - 1) < 0.02
+    assert len({output.sum().item() for output in outputs}) == 600
+
+
+def test_no_dropout_draws_no_bits() -> None:
+    assert draw_noise(replace(SMALL, dropout=0.0), 2, 3, 4, torch.Generator()) is None
+
+
+def test_noise_is_uniform_over_all_sixteen_bits() -> None:
+    noise = draw_noise(SMALL, 1, 3000, 4, torch.Generator().manual_seed(0))
+    assert noise is not None
+    values = noise.query.double()
+    assert values.min() < -32_700
+    assert values.max() > 32_700
+    assert abs(values.mean()) < 300
+
+
+def test_heads_that_point_the_same_way_cost_one_and_orthogonal_ones_nothing() -> None:
+    same = torch.ones(2, 3, 4)
+    assert torch.allclose(diversity(same), torch.ones(2))
+    assert torch.allclose(diversity(torch.eye(3)[None]), torch.zeros(1))
+    assert torch.equal(diversity(torch.ones(5, 1, 4)), torch.zeros(5))
+
+
+def test_packed_parameters_come_back_as_they_were() -> None:
+    stack, other = Stack(members()), Stack(members())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.unpack(stack.packed())
+    for name, parameter in stack.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name))
+
+
+def test_a_shared_batch_of_queries_goes_to_every_member() -> None:
+    stack = Stack(members())
+    x = batch()[0][0]
+    assert torch.allclose(stack(x).query, stack(x.expand(MEMBERS, -1, -1)).query, atol=1e-6)
+
+
+def test_biases_and_the_embedding_do_not_decay() -> None:
+    named = [name for name, _ in members()[0].named_parameters()]
+    assert {name for name in named if not decays(name)} == {n for n in named if "bias" in n} | {"embedding"}
+
+
+def test_bf16_products_stay_near_fp32() -> None:
+    x = batch()[0][0]
+    module = members()[0]
+    exact = module(x)
+    module.compute = torch.bfloat16
+    rough = module(x)
+    assert rough.query.dtype == torch.float32
+    scores, near = exact.query @ exact.model.mT, rough.query @ rough.model.mT
+    assert 0 < (scores - near).abs().max() < 0.05 * scores.abs().max()
