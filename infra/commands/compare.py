@@ -45,17 +45,20 @@ def run(args: argparse.Namespace) -> int:
     asked = _chosen(variants, args.scenario)
     rows = compare.refined(compare.every_option(definition, asked, catalog, hours_left=left), hours_left=left)
     edge = compare.frontier(rows)
+    default = _default(definition, listed)
+    name = args.scenario or default.scenario
     if args.plot:
         try:
             from infra.cost import plot
 
-            plot.draw(rows, edge, f"{definition.name}: cost against time", args.plot)
+            own = [row for row in rows if name in row.scenario.split(", ")]
+            title = f"{definition.name}, {name}: cost against time in {definition.fleet.region}"
+            plot.draw(own, compare.frontier(own), title, args.plot)
         except ImportError as error:
             raise GpufleetError(f"a picture needs matplotlib ({error}): pip install -e '.[rehearsal]'") from error
         except (ValueError, OSError) as error:
             raise GpufleetError(str(error)) from error
-    default = _default(definition, listed)
-    switch = _policy(rows, asked[0].scenario if args.scenario else default.scenario, left)
+    switch = _policy(rows, name, left)
     if args.json:
         sys.stdout.write(json.dumps(_tree(definition, listed, rows, edge, switch), indent=2) + "\n")
     elif args.matrix:

@@ -190,13 +190,16 @@ def _flat(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """Of the rows that could be run, those that nothing beats in both mean dollars and median hours by the wall."""
-    best: list[Row] = []
+    """Of the rows that could be run, those that no other of the same work beats in both mean dollars and median hours
+    by the wall.
+    """
+    best: dict[str, list[Row]] = {}
     able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
     for row in sorted(able, key=lambda r: (r.usd.mean, r.wall_hours.p50)):  # type: ignore[union-attr]
-        if not best or row.wall_hours.p50 < best[-1].wall_hours.p50:  # type: ignore[union-attr]
-            best.append(row)
-    return best
+        own = best.setdefault(row.scenario, [])
+        if not own or row.wall_hours.p50 < own[-1].wall_hours.p50:  # type: ignore[union-attr]
+            own.append(row)
+    return [row for own in best.values() for row in own]
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:

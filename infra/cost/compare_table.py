@@ -92,7 +92,7 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     ]
     lines = [*table(heads, cells, right=(4, 6, 7, 8, 9, 10, 11, 12)), ""]
     lines += _wrap(
-        "* on the frontier of mean dollars and hours by the wall. free: mean dollars of interrupted first hours, which"
+        "* nothing does the same work for fewer mean dollars in fewer hours by the wall. free: mean dollars of interrupted first hours, which"
         " AWS does not charge, already left out of USD. stops: interruptions expected."
     )
     if shown is not None:

@@ -17,7 +17,7 @@ def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, path: Path) -
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     able = [row for row in rows if row.ranked][:SHOWN]
     able += [row for row in frontier if row not in able]
@@ -49,6 +49,9 @@ def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, path: Path) -
         axes.annotate(f"{row.type} {row.capacity}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     axes.set_xlabel("hours by the wall, waits for capacity included (p50, p10 to p90)")
     axes.set_ylabel("USD to finish (p50, p10 to p90)")
     axes.set_title(title)

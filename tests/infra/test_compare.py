@@ -117,7 +117,7 @@ def test_growth_takes_twice_its_limit_at_an_efficiency_of_a_half(scenario: str) 
     row = rows("tinystories-growth")[scenario]
     assert row.compute_h is not None
     # g5: 14 instead of 10 bytes of optimizer traffic per parameter in phase 3 add 17 ms to a limit of 160
-    slack = 0.1 if scenario.startswith("g5") else 0.02
+    slack = 0.1 if scenario.startswith("g5") else 0.03
     assert row.compute_h * 60 == pytest.approx(2 * GROWTH_LIMIT_MINUTES[scenario], rel=slack)
 
 
