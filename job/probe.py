@@ -53,17 +53,18 @@ def run(
     *,
     stop_at: int | None = None,
     save_at: Mapping[str, int] | None = None,
+    ranks: int = 1,
     start: Callable[[int], Trainer] | None = None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Outcome:
-    """Trains in `workdir` (run.json, data/) to the end, or until step `stop_at` is logged.
+    """Trains in `workdir` (run.json, data/, inputs/) to the end, or until step `stop_at` is logged.
 
-    `save_at`: by phase, the step from which on one checkpoint is asked for. Goes down the ladder when memory runs out,
-    as a run would. Raises ProbeFailedError.
+    `save_at`: by phase, the step from which on one checkpoint is asked for. `ranks`: processes that train. When memory
+    runs out it goes down the ladder, as a run would. Raises ProbeFailedError.
     """
     with Path(os.devnull).open("wb") as nowhere:
-        return _run(workdir, stop_at, save_at or {}, start or _starter(workdir, nowhere), clock, sleep)
+        return _run(workdir, stop_at, save_at or {}, start or _starter(workdir, ranks, nowhere), clock, sleep)
 
 
 def _run(
@@ -113,11 +114,12 @@ def _run(
     )
 
 
-def _starter(workdir: Path, nowhere: IO[bytes]) -> Callable[[int], Trainer]:
+def _starter(workdir: Path, ranks: int, nowhere: IO[bytes]) -> Callable[[int], Trainer]:
     """As job/__main__.py starts it; its output goes to job.log alone."""
     log = Log(workdir / "job.log", stream=nowhere)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    return lambda rung: Child(trainer(workdir, rung), environment, log, time.time)
+    ended = workdir / "ended.json" if ranks > 1 else None
+    return lambda rung: Child(trainer(workdir, rung, ranks), environment, log, time.time, ended)
 
 
 def _look(workdir: Path, seen: _Seen, now: float, stop_at: int | None, save_at: Mapping[str, int]) -> None:

@@ -59,13 +59,13 @@ def calibrate(
             f"{definition.source}: job.parameters.device is cuda and this machine has no NVIDIA GPU: run this on a node"
             " with the GPU that the bill is for, or use --rehearsal"
         )
-    plan = shorten(config, steps)
+    plan, ranks = shorten(config, steps), sizing.ranks(config, len(gpus))
     with tempfile.TemporaryDirectory(prefix="gpufleet-probe-") as scratch:
         workdir = keep or Path(scratch)
-        _place(definition, plan, root, workdir)
-        print(f"probing {definition.name}: {steps} steps of the real job on {_name(gpus, config)} ...", flush=True)
+        place(definition, plan, root, workdir)
+        print(f"probing {definition.name}: {steps} steps of the real job on {name_of(gpus, config)} ...", flush=True)
         try:
-            outcome = probe.run(workdir, stop_at=plan.stop_at, save_at=plan.save_at)
+            outcome = probe.run(workdir, stop_at=plan.stop_at, save_at=plan.save_at, ranks=ranks)
         except probe.ProbeFailedError as error:
             raise GpufleetError(f"the probe failed. {error}") from error
     found = machine.record(tuple(gpus))
@@ -74,9 +74,9 @@ def calibrate(
         parameters=asdict(config),
         device={
             "kind": config.device,
-            "name": _name(gpus, config),
+            "name": name_of(gpus, config),
             "count": len(gpus) if config.device == "cuda" else 0,
-            "ranks": sizing.ranks(config, max(1, len(gpus))),
+            "ranks": ranks,
             "memory_gb": found["gpu_memory_gb"],
             "threads": os.environ.get("OMP_NUM_THREADS"),
             "cpus": found["cpus"],
@@ -155,12 +155,12 @@ def summary(tree: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Path) -> None:
+def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Path) -> None:
     """The work folder as the supervisor leaves it: run.json, data/, and the base weights."""
     storage = definition.storage
     for name, setting, place in (
         ("data", "dataset", storage.dataset),
-        ("weights", "base_weights", storage.base_weights),
+        ("inputs", "base_weights", storage.base_weights),
     ):
         if place is None:
             continue
@@ -175,7 +175,7 @@ def _place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Pa
     atomic.write_json(workdir / "run.json", {"schema": 1, "job": job, "predicted": []})
 
 
-def _name(gpus: Sequence[machine.Gpu], config: JobConfig) -> str:
+def name_of(gpus: Sequence[machine.Gpu], config: JobConfig) -> str:
     """The device as its driver or the kernel names it."""
     if config.device == "cuda":
         return gpus[0].name

@@ -94,7 +94,7 @@ def measure(
             "kind": run.config.device,
             "name": node.get("gpu") or "CPU",
             "count": count,
-            "ranks": sizing.ranks(run.config, max(1, count)),
+            "ranks": node.get("ranks") or sizing.ranks(run.config, max(1, count)),
             "memory_gb": node.get("gpu_memory_gb"),
             "cpus": node.get("cpus"),
         },

@@ -76,7 +76,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the probe was given; it measures 50 ms a step in every phase."""
     given: list[dict[str, Any]] = []
 
-    def run(workdir: Path, *, stop_at: int | None, save_at: Mapping[str, int]) -> probe.Outcome:
+    def run(workdir: Path, *, stop_at: int | None, save_at: Mapping[str, int], ranks: int) -> probe.Outcome:
         tree = json.loads((workdir / "run.json").read_text())
         given.append({**tree["job"], "data": (workdir / "data").is_dir(), "stop_at": stop_at})
         phases = [
