@@ -125,8 +125,8 @@ def newer(base: Prices, over: Prices) -> Prices:
 
 
 def folders(parent: Path) -> list[Path]:
-    """The price folders in `parent`, oldest first; anything of another name is not one."""
-    named = [(match, path) for path in _listed(parent) if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+    """The price folders in `parent`, oldest first; what has another name or is empty is not one."""
+    named = [(match, path) for path in _listed(parent) if (match := NAME.fullmatch(path.name)) and _listed(path)]
     return [path for match, path in sorted(named, key=lambda pair: (pair[0][1], int(pair[0][2] or 1)))]
 
 

@@ -138,12 +138,13 @@ def test_a_broken_price_file_is_an_error_with_its_line(project: Path, old: str, 
 
 
 def test_a_folder_without_its_files_is_an_error(project: Path) -> None:
-    (project / "prices" / "2026-11-21").mkdir(parents=True)
+    (files.write(files.read(SHIPPED), project / "prices", date(2026, 11, 21)) / "spot.csv").unlink()
     with pytest.raises(GpufleetError, match=r"a price folder has on_demand\.csv, spot\.csv, services\.csv"):
         load_catalog(project)
 
 
-def test_folders_of_other_names_are_not_read(project: Path) -> None:
+def test_empty_folders_and_those_of_other_names_are_not_read(project: Path) -> None:
+    (project / "prices" / "2026-11-21").mkdir(parents=True)
     (project / "prices" / ".2026-11-21.77").mkdir(parents=True)
     (project / "prices" / "notes").mkdir()
     assert load_catalog(project).name == "shipped"

@@ -1,0 +1,264 @@
+"""What changed between two commits, in dollars and by setting.
+
+Both sides are priced with the code that runs, each with its own commit's prices. The difference of a stack is taken
+apart from BASE to HEAD: the prices first, then each changed key in the file's order, applied on top of those before. A
+key that cannot stand alone waits for the next ones; what never stands alone is one step together. So the steps of a
+stack sum to its difference exactly, and a key's dollars depend on the keys above it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from infra.catalog import Catalog
+from infra.cost.bill import Bill, price, problems
+from infra.cost.table import price_age
+from infra.definition import StackDefinition
+from infra.errors import DefinitionError, GpufleetError
+from infra.loader import load
+from infra.policy import Broken, Policy, broken, facts
+from infra.yaml_tree import Items, Mapping, Node, Scalar, UnreadableError, decode, dump, read
+
+ASIDE = ("rehearsal", "scenarios")  # sections that no bill of the stack itself reads
+Path_ = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One stack at one commit. `errors`: why it has no bill."""
+
+    tree: Mapping | None = None
+    definition: StackDefinition | None = None
+    bill: Bill | None = None
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """Part of a difference: these settings, and what p50 and p90 of the bill did."""
+
+    keys: tuple[str, ...]
+    before: str
+    after: str
+    p50: Decimal
+    p90: Decimal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackReview:
+    """One stack on both sides. `base` or `head` None: the commit does not have it."""
+
+    name: str
+    base: Side | None
+    head: Side | None
+    steps: tuple[Step, ...] = ()
+    aside: tuple[str, ...] = ()  # changed sections that enter no bill
+    over_cap: str = ""  # p90 passes limits.max_usd
+    refused: tuple[str, ...] = ()  # why `up` would refuse it
+    policy: tuple[Broken, ...] = ()
+    age: str = ""
+
+    @property
+    def changed(self) -> bool:
+        if self.base is None or self.head is None or self.steps or self.aside:
+            return True
+        return self.base.errors != self.head.errors
+
+    @property
+    def fails(self) -> bool:
+        return bool(self.over_cap or self.refused or self.policy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Review:
+    """Everything a reviewer is told. No clock in it."""
+
+    base: str  # hashes
+    head: str
+    base_prices: str
+    head_prices: str
+    stacks: tuple[StackReview, ...]
+    notes: tuple[str, ...] = ()
+    rules: bool = False  # whether there is a policy
+
+    @property
+    def exit_code(self) -> int:
+        """2: HEAD has a stack without a bill; 1: a cap or a rule does not hold; 0: neither."""
+        if any(stack.head and stack.head.errors for stack in self.stacks):
+            return 2
+        return 1 if any(stack.fails for stack in self.stacks) else 0
+
+
+@dataclass(slots=True)
+class Pricer:
+    """Prices definition texts as files of a folder of its own. Loading needs a moment: HEAD's."""
+
+    now: datetime
+    folder: Path
+
+    def side(self, name: str, text: bytes, catalog: Catalog) -> Side:
+        """The stack `name` as `text` says."""
+        try:
+            tree = read(decode(text))
+        except UnreadableError as error:
+            return Side(errors=tuple(str(problem) for problem in error.problems))
+        path = self.folder / f"{name}.yaml"
+        path.write_bytes(text)
+        try:
+            definition = load(path, now=self.now, past_deadline=True)
+            return Side(tree=tree, definition=definition, bill=price(definition, catalog))
+        except DefinitionError as error:
+            return Side(tree=tree, errors=tuple(str(problem) for problem in error.problems))
+        except GpufleetError as error:
+            return Side(tree=tree, errors=(str(error).replace(f"{self.folder}/", "stacks/"),))
+
+    def bill(self, name: str, tree: Mapping, catalog: Catalog) -> Bill | None:
+        """The bill of a tree that no file holds; None where it does not load or has no price."""
+        entries = {key: node for key, node in tree.entries.items() if key not in ASIDE}
+        return self.side(name, dump(replace(tree, entries=entries)).encode(), catalog).bill
+
+
+def compare(
+    base: dict[str, bytes], head: dict[str, bytes], catalogs: tuple[Catalog, Catalog], policy: Policy, now: datetime
+) -> tuple[StackReview, ...]:
+    """Every stack of either side by name. `now` is the moment of HEAD's commit."""
+    with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as folder:
+        pricer = Pricer(now, Path(folder))
+        return tuple(
+            _stack(name, base.get(name), head.get(name), catalogs, policy, pricer) for name in sorted({*base, *head})
+        )
+
+
+def _stack(
+    name: str,
+    old: bytes | None,
+    new: bytes | None,
+    catalogs: tuple[Catalog, Catalog],
+    policy: Policy,
+    pricer: Pricer,
+) -> StackReview:
+    base = None if old is None else pricer.side(name, old, catalogs[0])
+    head = None if new is None else pricer.side(name, new, catalogs[1])
+    steps: tuple[Step, ...] = ()
+    aside: tuple[str, ...] = ()
+    if base and head and base.tree and head.tree:
+        aside = tuple(key for key in ASIDE if _plain(base.tree.entries.get(key)) != _plain(head.tree.entries.get(key)))
+        if base.bill and head.bill:
+            steps = tuple(_attribute(name, base, head, catalogs, pricer))
+    judged: dict[str, Any] = {}
+    if head and head.bill and head.definition:
+        cap, p90 = head.definition.limits.max_usd, head.bill.chosen.metered_usd.p90
+        judged = {
+            "over_cap": f"p90 {p90:.2f} passes limits.max_usd {cap}" if p90 > cap else "",
+            "refused": tuple(str(problem) for problem in problems(head.definition, head.bill)),
+            "policy": broken(policy, facts(head.definition, head.bill)),
+            "age": price_age(head.bill, pricer.now.date()),
+        }
+    return StackReview(name=name, base=base, head=head, steps=steps, aside=aside, **judged)
+
+
+def _attribute(name: str, base: Side, head: Side, catalogs: tuple[Catalog, Catalog], pricer: Pricer) -> Iterator[Step]:
+    assert base.tree is not None
+    assert head.tree is not None
+    assert base.bill is not None
+    assert head.bill is not None
+    tree, catalog, bill = base.tree, catalogs[0], base.bill
+    if catalogs[0] != catalogs[1]:
+        repriced = pricer.bill(name, tree, catalogs[1])
+        if repriced:
+            catalog = catalogs[1]
+            yield _step(("prices",), _named(catalogs[0]), _named(catalogs[1]), bill, repriced)
+            bill = repriced
+    pending = _changes(base.tree, head.tree)
+    moved = catalog is catalogs[1] or catalogs[0] == catalogs[1]
+    while moved and pending:
+        moved, waiting = False, []
+        for path, before, after in pending:
+            trial = _with(tree, path, after)
+            found = pricer.bill(name, trial, catalog)
+            if found is None:
+                waiting.append((path, before, after))
+                continue
+            yield _step((".".join(path),), _shown(before), _shown(after), bill, found)
+            tree, bill, moved = trial, found, True
+        pending = waiting
+    rest = tuple(".".join(path) for path, _, _ in pending)
+    if catalog is not catalogs[1] and catalogs[0] != catalogs[1]:
+        rest = ("prices", *rest)
+    if rest:
+        yield _step(rest, "", "", bill, head.bill)
+
+
+def _step(keys: tuple[str, ...], before: str, after: str, old: Bill, new: Bill) -> Step:
+    return Step(keys=keys, before=before, after=after, p50=new.usd.p50 - old.usd.p50, p90=new.usd.p90 - old.usd.p90)
+
+
+def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Node | None]]:
+    """(path, before, after) of every value that differs: HEAD's order, then what HEAD has no more."""
+    old, new = dict(_leaves(base)), dict(_leaves(head))
+    found = [(path, old.get(path), node) for path, node in new.items() if _plain(old.get(path)) != _plain(node)]
+    return found + [(path, node, None) for path, node in old.items() if path not in new]
+
+
+def _leaves(tree: Mapping, above: Path_ = ()) -> Iterator[tuple[Path_, Node]]:
+    for key, node in tree.entries.items():
+        if not above and key in ASIDE:
+            continue
+        if isinstance(node, Mapping) and node.entries:
+            yield from _leaves(node, (*above, key))
+        else:
+            yield (*above, key), node
+
+
+def _with(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
+    """The tree with one value set, or taken out with the sections that it leaves empty."""
+    entries, key = dict(tree.entries), path[0]
+    if len(path) == 1:
+        if node is None:
+            entries.pop(key, None)
+        else:
+            entries[key] = node
+    else:
+        below = entries.get(key)
+        inner = _with(below if isinstance(below, Mapping) else Mapping(path="", line=0), path[1:], node)
+        if inner.entries:
+            entries[key] = inner
+        else:
+            entries.pop(key, None)
+    return replace(tree, entries=entries)
+
+
+def _plain(node: Node | None) -> Any:
+    """What is written, without where and in which quotes. A key without a value is not a missing key."""
+    if isinstance(node, Scalar):
+        return ("", None) if node.is_null else node.text
+    if isinstance(node, Items):
+        return [_plain(item) for item in node.items]
+    if isinstance(node, Mapping):
+        return {key: _plain(child) for key, child in node.entries.items()}
+    return None
+
+
+def _shown(node: Node | None) -> str:
+    if node is None:
+        return ""
+    if isinstance(node, Scalar):
+        return node.text
+    if isinstance(node, Items):
+        return f"[{', '.join(_shown(item) for item in node.items)}]"
+    return "{}" if not node.entries else "{...}"
+
+
+def _named(catalog: Catalog) -> str:
+    return f"{catalog.name}, {catalog.as_of}"
+
+
+def total(sides: Sequence[Side | None]) -> Decimal:
+    """Sum of p50 over the sides that have a bill."""
+    return sum((side.bill.usd.p50 for side in sides if side and side.bill), Decimal(0))

@@ -1,0 +1,154 @@
+"""A review as Markdown for a pull-request comment: the same review, the same bytes.
+
+Whatever comes out of a file is written as code, so that a value can neither break the table nor call somebody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from decimal import Decimal
+
+from infra.review.compare import Review, Side, StackReview, total
+
+MARKER = "<!-- gpufleet-cost-review -->"  # a workflow finds its own comment by this line
+_LONGEST = 80  # characters of a value
+
+
+def render(review: Review) -> str:
+    """The whole comment, MARKER first."""
+    return "\n".join(_lines(review)) + "\n"
+
+
+def _lines(review: Review) -> Iterator[str]:
+    changed = [stack for stack in review.stacks if stack.changed]
+    before, after = (total([getattr(stack, side) for stack in review.stacks]) for side in ("base", "head"))
+    yield MARKER
+    yield f"## Cost review: {_signed(after - before)} USD"
+    yield ""
+    yield f"One run of each stack, sum of p50: {before:.2f} to {after:.2f} USD. {_verdict(review)}"
+    yield ""
+    shown = [stack for stack in review.stacks if stack.changed or stack.fails or _errors(stack)]
+    if shown:
+        yield "| Stack | | p50 USD | p90 USD | Bound | |"
+        yield "|---|---|---:|---:|---:|---|"
+        for stack in shown:
+            yield _row(stack)
+        yield ""
+    for stack in shown:
+        yield from _details(stack)
+    quiet = [_code(stack.name) for stack in review.stacks if stack not in shown]
+    if quiet:
+        yield f"Unchanged: {', '.join(quiet)}."
+        yield ""
+    for note in review.notes:
+        yield f"- {note}"
+    for age in sorted({stack.age for stack in changed if "older than" in stack.age}):
+        whose = ", ".join(_code(stack.name) for stack in changed if stack.age == age)
+        yield f"- {whose}: on the day of HEAD, {age}."
+    rules = "policy.yaml of HEAD or --policy" if review.rules else "none: there is no policy.yaml"
+    yield (
+        f"- `{review.base[:12]}` ({review.base_prices}) to `{review.head[:12]}` ({review.head_prices}); both sides are"
+        " priced with the gpufleet that made this review, datasets that are not prepared are assumed in size."
+    )
+    yield f"- Rules: {rules}. Bound: `limits.max_usd`, held against the p90 that the job's own meter would count."
+
+
+def _verdict(review: Review) -> str:
+    if review.exit_code == 2:
+        return "**A stack of HEAD has no bill.**"
+    failing = sum(stack.fails for stack in review.stacks)
+    if failing:
+        who = "1 stack of HEAD breaks" if failing == 1 else f"{failing} stacks of HEAD break"
+        return f"**{who} a bound or a rule.**"
+    return "Every bound and rule holds."
+
+
+def _row(stack: StackReview) -> str:
+    kind = (
+        "added"
+        if stack.base is None
+        else "removed"
+        if stack.head is None
+        else "changed"
+        if stack.changed
+        else "as before"
+    )
+    limits = stack.head.definition.limits if stack.head and stack.head.definition else None
+    if _errors(stack):
+        verdict = "**no bill**"
+    else:
+        broken = [each.rule for each in stack.policy]
+        marks = ["p90 passes it"] if stack.over_cap else []
+        marks += ["`up` would refuse"] if stack.refused else []
+        marks += [f"breaks {_code(rule)}" for rule in broken]
+        verdict = f"**{', '.join(marks)}**" if marks else "holds" if stack.head else ""
+    p50, p90 = (_change(stack, which) for which in ("p50", "p90"))
+    return f"| {_code(stack.name)} | {kind} | {p50} | {p90} | {limits.max_usd if limits else ''} | {verdict} |"
+
+
+def _change(stack: StackReview, which: str) -> str:
+    old, new = (_usd(side, which) for side in (stack.base, stack.head))
+    if old is None or new is None:
+        return "" if old is None and new is None else f"{new:.2f}" if new is not None else f"~~{old:.2f}~~"
+    return f"{old:.2f} to {new:.2f} ({_signed(new - old)})" if new != old else f"{new:.2f}"
+
+
+def _usd(side: Side | None, which: str) -> Decimal | None:
+    return getattr(side.bill.usd, which) if side and side.bill else None
+
+
+def _details(stack: StackReview) -> Iterator[str]:
+    errors = _errors(stack)
+    moving = [step for step in stack.steps if step.p50 or step.p90]
+    still = [key for step in stack.steps if not (step.p50 or step.p90) for key in step.keys] + list(stack.aside)
+    base_errors = stack.base.errors if stack.base else ()
+    if not (errors or moving or still or stack.over_cap or stack.refused or stack.policy or base_errors):
+        return
+    yield f"### {_code(stack.name)}"
+    yield ""
+    if errors:
+        yield "HEAD has no bill:"
+        yield from (f"- {_code(error, whole=True)}" for error in errors)
+        yield ""
+    if base_errors and stack.head and stack.head.bill:
+        yield "BASE has no bill with this version, so there is nothing to compare with:"
+        yield from (f"- {_code(error, whole=True)}" for error in base_errors)
+        yield ""
+    for sentence in filter(None, (stack.over_cap, *stack.refused)):
+        yield f"- **fails**: {_code(sentence, whole=True)}"
+    for each in stack.policy:
+        yield f"- **breaks {_code(each.rule)}**: {_code(each.message, whole=True)}"
+    if stack.over_cap or stack.refused or stack.policy:
+        yield ""
+    if moving:
+        yield "| Because of | from | to | p50 USD | p90 USD |"
+        yield "|---|---|---|---:|---:|"
+        for step in moving:
+            keys = ", ".join(_code(key) for key in step.keys) + (" together" if len(step.keys) > 1 else "")
+            values = f"{_code(step.before)} | {_code(step.after)}"
+            yield f"| {keys} | {values} | {_signed(step.p50, 4)} | {_signed(step.p90, 4)} |"
+        p50, p90 = (sum((getattr(step, which) for step in moving), Decimal(0)) for which in ("p50", "p90"))
+        yield f"| **all** | | | **{_signed(p50, 4)}** | **{_signed(p90, 4)}** |"
+        yield ""
+    if still:
+        yield f"Changed without an effect on the bill: {', '.join(map(_code, still))}."
+        yield ""
+
+
+def _errors(stack: StackReview) -> tuple[str, ...]:
+    return stack.head.errors if stack.head else ()
+
+
+def _signed(amount: Decimal, digits: int = 2) -> str:
+    rounded = round(amount, digits)
+    return f"{rounded:+.{digits}f}" if rounded else f"{Decimal(0):.{digits}f}"
+
+
+def _code(text: str, *, whole: bool = False) -> str:
+    """As code on one line, shortened unless `whole`; nothing in it can end the code or the table's cell."""
+    if not text:
+        return ""
+    flat = " ".join(text.replace("`", "'").split())
+    if not whole and len(flat) > _LONGEST:
+        flat = f"{flat[: _LONGEST - 3]}..."
+    return f"`{flat.replace('|', chr(92) + '|')}`"

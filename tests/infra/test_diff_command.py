@@ -1,0 +1,373 @@
+"""`gpufleet diff` over real git repositories."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+import review_world
+from review_world import STACK, Project, changed
+
+from infra.catalog import SHIPPED, files, read_catalog
+from infra.commands import diff
+from infra.cost.bill import price
+from infra.errors import GpufleetError
+from infra.loader import load
+from infra.review.markdown import MARKER
+
+KEY = ("g5.2xlarge", "us-east-2")
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    made = review_world.make(tmp_path)
+    monkeypatch.chdir(made.folder)
+    for name, value in review_world.environment().items():
+        if name.startswith("GIT_"):
+            monkeypatch.setenv(name, value)
+    return made
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    parser = argparse.ArgumentParser()
+    diff.arguments(parser)
+    code = diff.run(parser.parse_args(words))
+    return code, capsys.readouterr().out
+
+
+def reviewed(capsys: pytest.CaptureFixture[str], base: str, head: str, *words: str) -> tuple[int, dict[str, dict]]:  # type: ignore[type-arg]
+    code, out = run(capsys, base, head, "--json", *words)
+    return code, {stack["stack"]: stack for stack in json.loads(out)["stacks"]}
+
+
+# What changed, and by how much ----------------------------------------------------------------------------------------
+
+
+def test_each_changed_setting_has_its_dollars_and_they_sum_to_the_difference(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.stack()
+    head = project.stack(
+        ("steps_per_phase: 1000", "steps_per_phase: 2000"),
+        ("capacity: on-demand", "capacity: spot"),
+        ("days: 7", "days: 30"),
+    )
+    code, stacks = reviewed(capsys, base, head)
+    growth = stacks["growth"]
+    assert code == 0
+    assert [step["keys"] for step in growth["steps"]] == [
+        ["job.parameters.steps_per_phase"],
+        ["fleet.capacity"],
+        ["storage.keep.days"],
+    ]
+    assert (growth["steps"][0]["before"], growth["steps"][0]["after"]) == ("1000", "2000")
+    effects = [Decimal(step["p50"]) for step in growth["steps"]]
+    assert effects[0] > 0 > effects[1]
+    assert effects[2] > 0
+    for which in ("p50", "p90"):
+        moved = sum(Decimal(step[which]) for step in growth["steps"])
+        assert moved == Decimal(growth["head"][which]) - Decimal(growth["base"][which])
+
+
+def test_settings_that_only_hold_together_are_one_step(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    base = project.stack()
+    head = project.stack(
+        ("region: us-east-2", "region: us-west-2"), ("zones: [us-east-2a, us-east-2b]", "zones: [us-west-2a]")
+    )
+    _, stacks = reviewed(capsys, base, head)
+    (step,) = stacks["growth"]["steps"]
+    assert step["keys"] == ["fleet.region", "fleet.zones"]
+
+
+def test_a_key_that_needs_a_later_one_waits_for_it(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """5000 IOPS are too many for 75 GiB x 500 only with the throughput; 1250 MiB/s need 5000 IOPS, which come after."""
+    disk = "dataset: data/tinystories\n  root:\n    size_gib: 100\n"
+    base = project.stack(("dataset: data/tinystories\n", disk))
+    head = project.stack(("dataset: data/tinystories\n", f"{disk}    throughput_mibps: 1250\n    iops: 5000\n"))
+    _, stacks = reviewed(capsys, base, head)
+    steps = stacks["growth"]["steps"]
+    assert [step["keys"] for step in steps] == [["storage.root.iops"], ["storage.root.throughput_mibps"]]
+
+
+def test_a_section_that_goes_is_taken_out_whole(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    base = project.stack(("limits:", "estimate:\n  hazard_per_hour: 0.5\nlimits:"))
+    head = project.stack()
+    code, stacks = reviewed(capsys, base, head)
+    (step,) = stacks["growth"]["steps"]
+    assert code == 0
+    assert (step["keys"], step["before"], step["after"]) == (["estimate.hazard_per_hour"], "0.5", "")
+
+
+def test_new_prices_are_a_row_of_their_own(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    base = project.stack()
+    prices = files.read(SHIPPED)
+    old = prices.on_demand[KEY]
+    dearer = files.Price(
+        amount=old.amount * 2, unit=old.unit, source="x", as_of=prices.newest.replace(month=11), status="verified"
+    )
+    prices.on_demand[KEY] = dearer
+    files.write(prices, project.folder / "prices", dearer.as_of)
+    head = project.stack(("steps_per_phase: 1000", "steps_per_phase: 1100"))
+    _, stacks = reviewed(capsys, base, head)
+    growth = stacks["growth"]
+    first, second = growth["steps"]
+    assert first["keys"] == ["prices"]
+    assert (first["before"], first["after"]) == ("shipped, 2026-07-20", "prices/2026-11-20, 2026-11-20")
+    before = load(project.folder / "stacks" / "growth.yaml", now=NOW)
+    before = replace(before, job=replace(before.job, parameters=replace(before.job.parameters, steps_per_phase=1000)))
+    compute = next(line for line in price(before, read_catalog(SHIPPED, None)).lines if line.name == "compute")
+    moved = Decimal(first["p50"])
+    assert abs(moved - compute.amount) <= Decimal("0.0001")  # its price doubled, and nothing else; lines are rounded
+    assert second["keys"] == ["job.parameters.steps_per_phase"]
+    moved = Decimal(first["p50"]) + Decimal(second["p50"])
+    assert moved == Decimal(growth["head"]["p50"]) - Decimal(growth["base"]["p50"])
+
+
+def test_each_side_is_priced_with_its_own_commits_shipped_prices(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = {f"infra/catalog/{path.name}": path.read_text() for path in SHIPPED.glob("*.csv")}
+    base = project.commit({"stacks/growth.yaml": STACK, **tables})
+    name = "infra/catalog/on_demand.csv"
+    cheaper = re.sub(r"(?m)^(g5\.2xlarge,us-east-2[^,]*,)[0-9.]+", r"\g<1>0.5000", tables[name])
+    head = project.commit({name: cheaper})
+    _, stacks = reviewed(capsys, base, head)
+    (step,) = stacks["growth"]["steps"]
+    assert step["keys"] == ["prices"]
+    assert Decimal(step["p50"]) < 0
+
+
+def test_shipped_prices_of_another_form_are_replaced_by_this_versions_and_it_says_so(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.commit({"stacks/growth.yaml": STACK, "infra/catalog/spot.csv": "type,region,az1,az2\n"})
+    head = project.commit({"infra/catalog/spot.csv": None})
+    code, out = run(capsys, base, head)
+    assert code == 0
+    assert "- BASE: its shipped catalog has another form; this version's stands in" in out
+
+
+def test_added_and_removed_stacks_count_whole(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    base = project.commit({"stacks/old.yaml": STACK})
+    head = project.commit({"stacks/old.yaml": None, "stacks/new.yaml": STACK})
+    code, out = run(capsys, base, head)
+    assert code == 0
+    assert re.search(r"\| `new` \| added \| [0-9.]+ \|", out)
+    assert re.search(r"\| `old` \| removed \| ~~[0-9.]+~~ \|", out)
+    assert "## Cost review: 0.00 USD" in out
+
+
+def test_comments_and_quotes_are_no_change_and_scenarios_and_rehearsal_move_no_dollar(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.stack()
+    head = project.stack(("region: us-east-2", "region: 'us-east-2'  # home"))
+    _, out = run(capsys, base, head)
+    assert "Unchanged: `growth`." in out
+    rehearsed = project.stack(("limits:", "rehearsal:\n  interruptions:\n    seed: 9\nlimits:"))
+    _, out = run(capsys, base, rehearsed)
+    assert "Changed without an effect on the bill: `rehearsal`." in out
+
+
+def test_a_deadline_that_has_passed_does_not_fail_a_review(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = project.stack(("max_hours: 6", "max_hours: 6\n  deadline: 2026-01-01T00:00:00Z"))
+    assert run(capsys, head, head)[0] == 0
+
+
+# What fails -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_p90_above_its_bound_is_exit_1(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    base = project.stack(("capacity: on-demand", "capacity: spot"))
+    _, stacks = reviewed(capsys, base, base)
+    between = (Decimal(stacks["growth"]["head"]["p50"]) + Decimal(stacks["growth"]["head"]["p90"])) / 2
+    head = project.stack(("capacity: on-demand", "capacity: spot"), ("max_usd: 9.00", f"max_usd: {between:.2f}"))
+    code, out = run(capsys, base, head)
+    assert code == 1
+    assert f"passes limits.max_usd {between:.2f}" in out
+    assert "**1 stack of HEAD breaks a bound or a rule.**" in out
+
+
+def test_a_stack_that_up_would_refuse_is_exit_1_with_its_reason(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.stack()
+    code, out = run(capsys, base, project.stack(("max_usd: 9.00", "max_usd: 0.05")))
+    assert code == 1
+    assert "limits.max_usd: '0.05' is not accepted" in out
+
+
+def test_a_policy_in_the_commit_is_held_and_its_change_is_said(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.stack()
+    head = project.commit({"policy.yaml": "spot_only: true\nallowed_types: [g6.*]\n"})
+    code, out = run(capsys, base, head)
+    assert code == 1
+    assert "**breaks `spot_only`**: `capacity is on-demand, allowed is spot`" in out
+    assert "**breaks `allowed_types`**" in out
+    assert "**policy.yaml itself changes**" in out
+
+
+def test_a_policy_given_by_hand_takes_the_place_of_the_commits(
+    project: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    head = project.commit({"stacks/growth.yaml": STACK, "policy.yaml": "spot_only: true\n"})
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("allowed_regions: [us-east-2]\n")
+    assert run(capsys, head, head, "--policy", str(mine))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (changed(("capacity: on-demand", "capacity: spott")), "fleet.capacity: 'spott' is not accepted"),
+        ("fleet: [\n", "YAML"),
+        (
+            changed(("instance_types: [g5.2xlarge]", "instance_types: [p5.4xlarge]"), ("on-demand", "spot")),
+            "no spot price",
+        ),
+    ],
+)
+def test_a_head_without_a_bill_is_reported_in_the_markdown_and_is_exit_2(
+    project: Project, capsys: pytest.CaptureFixture[str], broken: str, said: str
+) -> None:
+    base = project.commit({"stacks/growth.yaml": STACK, "stacks/other.yaml": STACK})
+    head = project.commit({"stacks/growth.yaml": broken})
+    code, out = run(capsys, base, head)
+    assert code == 2
+    assert "HEAD has no bill:" in out
+    assert said in out
+    assert "**A stack of HEAD has no bill.**" in out
+    assert "Unchanged: `other`." in out
+    assert "/tmp" not in out
+
+
+def test_a_base_that_no_longer_loads_does_not_stop_the_review(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.stack(("capacity: on-demand", "capacity: spott"))
+    code, out = run(capsys, base, project.stack())
+    assert code == 0
+    assert "BASE has no bill with this version" in out
+
+
+def test_an_unknown_commit_is_an_error_that_says_how_to_get_it(project: Project) -> None:
+    head = project.stack()
+    for words in (("nowhere", head), (head, "--output=x")):
+        with pytest.raises(GpufleetError, match="fetch-depth: 0"):
+            diff.make(project.folder, *words)
+
+
+def test_outside_a_repository_it_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(GpufleetError, match="is not a commit of the git repository"):
+        diff.make(tmp_path, "HEAD", "HEAD")
+
+
+def test_a_broken_policy_or_price_file_is_an_error_without_scratch_paths(project: Project) -> None:
+    head = project.commit({"stacks/growth.yaml": STACK, "policy.yaml": "spot_onyl: true\n"})
+    with pytest.raises(GpufleetError, match=r"^HEAD/policy\.yaml: 1 problem"):
+        diff.make(project.folder, head, head)
+    bad = project.commit({"policy.yaml": None, "prices/2026-11-21/on_demand.csv": "x\n"})
+    with pytest.raises(GpufleetError, match=r"^HEAD/prices/2026-11-21/on_demand\.csv, line 1"):
+        diff.make(project.folder, head, bad)
+
+
+def test_prices_that_a_change_repairs_do_not_stop_its_review(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.commit({"stacks/growth.yaml": STACK, "prices/2026-11-21/on_demand.csv": "x\n"})
+    code, out = run(capsys, base, project.commit({"prices/2026-11-21/on_demand.csv": None}))
+    assert code == 0
+    assert "- BASE: its prices cannot be read; HEAD's stand in" in out
+
+
+# As a comment ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_comment_begins_with_its_marker_and_repeats_byte_for_byte(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, head = project.stack(), project.stack(("steps_per_phase: 1000", "steps_per_phase: 2000"))
+    (_, first), (_, second) = run(capsys, base, head), run(capsys, base, head)
+    assert first == second
+    assert first.startswith(f"{MARKER}\n")
+    assert first.count(MARKER) == 1
+
+
+def test_no_clock_is_in_the_comment_and_age_is_that_on_the_day_of_head(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out = run(capsys, project.stack(), project.stack(("days: 7", "days: 8")))
+    assert "on the day of HEAD, compute is 304 days old" in out  # committed on 2026-11-21, priced on 2026-01-21
+
+
+def test_a_value_can_neither_break_the_table_nor_call_somebody(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.stack()
+    evil = 'capacity: "a|b` @team <!-- x --> **bold**"'
+    _, out = run(capsys, base, project.stack(("capacity: on-demand", evil)))
+    (line,) = [line for line in out.splitlines() if "@team" in line]
+    assert line.startswith("- `")
+    assert line.endswith("`")
+    assert line.count("`") == 2
+    assert "a\\|b" in line
+
+
+def test_it_works_where_the_project_is_a_folder_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = review_world.make(tmp_path / "repository", "training/fleet")
+    monkeypatch.chdir(project.folder)
+    base, head = project.stack(), project.stack(("days: 7", "days: 30"))
+    code, stacks = reviewed(capsys, base, head)
+    assert code == 0
+    assert stacks["growth"]["steps"][0]["keys"] == ["storage.keep.days"]
+
+
+def test_links_in_the_tree_are_not_followed(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    base = project.stack()
+    (project.folder / "stacks" / "linked.yaml").symlink_to("/etc/hostname")
+    head = project.commit({})
+    _, out = run(capsys, base, head)
+    assert "linked" not in out
+
+
+def test_out_writes_the_file_and_keeps_the_exit_code(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    base, head = project.stack(), project.stack(("max_usd: 9.00", "max_usd: 0.05"))
+    code, out = run(capsys, base, head, "--out", "review/comment.md")
+    assert (code, out) == (1, "")
+    assert (project.folder / "review" / "comment.md").read_text().startswith(MARKER)
+    assert [path.name for path in (project.folder / "review").iterdir()] == ["comment.md"]
+
+
+def test_the_page_documents_every_key_of_the_json(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "review.md").read_text()
+    base, head = project.stack(), project.stack(("max_usd: 9.00", "max_usd: 0.05"))
+    _, out = run(capsys, base, head, "--json")
+    found = json.loads(out)
+    stack = found["stacks"][0]
+    for part in (found, found["base"], stack, stack["head"], stack["steps"][0]):
+        for key in part:
+            assert f"`{key}" in page, key
+
+
+def test_it_imports_no_torch_no_pulumi_and_no_boto3() -> None:
+    code = (
+        "import sys, infra.commands.diff\n"
+        "heavy = {'torch', 'pulumi', 'pulumi_aws', 'boto3', 'botocore'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
