@@ -145,6 +145,15 @@ def test_samples_and_changes_and_the_public_traces_own_form_read_alike(tmp_path:
     assert theirs.zone is None
 
 
+def test_the_examples_of_the_documentation_can_be_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "risk.md").read_text()
+    for kind in ("json", "csv"):
+        example = page.partition(f"```{kind}\n")[2].partition("```")[0]
+        found = replay.read(written(tmp_path, f"example.{kind}", example))
+        assert (found.type, found.zone, str(found.start)) == ("g5.2xlarge", "us-east-2a", "2026-11-01")
+        assert found.interruptions == 1
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
