@@ -11,14 +11,20 @@ from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
-from job.config import JobConfig, PretrainConfig, SftConfig
-from job.dataset import characters, prepare, sources
+from job.config import JobConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.dataset import characters, prepare, sources, weights
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """STACK, TEXT and where the tokenizer is."""
     stack.argument(parser)
-    parser.add_argument("text", metavar="TEXT", nargs="?", type=Path, help="a text or JSONL file instead of the source")
+    parser.add_argument(
+        "text",
+        metavar="TEXT",
+        nargs="?",
+        type=Path,
+        help="a text or JSONL file, or a folder of queries and labels, instead of the source",
+    )
     parser.add_argument("--rehearsal", action="store_true", help="the dataset of the definition's rehearsal section")
     parser.add_argument(
         "--tokenizer",
@@ -32,8 +38,22 @@ def run(args: argparse.Namespace) -> int:
     """Prepares, or says that it is prepared already."""
     path = stack.path_of(args)
     definition = load(path, now=datetime.now(UTC), rehearsal=args.rehearsal, past_deadline=True)
-    prepared(definition, project_root(Path.cwd()), text=args.text, tokenizer=args.tokenizer)
+    root = project_root(Path.cwd())
+    prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
+    listed(definition, root)
     return 0
+
+
+def listed(definition: StackDefinition, root: Path) -> None:
+    """Writes weights.json into a local folder of base weights; nothing without one. Raises GpufleetError."""
+    place = definition.storage.base_weights
+    if place is None or place.startswith("s3://"):
+        return
+    try:
+        found = weights.describe(root / place)
+    except ValueError as error:
+        raise GpufleetError(str(error)) from error
+    _say(f"{root / place}: {len(found.files)} files of base weights, {found.bytes / 1e9:.2f} GB")
 
 
 def prepared(
@@ -53,6 +73,10 @@ def prepared(
 
             beside = tokenizer or _tokenizer_of(definition.storage.base_weights, root)
             return prepare_sft(folder, config, text=text, tokenizer=beside, say=_say)
+        if isinstance(config, TwoTowerConfig):
+            from job.dataset.ranking import prepare_ranking  # brings numpy
+
+            return prepare_ranking(folder, config, text=text, say=_say)
         source = _source(config, folder.parent / "cache", text, tokenizer)
         return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=_say)
     except ValueError as error:

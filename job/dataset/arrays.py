@@ -1,0 +1,16 @@
+"""Array types and what several modules do to arrays. numpy only."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Labels = NDArray[np.int8]
+
+
+def unit_rows(rows: Floats) -> Floats:
+    """Rows of length 1; a zero row stays zero."""
+    length = np.linalg.norm(rows, axis=-1, keepdims=True)
+    found: Floats = np.divide(rows, length, out=np.zeros_like(rows), where=length > 0)
+    return found

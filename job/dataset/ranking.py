@@ -1,0 +1,257 @@
+"""Queries, the models that answer them, and who was judged good: the dataset of two-tower.
+
+    dataset.json     kind "ranking"; facts: queries, models, discovery, width, labels, relevant, best, encoder
+    queries.npy      float32 [Q, S], length 1       judged queries
+    discovery.npy    float32 [N, S], length 1       queries without labels
+    labels.npy       int8 [Q, M]                    0 irrelevant, 1 best, 2 good; what was not judged is 0
+    names.json       queries [Q], models [M], discovery [N]: ids in the order of the arrays
+
+From a folder (`gpufleet prepare STACK FOLDER`), UTF-8:
+
+    queries.jsonl    one {"id": "...", "text": "..."} per line      judged queries
+    labels.csv       header query,model,label; then one line per judgement, label 0, 1 or 2
+    discovery.jsonl  like queries.jsonl; may be missing
+
+or from a seed. Embeddings are made here, once. The same input gives the same bytes. User mistakes raise ValueError.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from job.config.two_tower import TwoTowerConfig
+from job.dataset import prepare
+from job.dataset.arrays import Floats, Labels, unit_rows
+from job.dataset.sentences import Encoder, choose
+
+QUERIES, DISCOVERY, LABELS, NAMES = "queries.npy", "discovery.npy", "labels.npy", "names.json"
+GAINS = (0.0, 1.0, 0.7)  # of labels 0, 1 and 2: in the TREC files 1 is the best
+DISCOVERY_MADE = 40  # discovery queries of a generated dataset, at least
+LATENT = 6  # rank of generated relevance
+LENGTHENED = 1.5  # how much farther apart generated models lie than a unit vector, against popularity's spread of 1
+RELEVANT, BEST = 0.08, 0.02  # shares of a generated query's models with a label, and with label 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tables:
+    """A dataset in memory; arrays as in the files."""
+
+    queries: Floats
+    labels: Labels
+    discovery: Floats
+    names: dict[str, list[str]]
+    encoder: str  # "" where there was no text
+
+
+def prepare_ranking(
+    folder: Path,
+    config: TwoTowerConfig,
+    *,
+    text: Path | None = None,
+    encoder: Encoder | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> prepare.DatasetManifest:
+    """The prepared dataset in `folder`, made now or found there. `text` is the folder of a million-llms dataset; one
+    prepared earlier needs none. Raises ValueError: no text, damaged lines, or other counts than `data` says.
+    """
+    data, width = config.data, config.towers.sentence
+    if text is None and data.source == "generated-relevance":
+        made = generate(
+            data.queries,
+            data.models,
+            max(DISCOVERY_MADE, config.weak.queries),
+            width,
+            seed=config.seed,
+        )
+        source = (
+            f"generated relevance: {data.queries} queries x {data.models} models, {len(made.discovery)} discovery "
+            f"queries, {width} wide, from seed {config.seed}"
+        )
+    elif text is not None:
+        chosen = encoder or choose(width, say)
+        made = read_folder(text, chosen, say)
+        source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {chosen.name}"
+    elif (folder / prepare.MANIFEST).is_file():
+        manifest = prepare.read_manifest(folder)
+        prepare.verify(folder, manifest)
+        say(f"{folder} is prepared already: {prepare.describe(manifest)}")
+        return manifest
+    else:
+        raise ValueError(
+            f"{folder}: not prepared, and job.parameters.data.source is million-llms: name the folder that holds "
+            "queries.jsonl, labels.csv and discovery.jsonl (gpufleet prepare STACK FOLDER), or set data.source: "
+            "generated-relevance"
+        )
+    problems = mismatches(config, made.queries.shape, made.labels.shape)
+    if problems:
+        raise ValueError(f"{source}: " + "; ".join(problems))
+    return prepare.publish(
+        folder,
+        kind="ranking",
+        source=source,
+        facts={
+            "queries": len(made.queries),
+            "models": made.labels.shape[1],
+            "discovery": len(made.discovery),
+            "width": made.queries.shape[1],
+            "labels": int(made.labels.size),
+            "relevant": int((made.labels > 0).sum()),
+            "best": int((made.labels == 1).sum()),
+            "encoder": made.encoder or "none: vectors were generated",
+        },
+        write=lambda temporary: _write(temporary, made),
+        say=say,
+    )
+
+
+def read(folder: Path) -> Tables:
+    """A prepared dataset's arrays. Raises ValueError when it is another kind."""
+    manifest = prepare.read_manifest(folder)
+    if manifest.kind != "ranking":
+        raise ValueError(f"{folder}: a dataset of kind {manifest.kind}; two-tower needs ranking: prepare it again")
+    return Tables(
+        queries=np.load(folder / QUERIES, allow_pickle=False),
+        labels=np.load(folder / LABELS, allow_pickle=False),
+        discovery=np.load(folder / DISCOVERY, allow_pickle=False),
+        names=json.loads((folder / NAMES).read_text(encoding="utf-8")),
+        encoder=manifest.facts["encoder"],
+    )
+
+
+def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[int, ...]) -> list[str]:
+    """What a config and arrays of these shapes do not agree on, as sentences with the key to change."""
+    wanted = (
+        ("data.queries", config.data.queries, queries[0]),
+        ("data.models", config.data.models, labels[1]),
+        ("towers.sentence", config.towers.sentence, queries[1]),
+    )
+    return [f"job.parameters.{key} is {said}, the data has {found}" for key, said, found in wanted if said != found]
+
+
+def generate(queries: int, models: int, discovery: int, width: int, *, seed: int) -> Tables:
+    """Seeded relevance of low rank plus a popularity term, so that popularity alone is a strong baseline.
+
+    A query's sentence vector is its latent taste, mapped linearly, with noise: what a tower can learn. Each query's
+    best-scored models get labels: RELEVANT of them one, BEST of them label 1.
+    """
+    draw = np.random.default_rng(seed)
+    tastes = draw.standard_normal((queries + discovery, LATENT))
+    tastes /= np.linalg.norm(tastes, axis=1, keepdims=True)
+    skills = LENGTHENED * draw.standard_normal((models, LATENT))
+    scores = tastes @ skills.T + draw.standard_normal(models)  # the same popularity for every query
+    scores += 0.3 * draw.standard_normal(scores.shape)
+    mixed = tastes @ draw.standard_normal((LATENT, width)) / np.sqrt(width)
+    vectors = unit_rows((mixed + 0.3 * draw.standard_normal(mixed.shape) / np.sqrt(width)).astype(np.float32))
+    order = np.argsort(-scores[:queries], axis=1, kind="stable")
+    labels = np.zeros((queries, models), dtype=np.int8)
+    rows = np.arange(queries)[:, None]
+    labels[rows, order[:, : max(2, round(RELEVANT * models))]] = 2
+    labels[rows, order[:, : max(1, round(BEST * models))]] = 1
+    return Tables(
+        queries=vectors[:queries],
+        labels=labels,
+        discovery=vectors[queries:],
+        names={
+            "queries": [f"q{i}" for i in range(queries)],
+            "models": [f"m{i}" for i in range(models)],
+            "discovery": [f"d{i}" for i in range(discovery)],
+        },
+        encoder="",
+    )
+
+
+def read_folder(folder: Path, encoder: Encoder, say: Callable[[str], None] = lambda line: None) -> Tables:
+    """The tables of a million-llms folder, sentences encoded. Raises ValueError naming file, line and what is wrong."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: not a folder; it must hold queries.jsonl, labels.csv and maybe discovery.jsonl")
+    queries = _sentences(folder / "queries.jsonl")
+    found = folder / "discovery.jsonl"
+    discovery = _sentences(found) if found.exists() else {}
+    labels, models = _labels(folder / "labels.csv", list(queries))
+    say(f"sentences: {len(queries) + len(discovery):,} by {encoder.name}")
+    vectors = encoder.encode([*queries.values(), *discovery.values()])
+    return Tables(
+        queries=vectors[: len(queries)],
+        labels=labels,
+        discovery=vectors[len(queries) :],
+        names={"queries": list(queries), "models": models, "discovery": list(discovery)},
+        encoder=encoder.name,
+    )
+
+
+def _sentences(path: Path) -> dict[str, str]:
+    """Text by id, in the file's order."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(_open(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry: Any = json.loads(line)
+            name, text = str(entry["id"]), entry["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f'{path}:{number}: not {{"id": "...", "text": "..."}} ({line[:60]!r})') from error
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{path}:{number}: query {name} has no text")
+        if name in found:
+            raise ValueError(f"{path}:{number}: query {name} is there twice; ids must differ")
+        found[name] = text
+    if not found:
+        raise ValueError(f"{path}: empty; at least one query is needed")
+    return found
+
+
+def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
+    """[Q, M] and the models, sorted by id."""
+    rows = {name: row for row, name in enumerate(queries)}
+    judged: dict[tuple[int, str], int] = {}
+    reader = csv.DictReader(_open(path).splitlines())
+    if not {"query", "model", "label"} <= set(reader.fieldnames or ()):
+        raise ValueError(f"{path}:1: header {reader.fieldnames}; it must name query, model and label")
+    for line in reader:
+        where = f"{path}:{reader.line_num}"
+        if line["query"] not in rows:
+            raise ValueError(f"{where}: query {line['query']!r} is not in queries.jsonl")
+        if line["label"] not in ("0", "1", "2"):
+            raise ValueError(f"{where}: label {line['label']!r}; it must be 0 (irrelevant), 1 (best) or 2 (good)")
+        key = rows[line["query"]], line["model"]
+        if judged.setdefault(key, int(line["label"])) != int(line["label"]):
+            raise ValueError(f"{where}: query {line['query']} and model {line['model']} are judged twice, differently")
+    models = sorted({model for _, model in judged})
+    columns = {name: column for column, name in enumerate(models)}
+    labels = np.zeros((len(queries), len(models)), dtype=np.int8)
+    for (row, model), label in judged.items():
+        labels[row, columns[model]] = label
+    return labels, models
+
+
+def _open(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); job/dataset/ranking.py says what it holds"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 (byte {error.start}); convert it first, e.g. iconv -t UTF-8") from error
+
+
+def _folder_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("queries.jsonl", "labels.csv", "discovery.jsonl"):
+        path = folder / name
+        digest.update(hashlib.sha256(path.read_bytes()).digest() if path.exists() else b"-")
+    return digest.hexdigest()
+
+
+def _write(folder: Path, tables: Tables) -> None:
+    for name, array in ((QUERIES, tables.queries), (DISCOVERY, tables.discovery), (LABELS, tables.labels)):
+        np.save(folder / name, np.ascontiguousarray(array), allow_pickle=False)
+    (folder / NAMES).write_text(json.dumps(tables.names, ensure_ascii=False) + "\n", encoding="utf-8")

