@@ -77,8 +77,11 @@ class Attention(nn.Module):
         self.k, self.v = Linear(model.width, shared, bias=False), Linear(model.width, shared, bias=False)
 
     def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Cache | None) -> Tensor:
-        q, k, v = (p(x_BTd).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        q, k = rotate(norm(q), cos_TD, sin_TD), rotate(norm(k), cos_TD, sin_TD)
+        q, k, v = (p(x_BTd).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
+        # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
+        cos_T1D, sin_T1D = cos_TD[:, None], sin_TD[:, None]
+        q, k = rotate(norm(q), cos_T1D, sin_T1D), rotate(norm(k), cos_T1D, sin_T1D)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         seen = 0
         if cache is not None:
             seen = cache.length
