@@ -192,7 +192,10 @@ def _up_from(trace: Trace, at_h: Floats) -> Floats:
     return np.asarray(at_h + np.maximum(starts - now, 0.0))
 
 
-_EDGE_H = 1e-7  # a third of a millisecond: which side of an edge an hour lies on survives rounding
+_EDGE_H = (
+    1e-7  # a third of a millisecond: which side of an edge an hour lies on survives rounding. A life of exactly an hour
+)
+# falls short of it by as much: the node was gone at that sample, so it was taken before.
 
 
 def _why(error: Exception) -> str:
