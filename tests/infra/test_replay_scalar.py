@@ -13,8 +13,8 @@ from infra.cost.risk import Exposure
 
 MINUTE_H = 1 / 60
 RUN = Exposure(
-    setup_h=15 * MINUTE_H,
-    restart_h=20 * MINUTE_H,
+    setup_h=16 * MINUTE_H,
+    restart_h=22 * MINUTE_H,  # so that no run is done in the very minute in which its node is gone
     phase_ends_h=(1.0, 6.0),
     saves_fit=(True, True),
     interval_h=0.1,
