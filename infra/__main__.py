@@ -11,6 +11,7 @@ import pulumi
 from infra.cost.table import render
 from infra.errors import GpufleetError
 from infra.plan import make
+from infra.receipts import score
 from infra.run_guard import Previous
 
 SHOWN = 32  # tells the engine that the message is out, so that it adds none of its own
@@ -21,10 +22,10 @@ def main() -> None:
     # What a StackReference calls, asked about this very stack: {} before its first update. Declares no resource.
     outputs = pulumi.runtime.invoke("pulumi:pulumi:readStackOutputs", {"name": stack}).value["outputs"]
     there = pulumi.runtime.invoke("pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}).value["outputs"]
-    now = datetime.now(UTC)
+    root, now = Path(pulumi.runtime.get_root_directory()), datetime.now(UTC)
     try:
         plan = make(
-            Path(pulumi.runtime.get_root_directory()),
+            root,
             pulumi.Config().get("definition") or pulumi.get_stack(),
             now=now,
             previous=Previous(outputs=outputs, types=frozenset(resource["type"] for resource in there.values())),
@@ -33,7 +34,7 @@ def main() -> None:
     except GpufleetError as error:
         pulumi.log.error(str(error))
         sys.exit(SHOWN)
-    pulumi.log.info(render(plan.bill, today=now.date()))
+    pulumi.log.info(render(plan.bill, today=now.date(), accuracy=score(root)))
     for warning in plan.warnings:
         pulumi.log.warn(warning)
 

@@ -8,6 +8,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from infra.calibration import find_all
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost.bill import price, problems
@@ -15,6 +16,7 @@ from infra.cost.table import render
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError
 from infra.loader import find, load, not_ready, project_root
+from infra.receipts import score
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +31,18 @@ def run(args: argparse.Namespace) -> int:
     now = datetime.now(UTC)
     definition = load(find(args.stack, root), now=now)
     missing = not_ready(definition, root)
-    bill = price(definition, load_catalog(), dataset_bytes=_dataset_bytes(definition, root), not_ready=missing)
+    catalog = load_catalog()
+    bill = price(
+        definition,
+        catalog,
+        dataset_bytes=_dataset_bytes(definition, root),
+        not_ready=missing,
+        calibrations=find_all(definition, catalog.instances, root),
+    )
     if args.json:
         sys.stdout.write(json.dumps(bill.to_json(), indent=2) + "\n")
     else:
-        sys.stdout.write(render(bill, today=now.date()))
+        sys.stdout.write(render(bill, today=now.date(), accuracy=score(root)))
     if found := problems(definition, bill):
         sys.stdout.flush()
         raise DefinitionError(str(definition.source), found)

@@ -111,16 +111,17 @@ def price(
     dataset_bytes: int | None = None,
     inputs: Mapping[str, Any] | None = None,
     not_ready: Sequence[str] = (),
+    calibrations: options.Calibrations | None = None,
     runs: int = risk.RUNS,
 ) -> Bill:
     """The bill of `definition`. Without `dataset_bytes` or `inputs` (as in run.json) the dataset's size is assumed.
 
-    `not_ready` are sentences to show among the warnings. Raises PriceMissing when a needed price is not in the catalog,
-    DefinitionError when the job fits no listed type.
+    `not_ready` are sentences to show among the warnings; `calibrations` come from infra.calibration.find_all. Raises
+    PriceMissing when a needed price is not in the catalog, DefinitionError when the job fits no listed type.
     """
     if dataset_bytes is None and inputs and inputs.get("dataset"):
         dataset_bytes = sum(int(file["bytes"]) for file in inputs["dataset"]["files"])
-    types, capacity = options.type_costs(definition, catalog), definition.fleet.capacity
+    types, capacity = options.type_costs(definition, catalog, calibrations), definition.fleet.capacity
     if options.dearest(types, capacity) is None:
         raise options.refuse(definition, types)
     spot = price_side(definition, catalog, types, "spot", dataset_bytes=dataset_bytes, runs=runs)
@@ -153,11 +154,11 @@ def price(
         warnings=(),
         prices_as_of=min(line.as_of for line in chosen.lines),
         max_price_age_days=definition.estimate.max_price_age_days,
-        calibrated=False,
+        calibrated=chosen.runtime.calibrated,
         disk_usd_per_hour=disk,
         ipv4_usd_per_hour=ipv4,
     )
-    return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes), *not_ready))
+    return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes, calibrations or {}), *not_ready))
 
 
 def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:

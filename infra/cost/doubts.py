@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from infra.calibration import Refused
 from infra.cost import fit
 from infra.definition import StackDefinition
 from job import sizing
 
 if TYPE_CHECKING:
     from infra.cost.bill import Bill
+    from infra.cost.options import Calibrations
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
 _SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
 
 
-def warnings(definition: StackDefinition, bill: Bill, dataset_bytes: int | None) -> Iterator[str]:
+def warnings(
+    definition: StackDefinition, bill: Bill, dataset_bytes: int | None, calibrations: Calibrations
+) -> Iterator[str]:
     """In the order a reader needs them."""
-    yield (f"uncalibrated: {bill.chosen.runtime.basis}; p10 to p90 cover interruptions, not a wrong speed")
+    if not bill.calibrated:
+        yield f"uncalibrated: {bill.chosen.runtime.basis}; p10 to p90 cover interruptions, not a wrong speed"
+    for type_, calibration in calibrations.items():
+        if isinstance(calibration, Refused):
+            yield f"{type_}: {calibration.why}"
     cap = bill.cap
     needed = bill.chosen.metered_usd
     if needed.p50 <= cap.max_usd < needed.p90:

@@ -5,10 +5,11 @@ The fleet may pick any listed type in any listed zone, so the bill stands on the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from infra.calibration import Calibration, Refused
 from infra.catalog import Catalog, Instance, Price, SpotPrice
 from infra.cost import fit
 from infra.cost import runtime as runtimes
@@ -16,6 +17,7 @@ from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
 
 Capacity = Literal["spot", "on-demand"]
+Calibrations = Mapping[str, Calibration | Refused]  # by instance type, as infra.calibration.find_all gives them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +44,12 @@ class TypeCost:
         return bool(self.fits) and all(phase.fits for phase in self.fits)
 
 
-def type_costs(definition: StackDefinition, catalog: Catalog) -> tuple[TypeCost, ...]:
+def type_costs(
+    definition: StackDefinition, catalog: Catalog, calibrations: Calibrations | None = None
+) -> tuple[TypeCost, ...]:
     """Every listed type, in the file's order."""
-    return tuple(type_cost(definition, catalog, type_) for type_ in definition.fleet.instance_types)
+    listed = definition.fleet.instance_types
+    return tuple(type_cost(definition, catalog, type_, calibrations=calibrations) for type_ in listed)
 
 
 def dearest(types: Sequence[TypeCost], capacity: Capacity) -> TypeCost | None:
@@ -88,8 +93,16 @@ def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list
     return problems
 
 
-def type_cost(definition: StackDefinition, catalog: Catalog, type_: str, *, nearest: str | None = None) -> TypeCost:
+def type_cost(
+    definition: StackDefinition,
+    catalog: Catalog,
+    type_: str,
+    *,
+    nearest: str | None = None,
+    calibrations: Calibrations | None = None,
+) -> TypeCost:
     """One type, listed or not. `nearest`: fit.cheapest_holder's words, for who asks about many types."""
+    calibration = (calibrations or {}).get(type_)
     config, region, estimate = definition.job.parameters, definition.fleet.region, definition.estimate
     root = definition.storage.root
     instance = catalog.instance(type_)
@@ -118,6 +131,7 @@ def type_cost(definition: StackDefinition, catalog: Catalog, type_: str, *, near
             root,
             nodes=definition.nodes,
             hold_hours=None if definition.variant.hold_hours is None else float(definition.variant.hold_hours),
+            calibration=calibration if isinstance(calibration, Calibration) else None,
         )
     except GpufleetError as unknown:
         why.append(str(unknown))

@@ -1,8 +1,9 @@
 """Work to seconds: how long each phase of a job takes on one instance type, without interruptions.
 
 A step is priced from the job's own shape: FLOP at the dense peak of the GPUs used plus optimizer traffic at their
-memory bandwidth (the roofline), divided by an efficiency; or from `estimate.step_ms` when somebody has measured it.
-Neither is a calibration of this job on this device, and the bill says so. Where optimizer traffic is small, as it is
+memory bandwidth (the roofline), divided by an efficiency; or from `estimate.step_ms`, somebody's own figures. Neither
+is a measurement of this job on this device, and the bill says so; a calibration is one, and then evaluations, saves,
+what lies between phases and the end are as they were measured too. Where optimizer traffic is small, as it is
 everywhere but in tinystories-growth, that efficiency is the MFU.
 
 The constants are assumptions of ours unless a source is named. None of them is fitted.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from infra.calibration import Calibration, PhaseSpeed
 from infra.catalog import Gpu, Instance
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
@@ -67,6 +69,7 @@ class Runtime:
     held_s: float  # idle at the end, for a node that is kept longer than its work
     basis: str
     measured: bool  # step times come from a measurement, not from a roofline
+    calibrated: bool  # from one of this job on this device, not from the definition
 
     @property
     def compute_s(self) -> float:
@@ -92,28 +95,38 @@ def hours(
     *,
     nodes: int = 1,
     hold_hours: float | None = None,
+    calibration: Calibration | None = None,
 ) -> Runtime:
     """The run on `nodes` nodes of `instance`, each kept for `hold_hours` when that is longer than the work.
 
+    `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it.
     Raises GpufleetError when its speed can be derived from nothing.
     """
     sizes = sizing.phases(config)
     ranks = sizing.ranks(config, instance.gpu_count) * nodes
+    if estimate.step_ms is not None or nodes > 1:
+        calibration = None
     upload_gb_s = upload_rate(instance, estimate)
     exports = list(sizing.export_bytes(config).values())
     last_gb = (sizing.checkpoint_bytes(config, len(sizes) - 1) + 2 * exports[-1]) / 1e9  # checkpoint, export, final/
-    upload_s = last_gb / scratch_rate(instance, root) + last_gb / SHA256_GB_S + last_gb / upload_gb_s
+    ends = calibration is not None and calibration.finish_s is not None and sizes[-1].steps > 0
+    finish_s = calibration.finish_s if calibration and ends else None
+    written_s = last_gb / scratch_rate(instance, root) if finish_s is None else finish_s
+    upload_s = written_s + last_gb / SHA256_GB_S + last_gb / upload_gb_s
 
     phases: list[PhaseTime] = []
     evaluation_s = stalls_s = growth_s = 0.0
     for index, size in enumerate(sizes):
         limit_ms = _limit_ms(size, instance, config, ranks)
-        step_ms = _step_ms(index, sizes, limit_ms, config, instance, estimate)
-        beside = _beside_s(config, size, instance, ranks, step_ms)
-        growth = _growth_s(config, size) if index else 0.0
+        seen = calibration.phase(size.name) if calibration else None
+        after = calibration.phase(sizes[index + 1].name) if calibration and index + 1 < len(sizes) else None
+        ended = (after is not None and after.boundary_s is not None) or (ends and index == len(sizes) - 1)
+        step_ms = _step_ms(index, sizes, limit_ms, config, instance, estimate, seen)
+        beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
+        growth = _growth_s(config, size, seen) if index else 0.0
         training_s = size.steps * step_ms / 1e3
         saves = (training_s + beside) / config.checkpoint.interval_s + size.evaluations + 1 if size.steps else 0.0
-        blocked_s = saves * (SAVE_BLOCKS_S + sizing.checkpoint_bytes(config, index) / 1e9 / HOST_COPY_GB_S / ranks)
+        blocked_s = saves * _save_s(config, index, ranks, seen)
         last = upload_s if index == len(sizes) - 1 else 0.0
         peak = _peak_tflops(instance.gpu, config)
         flop = size.tokens_per_step * size.flops_per_token
@@ -135,7 +148,7 @@ def hours(
         stalls_s += blocked_s
         growth_s += growth
 
-    setup_s = _setup_minutes(instance, estimate) * 60
+    setup_s = _setup_s(instance, estimate, calibration)
     worked_s = setup_s + sum(phase.seconds for phase in phases)
     restart = estimate.restart_minutes
     return Runtime(
@@ -148,8 +161,9 @@ def hours(
         growth_s=growth_s,
         upload_s=upload_s,
         held_s=0.0 if hold_hours is None else max(0.0, hold_hours * 3600 - worked_s),
-        basis=_basis(config, estimate),
-        measured=estimate.step_ms is not None,
+        basis=calibration.basis if calibration else _basis(config, estimate),
+        measured=estimate.step_ms is not None or calibration is not None,
+        calibrated=calibration is not None,
     )
 
 
@@ -193,11 +207,14 @@ def _step_ms(
     config: JobConfig,
     instance: Instance,
     estimate: Estimate,
+    seen: PhaseSpeed | None,
 ) -> float:
     """Of a phase; of one without optimizer steps, what a step of its shape would take."""
     if estimate.step_ms is not None:
         training = [place for place, size in enumerate(sizes) if size.steps and place <= index]
         return float(estimate.step_ms[len(training) - 1])
+    if seen is not None:
+        return seen.step_ms
     if config.device == "cpu":
         raise GpufleetError("job.parameters.device: cpu has no roofline; give estimate.step_ms, one figure per phase")
     if limit_ms is None:
@@ -208,12 +225,32 @@ def _step_ms(
     return limit_ms / efficiency(config, estimate) + sizes[index].launch_ms
 
 
-def _beside_s(config: JobConfig, size: sizing.PhaseSize, instance: Instance, ranks: int, step_ms: float) -> float:
+def _save_s(config: JobConfig, index: int, ranks: int, seen: PhaseSpeed | None) -> float:
+    """What one save keeps the trainer waiting."""
+    if seen is not None and seen.save_blocks_s is not None:
+        return seen.save_blocks_s
+    return SAVE_BLOCKS_S + sizing.checkpoint_bytes(config, index) / 1e9 / HOST_COPY_GB_S / ranks
+
+
+def _beside_s(
+    config: JobConfig,
+    size: sizing.PhaseSize,
+    instance: Instance,
+    ranks: int,
+    step_ms: float,
+    seen: PhaseSpeed | None,
+    *,
+    ended: bool,
+) -> float:
     """Work beside the steps: evaluations and passes (forward only, a third of a step per token), decoding, the node's
-    cores and GPUs at work on something else.
+    cores and GPUs at work on something else. `ended`: all but evaluations is in what was measured after the last step.
     """
-    forward = size.evaluations * size.evaluation_tokens + size.forward_tokens
-    forward_s = step_ms / 1e3 * forward / size.tokens_per_step / 3
+    evaluation_s = step_ms / 1e3 * size.evaluation_tokens / size.tokens_per_step / 3
+    if seen is not None and seen.evaluation_s is not None:
+        evaluation_s = seen.evaluation_s
+    if ended:
+        return size.evaluations * evaluation_s
+    forward_s = size.evaluations * evaluation_s + step_ms / 1e3 * size.forward_tokens / size.tokens_per_step / 3
     decode_s = DECODE_S
     if instance.gpu.bandwidth_gb_s is not None and config.device != "cpu":
         width = 2 if config.precision.compute == "bf16" else 4
@@ -222,17 +259,23 @@ def _beside_s(config: JobConfig, size: sizing.PhaseSize, instance: Instance, ran
     return forward_s + size.decode_steps * decode_s + beside_s
 
 
-def _growth_s(config: JobConfig, size: sizing.PhaseSize) -> float:
-    """Between the phases of tinystories-growth, whose model changes shape there."""
+def _growth_s(config: JobConfig, size: sizing.PhaseSize, seen: PhaseSpeed | None) -> float:
+    """Between two phases: as measured, or the growth of tinystories-growth, whose model changes shape there."""
+    if seen is not None and seen.boundary_s is not None:
+        return seen.boundary_s
     if not isinstance(config, GrowthConfig):
         return 0.0
     return GROWTH_PASSES * size.params_total * 4 / 1e9 + (COMPILE_S if config.device == "cuda" else 0.0)
 
 
-def _setup_minutes(instance: Instance, estimate: Estimate) -> float:
+def _setup_s(instance: Instance, estimate: Estimate, calibration: Calibration | None) -> float:
+    """Launch to first step. A probe knows the trainer's own part of it only, a receipt all of it."""
     if estimate.setup_minutes is not None:
-        return float(estimate.setup_minutes)
-    return SETUP_MINUTES["p" if instance.type.startswith("p") else "g"]
+        return float(estimate.setup_minutes) * 60
+    if calibration is not None and calibration.setup_s is not None:
+        return calibration.setup_s
+    assumed = SETUP_MINUTES["p" if instance.type.startswith("p") else "g"] * 60
+    return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0)
 
 
 def _basis(config: JobConfig, estimate: Estimate) -> str:

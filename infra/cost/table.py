@@ -19,10 +19,12 @@ from infra.cost.text import table
 WIDTH = 100
 
 
-def render(bill: Bill, *, today: date | None = None) -> str:
-    """The whole bill. With `today` it also says how old the prices are."""
+def render(bill: Bill, *, today: date | None = None, accuracy: object = None) -> str:
+    """The whole bill. With `today` it also says how old the prices are; with `accuracy`, an infra.receipts.Score, how
+    right earlier bills were.
+    """
     types = [_types(bill)] if len(bill.types) > 1 else []
-    blocks = [_head(bill), _lines(bill), _totals(bill), *types, _phases(bill), _rest(bill, today)]
+    blocks = [_head(bill), _lines(bill), _totals(bill), *types, _phases(bill), _rest(bill, today, accuracy)]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
@@ -135,7 +137,7 @@ def _phases(bill: Bill) -> Iterator[str]:
             yield from _wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
 
 
-def _rest(bill: Bill, today: date | None) -> Iterator[str]:
+def _rest(bill: Bill, today: date | None, accuracy: object) -> Iterator[str]:
     yield from _wrap(_interruptions(bill))
     yield from _wrap(_limits(bill))
     kept = bill.kept
@@ -145,6 +147,10 @@ def _rest(bill: Bill, today: date | None) -> Iterator[str]:
     age = "" if today is None else f"; {price_age(bill, today)}"
     yield from _wrap(f"Prices: of {min(days)} to {max(days)}{age}.")
     yield from _wrap(f"Not priced: {'; '.join(bill.not_priced)}.")
+    if bill.calibrated:
+        yield from _wrap(f"Calibrated: {bill.chosen.runtime.basis}.")
+    if accuracy is not None:
+        yield f"How right earlier bills were: {accuracy}."
     for warning in bill.warnings:
         yield from _wrap(f"Warning: {warning}")
 
