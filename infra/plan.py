@@ -15,6 +15,7 @@ from typing import Any
 
 import job
 from infra.boot import archive, run_config, user_data
+from infra.calibration import find_all
 from infra.catalog import load_catalog
 from infra.cost.bill import Bill, price, problems
 from infra.cost.side import Quantiles
@@ -94,7 +95,13 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         previous=previous,
         now=now,
     )
-    bill = price(definition, load_catalog(), inputs=inputs if dataset else None)
+    catalog = load_catalog()
+    bill = price(
+        definition,
+        catalog,
+        inputs=inputs if dataset else None,
+        calibrations=find_all(definition, catalog.instances, root),
+    )
     found = problems(definition, bill)
     if found and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), found)
