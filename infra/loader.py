@@ -170,9 +170,23 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     if not dataset.startswith("s3://") and (reason := _unprepared(root / dataset)):
         sentences.append(f"storage.dataset, {dataset}, {reason}: run `gpufleet prepare {name}`.")
     weights = definition.storage.base_weights
-    if weights and not weights.startswith("s3://") and not (root / weights).is_dir():
-        sentences.append(f"storage.base_weights, {weights}, is not there: download the weights into that folder.")
+    if weights and not weights.startswith("s3://"):
+        if not (root / weights).is_dir():
+            sentences.append(f"storage.base_weights, {weights}, is not there: download the weights into that folder.")
+        elif reason := _unlisted(root / weights):
+            sentences.append(f"storage.base_weights, {weights}: {reason}.")
     return sentences
+
+
+def _unlisted(folder: Path) -> str:
+    """Why these weights cannot be declared yet, or nothing."""
+    from job.dataset import weights  # here: most callers have none
+
+    try:
+        weights.read(folder)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _unprepared(folder: Path) -> str:

@@ -24,6 +24,8 @@ from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find, load, not_ready
 from infra.run_guard import Previous, Verdict, judge, timer_seconds
 from job.dataset.prepare import DatasetManifest, read_manifest, verify
+from job.dataset.weights import WeightsManifest
+from job.dataset.weights import read as read_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,8 @@ class Plan:
     archive: archive.Archive
     dataset: DatasetManifest | None  # None: an s3:// prefix, or not prepared yet
     dataset_folder: Path | None
+    weights: WeightsManifest | None  # base weights; None: none, an s3:// prefix, or not listed yet
+    weights_folder: Path | None
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
 
@@ -84,13 +88,19 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
     dataset = _dataset(folder, verified=not preview) if folder else None
     code = archive.build(Path(job.__file__).parent)
-    inputs = {
+    place = definition.storage.base_weights
+    weights_folder = None if place is None or place.startswith("s3://") else root / place
+    weights = _weights(weights_folder) if weights_folder else None
+    inputs: dict[str, Any] = {
         "archive": {"sha256": code.sha256, "bytes": len(code.content)},
         "dataset": dataset_entry(definition, dataset),
     }
+    if place is not None:
+        inputs["base_weights"] = weights_entry(place, weights)
     verdict = judge(
         definition,
         dataset_sha256=dataset.sha256 if dataset else None,
+        weights_sha256=weights.sha256 if weights else None,
         code_sha256=code.sha256,
         previous=previous,
         now=now,
@@ -112,6 +122,8 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         archive=code,
         dataset=dataset,
         dataset_folder=folder,
+        weights=weights,
+        weights_folder=weights_folder,
         run_config=run_config.encode(run_config.run_config(definition, bill, inputs)).decode(),
         warnings=(*missing, *map(str, found), *verdict.warnings),
     )
@@ -123,6 +135,14 @@ def dataset_entry(definition: StackDefinition, dataset: DatasetManifest | None) 
         uri = definition.storage.dataset
         return {"uri": uri if uri.startswith("s3://") else None, "sha256": None, "files": []}
     return {"uri": None, "sha256": dataset.sha256, "files": [asdict(file) for file in dataset.files]}
+
+
+def weights_entry(place: str, weights: WeightsManifest | None) -> dict[str, Any]:
+    """Base weights as run.json names them; no files for an s3:// prefix, whose weights.json names them."""
+    uri = place if place.startswith("s3://") else None
+    if weights is None:
+        return {"uri": uri, "sha256": None, "files": []}
+    return {"uri": None, "sha256": weights.sha256, "files": [asdict(file) for file in weights.files]}
 
 
 def data_volume(definition: StackDefinition) -> str | None:
@@ -143,6 +163,14 @@ def _dataset(folder: Path, *, verified: bool) -> DatasetManifest | None:
         except ValueError as error:
             raise GpufleetError(str(error)) from error
     return manifest
+
+
+def _weights(folder: Path) -> WeightsManifest | None:
+    """What the folder's list says; None without one. S3 checks what is uploaded against what the node expects."""
+    try:
+        return read_weights(folder)
+    except ValueError:
+        return None
 
 
 def _quantiles(quantiles: Quantiles) -> list[tuple[str, Decimal]]:

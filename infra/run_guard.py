@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -38,6 +38,7 @@ class RunRecord:
     digest: str  # of everything in the definition that a fleet takes only at creation
     dataset: str  # sha256 of the prepared dataset; empty for an s3:// prefix
     code: str  # sha256 of the job archive
+    weights: str  # sha256 of the base weights' list; empty without any, or for an s3:// prefix
     valid_until: str  # UTC, whole seconds, Z: the provider compares this text, and any other spelling means a new fleet
 
 
@@ -64,6 +65,7 @@ def judge(
     definition: StackDefinition,
     *,
     dataset_sha256: str | None,
+    weights_sha256: str | None = None,
     code_sha256: str,
     previous: Previous,
     now: datetime,
@@ -83,14 +85,18 @@ def judge(
                 digest=digest,
                 dataset=dataset_sha256 or "",
                 code=code_sha256,
+                weights=weights_sha256 or "",
                 valid_until=_begin(definition, now),
             ),
             runs=runs,
             continues=False,
             over=False,
         )
-    # A dataset folder that is gone says nothing about the run; `up` asks for it elsewhere.
-    if recorded.digest != digest or (dataset_sha256 and dataset_sha256 != recorded.dataset):
+    # A folder of inputs that is gone says nothing about the run; `up` asks for it elsewhere.
+    other_inputs = (dataset_sha256 and dataset_sha256 != recorded.dataset) or (
+        weights_sha256 and weights_sha256 != recorded.weights
+    )
+    if recorded.digest != digest or other_inputs:
         raise _refused(
             definition,
             "run.id",
@@ -156,7 +162,7 @@ def _begin(definition: StackDefinition, now: datetime) -> str:
 def _record(output: Any) -> RunRecord | None:
     if not isinstance(output, Mapping):
         return None
-    return RunRecord(**{key: str(output.get(key, "")) for key in ("id", "digest", "dataset", "code", "valid_until")})
+    return RunRecord(**{field.name: str(output.get(field.name, "")) for field in fields(RunRecord)})
 
 
 def _timestamp(text: str) -> datetime:

@@ -56,7 +56,9 @@ class InputFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """`uri` None: under inputs/<sha256>/ beside the run. No files: an s3:// prefix whose dataset.json names them."""
+    """A dataset, or base weights. `uri` None: under inputs/<sha256>/ beside the run. No files: an s3:// prefix whose
+    dataset.json (weights.json) names them.
+    """
 
     uri: str | None
     sha256: str | None
@@ -73,6 +75,7 @@ class RunFile:
     limits: Limits
     fixed_usd: Decimal
     dataset: Dataset
+    weights: Dataset | None  # base weights; None for a job that starts from nothing
     estimate: dict[str, Any]
     tree: dict[str, Any]
 
@@ -124,6 +127,7 @@ def load(path: Path) -> RunFile:
         raise ValueError(f"{path}: not a run config of schema 1")
     try:
         limits, job, dataset = tree["limits"], tree["job"], tree["inputs"]["dataset"]
+        weights = tree["inputs"].get("base_weights")
         deadline = limits.get("deadline")
         run = RunFile(
             run=tree["run"]["id"],
@@ -135,11 +139,8 @@ def load(path: Path) -> RunFile:
                 deadline=None if deadline is None else epoch(deadline),
             ),
             fixed_usd=Decimal(tree["extras"]["fixed_usd"]),
-            dataset=Dataset(
-                uri=dataset["uri"],
-                sha256=dataset["sha256"],
-                files=tuple(InputFile(**entry) for entry in dataset["files"]),
-            ),
+            dataset=_inputs(dataset),
+            weights=_inputs(weights) if weights else None,
             estimate=tree["estimate"],
             tree=tree,
         )
@@ -147,6 +148,11 @@ def load(path: Path) -> RunFile:
     except (KeyError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     return run
+
+
+def _inputs(entry: Mapping[str, Any]) -> Dataset:
+    files = tuple(InputFile(**file) for file in entry["files"])
+    return Dataset(uri=entry["uri"], sha256=entry["sha256"], files=files)
 
 
 def config_digest(experiment: str, parameters: Mapping[str, Any]) -> str:

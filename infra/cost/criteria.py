@@ -21,8 +21,8 @@ RESUME_TESTS: dict[Layout, str] = {
 EXPLAINED = (
     "cost and time: to the end of the job's last phase, p50 / p90. lost: mean minutes of restarts and repeated work."
     " accuracy: every layout computes in the same precision, so validation losses at equal tokens and seed must agree"
-    " within 0.5 %; a difference is a bug. settings: keys that differ from the file; no layout needs another package. resume: the test that continues"
-    " this layout from its checkpoint on CPU."
+    " within 0.5 %; a difference is a bug. settings: keys that differ from the file; no layout needs another"
+    " package. resume: the test that continues this layout from its checkpoint on CPU."
 )
 
 

@@ -51,7 +51,7 @@ class Line:
 class Stored:
     """What a run leaves in its bucket, GB."""
 
-    dataset: float
+    dataset: float  # and base weights that the stack uploads
     checkpoints: float
     exports: float
     final: float
@@ -83,7 +83,7 @@ def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
     exports = sizing.export_bytes(config)
     last = len(sizing.phases(config)) - 1
     return Stored(
-        dataset=dataset_gb(definition, dataset_bytes),
+        dataset=dataset_gb(definition, dataset_bytes) + weights_gb(definition),
         checkpoints=KEPT_CHECKPOINTS * sizing.checkpoint_bytes(config, last) / 1e9,
         exports=sum(exports.values()) / 1e9,
         final=list(exports.values())[-1] / 1e9,
@@ -97,6 +97,12 @@ def dataset_gb(definition: StackDefinition, dataset_bytes: int | None) -> float:
     if dataset_bytes is None:
         return sizing.dataset_bytes(definition.job.parameters) / 1e9
     return dataset_bytes / 1e9
+
+
+def weights_gb(definition: StackDefinition) -> float:
+    """Base weights that the stack puts into its own bucket."""
+    place = definition.storage.base_weights
+    return 0.0 if place is None or place.startswith("s3://") else sizing.weights_bytes(definition.job.parameters) / 1e9
 
 
 def node_lines(definition: StackDefinition, catalog: Catalog, node_hours: float, compute: Price) -> list[Line]:

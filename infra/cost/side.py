@@ -63,7 +63,7 @@ def price_side(
     runs: int,
     attempts: int = risk.MAX_ATTEMPTS,
 ) -> Side | None:
-    """None when no listed type has both a price of this kind and a known speed. `attempts` as risk.simulate takes it."""
+    """None when no listed type has both a price of this kind and a known speed. `attempts`: as in risk.simulate."""
     option = options.dearest(types, capacity)
     hourly = option.hourly(capacity) if option else None
     if option is None or hourly is None or option.runtime is None:

@@ -49,7 +49,7 @@ def declare(plan: Plan) -> dict[str, Any]:
 
 
 def uploads(plan: Plan) -> list[Upload]:
-    """Job archive, run config and dataset files."""
+    """Job archive, run config, dataset files and base weights."""
     run = plan.definition.run.id
     files = [
         Upload(
@@ -67,5 +67,14 @@ def uploads(plan: Plan) -> list[Upload]:
                 file=plan.dataset_folder / file.name,
             )
             for file in plan.dataset.files
+        ]
+    if plan.weights and plan.weights_folder:
+        files += [
+            Upload(
+                name=f"weights-{file.name}",
+                key=input_key(plan.weights.sha256, file.name),
+                file=plan.weights_folder / file.name,
+            )
+            for file in plan.weights.files
         ]
     return files

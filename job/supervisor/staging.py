@@ -1,4 +1,4 @@
-"""What an attempt needs before it can train: the dataset, and the newest checkpoint that verifies.
+"""What an attempt needs before it can train: dataset, base weights, and the newest checkpoint that verifies.
 
 A checkpoint counts only through its manifest: right schema, run and config, every file there with its size, its sha256
 right once downloaded. The highest step that passes is taken; one that fails is set aside and the next lower is tried.
@@ -20,7 +20,7 @@ from job import atomic
 from job.run_file import Dataset, InputFile, RunFile
 from job.supervisor.store import MissingError, Store, StoreError, open_store, parent
 
-DATASET = "dataset.json"
+DATASET, WEIGHTS = "dataset.json", "weights.json"
 MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")
 T = TypeVar("T")
 PARALLEL = 8
@@ -53,27 +53,37 @@ def clear(workdir: Path) -> None:
             path.unlink()
 
 
-def dataset(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
-    """Fills <workdir>/data. Raises ValueError when the dataset is not what the run names."""
-    wanted: Dataset = stage.run.dataset
+def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
+    """Fills <workdir>/data with the dataset, and <workdir>/inputs with base weights where the run names any.
+
+    Raises ValueError when they are not what the run names.
+    """
+    _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / "data", opened)
+    if stage.run.weights is not None:
+        _fill(stage, "base weights", stage.run.weights, WEIGHTS, stage.workdir / "inputs", opened)
+
+
+def _fill(
+    stage: Stage, what: str, wanted: Dataset, manifest: str, folder: Path, opened: Callable[[str], Store]
+) -> None:
     place = opened(wanted.uri or f"{parent(stage.store.uri)}/inputs/{wanted.sha256}")
-    folder, files = stage.workdir / "data", wanted.files
+    files = wanted.files
     try:
         if not files:
-            _retried(stage, lambda: place.get_file(DATASET, folder / DATASET), f"{place.uri}/{DATASET}")
-            files = _listed(folder / DATASET, wanted.sha256)
-        stage.say(f"dataset: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
+            _retried(stage, lambda: place.get_file(manifest, folder / manifest), f"{place.uri}/{manifest}")
+            files = _listed(folder / manifest, wanted.sha256, what)
+        stage.say(f"{what}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
         _download(stage, place, "", files, folder)
     except MissingError as error:
-        raise ValueError(f"the dataset is not where the run says: {error}") from error
+        raise ValueError(f"the {what} is not where the run says: {error}") from error
 
 
-def _listed(path: Path, sha256: str | None) -> tuple[InputFile, ...]:
+def _listed(path: Path, sha256: str | None, what: str) -> tuple[InputFile, ...]:
     tree = atomic.read_object(path)
     if tree is None or not isinstance(tree.get("files"), list):
-        raise ValueError(f"{path.name} of the dataset names no files; prepare the dataset again")
+        raise ValueError(f"{path.name} of the {what} names no files; prepare it again")
     if sha256 is not None and _sha256(path) != sha256:
-        raise ValueError(f"{path.name} of the dataset is not the one that the run names ({sha256})")
+        raise ValueError(f"{path.name} of the {what} is not the one that the run names ({sha256})")
     return tuple(InputFile(name=f["name"], bytes=f["bytes"], sha256=f["sha256"]) for f in tree["files"])
 
 

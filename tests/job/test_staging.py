@@ -138,4 +138,4 @@ def test_a_dataset_prefix_names_its_files_itself(tmp_path: Path) -> None:
         store=bench.store, run=load(_run_json(bench, workdir)), workdir=workdir, say=lambda text: None
     )
     with pytest.raises(staging.MismatchError, match=r"train\.bin: sha256 is"):
-        staging.dataset(stage)
+        staging.inputs(stage)
