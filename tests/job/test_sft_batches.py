@@ -1,0 +1,103 @@
+"""Packed rows as micro-batches: every row once per epoch, the same tokens for any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sft_world as sft
+import torch
+
+from job.config import from_json
+from job.config.sft import SftConfig
+from job.dataset.packed import prepare_sft
+from job.dataset.prepare import read_manifest
+from job.models.decoder import positions
+from job.models.linear_loss import IGNORED
+from job.train.packed_rows import PackedBatches
+from job.train.parallel import World
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = from_json("sft-h100", sft.config(data={"examples": 400}))
+    assert isinstance(config, SftConfig)
+    prepare_sft(path := tmp_path_factory.mktemp("packed") / "data", config)
+    return path
+
+
+def batches(folder: Path, rank: int = 0, size: int = 1) -> PackedBatches:
+    world = World(rank=rank, size=size)
+    return PackedBatches(folder, read_manifest(folder), world, torch.device("cpu"))
+
+
+def test_every_row_is_visited_once_per_epoch_in_an_order_of_its_own(folder: Path) -> None:
+    found = batches(folder)
+    count = len(found.splits["train"])
+    steps = found.steps(7, 3)
+    visited = np.concatenate([found.step(1, step, 7, 3) for step in range(steps)])
+    assert len(visited) == 3 * count
+    epochs = visited.reshape(3, count)
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(count))
+    assert not (epochs[0] == epochs[1]).all()
+    assert not (epochs[0] == batches(folder).step(2, 0, count, 1)).all()
+
+
+def test_the_rows_of_a_step_depend_on_nothing_before_it(folder: Path) -> None:
+    one, two = batches(folder), batches(folder)
+    for step in range(5):
+        one.step(3, step, 4, 2)
+    assert one.step(3, 5, 4, 2).tolist() == two.step(3, 5, 4, 2).tolist()
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_the_rows_of_all_ranks_are_those_of_one(folder: Path, rows: int) -> None:
+    chosen = batches(folder).step(1, 0, rows, 1)
+    alone = list(batches(folder).work("train", chosen, 2).micros)
+    wanted = sorted(map(tuple, torch.cat([m.inputs[0] for m in alone]).tolist()))
+    for size in (2, 4, 8):
+        works = [batches(folder, rank, size).work("train", chosen, 2) for rank in range(size)]
+        assert {work.total for work in works} == {sum(m.tokens for m in alone)}
+        micros = [list(work.micros) for work in works]
+        assert len({len(found) for found in micros}) == 1  # ranks meet in every one
+        tokens = torch.cat([m.inputs[0] for found in micros for m in found])
+        targets = torch.cat([m.inputs[1] for found in micros for m in found])
+        real = (tokens != 0).any(-1)
+        assert sorted(map(tuple, tokens[real].tolist())) == wanted
+        assert (targets[~real] == IGNORED).all()
+        assert sum(m.tokens for found in micros for m in found) == works[0].total
+
+
+def test_targets_are_the_answers_next_tokens_within_one_example(folder: Path) -> None:
+    found = batches(folder)
+    rows = found.step(1, 0, 6, 1)
+    for micro in found.work("train", rows, 3).micros:
+        tokens, targets, documents, _ = micro.inputs
+        counted = targets != IGNORED
+        assert micro.tokens == int(counted.sum()) > 0
+        assert torch.equal(targets[:, :-1][counted[:, :-1]], tokens[:, 1:][counted[:, :-1]])
+        assert not counted[:, -1].any()
+        assert not (counted[:, :-1] & (documents[:, 1:] != documents[:, :-1])).any()
+
+
+def test_starts_are_where_positions_are_zero_and_keep_their_length(folder: Path) -> None:
+    found = batches(folder)
+    lengths = set()
+    for step in range(6):
+        for micro in found.work("train", found.step(1, step, 4, 2), 2).micros:
+            tokens, _, documents, starts = micro.inputs
+            assert starts.dtype == torch.int32
+            lengths.add(len(starts))
+            begins = (positions(documents).flatten() == 0).nonzero().flatten().tolist()
+            assert starts[: len(begins)].tolist() == begins
+            assert set(starts[len(begins) :].tolist()) == {tokens.numel()}
+    assert len(lengths) == 1
+
+
+def test_validation_rows_are_spread_and_fixed(folder: Path) -> None:
+    found = batches(folder)
+    count = len(found.splits["validation"])
+    assert found.fixed(count + 5).tolist() == list(range(count))
+    assert found.fixed(2).tolist() == [0, count // 2]

@@ -1,0 +1,255 @@
+"""sft-h100 from its first step to final/: learning, stopping anywhere, ranks, the merge and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_world
+import sft_world as sft
+import torch
+import train_world as world
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from train_world import StopAt
+
+from job import atomic, sizing
+from job.config import from_json
+from job.config.common import CosineAdamW, Decoder
+from job.experiments import merge
+from job.experiments.sft import Sft, cosine
+from job.models import hf
+from job.models.decoder import build
+from job.train import __main__ as trainer
+
+STEPS = 8
+
+
+def losses(workdir: Path) -> list[tuple[float, float | None]]:
+    return [(record["loss"], record["val_loss"]) for record in world.records(workdir)]
+
+
+def stages(workdir: Path) -> list[str]:
+    return [json.loads(line)["name"] for line in (workdir / merge.STAGES).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = sft.make(tmp_path_factory.mktemp("finished"))
+    assert world.train(workdir) == 0
+    return workdir
+
+
+def test_the_rehearsal_shape_has_the_counted_parameters() -> None:
+    config = from_json("sft-h100", sft.config())
+    size = sizing.phases(config)[0]
+    assert (size.params_total, size.params_trained) == (167_360, 9_344)
+
+
+def test_it_learns(finished: Path) -> None:
+    found = losses(finished)
+    assert len(found) == STEPS
+    assert found[-1][0] < found[0][0] - 0.05
+    assert sft.results(finished)["losses"]["adapter"]["loss"] < sft.results(finished)["losses"]["base"]["loss"] - 0.05
+
+
+def test_the_result_table_holds_the_four_validation_losses_and_what_they_say(finished: Path) -> None:
+    table = sft.results(finished)
+    found = table["losses"]
+    assert set(found) == {"base", "adapter", "merged_bf16", "adapter_fp32", "merged_fp32"}
+    assert {name: entry["compute"] for name, entry in found.items()} == {
+        "base": "bfloat16",
+        "adapter": "bfloat16",
+        "merged_bf16": "bfloat16",
+        "adapter_fp32": "float32",
+        "merged_fp32": "float32",
+    }
+    assert found["adapter_fp32"]["loss"] == pytest.approx(losses(finished)[-1][1], abs=1e-6)
+    verdict = table["merge"]
+    assert verdict["fp32_matches"] is True
+    assert verdict["fp32_difference"] == abs(found["merged_fp32"]["loss"] - found["adapter_fp32"]["loss"]) <= 1e-5
+    assert verdict["bf16_difference"] == abs(found["merged_bf16"]["loss"] - found["adapter"]["loss"])
+    assert verdict["deliverable"] == ("bf16" if verdict["bf16_difference"] <= 0.002 else "fp32")
+    assert table["measures"]["packing"] is True
+    assert table["dataset"]["fill"] > 0.9
+
+
+def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) -> None:
+    table, folder = sft.results(finished), finished / "final"
+    assert table["merge"]["deliverable"] == "bf16"
+    module = build(hf.read_shape(folder), compute=torch.bfloat16, dtype=torch.bfloat16)
+    hf.load(folder, module)
+    experiment = world.experiment(finished)
+    assert isinstance(experiment, Sft)
+    work = experiment.batches.work("validation", experiment.batches.fixed(3), 1)
+    with torch.no_grad():
+        total = sum(float(module(*micro.inputs).loss_sum) for micro in work.micros)
+    assert total / work.total == table["losses"]["merged_bf16"]["loss"]
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["files"][0]["sha256"] == table["weights_sha256"]
+    assert (folder / "words.json").exists()
+
+
+def test_the_exported_adapter_gives_the_merged_weights(finished: Path) -> None:
+    adapter = load_file(finished / "final" / "adapter" / hf.ADAPTER)
+    base = world.experiment(finished).base(torch.bfloat16)  # type: ignore[attr-defined]
+    merged = load_file(finished / "final" / hf.WEIGHTS)
+    scale = 8 / 4
+    for name, layer in base.named_parameters():
+        key = f"base_model.model.{hf.published(name).removesuffix('.weight')}"
+        weight = layer.detach().float()
+        if f"{key}.lora_A.weight" in adapter:
+            a, b = (adapter[f"{key}.lora_{x}.weight"].float() for x in "AB")
+            assert b.abs().max() > 0
+            weight = weight + scale * b @ a
+        torch.testing.assert_close(merged[hf.published(name)].float(), weight, rtol=1e-2, atol=2e-4)
+
+
+def test_held_out_questions_are_answered_and_stored(finished: Path) -> None:
+    answers = sft.results(finished)["answers"]
+    assert len(answers) == 3
+    for item in answers:
+        numbers = item["prompt"].removeprefix("Reverse this list of numbers: ").split()
+        assert item["reference"].split() == numbers[::-1]
+        assert len(item["answer"].split()) <= 4
+
+
+def test_checkpoints_hold_the_adapter_and_its_moments_alone(finished: Path) -> None:
+    newest = max((finished / "ckpt").glob("step_*"))
+    found = FileSystemReader(newest).read_metadata().state_dict_metadata
+    assert len(found) == 3 * 2 * 7 * 2  # weights and two moments; layers, projections, A and B
+    assert all(name.endswith(("lora_a", "lora_b")) for name in found)
+
+
+# Looks at the stop request: one before the first step, one after each, one after training; then one per validation row
+# (3 + 3 + 3 + 3 + 3 at most) and one per token of an answer.
+@pytest.mark.parametrize("look", [0, 3, STEPS, STEPS + 1, STEPS + 5, STEPS + 12])
+def test_a_run_stopped_anywhere_ends_with_the_same_adapter_and_results(
+    look: int, finished: Path, tmp_path: Path
+) -> None:
+    workdir = sft.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, look)) == trainer.STOPPED
+    assert not (workdir / "results.json").exists()
+    assert world.train(workdir) == 0
+    assert sft.hashes(workdir) == sft.hashes(finished)
+    assert losses(workdir) == losses(finished)
+    for key in ("losses", "merge", "answers"):
+        assert sft.results(workdir)[key] == sft.results(finished)[key]
+    assert stages(workdir) == stages(finished)  # nothing twice
+
+
+def test_a_restart_after_the_merge_validates_nothing_again(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = sft.make(tmp_path)
+    looks = STEPS + 1 + 2 * 3 + 1  # two validations are done, of rows as many as are held out
+    assert world.train(workdir, StopAt(workdir, looks)) == trainer.STOPPED
+    before = stages(workdir)
+    assert before[:2] == ["loss base", "loss adapter"]
+    made: list[str] = []
+    real: Callable[..., Any] = merge._loss
+    monkeypatch.setattr(merge, "_loss", lambda s, m, variant: made.append(variant.name) or real(s, m, variant))
+    assert world.train(workdir) == 0
+    assert made == [name.removeprefix("loss ") for name in stages(finished) if name.startswith("loss")][len(before) :]
+
+
+def test_stages_of_other_weights_are_not_believed(finished: Path, tmp_path: Path) -> None:
+    workdir = sft.make(tmp_path)
+    (workdir / "stages").mkdir()
+    wrong = {"name": "loss base", "weights": "others", "value": {"loss": 0.0, "rows": 1, "compute": "bfloat16"}}
+    (workdir / merge.STAGES).write_text(json.dumps(wrong) + "\n")
+    assert world.train(workdir) == 0
+    assert sft.results(workdir)["losses"] == sft.results(finished)["losses"]
+
+
+def test_a_bf16_merge_that_loses_too_much_is_delivered_in_fp32() -> None:
+    near = {"loss": 2.0}
+    said: list[str] = []
+    table = {"adapter": near, "adapter_fp32": near, "merged_fp32": near, "merged_bf16": {"loss": 2.0021}}
+    report, dtype = merge._judge(table, said.append)
+    assert (report["deliverable"], dtype) == ("fp32", torch.float32)
+    report, dtype = merge._judge({**table, "merged_bf16": {"loss": 2.0019}}, said.append)
+    assert (report["deliverable"], dtype) == ("bf16", torch.bfloat16)
+    report, _ = merge._judge({**table, "merged_fp32": {"loss": 2.00002}}, said.append)
+    assert report["fp32_matches"] is False
+    assert "DOES NOT MATCH" in said[-1]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_two_ranks_train_as_one(method: str, tmp_path: Path) -> None:
+    # Without dropout: it is drawn for each micro-batch, and the last, smaller step is cut differently.
+    changed = {"method": method, "optim": {"lr": 1e-3}, "lora": {"dropout": 0.0}}
+    one, two = (sft.make(tmp_path / name, **changed) for name in ("one", "two"))
+    assert world.train(one) == 0
+    assert rank_world.train(2, two) == 0
+    for (a, val_a), (b, val_b) in zip(losses(one), losses(two), strict=True):
+        assert b == pytest.approx(a, rel=1e-5)
+        assert val_b == (None if val_a is None else pytest.approx(val_a, rel=1e-5))
+    for name, entry in sft.results(one)["losses"].items():
+        assert sft.results(two)["losses"][name]["loss"] == pytest.approx(entry["loss"], rel=1e-3)
+    ours, theirs = (load_file(folder / "final" / hf.WEIGHTS) for folder in (one, two))
+    assert {t.dtype for t in ours.values()} == {torch.bfloat16}
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=2e-2, atol=1e-3)
+
+
+def test_full_fine_tuning_moves_every_weight_and_learns(tmp_path: Path) -> None:
+    workdir = sft.make(tmp_path, method="full", optim={"lr": 1e-3})
+    assert world.train(workdir) == 0
+    assert losses(workdir)[-1][0] < losses(workdir)[0][0] - 0.2
+    base = world.experiment(workdir).base(torch.float32)  # type: ignore[attr-defined]
+    trained = load_file(workdir / "final" / hf.WEIGHTS)
+    assert all(
+        not torch.equal(trained[hf.published(name)], p.detach().bfloat16())
+        for name, p in base.named_parameters()
+        if "norm" not in name
+    )
+    assert sft.results(workdir)["merge"] is None
+
+
+def test_published_base_weights_are_what_training_starts_from(tmp_path: Path) -> None:
+    workdir = sft.make(tmp_path)
+    shape = from_json("sft-h100", sft.config()).model
+    assert isinstance(shape, Decoder)
+    base = build(shape, compute=torch.float32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(99))
+    hf.write(workdir / "inputs", base.named_parameters(), shape, torch.bfloat16)
+    module = world.experiment(workdir).base(torch.bfloat16)  # type: ignore[attr-defined]
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, base.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"data": {"source": "jsonl"}}, "no base weights: storage.base_weights must name a folder"),
+        ({"data": {"row": 64, "longest": 64}}, "was prepared with row 128, the run config 64"),
+        ({"data": {"loss_on": "all"}}, "loss_on response, the run config all"),
+        ({"measures": {"packing": False}}, "packing True, the run config False"),
+        ({"model": {"vocab": 64}}, r"115 ids, the model's vocabulary \(model.vocab\) is 64"),
+        ({"batch": {"tokens": 500}}, r"job\.parameters\.batch\.tokens"),
+    ],
+)
+def test_a_run_that_cannot_succeed_says_what_to_do(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    workdir = sft.make(tmp_path)
+    tree = atomic.read_object(workdir / "run.json")
+    assert tree is not None
+    tree["job"]["parameters"] = sft.config(**changed)
+    (workdir / "run.json").write_text(json.dumps(tree))
+    assert world.train(workdir) == trainer.FATAL
+    fatal = atomic.read_object(workdir / "fatal.json")
+    assert fatal is not None
+    with pytest.raises(ValueError, match=words):
+        raise ValueError(fatal["detail"])
+
+
+def test_the_rate_warms_up_and_falls_to_its_floor() -> None:
+    config = CosineAdamW(lr=2.0, warmup=4, floor=0.1)
+    rates = [cosine(config, step, 20) for step in range(21)]
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[12] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert math.isclose(rates[20], 0.2)
