@@ -1,57 +1,82 @@
-"""two-tower: every fold's model trained at once on the full candidate matrix. A micro-batch counts queries.
+"""two-tower: every member's model trained at once on the full candidate matrix. A micro-batch counts queries.
 
-A "token" is one query of one fold. The model tower runs once per fold and step, and its share is spread over the
-queries, so that FLOP per step is exact at the whole batch.
+A member is one fold's model, of the honest protocol or of the optimistic one; a "token" is one query of one member.
+The model tower runs once per member and step, and its share is spread over the queries, so that FLOP per step is exact
+at the whole batch. One phase per family (the config's own, or each of the sweep's), then the refit on all queries,
+which is sized for as many epochs as the folds and ends at their median.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from job.config.two_tower import Towers, TwoTowerConfig
+from job.config.two_tower import VARIANTS, Towers, TwoTowerConfig, variants
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
 LAUNCH_MS = 11.0  # some hundred small kernels, forward, backward, clip and update: an estimate
-TENSORS = 5  # score-sized tensors alive at the peak: scores, log-probabilities, targets, two gradients
-BYTES_PER_LABEL = 8
+GROUP_SCORES = 1 << 23  # that the loss holds at once, or one member's (job/models/two_tower.py's GROUP)
+SCORE_TENSORS = 4  # of those: scores (exponentials in place), weighted targets, their gradient, one temporary
 BASELINES_CORE_S = 60.0  # popularity, LambdaRank and random over all folds: an estimate
+REFIT = "refit"
 
 
 def problems(config: TwoTowerConfig) -> list[tuple[str, str]]:
-    t, found = config.towers, []
+    found = []
+    if unknown := [name for name in config.sweep if name not in VARIANTS]:
+        return [("sweep", f"{', '.join(unknown)}: not among {', '.join(VARIANTS)}")]
+    if len(set(config.sweep)) < len(config.sweep):
+        found.append(("sweep", "names a variant twice"))
+    t = config.towers
     if not t.query or not t.model or t.query[-1] != t.model[-1]:
         found.append(("towers.query", "must end at the width of towers.model, where both towers meet"))
     if config.data.folds > config.data.queries:
         found.append(("data.folds", f"at most the number of queries, {config.data.queries}"))
     if config.data.folds < 3:
         found.append(("data.folds", "at least 3: one to test on, one for inner validation, the rest to train on"))
+    if config.objective == "sampled" and config.sampled.negatives >= config.data.models:
+        found.append(("sampled.negatives", f"at most {config.data.models - 1}: there are {config.data.models} models"))
     return found
 
 
 def parameters(config: TwoTowerConfig) -> int:
-    """Of one fold: heads, fusion, query tower, model embedding and model tower, biases included."""
-    return (
-        query_parameters(config.towers)
-        + model_parameters(config.towers)
-        + config.data.models * (config.towers.embedding)
-    )
+    """Of one member: heads, fusion, query tower, model embedding and model tower, biases included."""
+    t = config.towers
+    return query_parameters(t) + model_parameters(t) + config.data.models * t.embedding
 
 
 def query_parameters(t: Towers) -> int:
-    fused = t.heads * t.head
     heads = t.heads * ((t.sentence + 1) * t.head + (t.head + 1) * t.head)
-    fusion = (fused + 1) * fused
-    return heads + fusion + _tower((fused, *t.query))
+    return heads + (t.heads * t.head + 1) * t.fusion + _tower((t.fusion, *t.query))
 
 
 def model_parameters(t: Towers) -> int:
     return _tower((t.embedding, *t.model))
 
 
-def flops_per_step(config: TwoTowerConfig) -> int:
-    """Forward and backward of one fold: both towers and the matrix of scores."""
-    q, n, meet = _queries(config), config.data.models, config.towers.query[-1]
-    return 6 * (q * query_parameters(config.towers) + n * model_parameters(config.towers) + q * n * meet)
+def fold_sizes(config: TwoTowerConfig) -> tuple[int, ...]:
+    """Judged queries of each fold: the first ones have one more."""
+    queries, folds = config.data.queries, config.data.folds
+    return tuple(queries // folds + (fold < queries % folds) for fold in range(folds))
+
+
+def members(config: TwoTowerConfig) -> int:
+    """Models trained at once."""
+    return config.data.folds * (2 if config.optimistic else 1)
+
+
+def queries(config: TwoTowerConfig, *, refit: bool = False) -> int:
+    """Rows of a member's matrix: its training queries and the discovery queries, the most that any member has."""
+    if refit:
+        return config.data.queries + config.weak.queries
+    sizes = fold_sizes(config)
+    held_out = min(sizes) if config.optimistic else min(a + b for a, b in pairwise((*sizes, sizes[0])))
+    return config.data.queries - held_out + config.weak.queries
+
+
+def flops_per_step(config: TwoTowerConfig, q: int) -> int:
+    """Forward and backward of one member with `q` queries: both towers and the matrix of scores."""
+    t, n = config.towers, config.data.models
+    return 6 * (q * query_parameters(t) + n * model_parameters(t) + q * n * t.query[-1])
 
 
 def ranks(config: TwoTowerConfig, gpu_count: int) -> int:
@@ -60,70 +85,62 @@ def ranks(config: TwoTowerConfig, gpu_count: int) -> int:
 
 
 def phases(config: TwoTowerConfig) -> tuple[PhaseSize, ...]:
-    folds, q = config.data.folds, _queries(config)
-    total = folds * parameters(config)
-    steps = config.epochs * config.steps_per_epoch
-    return (
-        PhaseSize(
-            name="folds",
-            params_total=total,
-            params_active=total,
-            params_trained=total,
-            flops_per_token=flops_per_step(config) // q,
-            state_bytes_per_param=16,
-            optimizer_traffic_bytes_per_param=28,
-            steps=steps,
-            tokens_per_step=folds * q,
-            evaluations=config.epochs,
-            evaluation_tokens=folds * q,
-            cpu_core_s=BASELINES_CORE_S,
-            launch_ms=LAUNCH_MS,
-        ),
-    )
+    families = variants(config)
+    largest = max((family for _, family in families), key=parameters)
+    sizes = [
+        _phase(family, f"{name}-folds" if config.sweep else "folds", members(family), queries(family))
+        for name, family in families
+    ]
+    refit = _phase(largest, REFIT, 1, max(queries(family, refit=True) for _, family in families))
+    return (*sizes, refit)
 
 
 def memory(
     config: TwoTowerConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
 ) -> Memory:
-    folds = config.data.folds
-    total = folds * parameters(config) * 4
-    queries = min(micro_batch, _queries(config))
-    t = config.towers
-    widths = t.heads * t.head * 3 + 2 * sum(t.query), t.embedding + 2 * sum(t.model)
-    activations = folds * 4 * 2 * (queries * widths[0] + config.data.models * widths[1])
-    scores = TENSORS * folds * queries * config.data.models * 4
-    held = config.data.folds * _queries(config) * config.data.models * 4  # every fold's own targets
+    """The scores of a few members at a time (the loss frees each group), everything else of all members at once."""
+    family, count, whole = _of_phase(config, phase_index)
+    weights, chunk = count * parameters(family) * 4, min(micro_batch, whole)
+    t, models = family.towers, family.data.models
+    widths = 3 * t.heads * t.head + 2 * t.fusion + 2 * sum(t.query), t.embedding + 2 * sum(t.model)
+    activations = count * 4 * (chunk * widths[0] + models * widths[1])
+    group = max(1, min(count, GROUP_SCORES // (chunk * models)))
+    scores = SCORE_TENSORS * group * chunk * models * 4
+    held = count * whole * (models + t.sentence) * 4  # every member's own targets and sentence vectors
+    best = weights if count > 1 else 0
     return Memory(
-        weights_gb=(total + held) / GB,
-        gradients_gb=total / GB,
-        moments_gb=2 * total / GB,
+        weights_gb=(weights + best + held) / GB,
+        gradients_gb=weights / GB,
+        moments_gb=2 * weights / GB,
         activations_gb=activations / GB,
         logits_gb=scores / GB,
-        total_gb=(4 * total + held + activations + scores) / GB,
+        total_gb=(4 * weights + best + held + activations + scores) / GB,
     )
 
 
 def ladder(config: TwoTowerConfig, ranks: int = 1) -> tuple[Rung, ...]:
     """Every query at once, then chunks of 512, 256, 128, 64 with gradients summed over them."""
-    whole = _queries(config)
+    whole = max(_of_phase(config, index)[2] for index in range(len(phases(config))))
     rungs = cuts(whole, config.chunk, [m for m in (whole, 512, 256, 128, 64) if m <= whole])
     return tuple(rung for rung in rungs if not rung.checkpointing)
 
 
 def checkpoint_bytes(config: TwoTowerConfig, phase_index: int) -> int:
-    """Every fold's weights, moments, and its best weights so far."""
-    return 16 * config.data.folds * parameters(config)
+    """Every member's weights, moments and best weights so far, and the scores of the families that are done."""
+    family, count, _ = _of_phase(config, phase_index)
+    return (16 if count > 1 else 12) * count * parameters(family) + _scores_bytes(config)
 
 
 def export_bytes(config: TwoTowerConfig) -> dict[str, int]:
-    """The refit on all queries, and every fold's scores."""
-    scores = 4 * config.data.folds * config.data.queries * config.data.models
-    return {"scores": scores, "refit": 4 * parameters(config)}
+    """Every fold's scores, and the refit on all queries."""
+    return {"scores": _scores_bytes(config), "refit": 4 * max(parameters(family) for _, family in variants(config))}
 
 
 def dataset_bytes(config: TwoTowerConfig) -> int:
-    embeddings = _queries(config) * config.towers.sentence * 4
-    return config.data.queries * config.data.models * BYTES_PER_LABEL + embeddings
+    """One byte per label, four per number of a sentence vector."""
+    discovery = max(family.weak.queries for _, family in variants(config))
+    vectors = (config.data.queries + discovery) * config.towers.sentence * 4
+    return config.data.queries * config.data.models + vectors
 
 
 def weights_bytes(config: TwoTowerConfig) -> int:
@@ -131,9 +148,41 @@ def weights_bytes(config: TwoTowerConfig) -> int:
     return 0
 
 
-def _queries(config: TwoTowerConfig) -> int:
-    """Judged and discovery queries together."""
-    return config.data.queries + config.weak.queries
+def _phase(config: TwoTowerConfig, name: str, count: int, q: int) -> PhaseSize:
+    total = count * parameters(config)
+    steps = config.epochs * config.steps_per_epoch
+    last = name == REFIT
+    return PhaseSize(
+        name=name,
+        params_total=total,
+        params_active=total,
+        params_trained=total,
+        flops_per_token=flops_per_step(config, q) // q,
+        state_bytes_per_param=16,
+        optimizer_traffic_bytes_per_param=28,
+        steps=steps,
+        tokens_per_step=count * q,
+        evaluations=0 if last else config.epochs,
+        evaluation_tokens=0 if last else count * max(fold_sizes(config)),
+        cpu_core_s=BASELINES_CORE_S if last else 0.0,
+        launch_ms=LAUNCH_MS,
+    )
+
+
+def _of_phase(config: TwoTowerConfig, phase_index: int) -> tuple[TwoTowerConfig, int, int]:
+    """(config, members, queries) of a phase; the refit's is the largest family's."""
+    families = [family for _, family in variants(config)]
+    if phase_index < len(families):
+        family = families[phase_index]
+        return family, members(family), queries(family)
+    largest = max(families, key=parameters)
+    return largest, 1, max(queries(family, refit=True) for family in families)
+
+
+def _scores_bytes(config: TwoTowerConfig) -> int:
+    """fp32: each fold's model on every judged query, and once more per query for the optimistic protocol."""
+    tables = config.data.folds + (1 if config.optimistic else 0)
+    return 4 * len(variants(config)) * tables * config.data.queries * config.data.models
 
 
 def _tower(widths: tuple[int, ...]) -> int:
