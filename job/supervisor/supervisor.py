@@ -123,7 +123,7 @@ class Supervisor:
             check=self._check_early,
             pause=self.world.sleep,
         )
-        staging.dataset(stage)
+        staging.inputs(stage)
         manifest = staging.checkpoint(stage)
         self.resumed_step = 0 if manifest is None else manifest["step"]
         if manifest is not None:
