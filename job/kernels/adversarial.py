@@ -1,0 +1,215 @@
+"""Candidates that try to pass without a right and fast kernel. Every one must be rejected by the full funnel.
+
+`needs` names the extensions of which any one rejects it (job/kernels/funnel.py's switches); empty: isolation and the
+comparison alone do, whatever is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from textwrap import dedent, indent
+
+from job.kernels.catalog import BY_NAME
+from job.kernels.planted import Candidate, source
+
+_HEAD = "import torch\nimport triton\nimport triton.language as tl\n"
+_KERNEL = source(BY_NAME["sigmoid"]).removeprefix(_HEAD).replace("def kernel_function(", "def honest(")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fixture:
+    """One cheat. `gpu_only`: there is nothing to cheat with on a CPU."""
+
+    candidate: Candidate
+    needs: frozenset[str]
+    gpu_only: bool = False
+
+
+def _cheat(name: str, needs: str, body: str, *, task: str = "sigmoid", gpu_only: bool = False) -> Fixture:
+    """`body` is the module after the imports and an honest kernel with its launcher `honest`."""
+    text = _HEAD + _KERNEL + "\n\n" + dedent(body).strip() + "\n"
+    made = Candidate(name=f"adversarial-{name}", task=task, source=text, origin="adversarial", label=name)
+    return Fixture(candidate=made, needs=frozenset(needs.split()), gpu_only=gpu_only)
+
+
+def _rewritten(name: str, needs: str, text: str, *, task: str) -> Fixture:
+    made = Candidate(name=f"adversarial-{name}", task=task, source=text, origin="adversarial", label=name)
+    return Fixture(candidate=made, needs=frozenset(needs.split()))
+
+
+def _then_honest(acts: str) -> str:
+    """A module that does something else besides the right thing, and hides that it failed."""
+    tried = indent(dedent(acts).strip(), "        ")
+    return f"def kernel_function(x):\n    try:\n{tried}\n    except Exception:\n        pass\n    return honest(x)"
+
+
+_SPLIT = BY_NAME["silu"]
+_STRIDES = source(_SPLIT).replace("    x = x.contiguous()\n", "").replace("empty_like(x)", "empty_like(x.contiguous())")
+_NAIVE = source(BY_NAME["softplus"], body="tl.log(1.0 + tl.exp(x))")
+
+FIXTURES: tuple[Fixture, ...] = (
+    # Remembered results.
+    _cheat(
+        "cached-by-shape",
+        "multi_input timing",
+        """
+        seen = {}
+        def kernel_function(x):
+            if x.shape not in seen:
+                seen[x.shape] = honest(x)
+            return seen[x.shape]
+        """,
+    ),
+    _cheat(
+        "cached-by-address",
+        "timing",
+        """
+        seen = {}
+        def kernel_function(x):
+            key = (x.data_ptr(), x.shape)
+            if key not in seen:
+                seen[key] = (honest(x), x)
+            return seen[key][0]
+        """,
+    ),
+    _cheat(
+        "honest-at-first",
+        "timing",
+        """
+        calls = []
+        def kernel_function(x):
+            calls.append(honest(x) if len(calls) < 12 else calls[11])
+            return calls[-1]
+        """,
+    ),
+    # No result at all.
+    _cheat("input-alias", "", "def kernel_function(x):\n    honest(x)\n    return x", task="relu"),
+    _cheat("empty-result", "", "def kernel_function(x):\n    honest(x[:0])\n    return torch.empty_like(x)"),
+    _cheat("changes-its-input", "", "def kernel_function(x):\n    x.copy_(honest(x))\n    return x"),
+    # The reference, or torch, in disguise.
+    _cheat("calls-torch", "funnel", "def kernel_function(x):\n    honest(x)\n    return torch.sigmoid(x)"),
+    _cheat(
+        "operators",
+        "funnel",
+        "def kernel_function(x):\n    honest(x)\n    return 1 / (1 + 2.718281828459045 ** (-x))",
+    ),
+    _cheat("attribute-by-name", "funnel", 'def kernel_function(x):\n    return getattr(torch, "sig" + "moid")(x)'),
+    _cheat("method", "funnel", "def kernel_function(x):\n    honest(x)\n    return x.sigmoid()"),
+    _cheat(
+        "falls-back",
+        "funnel",
+        """
+        @triton.jit
+        def broken(x_ptr, BLOCK: tl.constexpr):
+            tl.no_such_thing(x_ptr)
+        def kernel_function(x):
+            try:
+                broken[(1,)](x, BLOCK=8)
+            except Exception:
+                return torch.sigmoid(x)
+        """,
+    ),
+    _cheat(
+        "imports-the-reference",
+        "",
+        "from job.kernels import catalog, tasks\ndef kernel_function(x):\n"
+        '    return tasks.expected(catalog.BY_NAME["sigmoid"], tasks.Case(name="", tensors=(x,)))',
+    ),
+    _cheat("host-loop", "funnel", "import math\ndef kernel_function(x):\n"
+           "    return torch.tensor([1 / (1 + math.exp(-min(max(v, -50), 50))) for v in x.flatten().tolist()])"
+           ".reshape(x.shape)"),
+    # The judge's means.
+    _cheat(
+        "patches-the-clock",
+        "funnel timing",
+        """
+        import time
+        time.perf_counter = lambda: 0.0
+        def kernel_function(x):
+            import sys
+            sys.modules["__main__"]._clock = lambda: 0.0
+            return honest(x)
+        """,
+    ),
+    _cheat(
+        "patches-cuda-events",
+        "funnel",
+        """
+        torch.cuda.Event = lambda **_: None
+        def kernel_function(x):
+            return honest(x)
+        """,
+    ),
+    _cheat(
+        "patches-allclose",
+        "",
+        """
+        torch.allclose = torch.equal = lambda *_, **__: True
+        torch.testing.assert_close = lambda *_, **__: None
+        torch.sigmoid = lambda x: x
+        def kernel_function(x):
+            return x.clone()
+        """,
+    ),
+    _cheat(
+        "answers-for-the-judge",
+        "",
+        """
+        import os
+        def kernel_function(x):
+            for number in range(3, 64):
+                try:
+                    os.write(number, b'\\x00\\x00\\x00\\x13{"passed": true, "blobs": []}')
+                except OSError:
+                    pass
+            return x
+        """,
+    ),
+    _cheat("lies-about-itself", "", """
+        import sys
+        def kernel_function(x):
+            harness = sys.modules["__main__"].Harness
+            harness._outputs = lambda self: ({"shape": [17], "dtype": "float32", "passed": True}, [b"0" * 68])
+            return x
+        """),
+    _cheat("reads-frames", "", "import sys\n" + _then_honest('sys._getframe(1).f_locals["expected"]')),
+    _cheat("reads-all-objects", "", "import gc\n" + _then_honest("list(filter(torch.is_tensor, gc.get_objects()))")),
+    _cheat("reads-files", "", _then_honest('open("/etc/passwd").read()')),
+    _cheat("reads-the-judge", "", "import os\n" + _then_honest('open(f"/proc/{os.getppid()}/mem", "rb").read(1)')),
+    # Out of its place.
+    _cheat("writes-outside", "", _then_honest('open("/var/tmp/gpufleet-was-here", "w").write("x")')),
+    _cheat(
+        "writes-outside-natively",
+        "funnel",
+        _then_honest('torch.from_file("/var/tmp/gpufleet-was-here", shared=True, size=4).add_(1)'),
+    ),
+    _cheat("removes-outside", "", "import os\n" + _then_honest('os.remove("/var/tmp/gpufleet-was-here")')),
+    _cheat("forks", "", "import os\n" + _then_honest("os.fork()")),
+    _cheat("fork-bomb", "", "import os\ndef kernel_function(x):\n    while True:\n        os.fork()"),
+    _cheat("runs-a-program", "", "import subprocess\n" + _then_honest('subprocess.run(["true"])')),
+    _cheat("opens-a-connection", "", "import socket\n" + _then_honest('socket.create_connection(("127.0.0.1", 9), 1)')),
+    _cheat("loads-code", "", "import ctypes\n" + _then_honest("ctypes.CDLL(None).fork()")),
+    # No end, or a bad one.
+    _cheat("never-ends", "", "def kernel_function(x):\n    while True:\n        pass"),
+    _cheat("crashes", "", "import os\ndef kernel_function(x):\n    os.abort()"),
+    _cheat("exits", "", "def kernel_function(x):\n    raise SystemExit(0)"),
+    _cheat("takes-all-memory", "", "def kernel_function(x):\n    return [torch.ones(1 << 27) for _ in range(1000)]"),
+    # Honest mistakes that few inputs show.
+    _rewritten("ignores-strides", "multi_input", _STRIDES, task="silu"),
+    _rewritten("overflows", "multi_input", _NAIVE, task="softplus"),
+    _cheat(
+        "wrong-stream",
+        "multi_input timing",
+        """
+        def kernel_function(x):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                return honest(x)
+        """,
+        gpu_only=True,
+    ),
+)  # fmt: skip
+
+
+def candidates(*, gpus: bool) -> list[Candidate]:
+    """Those that there is something to cheat with."""
+    return [fixture.candidate for fixture in FIXTURES if gpus or not fixture.gpu_only]

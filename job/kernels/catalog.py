@@ -1,0 +1,65 @@
+"""Twenty element-wise tasks: what a candidate is asked for, in words. What it is tried on is in tasks.py. No torch.
+
+A candidate must define `kernel_function`, taking the tensors in order and returning a new one of the first one's shape
+and dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENTRY = "kernel_function"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """`reference` is an expression of torch and x, y, z; `triton` one way to write it inside a kernel."""
+
+    name: str
+    arity: int
+    reference: str
+    triton: str
+    dtype: str = "float32"
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return ("x", "y", "z")[: self.arity]
+
+    @property
+    def reference_source(self) -> str:
+        """The reference as a module with the same entry."""
+        return f"import torch\n\n\ndef {ENTRY}({', '.join(self.arguments)}):\n    return {self.reference}\n"
+
+    @property
+    def prompt(self) -> str:
+        """What the model is given."""
+        return f"Write a Triton kernel and `{ENTRY}` for {self.dtype} tensors that computes:\n{self.reference_source}"
+
+
+def _task(name: str, torch_: str, triton_: str, arity: int = 1, dtype: str = "float32") -> Task:
+    return Task(name=name, arity=arity, reference=torch_, triton=triton_, dtype=dtype)
+
+
+TASKS: tuple[Task, ...] = (
+    _task("relu", "torch.relu(x)", "tl.maximum(x, 0.0)"),
+    _task("leaky_relu", "torch.where(x > 0, x, 0.01 * x)", "tl.where(x > 0, x, 0.01 * x)"),
+    _task("sigmoid", "torch.sigmoid(x)", "tl.sigmoid(x)"),
+    _task("silu", "x * torch.sigmoid(x)", "x * tl.sigmoid(x)"),
+    _task("softplus", "torch.nn.functional.softplus(x)", "tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))"),
+    _task("elu", "torch.nn.functional.elu(x)", "tl.where(x > 0, x, tl.exp(tl.minimum(x, 0.0)) - 1.0)"),
+    _task("square", "x * x", "x * x"),
+    _task("absolute", "torch.abs(x)", "tl.abs(x)"),
+    _task("tanh", "torch.tanh(x)", "2.0 * tl.sigmoid(2.0 * x) - 1.0"),
+    _task("hardtanh", "torch.clamp(x, -1, 1)", "tl.minimum(tl.maximum(x, -1.0), 1.0)", dtype="float16"),
+    _task("hardswish", "x * torch.clamp(x + 3, 0, 6) / 6", "x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) / 6.0"),
+    _task("relu_squared", "torch.relu(x) ** 2", "tl.maximum(x, 0.0) * tl.maximum(x, 0.0)"),
+    _task("gelu_sigmoid", "x * torch.sigmoid(1.702 * x)", "x * tl.sigmoid(1.702 * x)"),
+    _task("add", "x + y", "x + y", 2),
+    _task("multiply", "x * y", "x * y", 2),
+    _task("maximum", "torch.maximum(x, y)", "tl.maximum(x, y)", 2, "float16"),
+    _task("squared_difference", "(x - y) ** 2", "(x - y) * (x - y)", 2),
+    _task("axpy", "2.5 * x + y", "2.5 * x + y", 2),
+    _task("addcmul", "x + 0.5 * y * z", "x + 0.5 * y * z", 3),
+    _task("lerp", "x + 0.3 * (y - x)", "x + 0.3 * (y - x)", 2),
+)
+BY_NAME = {task.name: task for task in TASKS}

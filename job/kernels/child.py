@@ -1,0 +1,242 @@
+"""A candidate's process, and the server that forks one for each.
+
+    python -m job.kernels.child FD serve      imports torch and triton once, runs no tensor operation, forks on request
+    python -m job.kernels.child FD one JSON   one candidate in a fresh process, for GPUs: CUDA does not survive a fork
+
+The process knows neither the reference nor the expected output nor the task. It gets a source and tensors, and answers
+with tensors; whether they are right is judged elsewhere. What it says about itself (`ops`, `alias`) can only harm it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from job.kernels import sandbox, wire
+
+ENTRY = "kernel_function"
+# All that the interpreter would otherwise import in each child anew.
+PRELOADED = ("triton", "triton.compiler.code_generator", "triton.experimental.gluon", "triton.language.extra.libdevice")
+FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # more than a core's own caches; more than an H100's 50 MB L2, 5 times
+_clock, _cpu = time.perf_counter, time.process_time  # as they are before a candidate comes
+_Event: Any = torch.cuda.Event
+
+
+class Ops(TorchFunctionMode):
+    """The names of the torch functions that a candidate calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(getattr(func, "__name__", "?"))
+        return func(*args, **(kwargs or {}))
+
+
+class Harness:
+    """One candidate: load, run, trial."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.entry: Callable[..., Any] | None = None
+        self.inputs: list[Tensor] = []
+        self.output: Any = None
+        self._flush: Tensor | None = None
+
+    def answer(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """The reply to one message of the judge's."""
+        act: Callable[..., tuple[dict[str, Any], list[bytes]]] = getattr(self, f"_{head['do']}")
+        return act(head, blobs)
+
+    def _load(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        path = Path("candidate.py").resolve()
+        path.write_bytes(blobs[0])  # triton reads a kernel's source from its file
+        module = types.ModuleType("candidate")
+        module.__file__ = str(path)
+        exec(compile(blobs[0], str(path), "exec", dont_inherit=True), module.__dict__)
+        self.entry = module.__dict__[ENTRY]
+        return {}, []
+
+    def _give(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """New inputs; with `again` into the same memory, so that an answer remembered by address is a wrong one."""
+        given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
+        if head.get("again"):
+            for old, new in zip(self.inputs, given, strict=True):
+                old.copy_(new)
+        else:
+            self.inputs = [_placed(tensor, self.device) for tensor in given]
+        self._sync()
+        return {}, []
+
+    def _run(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """One call on new inputs, and its output."""
+        self._give(head, blobs)
+        before = [tensor.clone() for tensor in self.inputs]
+        assert self.entry is not None
+        ops: set[str] = set()
+        if head.get("ops"):
+            with Ops() as seen:
+                self.output = self.entry(*self.inputs)
+            ops = seen.names
+        else:
+            self.output = self.entry(*self.inputs)
+        self._sync()
+        reply, content = self._outputs()
+        if isinstance(self.output, Tensor):
+            place = self.output.untyped_storage().data_ptr()
+            reply["alias"] = any(place == tensor.untyped_storage().data_ptr() for tensor in self.inputs)
+            same = (torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, self.inputs, strict=True))
+            reply["changed"] = not all(same)
+        return {**reply, "ops": sorted(ops)}, content
+
+    def _ready(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """Caches emptied when asked to, nothing under way: the next message starts a trial."""
+        if head["flush"]:
+            if self._flush is None:
+                size = FLUSH_BYTES[self.device.type] // 4
+                self._flush = torch.zeros(size, dtype=torch.int32, device=self.device)
+            self._flush.add_(1)
+        self._sync()
+        return {}, []
+
+    def _trial(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """One timed call; of nothing when `empty`. Seconds by events on the stream, or by the clock on a CPU."""
+        call = (lambda *_: None) if head.get("empty") else self.entry
+        assert call is not None
+        if self.device.type == "cuda":
+            start, end = _events()
+            start.record()
+            self.output = call(*self.inputs)
+            end.record()
+            self._sync()
+            return {"seconds": start.elapsed_time(end) / 1000}, []
+        started = _clock()
+        self.output = call(*self.inputs)
+        return {"seconds": _clock() - started}, []
+
+    def _stopwatch(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """A call as many would time it: no warm-up, no flush, whatever `time.perf_counter` is by now."""
+        assert self.entry is not None
+        started = time.perf_counter()
+        self.output = self.entry(*self.inputs)
+        self._sync()
+        return {"seconds": time.perf_counter() - started}, []
+
+    def _collect(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """The output of the last trial."""
+        return self._outputs()
+
+    def _outputs(self) -> tuple[dict[str, Any], list[bytes]]:
+        found = self.output
+        if not isinstance(found, Tensor):
+            return {"type": type(found).__name__}, []
+        return {"shape": list(found.shape), "dtype": str(found.dtype).removeprefix("torch.")}, [wire.raw(found)]
+
+    def _sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _events() -> tuple[Any, Any]:
+    return _Event(enable_timing=True), _Event(enable_timing=True)
+
+
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device with the same strides."""
+    if device.type == "cpu":
+        return tensor
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def candidate(dialogue: socket.socket, scratch: Path, device: str, *, trusted: bool = False) -> None:
+    """Talks until the judge hangs up. Never returns."""
+    isolated = sandbox.isolate(scratch)
+    os.chdir(scratch)
+    os.environ.update(TMPDIR=str(scratch), HOME=str(scratch), CUDA_CACHE_PATH=str(scratch))
+    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    torch.set_num_threads(1)  # before any operation: a pool of the server's would be gone in its child
+    warnings.simplefilter("ignore")
+    harness = Harness(torch.device(device))
+    wire.send(dialogue, {"isolated": isolated})
+    if not trusted:
+        sandbox.guard(
+            scratch, lambda what: wire.send(dialogue, {"violation": what}), compiles=harness.device.type == "cuda"
+        )
+    code = 0
+    try:
+        while True:
+            head, blobs = wire.receive(dialogue)
+            try:
+                reply, content = harness.answer(head, blobs)
+            except Exception as error:  # noqa: BLE001 - whatever a candidate raises is its result
+                reply, content = {"error": f"{type(error).__name__}: {str(error)[:300]}"}, []
+            except BaseException as error:  # noqa: BLE001 - it may not leave, either
+                reply, content = {"error": type(error).__name__}, []
+            wire.send(dialogue, {**reply, "cpu_s": _cpu()}, content)
+    except wire.Closed:
+        pass
+    finally:
+        os._exit(code)
+
+
+def serve(control: socket.socket) -> None:
+    """Forks a candidate's process per message {scratch, device, trusted} with one socket; answers {pid}."""
+    sandbox.adopt_orphans()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    gc.collect()
+    gc.freeze()
+    control.sendall(b"!")
+    while True:
+        content, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        if not content:
+            return
+        asked = json.loads(content)
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            candidate(
+                socket.socket(fileno=descriptors[0]), Path(asked["scratch"]), asked["device"], trusted=asked["trusted"]
+            )
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.sendall(f"{pid}\n".encode())
+
+
+def main(argv: list[str]) -> None:
+    """See above."""
+    end = socket.socket(fileno=int(argv[0]))
+    end.set_inheritable(False)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    if argv[1] == "serve":
+        serve(end)
+    else:
+        asked = json.loads(argv[2])
+        candidate(end, Path(asked["scratch"]), asked["device"], trusted=asked["trusted"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

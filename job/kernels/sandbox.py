@@ -1,0 +1,131 @@
+"""What a candidate's process may do, set up by itself before it sees the candidate. Linux only.
+
+Three layers, none of which decides a verdict: namespaces where the kernel allows them (no network, nothing else to
+signal, every file read-only but the scratch folder, all offspring gone with the first process), limits on file sizes
+and cores, and an audit hook, which Python cannot take away again, that ends the process at the first forbidden act.
+Memory and wall-clock are the judge's (job/kernels/worker.py): a limit on address space breaks CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import sysconfig
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+NEW_USER, NEW_PID, NEW_NET, NEW_IPC, NEW_MOUNT = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x00020000
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1  # the call's number on every architecture
+SET_DEATH_SIGNAL, SET_NO_NEW_PRIVILEGES, SET_SUBREAPER = 1, 38, 36  # prctl
+FILE_BYTES = 1 << 28
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+NEVER = (
+    "socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "pty.",
+    "ctypes.", "gc.", "mmap.", "sys._current", "sys.settrace", "sys.setprofile", "sys.addaudithook", "signal.",
+    "sys._getframe", "cpython.", "webbrowser.", "ftplib.", "http.", "urllib.", "smtplib.", "syslog.",
+)  # fmt: skip
+CHANGING = (
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.chown", "os.truncate",
+    "os.utime", "os.setxattr", "shutil.", "tempfile.", "os.chdir",
+)  # fmt: skip
+DEVICES = ("/dev/null", "/dev/urandom", "/proc/cpuinfo")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Processes whose parents die below this one become its children, not those of the machine's first process."""
+    _libc.prctl(SET_SUBREAPER, 1, 0, 0, 0)
+
+
+def isolate(scratch: Path) -> bool:
+    """New namespaces for this process and a child of it that goes on; whether the kernel allowed them.
+
+    The caller returns as the child: the first of its process namespace, whose end ends everything in it. The parent
+    stays behind, holds nothing, and ends as the child ends.
+    """
+    with suppress(PermissionError):  # a spawned one leads a session already
+        os.setsid()
+    _libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    if _libc.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_MOUNT) != 0:
+        return False
+    child = os.fork()
+    if child:
+        os.closerange(3, 1 << 16)
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    _libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    return _freeze_files(str(scratch).encode())
+
+
+def _freeze_files(scratch: bytes) -> bool:
+    """Every mount read-only, but the scratch folder's."""
+    attributes = ctypes.c_uint64 * 4  # set, clear, propagation, user namespace
+    return (
+        _libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        and _libc.mount(scratch, scratch, None, MS_BIND, None) == 0
+        and _attribute(b"/", AT_RECURSIVE, attributes(READ_ONLY, 0, 0, 0)) == 0
+        and _attribute(scratch, 0, attributes(0, READ_ONLY, 0, 0)) == 0
+    )
+
+
+def _attribute(path: bytes, flags: int, attributes: Any) -> int:
+    return int(_libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, flags, ctypes.byref(attributes), ctypes.sizeof(attributes)))
+
+
+def guard(scratch: Path, report: Callable[[str], None], *, compiles: bool) -> None:
+    """From now on a forbidden act is reported and ends this process at once. Cannot be undone.
+
+    compiles: a GPU's compiler writes its cache in the scratch folder, runs ptxas and loads what it built; the events
+    of processes and loading are let through then, and the static rules and namespaces stand alone for them.
+    """
+    home = os.path.realpath(scratch) + "/"
+    own = str(Path(__file__).resolve().parents[1]) + "/"
+    libraries = tuple(
+        os.path.realpath(path) + "/"
+        for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"/usr/lib"}
+    )
+    building = ("subprocess.", "ctypes.", "os.posix_spawn", "os.fork", "os.exec", "sys._getframe") if compiles else ()
+    realpath, leave, fspath = os.path.realpath, os._exit, os.fspath
+
+    def inside(path: Any, places: tuple[str, ...]) -> bool:
+        if isinstance(path, int):
+            return True  # an open file; nothing outside was open
+        if path is None:
+            return False
+        text = fspath(path)
+        full = realpath(text.decode() if isinstance(text, bytes) else text)
+        return (full + "/").startswith(places)
+
+    def wrong(event: str, args: tuple[Any, ...]) -> bool:
+        if event == "open":
+            path, flags = args[0], args[2] or 0
+            if isinstance(path, str) and path in DEVICES:
+                return False
+            if flags & WRITING:
+                return not inside(path, (home,))
+            return not inside(path, (home, *libraries)) or (inside(path, (own,)) and not inside(path, (home,)))
+        if event == "import":
+            return str(args[0]).split(".")[0] == "job"
+        if event.startswith(CHANGING):
+            return not all(inside(path, (home,)) for path in args[:1])
+        return event.startswith(NEVER) and not event.startswith(building or ("\0",))
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event in ("open", "import") or event.startswith((*NEVER, *CHANGING)):
+            bad = True
+            with suppress(Exception):
+                bad = wrong(event, args)
+            if bad:
+                with suppress(Exception):
+                    report(f"{event} {str(args[0])[:120] if args else ''}".strip())
+                leave(77)
+
+    sys.addaudithook(hook)

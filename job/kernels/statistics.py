@@ -1,0 +1,44 @@
+"""pass@k, fast_p and paired intervals over tasks. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from statistics import fmean
+
+DRAWS = 2000
+LEVEL = 0.95
+
+
+def pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float | None:
+    """Mean over tasks of 1 - C(n - c, k) / C(n, k), from (n candidates, c correct) per task: the chance that k drawn
+    without replacement hold a correct one (Chen et al. 2021, arXiv 2107.03374). None when a task has fewer than k.
+    """
+    if not counts or any(n < k for n, _ in counts):
+        return None
+    return fmean(1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts)
+
+
+def fast_p(speedups: Sequence[Sequence[float | None]], p: float) -> float | None:
+    """Mean over tasks of the share of candidates that are correct and more than `p` times as fast as the reference
+    (KernelBench, arXiv 2502.10517). None stands for an incorrect one, or one whose timing was refused.
+    """
+    if not speedups or not all(speedups):
+        return None
+    return fmean(sum(s is not None and s > p for s in task) / len(task) for task in speedups)
+
+
+def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
+    """The bootstrap interval of a mean over tasks. Raises ValueError without values."""
+    if not values:
+        raise ValueError("no tasks, no interval")
+    draw = random.Random(seed)
+    means = sorted(fmean(draw.choices(values, k=len(values))) for _ in range(DRAWS))
+    tail = int(DRAWS * (1 - LEVEL) / 2)
+    return means[tail], means[-1 - tail]
+
+
+def paired_interval(one: Sequence[float], other: Sequence[float], *, seed: int) -> tuple[float, float]:
+    """The same of the mean difference `one` - `other`, where both have a value per task, in the same order."""
+    return interval([a - b for a, b in zip(one, other, strict=True)], seed=seed)

@@ -1,0 +1,109 @@
+"""Messages between the judge and a candidate's process: a JSON head and raw bytes. Never pickle.
+
+What comes from a candidate is data to be measured against what was asked for: sizes are bounded, dtypes are from a
+list, numbers are checked by whoever uses them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+HEAD_BYTES = 1 << 20
+WATCH_S = 0.05  # between two looks of whoever waits
+_LENGTH = struct.Struct("!I")
+
+
+class Closed(Exception):
+    """The other side is gone, or does not speak this language."""
+
+
+class Late(Exception):
+    """The time given is over."""
+
+
+def send(to: socket.socket, head: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    """Raises Closed."""
+    content = json.dumps({**head, "blobs": [len(blob) for blob in blobs]}).encode()
+    try:
+        to.sendall(b"".join((_LENGTH.pack(len(content)), content, *blobs)))
+    except OSError as error:
+        raise Closed(str(error)) from error
+
+
+def receive(
+    source: socket.socket,
+    *,
+    until: float = math.inf,
+    most_bytes: int = 1 << 34,
+    watch: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Any], list[bytes]]:
+    """One message. `watch` is called while waiting and may raise. Raises Late after `until` (monotonic seconds), and
+    Closed when the other side is gone, sends more than `most_bytes`, or no such message.
+    """
+    (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size, until, watch))
+    if length > HEAD_BYTES:
+        raise Closed(f"a head of {length} bytes")
+    try:
+        head = json.loads(_exactly(source, length, until, watch))
+        sizes = [int(size) for size in head.pop("blobs")]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Closed("no message of ours") from error
+    if any(size < 0 for size in sizes) or sum(sizes) > most_bytes:
+        raise Closed(f"{sum(sizes)} bytes, at most {most_bytes} were asked for")
+    return head, [_exactly(source, size, until, watch) for size in sizes]
+
+
+def _exactly(source: socket.socket, size: int, until: float, watch: Callable[[], None]) -> bytes:
+    parts, left = [], size
+    while left:
+        source.settimeout(WATCH_S if until < math.inf else None)
+        try:
+            part = source.recv(min(left, 1 << 20))
+        except TimeoutError:
+            watch()
+            if time.monotonic() > until:
+                raise Late from None
+            continue
+        except OSError as error:
+            raise Closed(str(error)) from error
+        if not part:
+            raise Closed("the connection ended")
+        parts.append(part)
+        left -= len(part)
+        if time.monotonic() > until:
+            raise Late
+    return b"".join(parts)
+
+
+def pack(tensor: Tensor) -> tuple[dict[str, Any], bytes]:
+    """A tensor's place in its storage, and the whole storage: strides survive."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    spec = {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "offset": tensor.storage_offset(),
+    }
+    return spec, raw(whole)
+
+
+def unpack(spec: dict[str, Any], content: bytes) -> Tensor:
+    """The tensor again, with the same strides."""
+    flat = torch.frombuffer(bytearray(content), dtype=DTYPES[spec["dtype"]])
+    return flat.as_strided(spec["shape"], spec["stride"], spec["offset"])
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The elements in order, as bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return b"" if flat.numel() == 0 else bytes(flat.view(torch.uint8).numpy())

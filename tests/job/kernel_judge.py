@@ -1,0 +1,40 @@
+"""Judges for tests: small limits, one fork server per module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from job.config.kernel import Funnel
+from job.kernels import planted
+from job.kernels.catalog import BY_NAME
+from job.kernels.funnel import Judge, Switches, Verdict
+from job.kernels.planted import Candidate
+from job.kernels.worker import Workers
+
+LIMITS = Funnel(candidate_s=30.0, trials=2, memory_gb=2.0, workers=2)
+SEED = 1337
+
+
+def judge(workers: Workers, **changes: float) -> Judge:
+    return Judge(replace(LIMITS, **changes), SEED, workers)  # type: ignore[arg-type]
+
+
+def verdicts(
+    made: Judge, candidates: Sequence[Candidate], switches: Switches | None = None, row: str = "full"
+) -> dict[str, Verdict]:
+    """By the candidate's label."""
+    found: list[Verdict] = []
+    made.all(candidates, switches or Switches(), row, found.append)
+    return {verdict.label: verdict for verdict in found}
+
+
+def honest(task: str = "relu", change: Callable[[str], str] = lambda text: text, label: str = "x") -> Candidate:
+    """A correct candidate, changed."""
+    source = change(planted.source(BY_NAME[task]))
+    return Candidate(name=f"c-{label}", task=task, source=source, origin="generated", label=label)
+
+
+def scratch(folder: Path) -> Path:
+    return folder / "scratch"

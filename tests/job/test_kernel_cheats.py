@@ -1,0 +1,68 @@
+"""Cheating candidates: all rejected by the full funnel; the ablation shows which extension rejects which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_judge import judge, scratch, verdicts
+
+from job.kernels import adversarial
+from job.kernels.ablation import ROWS
+from job.kernels.funnel import Switches, Verdict
+from job.kernels.worker import Workers
+
+FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}
+CPU = [label for label, fixture in FIXTURES.items() if not fixture.gpu_only]
+LIMIT_S = 3.0
+
+
+def active(switches: Switches) -> set[str]:
+    return {name for name in ("funnel", "multi_input", "timing") if getattr(switches, name)}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Verdict]]]:
+    """row -> label -> verdict. Candidates that no extension is needed for are tried with none and with all."""
+    with Workers(scratch(tmp_path_factory.mktemp("cheats")), gpus=False) as workers:
+        made = judge(workers, candidate_s=LIMIT_S, memory_gb=1.2)
+        rows = {}
+        for row, switches in ROWS.items():
+            ends = row in ("full", "without any")
+            chosen = [FIXTURES[label].candidate for label in CPU if ends or FIXTURES[label].needs]
+            rows[row] = verdicts(made, chosen, switches, row)
+        yield rows
+
+
+@pytest.mark.parametrize("label", CPU)
+def test_the_full_funnel_rejects(table: dict[str, dict[str, Verdict]], label: str) -> None:
+    assert not table["full"][label].passed, table["full"][label]
+
+
+@pytest.mark.parametrize("label", [label for label in CPU if not FIXTURES[label].needs])
+def test_isolation_and_comparison_alone_reject(table: dict[str, dict[str, Verdict]], label: str) -> None:
+    assert not table["without any"][label].passed, table["without any"][label]
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("label", [label for label in CPU if FIXTURES[label].needs])
+def test_a_row_lets_through_what_its_extensions_do_not_catch(
+    table: dict[str, dict[str, Verdict]], label: str, row: str
+) -> None:
+    caught = bool(FIXTURES[label].needs & active(ROWS[row]))
+    assert table[row][label].passed is not caught, table[row][label]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="another stream exists only on a GPU")
+def test_work_on_another_stream_is_rejected(tmp_path: Path) -> None:
+    with Workers(scratch(tmp_path), gpus=True) as workers:
+        found = verdicts(judge(workers), [FIXTURES["wrong-stream"].candidate])
+    assert not found["wrong-stream"].passed
+
+
+def test_nothing_was_written_outside(table: dict[str, dict[str, Verdict]]) -> None:
+    assert table["without any"]["writes-outside"].reason.startswith("forbidden: open")
+    if table["without any"]["writes-outside-natively"].isolated:
+        assert not Path("/var/tmp/gpufleet-was-here").exists()
