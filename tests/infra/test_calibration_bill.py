@@ -1,0 +1,190 @@
+"""A bill stands on a measurement where there is one that counts, and says what it stands on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands_world import definition as loaded
+from commands_world import project
+from cost_definitions import definition, growth
+from test_calibration import measurement, place
+from test_receipts import receipt
+
+from infra import calibration
+from infra.calibration import Refused
+from infra.catalog import load_catalog
+from infra.cli import main
+from infra.cost import runtime
+from infra.cost.bill import Bill, price
+from infra.cost.table import render
+from infra.definition import Disk, Estimate
+from infra.plan import Previous, make
+from job import measured, sizing
+from job.config import GrowthConfig
+
+CATALOG = load_catalog()
+ROOT = Disk(size_gib=100)
+
+
+def hours(config: GrowthConfig | None = None, estimate: Estimate | None = None, **more: Any) -> runtime.Runtime:
+    found = calibration.parse(measurement(config))
+    instance = CATALOG.instances["g5.2xlarge"]
+    return runtime.hours(config or GrowthConfig(), instance, estimate or Estimate(), ROOT, calibration=found, **more)
+
+
+def bill(seen: calibration.Calibration | Refused | None, **changes: Any) -> Bill:
+    return price(definition(**changes), CATALOG, calibrations={} if seen is None else {"g5.2xlarge": seen}, runs=200)
+
+
+def test_steps_evaluations_saves_and_boundaries_are_as_they_were_measured() -> None:
+    config = GrowthConfig(steps_per_phase=1000)
+    found = hours(config)
+    assert [phase.step_ms for phase in found.phases] == [50.0, 100.0, 150.0]
+    evaluations = sum(size.evaluations for size in sizing.phases(config)) * 0.5
+    assert found.evaluation_s == pytest.approx(evaluations)  # samples are in what was measured after the last step
+    assert found.growth_s == pytest.approx(2 * 30.0)
+    assert found.stalls_s == pytest.approx(sum(phase.saves for phase in found.phases) * 0.2)
+    steps_s = 1000 * (0.05 + 0.1 + 0.15)
+    assert found.work_s == pytest.approx(steps_s + evaluations + 60.0 + found.stalls_s + found.upload_s)
+
+
+def test_the_end_of_the_run_is_the_measured_one_with_hash_and_upload() -> None:
+    measured_end, assumed_end = (
+        hours(),
+        runtime.hours(GrowthConfig(), CATALOG.instances["g5.2xlarge"], Estimate(), ROOT),
+    )
+    exports = list(sizing.export_bytes(GrowthConfig()).values())
+    written = (sizing.checkpoint_bytes(GrowthConfig(), 2) + 2 * exports[-1]) / 1e9
+    assert measured_end.upload_s - assumed_end.upload_s == pytest.approx(12.0 - written / runtime.NVME_WRITE_GB_S)
+
+
+def test_what_a_probe_did_not_see_stays_assumed() -> None:
+    tree = measurement(finish_s=None)
+    tree["phases"] = [{**phase, "save": None, "evaluation_s": None, "boundary_s": None} for phase in tree["phases"]]
+    instance = CATALOG.instances["g5.2xlarge"]
+    found = runtime.hours(GrowthConfig(), instance, Estimate(), ROOT, calibration=calibration.parse(tree))
+    typed = Estimate(step_ms=(Decimal(50), Decimal(100), Decimal(150)))
+    assumed = runtime.hours(GrowthConfig(), instance, typed, ROOT)
+    assert found.work_s == pytest.approx(assumed.work_s)
+    assert (found.calibrated, assumed.calibrated) == (True, False)
+
+
+def test_set_up_is_a_receipts_or_assumed_but_never_shorter_than_the_trainers_own_start() -> None:
+    instance = CATALOG.instances["g5.2xlarge"]
+
+    def setup_s(**changes: Any) -> float:
+        seen = calibration.parse(measurement(**changes))
+        return runtime.hours(GrowthConfig(), instance, Estimate(), ROOT, calibration=seen).setup_s
+
+    assert setup_s() == 8 * 60
+    assert setup_s(start_s=900.0) == 900.0
+    assert setup_s(setup_s=333.0) == 333.0
+    assert hours(estimate=Estimate(setup_minutes=Decimal(2))).setup_s == 120.0
+
+
+def test_the_definitions_own_step_times_go_before_a_measurement() -> None:
+    found = hours(estimate=Estimate(step_ms=(Decimal(1), Decimal(2), Decimal(3))))
+    assert [phase.step_ms for phase in found.phases] == [1.0, 2.0, 3.0]
+    assert not found.calibrated
+
+
+def test_one_nodes_measurement_says_nothing_of_two() -> None:
+    assert not hours(nodes=2).calibrated
+
+
+def test_a_job_on_a_cpu_is_priced_from_its_measurement() -> None:
+    config = growth(device="cpu")
+    assert hours(config).phases[0].step_ms == 50.0
+
+
+def test_a_calibrated_bill_cites_its_measurement_and_warns_of_no_speed() -> None:
+    found = bill(calibration.parse(measurement()))
+    assert found.calibrated
+    assert found.to_json()["calibrated"] is True
+    assert "measured on NVIDIA A10G on 2026-11-21" in found.to_json()["basis"]
+    assert not any("uncalibrated" in warning for warning in found.warnings)
+    assert "Calibrated: measured on NVIDIA A10G on 2026-11-21 (probe of 200 steps" in render(found)
+
+
+def test_a_refused_measurement_is_named_and_the_bill_is_uncalibrated() -> None:
+    found = bill(Refused(why="calibrations/x.json does not count any more: job.parameters.model.width was 1, is 2"))
+    assert not found.calibrated
+    assert found.usd == bill(None).usd
+    assert any(warning.startswith("uncalibrated: roofline") for warning in found.warnings)
+    assert "g5.2xlarge: calibrations/x.json does not count any more: job.parameters.model.width was 1, is 2" in (
+        found.warnings
+    )
+
+
+def test_half_the_measured_speed_costs_more() -> None:
+    slow = measurement()
+    slow["phases"] = [
+        {**phase, "step_ms": {key: 2 * value for key, value in phase["step_ms"].items()}} for phase in slow["phases"]
+    ]
+    usual, slower = bill(calibration.parse(measurement())), bill(calibration.parse(slow))
+    assert slower.usd.p50 > usual.usd.p50
+
+
+def test_the_command_finds_the_measurement_and_says_how_right_earlier_bills_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project(tmp_path, monkeypatch)
+    root = path.parents[1]
+    file = calibration.path_for(root, "small-growth", "NVIDIA A10G")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(measurement()))
+    kept = root / "receipts" / "small-growth" / "r0.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps(receipt("1.10", run="r0")))
+    assert main(["cost", "small-growth"]) == 0
+    said = capsys.readouterr().out
+    assert "Calibrated: measured on NVIDIA A10G" in said
+    assert "How right earlier bills were: 1 receipt: median error 10 %, 100 % inside p10-p90." in said
+    plan = make(
+        root,
+        "small-growth",
+        now=datetime(2026, 11, 21, tzinfo=UTC),
+        previous=Previous(outputs={}, types=frozenset()),
+        preview=True,
+    )
+    assert plan.bill.calibrated
+    file.write_text(json.dumps(replaced(measurement())))
+    assert main(["cost", "small-growth"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "does not count any more: job.parameters.batch.sequences was 3, is 16" in shown
+
+
+def replaced(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "settings": {**tree["settings"], "batch.sequences": 3}}
+
+
+def test_a_longer_run_is_priced_in_proportion(tmp_path: Path) -> None:
+    place(tmp_path, measurement())
+    short, long = definition(config=growth(steps_per_phase=100)), definition(config=growth(steps_per_phase=1000))
+    instances = CATALOG.instances
+    bills = [
+        price(each, CATALOG, calibrations=calibration.find_all(each, instances, tmp_path), runs=200)
+        for each in (short, long)
+    ]
+    steps = [each.chosen.runtime.compute_s for each in bills]
+    assert steps[1] == pytest.approx(10 * steps[0])
+    assert all(each.calibrated for each in bills)
+
+
+def test_the_seed_of_a_loaded_definition_leaves_it_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = project(tmp_path, monkeypatch)
+    wanted = loaded(path)
+    config = wanted.job.parameters
+    assert isinstance(config, GrowthConfig)
+    file = calibration.path_for(path.parents[1], "small-growth", "NVIDIA A10G")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({**measurement(config), "code_sha256": measured.code_sha256()}))
+    other = replace(wanted, job=replace(wanted.job, parameters=replace(config, seed=1)))
+    found = calibration.find_all(other, CATALOG.instances, path.parents[1])
+    assert isinstance(found["g5.2xlarge"], calibration.Calibration)
