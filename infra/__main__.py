@@ -30,6 +30,7 @@ def main() -> None:
             now=now,
             previous=Previous(outputs=outputs, types=frozenset(resource["type"] for resource in there.values())),
             preview=pulumi.runtime.is_dry_run(),
+            scenario=pulumi.Config().get("scenario"),
         )
     except GpufleetError as error:
         pulumi.log.error(str(error))

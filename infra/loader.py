@@ -37,13 +37,18 @@ OVERLAID = (
 )  # what `rehearsal` may lay over; the run's identity is not among them
 
 
-def load(path: Path, *, now: datetime, rehearsal: bool = False, past_deadline: bool = False) -> StackDefinition:
-    """The definition in `path`, with its `rehearsal` section laid over it when asked.
+def load(
+    path: Path, *, now: datetime, rehearsal: bool = False, past_deadline: bool = False, scenario: str | None = None
+) -> StackDefinition:
+    """The definition in `path`, with its `rehearsal` section or one of its scenarios laid over it when asked.
 
     `now` (aware) is what the deadline is compared with. `past_deadline` accepts one that has passed: for a run that is
-    already over. Raises DefinitionError with every problem of the file.
+    already over. Raises DefinitionError with every problem of the file; GpufleetError for a scenario that is not in it
+    or is only there to be priced.
     """
     plain, merged, _ = _loaded(path, now, past_deadline, every_scenario=False)
+    if scenario is not None:
+        return _scenario(path, scenario, now, past_deadline)
     return merged if rehearsal else plain
 
 
@@ -204,6 +209,30 @@ def _unprepared(folder: Path) -> str:
         if not place.is_file() or place.stat().st_size != file.bytes:
             return f"is incomplete ({file.name})"
     return ""
+
+
+def _scenario(path: Path, name: str, now: datetime, past_deadline: bool) -> StackDefinition:
+    """One entry of `scenarios` as something to run: judged like the file itself."""
+    found = {made.scenario: made for made in scenarios(path, now=now)}
+    if name not in found:
+        close = difflib.get_close_matches(name, found, n=1)
+        raise GpufleetError(
+            f"{path.name} has no scenario {name!r}; it has {', '.join(found) or 'none'}."
+            + (f" Nearest: {close[0]}." if close else "")
+        )
+    variant = found[name].variant
+    if variant.reference or variant.nodes > 1 or variant.hold_hours is not None:
+        why = "ran elsewhere" if variant.reference else "is several nodes" if variant.nodes > 1 else "holds its node"
+        raise GpufleetError(f"{path.name}: scenario {name} {why}: it is there for `gpufleet compare`, not to be run")
+    text, tree = _open(path)
+    section = tree.entries["scenarios"]  # `found` came from it
+    assert isinstance(section, Mapping)
+    entry = section.entries[name]
+    over = entry.entries if isinstance(entry, Mapping) else {}
+    definition, problems = _definition(_over(tree, over), path, text, now, past_deadline)
+    if problems:
+        raise DefinitionError(str(path), problems)
+    return replace(definition, scenario=name, variant=variant)
 
 
 def _scenarios(

@@ -79,9 +79,14 @@ class Plan:
         }
 
 
-def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: bool) -> Plan:
-    """The plan for the definition `name`. Raises GpufleetError; in a preview, what `up` still needs is a warning."""
-    definition = load(find(name, root), now=now, past_deadline=bool(previous.outputs.get("run")))
+def make(
+    root: Path, name: str, *, now: datetime, previous: Previous, preview: bool, scenario: str | None = None
+) -> Plan:
+    """The plan for the definition `name`, or for one of its scenarios. Raises GpufleetError; in a preview, what `up`
+    still needs is a warning.
+    """
+    over = bool(previous.outputs.get("run"))
+    definition = load(find(name, root), now=now, past_deadline=over, scenario=scenario)
     folder = None if definition.storage.dataset.startswith("s3://") else root / definition.storage.dataset
     missing = not_ready(definition, root)
     if missing and not preview:

@@ -22,6 +22,7 @@ from infra.receipts import score
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line arguments."""
     stack.argument(parser)
+    parser.add_argument("--scenario", metavar="NAME", help="one of the file's scenarios instead of the file as it is")
     parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/bill.md")
 
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the bill. A definition that its own bill forbids is shown first and then raised as DefinitionError."""
     root = project_root(Path.cwd())
     now = datetime.now(UTC)
-    definition = load(find(args.stack, root), now=now)
+    definition = load(find(args.stack, root), now=now, scenario=args.scenario)
     missing = not_ready(definition, root)
     catalog = load_catalog()
     bill = price(

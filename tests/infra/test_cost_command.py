@@ -78,7 +78,7 @@ def test_it_imports_no_torch_no_pulumi_and_no_boto3() -> None:
     code = (
         "import argparse, sys\n"
         "from infra.commands import cost\n"
-        f"cost.run(argparse.Namespace(stack={STACK!r}, json=True))\n"
+        f"cost.run(argparse.Namespace(stack={STACK!r}, json=True, scenario=None))\n"
         "heavy = {'torch', 'pulumi', 'pulumi_aws', 'boto3', 'botocore', 'moto', 'grpc'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

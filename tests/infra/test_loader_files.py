@@ -79,7 +79,7 @@ def test_no_value_anywhere_in_a_file_can_crash_the_loader(tmp_path: Path, odd: s
 
 def test_a_key_that_looks_like_a_path_is_only_unknown(tmp_path: Path) -> None:
     with pytest.raises(DefinitionError) as caught:
-        load(stack(tmp_path, SHIPPED.read_bytes() + b"  run[x].id: 1\n"), now=NOW)
+        load(stack(tmp_path, SHIPPED.read_bytes().replace(b"\nscenarios:", b"  run[x].id: 1\n\nscenarios:")), now=NOW)
     assert [problem.path for problem in caught.value.problems] == ["rehearsal.run[x].id"]
 
 
