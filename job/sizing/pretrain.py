@@ -11,6 +11,7 @@ from job.dataset.characters import SYMBOLS
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
+BACKWARD = 10  # tensors of the width that one block's backward pass holds besides (counted on the CPU, 2026-11-21)
 
 
 def problems(config: PretrainConfig) -> list[tuple[str, str]]:
@@ -85,19 +86,25 @@ def memory(
     config: PretrainConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
 ) -> Memory:
     """fp32 weights, gradients and moments cut over the ranks; the gathered weights in the compute dtype (all of them
-    with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none stays whole.
+    with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none stays whole. Where the
+    batch is one micro-batch alone the gradients come as the activations go: the peak is a little lower.
     """
     m = config.model
     compute = 2 if config.precision.compute == "bf16" else 4
     total = parameters(m)
-    block = layer_matmul(m) * compute
-    copies = 0 if compute == 4 and ranks == 1 else 2 * block if config.reshard_after_forward else total * compute
-    weights, gradients, moments = total * 4 / ranks + copies, total * 4 / ranks, total * 8 / ranks
-    reduced = block * 2 / compute * 2 if ranks > 1 else 0  # one block's whole gradient in fp32 while it is reduced
+    block = layer_matmul(m)
+    copies = total * compute
+    if ranks == 1:  # casts are part of a block's forward pass, and recomputed with it
+        copies = 0 if compute == 4 else block * compute if checkpointing else copies
+    elif config.reshard_after_forward:
+        copies = 2 * block * compute
+    weights, gradients = total * 4 / ranks + copies, total * 4 / ranks
+    moments = (checkpoint_bytes(config, phase_index) - 4 * total) / ranks
+    # on its way: one block's whole gradient, and what is reduced of it in fp32; alone only the largest matrix's
+    reduced = block * (compute + 4) if ranks > 1 else 4 * m.width * m.width * 4
     tokens = micro_batch * config.data.sequence
-    layer = tokens * _layer_bytes(m, compute, checkpointing=checkpointing)
-    recompute = tokens * _layer_bytes(m, compute, checkpointing=False) if checkpointing else 0
-    activations = m.layers * layer + recompute + tokens * 3 * m.width * compute
+    full, kept = (_layer_bytes(m, compute, checkpointing=on) for on in (False, checkpointing))
+    activations = tokens * (m.layers * kept + full - kept + (3 + BACKWARD) * m.width * compute)
     logits = tokens * m.vocab * LOGIT_BYTES
     return Memory(
         weights_gb=weights / GB,
@@ -139,10 +146,10 @@ def weights_bytes(config: PretrainConfig) -> int:
 
 
 def _layer_bytes(m: CharModel, compute: int, *, checkpointing: bool) -> float:
-    """What autograd keeps of one token in one block."""
+    """What autograd keeps of one token in one block. With checkpointing its input, all products and attention."""
     kv = (m.kv_heads or heads(m)) * m.head_dim
     products = 2 * m.width + 2 * kv + 4 * m.width  # q, attention, k, v; the FFN's up-projection
     if checkpointing:
-        return compute * (m.width + products) + 4 * heads(m)
+        return compute * (3 * m.width + products) + 4 * heads(m)  # o's and down's are products too
     rest = 4 * m.width + m.width + kv + 4 * m.width  # norms' inputs and outputs, q and k before their norm, ReLU^2
     return compute * (products + rest) + 4 * heads(m)
