@@ -84,6 +84,7 @@ class Publisher:
         self._best: dict[str, Any] | None = None
         self._done: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
+        self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
         self._cancel = threading.Event()
         self._stages = Mirror(store, workdir)
 
@@ -180,10 +181,26 @@ class Publisher:
         if content:
             self._store.put_bytes(content, "metrics.jsonl")
         self._stages.send()
+        for path in _files(self._workdir / "tb"):  # they grow: what is there now, not the file
+            content = path.read_bytes()
+            if len(content) != self._scalars.get(path.name):
+                self._store.put_bytes(content, f"tb/{path.name}")
+                self._scalars[path.name] = len(content)
+
+    def exported(self) -> list[Path]:
+        """Files of complete exports (their meta.json is written last) that are not in the store as they are here."""
+        folders = [meta.parent for meta in sorted((self._workdir / "exports").glob("*/meta.json"))]
+        return [path for folder in folders for path in _files(folder) if not self._is_sent(path)]
+
+    def send_exports(self) -> None:
+        """Sends them. Raises StoreError (GivenUpError after `cancel`)."""
+        self._cancel.clear()
+        for path in self.exported():
+            self._export(path)
 
     def outputs(self) -> None:
         """Everything the trainer leaves besides checkpoints."""
-        for name in ("exports", "final", "tb"):
+        for name in ("exports", "final"):
             for path in _files(self._workdir / name):
                 self._export(path)
         for path in sorted(self._workdir.glob("*")):
@@ -206,10 +223,13 @@ class Publisher:
 
     def _export(self, path: Path) -> None:
         """Sends a file once; again when it was written anew, whatever an earlier attempt has left in its place."""
-        key, written = path.relative_to(self._workdir).as_posix(), path.stat().st_mtime_ns
-        if self._sent.get(key) != written:
+        if not self._is_sent(path):
+            key, written = path.relative_to(self._workdir).as_posix(), path.stat().st_mtime_ns
             self._send(path, key)
             self._sent[key] = written
+
+    def _is_sent(self, path: Path) -> bool:
+        return self._sent.get(path.relative_to(self._workdir).as_posix()) == path.stat().st_mtime_ns
 
     def _send(self, path: Path, key: str) -> None:
         self._check_cancel()

@@ -1,4 +1,4 @@
-"""Uploads beside training: one checkpoint at a time, and a pulse of heartbeat, metrics and log.
+"""Uploads beside training: one checkpoint at a time, exports when there is none, a pulse of heartbeat, metrics and log.
 
 Nothing here stops training: what fails is tried again later, longer apart each time.
 """
@@ -18,14 +18,16 @@ BACKOFF_S = (2.0, 60.0)  # first and longest pause after a failure
 
 
 class Uploader:
-    """Publishes what the trainer commits. `poll` is called often and never waits."""
+    """Publishes what the trainer commits, and sends what it exports while nothing more urgent is there: the last
+    seconds before a machine goes belong to the checkpoint. `poll` is called often and never waits.
+    """
 
     def __init__(
         self, publisher: Publisher, executor: Executor, clock: Callable[[], float], say: Callable[[str], None]
     ) -> None:
         self.publisher = publisher
         self._executor, self._clock, self._say = executor, clock, say
-        self._running: tuple[Commit, Future[None]] | None = None
+        self._running: tuple[Commit | None, Future[None]] | None = None  # None: exports
         self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         self._newest_first = False
 
@@ -44,6 +46,8 @@ class Uploader:
         if pending:
             commit = pending[-1 if self._newest_first else 0]
             self._running = (commit, self._executor.submit(self._publish, commit))
+        elif not self._newest_first and self.publisher.exported():
+            self._running = (None, self._executor.submit(self.publisher.send_exports))
 
     def hurry(self) -> None:
         """From now on the newest commit goes first; an older one under way makes room once there is a newer."""
@@ -55,12 +59,14 @@ class Uploader:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs and nothing waits."""
-        return self._running is None and not self.publisher.pending()
+        """Nothing runs and nothing waits; in a hurry, exports do not count."""
+        running = self._running is not None and not (self._newest_first and self._running[0] is None)
+        return not running and not self.publisher.pending()
 
-    def _make_way(self, running: Commit) -> None:
+    def _make_way(self, running: Commit | None) -> None:
         """In a hurry, gives up what is under way for a newer commit, and for nothing else: it would begin again."""
-        if self._newest_first and any(commit.step > running.step for commit in self.publisher.pending()):
+        step = -1 if running is None else running.step
+        if self._newest_first and any(commit.step > step for commit in self.publisher.pending()):
             self.publisher.cancel()
 
     def _publish(self, commit: Commit) -> None:
@@ -70,18 +76,22 @@ class Uploader:
         except StoreError as error:
             self._say(f"old checkpoints stay for now: {error}")
 
-    def _settle(self, commit: Commit, error: BaseException | None) -> None:
+    def _settle(self, commit: Commit | None, error: BaseException | None) -> None:
+        what = "exports" if commit is None else f"step {commit.step}"
         if error is None:
             self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         elif isinstance(error, GivenUpError):
-            self._say(f"step {commit.step} makes room for a newer checkpoint")
+            self._say(f"{what}: the upload makes room for a newer checkpoint")
         elif isinstance(error, StoreError):
-            self._say(f"step {commit.step} not published: {error}; again in {self._pause_s:.0f} s")
+            self._say(f"{what} not published: {error}; again in {self._pause_s:.0f} s")
             self._not_before = self._clock() + self._pause_s
             self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
         elif isinstance(error, OSError | KeyError | TypeError | ValueError):
-            self._say(f"step {commit.step} cannot be published: {type(error).__name__}: {error}")
-            self.publisher.give_up(commit)
+            self._say(f"{what} cannot be published: {type(error).__name__}: {error}")
+            if commit is None:  # an export replaced while it was sent: later
+                self._not_before = self._clock() + self._pause_s
+            else:
+                self.publisher.give_up(commit)
         else:
             raise error
 

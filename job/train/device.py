@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import os
@@ -20,6 +21,7 @@ import torch
 # Dense bf16 TFLOP/s, the denominator of MFU. NVIDIA data sheets, 2026-11; A10G: AWS's own figure (the A10 has 125).
 PEAK_TFLOPS = {"A10G": 70, "L4": 121, "L40S": 362, "A100": 312, "H100": 989.5, "H200": 989.5, "B200": 2250}
 UTILIZATION_INTERVAL_S = 5
+UTILIZATION_SAMPLES = 60  # five minutes
 
 
 class DeviceRefusedError(ValueError):
@@ -153,6 +155,7 @@ class Utilization:
 
     def __init__(self, device: Device) -> None:
         self.percent: float | None = None
+        self._recent: collections.deque[float] = collections.deque(maxlen=UTILIZATION_SAMPLES)
         self._process: subprocess.Popen[str] | None = None
         smi = shutil.which("nvidia-smi") if device.is_cuda else None
         if smi is None:
@@ -163,6 +166,11 @@ class Utilization:
         )
         self._reader = threading.Thread(target=self._read, name="utilization", daemon=True)
         self._reader.start()
+
+    def mean(self) -> float | None:
+        """Over the last five minutes; None before they are over."""
+        recent = list(self._recent)
+        return sum(recent) / len(recent) if len(recent) == UTILIZATION_SAMPLES else None
 
     def close(self) -> None:
         """Ends nvidia-smi."""
@@ -179,6 +187,7 @@ class Utilization:
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):
                 self.percent = float(line)
+                self._recent.append(self.percent)
 
 
 def _driver() -> str | None:

@@ -24,13 +24,17 @@ from job.dataset.prepare import read_manifest
 from job.train import device, metrics, optimizer, step
 from job.train.checkpoint import Commit, Found, Reason, Saved, State
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
+from job.train.guard import SpikeGuard
+from job.train.journal import Journal
 
 REASON_CHARACTERS = 200  # of a stop request, so that it fits the message in which ranks agree
 BEST_SPACING = 0.1  # of the cadence: an improvement sooner than this after the last save is not saved by itself
 
 
 class Loop:
-    """Trains an experiment from wherever it stands. Raises Stopped, LossNotFiniteError, torch.OutOfMemoryError."""
+    """Trains an experiment from wherever it stands. Raises Stopped, ValueError (LossNotFiniteError, LossSpikeError,
+    what an experiment refuses), torch.OutOfMemoryError.
+    """
 
     def __init__(self, session: Session, experiment: Experiment) -> None:
         self.session, self.config, self.experiment = session, session.config, experiment
@@ -41,9 +45,9 @@ class Loop:
         self._ended: str | None = None  # why this phase is over before its last step
         self._manifest = read_manifest(session.data)
         self._clock = metrics.StepClock(session.device.synchronize)
-        self._utilization = device.Utilization(session.device)
+        self._journal = Journal(session, experiment.phases)
+        self._guard = SpikeGuard()
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
-        self._events: list[str] = []  # for the next line of metrics.jsonl
         self._saved_at = time.monotonic()
 
     def run(self) -> None:
@@ -53,12 +57,13 @@ class Loop:
                 self._run()
         finally:
             gc.unfreeze()
-            self._utilization.close()
+            self._journal.close()
             self.session.checkpoints.close()
 
     def _run(self) -> None:
         found = self.session.checkpoints.newest()
         phases = list(self.experiment.phases) if found is None else self._resume(found)
+        self._journal.open(self.step)
         module: nn.Module | None = None
         for phase in phases:
             module = self.experiment.begin(phase, module) if found is None else self.experiment.blank(phase)
@@ -78,14 +83,12 @@ class Loop:
         self._best = math.inf if best is None else best
         self._ended = found.progress.get("ended")
         self.experiment.progress.update(found.progress["experiment"])
-        if self.world.first:
-            self.session.metrics.resume(self.step)
         self.session.say(f"resuming from step {self.step} ({found.commit['phase']}, {found.commit['reason']})")
         then, now = found.commit["determinism"], device.determinism(self.session.device)
         differing = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
         if differing:
             self.session.say(f"not bit for bit the same from here: {'; '.join(differing)}")
-        self._events.append(f"resumed at {self.step}")
+        self._journal.event(f"resumed at {self.step}")
         first = next(phase.index for phase in self.experiment.phases if phase.name == found.commit["phase"])
         return list(self.experiment.phases[first:])
 
@@ -100,13 +103,14 @@ class Loop:
             optimizer.set_step(opt, self.step - phase.first)
         self.session.device.tidy()
         self._clock.restart()
-        self._saved_at = time.monotonic()
+        self._saved_at, self._guard = time.monotonic(), SpikeGuard()
         module.train()
         if hasattr(module, "checkpointing"):
             setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
         started = self.step
         self._heed(phase, state, self.world.agree(self._stop()))
-        with step.compiled(module, self.session.device.torch):
+        measures = getattr(self.config, "measures", None)  # a run may switch them off to measure what they are worth
+        with step.compiled(module, self.session.device.torch, wanted=measures is None or measures.compile):
             while not self._over(phase):
                 val_loss = self._step(phase, module, opt, rung, first=self.step == started)
                 if not self._over(phase):
@@ -114,6 +118,8 @@ class Loop:
                 due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
                 if due is not None:
                     self._save(phase, state, due, val_loss if due == "best" else None)
+                    if measures is not None and not measures.async_checkpoints:
+                        self._note(self.session.checkpoints.wait())
                 self._heed(phase, state, stop)
                 if self.step == started + 1:
                     gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
@@ -142,10 +148,12 @@ class Loop:
             self.val_loss = val_loss = self.experiment.evaluate(phase, module, rung)
             self._ended = self.experiment.stop_early(phase, val_loss)
             if self._ended is not None:
-                self._say_event(f"phase {phase.name} ends early at step {self.step}: {self._ended}")
+                self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
         if values is not None:
             self._require_finite()
-            self._log(phase, lr, {**values, "val_loss": val_loss})
+            values["val_loss"], step_s = val_loss, self._clock.read()
+            self._journal.write(phase, self.step, values, lr=lr, step_s=step_s, shown_val_loss=self.val_loss)
+            self._guard.see(values["loss"], self.step, self.session.checkpoints.saved_step)
         return val_loss
 
     def _read_back(self, result: step.StepResult) -> dict[str, Any]:
@@ -157,73 +165,16 @@ class Loop:
             **self.experiment.logged(aux),
         }
 
-    def _log(self, phase: Phase, lr: float, values: dict[str, Any]) -> None:
-        session = self.session
-        step_s = self._clock.read()
-        memory_gb = session.device.used_gb()
-        if not self.world.first:
-            self._events.clear()
-            return
-        tok_s = phase.tokens_per_step / step_s if step_s else None
-        peak = session.device.peak_tflops
-        mfu = tok_s * phase.flops_per_token / (peak * 1e12 * self.world.size) if tok_s and peak else None
-        spent = (atomic.read_object(session.workdir / "spent.json") or {}).get("spent_usd")
-        line = metrics.Line(
-            step=self.step,
-            steps=self.experiment.phases[-1].last,
-            loss=values["loss"],
-            val_loss=self.val_loss,
-            lr=lr,
-            step_s=step_s,
-            tokens_per_s=tok_s,
-            mfu=mfu,
-            memory_gb=memory_gb,
-            memory_total_gb=session.device.memory_gb,
-            gpu_util=self._utilization.percent,
-            spent_usd=None if spent is None else float(spent),
-            eta_s=None if step_s is None else self._eta_s(phase, step_s),
-        )
-        session.say(str(line))
-        session.metrics.write(
-            {
-                "ts": round(time.time(), 3),
-                "phase": phase.name,
-                "step": self.step,
-                "tokens": self._tokens(),
-                "lr": lr,
-                "step_ms": None if step_s is None else round(step_s * 1000, 3),
-                "tok_s": None if tok_s is None else round(tok_s, 1),
-                "mfu": None if mfu is None else round(mfu, 4),
-                "mem_gb": round(line.memory_gb, 3),
-                "gpu_util": line.gpu_util,
-                "spent_usd": line.spent_usd,
-                "event": "; ".join(self._events) or None,
-                **values,
-            }
-        )
-        self._events.clear()
-
-    def _tokens(self) -> int:
-        """Trained on so far."""
-        return sum(
-            max(0, min(self.step, phase.last) - phase.first) * phase.tokens_per_step for phase in self.experiment.phases
-        )
-
-    def _eta_s(self, phase: Phase, step_s: float) -> float:
-        """Steps that are left, later phases' in proportion to their FLOPs; no growth, no evaluation."""
-        later = sum(p.steps * p.flops_per_token * p.tokens_per_step for p in self.experiment.phases[phase.index + 1 :])
-        return step_s * (phase.last - self.step + later / (phase.flops_per_token * phase.tokens_per_step))
-
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
         """An improvement, the cadence or a wish of the supervisor's. One save at a time. Rank 0's word counts."""
-        if not self.world.first or self._over(phase):
+        if not self.world.first or self._over(phase) or self._guard.suspicious:
             return None
         since, interval = time.monotonic() - self._saved_at, self.config.checkpoint.interval_s
         improved = val_loss is not None and val_loss < self._best
         wished = self.session.requests.save()
         if self.session.checkpoints.busy:
             if wished:
-                self._events.append("a save is on its way already")
+                self._journal.event("a save is on its way already")
             return None
         if improved and since >= BEST_SPACING * interval:
             return "best"
@@ -240,7 +191,7 @@ class Loop:
         commit = Commit(
             step=self.step,
             phase=phase.name,
-            tokens=self._tokens(),
+            tokens=self._journal.tokens(self.step),
             val_loss=val_loss,
             config_sha256=self.session.config_sha256,
             determinism=device.determinism(self.session.device),
@@ -263,15 +214,9 @@ class Loop:
         for saved in ended:
             size = f"{saved.bytes / 1e6:.1f} MB"
             if saved.problem is None:
-                text = f"saved {saved.step} ({saved.reason}, {size}, blocked {saved.blocking_s:.3f} s)"
+                self._journal.event(f"saved {saved.step} ({saved.reason}, {size}, blocked {saved.blocking_s:.3f} s)")
             else:
-                text = f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}"
-                self.session.say(text)
-            self._events.append(text)
-
-    def _say_event(self, text: str) -> None:
-        self.session.say(text)
-        self._events.append(text)
+                self._journal.event(f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}", aloud=True)
 
     def _stop(self) -> tuple[str, bool] | None:
         """The stop request, as rank 0 sees it."""

@@ -58,11 +58,11 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
 
 
 @contextlib.contextmanager
-def compiled(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within it, each block's forward runs compiled on CUDA: one graph for all blocks, static shapes; FSDP2's hooks
-    around it, which no graph can hold, do not. Outside, and on a CPU, the module runs as written.
+def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[None]:
+    """Within it, each block's forward runs compiled on CUDA, where wanted: one graph for all blocks, static shapes;
+    FSDP2's hooks around it, which no graph can hold, do not. Outside, and on a CPU, the module runs as written.
     """
-    blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" else []
+    blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     try:

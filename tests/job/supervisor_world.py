@@ -100,7 +100,8 @@ class FakeTrainer:
         self.step += 1
         self.output_at = self.clock.now
         with (self.workdir / "metrics.jsonl").open("a") as file:
-            record = {"step": self.step, "phase": "dense", "loss": 1 / self.step, "tok_s": 640.0, "step_ms": 100.0}
+            seen = {"ts": self.clock.now, "step": self.step, "phase": "dense", "loss": 1 / self.step}
+            record = {**seen, "tok_s": 640.0, "step_ms": 100.0}
             file.write(json.dumps(record) + "\n")
         happens = self.script.get(self.step)
         if happens is not None and (code := happens(self)) is not None:

@@ -1,0 +1,92 @@
+"""When a run is not worth its money any more: a loss that shot up and stayed up. And what is slower than was promised.
+
+A loss that is NaN or infinite is the loop's own business; these rules look at the losses that are logged.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from job.train.device import Device
+from job.train.experiment import Phase
+
+# Loss spike: this far above the window's median, twice in a row. 10 MADs are 6.7 standard deviations of a normal
+# distribution; the nat keeps a quiet late window (MAD 0.01) from calling an ordinary bump a spike. Our choice, 2026-11.
+WINDOW, LEAST, MADS, NATS, IN_A_ROW = 50, 10, 10.0, 1.0, 2
+
+# Warnings, workloads.md 0.11: below or above these a run costs more than its bill says, or is about to fail.
+UTILIZATION, MEMORY, PACE, MFU = 80.0, 0.95, 0.6, 0.6
+
+
+class LossSpikeError(ValueError):
+    """The loss left its range and did not come back. The last committed checkpoint is older and good."""
+
+
+class SpikeGuard:
+    """Looks at one phase's logged losses, in order. Each rank's sees the same ones, so all of them stop together."""
+
+    def __init__(self) -> None:
+        self._window: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._above = 0
+
+    @property
+    def suspicious(self) -> bool:
+        """The newest loss is out of range: nothing is saved until the next one has been seen."""
+        return self._above > 0
+
+    def see(self, loss: float, step: int, saved_step: int) -> None:
+        """Raises LossSpikeError at the second loss in a row that is out of range."""
+        if len(self._window) >= LEAST:
+            middle = median(self._window)
+            limit = middle + max(MADS * median(abs(x - middle) for x in self._window), NATS)
+            if loss > limit:
+                self._above += 1
+                if self._above == IN_A_ROW:
+                    raise LossSpikeError(
+                        f"the loss is {loss:.3f} at step {step}, after {middle:.3f} (median of the last "
+                        f"{len(self._window)} logged, limit {limit:.3f}), {IN_A_ROW} times in a row. The checkpoint of "
+                        f"step {max(saved_step, 0)} is from before: lower optim.lr or optim.clip and start a run anew"
+                    )
+                return
+        self._above = 0
+        self._window.append(loss)
+
+
+class Thresholds:
+    """Warnings about one phase, each at most once, with the reason."""
+
+    def __init__(self, phase: Phase, predicted: Sequence[dict[str, Any]], device: Device) -> None:
+        self._predicted = next((row for row in predicted if row.get("phase") == phase.name), {})
+        self._device = device
+        self._said: set[str] = set()
+
+    def check(
+        self, *, tokens_per_s: float | None, mfu: float | None, memory_gb: float, utilization: float | None
+    ) -> list[str]:
+        """Sentences for the log. `utilization`: percent, mean over the last five minutes."""
+        total = self._device.memory_gb
+        promised, target = self._predicted.get("tokens_per_s"), self._predicted.get("mfu")
+        found: dict[str, str] = {}
+        if utilization is not None and utilization < UTILIZATION:
+            found["utilization"] = (
+                f"gpu utilisation {utilization:.0f} % over 5 minutes, at least {UTILIZATION:.0f} % is expected: it "
+                "waits for the host, or its micro-batches are too small (batch.micro, rung.json)"
+            )
+        if self._device.is_cuda and memory_gb > MEMORY * total:
+            found["memory"] = (
+                f"{memory_gb:.1f} of {total:.1f} GB GPU memory in use, more than {MEMORY:.0%}: little is left before "
+                "it runs out and the run continues a rung lower on the ladder"
+            )
+        if tokens_per_s and promised and tokens_per_s < PACE * promised:
+            found["pace"] = (
+                f"{tokens_per_s:,.0f} tok/s is {tokens_per_s / promised:.2f} x the {promised:,.0f} that the bill is "
+                f"made of: time and dollars grow by {promised / tokens_per_s:.1f}"
+            )
+        if mfu and target and mfu < MFU * target:
+            found["mfu"] = f"mfu {mfu:.1%} is {mfu / target:.2f} x the {target:.1%} that was assumed"
+        new = [text for name, text in found.items() if name not in self._said]
+        self._said |= found.keys()
+        return new

@@ -1,0 +1,118 @@
+"""What a run writes down of its steps: the console line, metrics.jsonl, TensorBoard, and warnings. Rank 0's alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from job import atomic
+from job.train import metrics
+from job.train.device import Utilization
+from job.train.experiment import Phase, Session
+from job.train.guard import Thresholds
+from job.train.scalars import Scalars
+
+
+class Journal:
+    """One start's. `event` may be called on every rank; only rank 0's words are kept."""
+
+    def __init__(self, session: Session, phases: Sequence[Phase]) -> None:
+        self._session, self._phases = session, phases
+        self._utilization = Utilization(session.device)
+        self._events: list[str] = []  # for the next line
+        self._thresholds: dict[str, Thresholds] = {}
+        self._scalars: Scalars | None = None
+
+    def open(self, step: int) -> None:
+        """Goes on after `step`; what is there beyond it will be repeated. Raises ValueError."""
+        if not self._session.world.first:
+            return
+        if step:
+            self._session.metrics.resume(step)
+        if self._session.config.log.tensorboard:
+            self._scalars = Scalars(self._session.workdir, step)
+
+    def close(self) -> None:
+        """Ends what runs beside."""
+        self._utilization.close()
+        if self._scalars is not None:
+            self._scalars.close()
+
+    def event(self, text: str, *, aloud: bool = False) -> None:
+        """Goes into the next line of metrics.jsonl; `aloud`: also said at once."""
+        if aloud:
+            self._session.say(text)
+        self._events.append(text)
+
+    def tokens(self, step: int) -> int:
+        """Trained on in `step` steps."""
+        return sum(max(0, min(step, phase.last) - phase.first) * phase.tokens_per_step for phase in self._phases)
+
+    def write(
+        self,
+        phase: Phase,
+        step: int,
+        values: dict[str, Any],
+        *,
+        lr: float,
+        step_s: float | None,
+        shown_val_loss: float | None,
+    ) -> None:
+        """One logged step. `values`: loss, val_loss (None unless evaluated now), grad_norm, the experiment's own.
+        `shown_val_loss`: the newest there is.
+        """
+        session = self._session
+        memory_gb = session.device.used_gb()
+        if not session.world.first:
+            self._events.clear()
+            return
+        tok_s = phase.tokens_per_step / step_s if step_s else None
+        peak = session.device.peak_tflops
+        mfu = tok_s * phase.flops_per_token / (peak * 1e12 * session.world.size) if tok_s and peak else None
+        spent = (atomic.read_object(session.workdir / "spent.json") or {}).get("spent_usd")
+        line = metrics.Line(
+            step=step,
+            steps=self._phases[-1].last,
+            loss=values["loss"],
+            val_loss=shown_val_loss,
+            lr=lr,
+            step_s=step_s,
+            tokens_per_s=tok_s,
+            mfu=mfu,
+            memory_gb=memory_gb,
+            memory_total_gb=session.device.memory_gb,
+            gpu_util=self._utilization.percent,
+            spent_usd=None if spent is None else float(spent),
+            eta_s=None if step_s is None else self._eta_s(phase, step, step_s),
+        )
+        session.say(str(line))
+        thresholds = self._thresholds.setdefault(phase.name, Thresholds(phase, session.predicted, session.device))
+        for text in thresholds.check(
+            tokens_per_s=tok_s, mfu=mfu, memory_gb=memory_gb, utilization=self._utilization.mean()
+        ):
+            self.event(f"warning: {text}", aloud=True)
+        record = {
+            "ts": round(time.time(), 3),
+            "phase": phase.name,
+            "step": step,
+            "tokens": self.tokens(step),
+            "lr": lr,
+            "step_ms": None if step_s is None else round(step_s * 1000, 3),
+            "tok_s": None if tok_s is None else round(tok_s, 1),
+            "mfu": None if mfu is None else round(mfu, 4),
+            "mem_gb": round(memory_gb, 3),
+            "gpu_util": line.gpu_util,
+            "spent_usd": line.spent_usd,
+            "event": "; ".join(self._events) or None,
+            **values,
+        }
+        self._events.clear()
+        session.metrics.write(record)
+        if self._scalars is not None:
+            self._scalars.write(record)
+
+    def _eta_s(self, phase: Phase, step: int, step_s: float) -> float:
+        """Steps that are left, later phases' in proportion to their FLOPs; no growth, no evaluation."""
+        later = sum(p.steps * p.flops_per_token * p.tokens_per_step for p in self._phases[phase.index + 1 :])
+        return step_s * (phase.last - step + later / (phase.flops_per_token * phase.tokens_per_step))

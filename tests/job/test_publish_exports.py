@@ -1,0 +1,112 @@
+"""What goes out beside checkpoints: exports while nothing is more urgent, TensorBoard's files as they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from supervisor_world import Bench, FaultyStore, commit
+
+from job.supervisor.publish import Publisher
+from job.supervisor.store import GivenUpError
+from job.supervisor.uploads import Uploader
+
+
+class Queue(Executor):
+    """Does nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Any], partial[Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.waiting.append((Future(), partial(fn, *args, **kwargs)))
+        return self.waiting[-1][0]
+
+    def run(self, error: Exception | None = None) -> None:
+        """The one thing that waits, or its end with `error`."""
+        ((future, work),) = self.waiting
+        self.waiting.clear()
+        if error is None:
+            future.set_result(work())
+        else:
+            future.set_exception(error)
+
+
+def exported(workdir: Path, name: str, content: bytes = b"weights") -> None:
+    folder = workdir / "exports" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(content)
+    (folder / "meta.json").write_text("{}")
+
+
+def idle(bench: Bench) -> tuple[Uploader, Queue, Publisher]:
+    publisher = Publisher(store=bench.store, workdir=bench.folder / "w", stamp=dict, say=lambda line: None)
+    queue = Queue()
+    return Uploader(publisher, queue, bench.clock, lambda line: None), queue, publisher
+
+
+def test_a_complete_export_is_sent_once_nothing_is_more_urgent(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    uploader, queue, _publisher = idle(bench)
+    exported(tmp_path / "w", "phase1_end")
+    (tmp_path / "w" / "exports" / "phase2_start").mkdir()
+    (tmp_path / "w" / "exports" / "phase2_start" / "model.safetensors").write_bytes(b"half")
+    commit(tmp_path / "w", 3, "c")
+    uploader.poll()
+    queue.run()
+    assert bench.manifests() == [3]
+    assert bench.store.get_bytes("exports/phase1_end/model.safetensors") is None
+    uploader.poll()
+    queue.run()
+    assert bench.store.get_bytes("exports/phase1_end/model.safetensors") == b"weights"
+    assert bench.store.get_bytes("exports/phase2_start/model.safetensors") is None  # no meta.json yet
+    uploader.poll()
+    assert not queue.waiting
+    assert uploader.idle
+
+
+def test_an_export_written_anew_is_sent_anew(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    uploader, queue, _publisher = idle(bench)
+    for content in (b"first", b"second"):
+        exported(tmp_path / "w", "phase1_end", content)
+        uploader.poll()
+        queue.run()
+        uploader.poll()
+        assert bench.store.get_bytes("exports/phase1_end/model.safetensors") == content
+
+
+def test_in_a_hurry_an_export_makes_room_for_a_checkpoint_and_none_is_begun(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    uploader, queue, publisher = idle(bench)
+    exported(tmp_path / "w", "phase1_end")
+    uploader.poll()  # the export is on its way
+    uploader.hurry()
+    assert uploader.idle  # nobody waits for it
+    commit(tmp_path / "w", 3, "c")
+    assert not uploader.idle
+    uploader.poll()
+    assert publisher._cancel.is_set()
+    queue.run(error=GivenUpError("publication given up"))
+    uploader.poll()
+    queue.run()
+    assert bench.manifests() == [3]
+    uploader.poll()
+    assert not queue.waiting
+
+
+def test_tensorboards_files_go_with_the_metrics_when_they_have_grown(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    puts: list[str] = []
+    store = FaultyStore(bench.store, lambda put, key: puts.append(key))  # type: ignore[func-returns-value]
+    publisher = Publisher(store=store, workdir=tmp_path / "w", stamp=dict, say=lambda line: None)
+    (tmp_path / "w" / "tb").mkdir(parents=True)
+    events = tmp_path / "w" / "tb" / "events.1"
+    for content in (b"one", b"one", b"onetwo"):
+        events.write_bytes(content)
+        publisher.metrics()
+    assert puts == ["tb/events.1"] * 2
+    assert bench.store.get_bytes("tb/events.1") == b"onetwo"

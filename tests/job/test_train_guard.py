@@ -1,0 +1,167 @@
+"""What stops a run that is not worth its money, and what is said of one that is slower than its bill assumed."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_world as world
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from train_world import StopAt
+
+from job import atomic
+from job.train import step
+from job.train.device import UTILIZATION_SAMPLES, Device, Utilization
+from job.train.experiment import Phase
+from job.train.guard import LossSpikeError, SpikeGuard, Thresholds
+
+GPU = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24.0, driver=None, peak_tflops=70)
+PHASE = Phase(index=0, name="dense", first=0, steps=10, flops_per_token=1.0, tokens_per_step=8)
+PREDICTED = [{"phase": "dense", "tokens_per_s": 1000.0, "mfu": 0.4}]
+
+
+def seen(losses: list[float]) -> SpikeGuard:
+    guard = SpikeGuard()
+    for index, loss in enumerate(losses):
+        guard.see(loss, index + 1, 0)
+    return guard
+
+
+def falling(count: int = 30, noise: float = 0.05) -> list[float]:
+    """A loss from 11 towards 2, with noise."""
+    draw = random.Random(3)
+    return [2 + 9 * 0.9**index + draw.gauss(0, noise) for index in range(count)]
+
+
+def test_an_ordinary_loss_curve_is_never_suspicious() -> None:
+    assert not seen(falling(200, noise=0.3)).suspicious
+
+
+def test_one_high_loss_is_suspicious_and_forgiven_when_it_comes_back() -> None:
+    guard = seen([*falling(120), 9.0])
+    assert guard.suspicious
+    guard.see(2.1, 122, 0)
+    assert not guard.suspicious
+
+
+def test_two_high_losses_in_a_row_end_the_run_and_name_the_checkpoint_from_before() -> None:
+    guard = seen([*falling(120), 9.0])
+    with pytest.raises(
+        LossSpikeError, match=r"is 9.500 at step 400, after 1.* 2 times in a row.*step 300 is from before"
+    ):
+        guard.see(9.5, 400, 300)
+
+
+def test_a_bump_of_less_than_a_nat_in_a_quiet_window_is_no_spike() -> None:
+    assert not seen([*[2.0, 2.001] * 20, 2.9, 2.9]).suspicious
+
+
+def test_a_start_is_too_short_to_judge() -> None:
+    assert not seen([4.0] * 8 + [40.0, 40.0]).suspicious
+
+
+def test_a_spike_ends_the_run_with_its_reason_and_without_a_save_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = step.update
+
+    def spiked(*given: Any) -> step.StepResult:
+        result = real(*given)
+        return result._replace(loss=result.loss * 3) if given[4] >= 12 else result
+
+    monkeypatch.setattr(step, "update", spiked)
+    workdir = world.make(tmp_path, steps_per_phase=20, eval={"every": 100})
+    assert world.train(workdir, StopAt(workdir, saves=tuple(range(1, 100)))) == 65
+    record = atomic.read_object(workdir / "fatal.json")
+    assert record is not None
+    assert record["error"] == "LossSpikeError"
+    newest = world.committed(workdir)[-1]
+    assert 0 < newest <= 12
+    assert f"The checkpoint of step {newest} is from before: lower optim.lr" in record["detail"]
+
+
+def warned(**figures: Any) -> list[str]:
+    usual: dict[str, Any] = {"tokens_per_s": 900.0, "mfu": 0.38, "memory_gb": 20.0, "utilization": 97.0}
+    return Thresholds(PHASE, PREDICTED, GPU).check(**{**usual, **figures})
+
+
+def test_a_run_as_fast_as_predicted_is_not_warned_of() -> None:
+    assert warned() == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"utilization": 63.0}, "gpu utilisation 63 % over 5 minutes, at least 80 % is expected"),
+        ({"memory_gb": 23.1}, "23.1 of 24.0 GB GPU memory in use, more than 95%"),
+        (
+            {"tokens_per_s": 500.0},
+            "500 tok/s is 0.50 x the 1,000 that the bill is made of: time and dollars grow by 2.0",
+        ),
+        ({"mfu": 0.2}, "mfu 20.0% is 0.50 x the 40.0% that was assumed"),
+    ],
+)
+def test_each_threshold_says_what_is_wrong_and_what_it_costs(figures: dict[str, Any], words: str) -> None:
+    (text,) = warned(**figures)
+    assert words in text
+
+
+def test_a_warning_is_said_once_in_a_phase() -> None:
+    thresholds = Thresholds(PHASE, PREDICTED, GPU)
+    figures: dict[str, Any] = {"tokens_per_s": 100.0, "mfu": None, "memory_gb": 1.0, "utilization": None}
+    assert len(thresholds.check(**figures)) == 1
+    assert thresholds.check(**figures) == []
+
+
+def test_without_a_prediction_and_in_the_warm_up_nothing_is_compared() -> None:
+    assert Thresholds(PHASE, [], GPU).check(tokens_per_s=1.0, mfu=0.01, memory_gb=1.0, utilization=None) == []
+    assert warned(tokens_per_s=None, mfu=None, utilization=None) == []
+
+
+def test_a_slow_run_is_warned_of_in_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workdir = world.make(tmp_path, steps_per_phase=13)
+    tree = json.loads((workdir / "run.json").read_text())
+    tree["predicted"] = [
+        {"phase": name, "step_ms": 1e-6, "tokens_per_s": 1e12, "mfu": None, "memory_gb": 0.1}
+        for name in ("dense", "moe", "grown")
+    ]
+    (workdir / "run.json").write_text(json.dumps(tree))
+    assert world.train(workdir) == 0
+    assert capsys.readouterr().out.count("that the bill is made of") == 3  # once a phase
+    assert sum("warning: " in (record["event"] or "") for record in world.records(workdir)) == 3
+
+
+def test_utilisation_is_a_mean_over_five_minutes_once_they_are_over() -> None:
+    utilization = Utilization(replace(GPU, torch=torch.device("cpu")))
+    utilization._recent.extend([50.0] * (UTILIZATION_SAMPLES - 1))
+    assert utilization.mean() is None
+    utilization._recent.append(110.0)
+    assert utilization.mean() == pytest.approx(51.0)
+
+
+@pytest.mark.filterwarnings("default")  # tensorboard's reader
+def test_tensorboard_has_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path, log={"tensorboard": True})
+    assert world.train(workdir, StopAt(workdir, 7)) == 75
+    assert world.train(workdir) == 0
+    found = EventAccumulator(str(workdir / "tb"))
+    found.Reload()
+    losses = {event.step: event.value for event in found.Scalars("loss")}
+    assert losses == {r["step"]: pytest.approx(r["loss"], rel=1e-6) for r in world.records(workdir)}
+    assert {"val_loss", "lr", "router_load/0", "mem_gb"} <= set(found.Tags()["scalars"])
+
+
+def test_tensorboard_is_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # an import raises ImportError
+    assert world.train(world.make(tmp_path / "without")) == 0
+    workdir = world.make(tmp_path / "asked", log={"tensorboard": True})
+    assert world.train(workdir) == 65
+    record = atomic.read_object(workdir / "fatal.json")
+    assert record is not None
+    assert "install tensorboard, or set it to false" in record["detail"]
