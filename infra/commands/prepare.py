@@ -11,7 +11,7 @@ from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
-from job.config import JobConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.config import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, sources, weights
 
 
@@ -73,6 +73,11 @@ def prepared(
 
             beside = tokenizer or _tokenizer_of(definition.storage.base_weights, root)
             return prepare_sft(folder, config, text=text, tokenizer=beside, say=_say)
+        if isinstance(config, KernelConfig):
+            from job.dataset.kernel_pairs import prepare_kernels  # brings numpy
+
+            beside = tokenizer or _tokenizer_of(definition.storage.base_weights, root)
+            return prepare_kernels(folder, config, text=text, tokenizer=beside, say=_say)
         if isinstance(config, TwoTowerConfig):
             from job.dataset.ranking import prepare_ranking  # brings numpy
 

@@ -44,6 +44,7 @@ def verify(
     *,
     rows: Sequence[str],
     check: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[Verdict]]:
     """Verdicts per row, in the order of `candidates`. Those in the ledger are taken from it, new ones appended as they
     fall. `check` is called between candidates and may raise. `rows` begins with the full one.
@@ -92,6 +93,25 @@ def line(row: str, verdicts: Sequence[Verdict], full: Sequence[Verdict], *, seed
         "pass@1_interval": statistics.interval(rates, seed=seed) if rates else None,
         "pass@1_minus_full": statistics.paired_interval(rates, whole, seed=seed) if rates else None,
     }
+
+
+def text(table: Sequence[dict[str, Any]]) -> list[str]:
+    """The table for people."""
+    head = ("row", "false accepts", "pass@1", "pass@10", "fast 1.0", "fast 1.2", "s/candidate")
+    keys = ("pass@1", "pass@10", "fast_1", "fast_1.2", "seconds_per_candidate")
+    lines = [
+        (
+            row["row"],
+            f"{row['false_accepts']} of {row['adversarial']}",
+            *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys),
+        )
+        for row in table
+    ]
+    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+    return [
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(line, widths, strict=True)) for line in (head, *lines))
+    ]
 
 
 def _by_task(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:

@@ -114,22 +114,26 @@ class Judge:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Judges in parallel; `done` gets each verdict as it falls, in this thread. `check` may raise to give up: then
-        nothing new is begun, and what is under way is not waited for longer than it may last.
+        what is under way is ended, without a verdict.
         """
         waiting = iter(candidates)
         running: set[Future[Verdict]] = set()
         with ThreadPoolExecutor(self.parallel) as pool:
-            more = True
-            while more or running:
-                check()
-                while more and len(running) < self.parallel:
-                    candidate = next(waiting, None)
-                    more = candidate is not None
-                    if candidate is not None:
-                        running.add(pool.submit(self.verdict, candidate, switches, row))
-                ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    done(future.result())
+            try:
+                more = True
+                while more or running:
+                    check()
+                    while more and len(running) < self.parallel:
+                        candidate = next(waiting, None)
+                        more = candidate is not None
+                        if candidate is not None:
+                            running.add(pool.submit(self.verdict, candidate, switches, row))
+                    ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+                    for future in ended:
+                        done(future.result())
+            except BaseException:
+                self._workers.give_up()
+                raise
 
     def verdict(self, candidate: Candidate, switches: Switches, row: str) -> Verdict:
         """One candidate through the funnel."""

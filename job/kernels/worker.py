@@ -41,6 +41,10 @@ class Workers:
         self._control: socket.socket | None = None
 
     def __enter__(self) -> Workers:
+        """Starts the server now, so that no candidate waits for it."""
+        if not self._gpus:
+            with self._lock:
+                self._serve()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -50,6 +54,12 @@ class Workers:
             for pid in [*_offspring(self._server.pid), self._server.pid]:
                 _kill(pid)
             self._server.wait()
+
+    def give_up(self) -> None:
+        """Ends every process that is at work now; whoever asks one of them next gets Lost."""
+        for pid in list(self._live):
+            for offspring in [*_offspring(pid), pid]:
+                _kill(offspring)
 
     def start(self, *, memory_bytes: float, gpu: int = 0, trusted: bool = False) -> Process:
         """A new process. `trusted`: our own reference, which needs no guard."""

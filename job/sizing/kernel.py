@@ -14,6 +14,7 @@ COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 CANDIDATE_GPU_S = 4.0  # tiny and full run
 TIMING_GPU_S = 2.0  # of a correct one
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
+TASKS, PLANTED = 20, 200  # job/kernels/catalog.py and planted.py
 ABLATION_ROWS = 5  # the funnel and four rows without one or all of its extensions, on the same candidates
 
 
@@ -24,6 +25,10 @@ def problems(config: KernelConfig) -> list[tuple[str, str]]:
     micro = config.batch.micro_tokens
     if micro is not None and (micro % config.data.row or micro > config.batch.tokens):
         found.append(("batch.micro_tokens", f"a multiple of data.row, {config.data.row}, up to batch.tokens"))
+    if config.generate.tasks > TASKS:
+        found.append(("generate.tasks", f"at most {TASKS}: there are no more tasks"))
+    if config.funnel.planted > PLANTED:
+        found.append(("funnel.planted", f"at most {PLANTED}: {TASKS} tasks x 5 kinds x 2"))
     if len(config.optim.betas) != 2:
         found.append(("optim.betas", "two numbers, beta1 and beta2"))
     return found

@@ -1,0 +1,141 @@
+"""kernel-sft's pairs of a PyTorch program and a Triton one, packed into rows as packed.py writes them.
+
+A JSONL file has {prompt, answer} a line, as KernelBook's pairs are easily written; `data.samples` of them are chosen by
+the seed. Generated pairs are seeded kernels of the twenty tasks, with a tokenizer of bytes: any program can be written
+in 256 ids and a few special tokens. The loss is on the answer. User mistakes raise ValueError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from job.config.kernel import KernelConfig
+from job.dataset.chat import SHOWN, Conversation, Turn
+from job.dataset.packed import prepare_packed
+from job.dataset.packing import Packing
+from job.dataset.prepare import DatasetManifest
+from job.dataset.rendering import TEMPLATES, FileTokenizer, Template
+from job.kernels import planted
+from job.kernels.catalog import TASKS
+
+HELD_OUT = 0.02  # share of the pairs, for a validation loss; at least one
+BLOCKS = (128, 256, 512, 1024, 2048)
+
+
+def prepare_kernels(
+    folder: Path,
+    config: KernelConfig,
+    *,
+    text: Path | None = None,
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> DatasetManifest:
+    """The dataset in `folder`, made now or found there, from a JSONL file (`text`) or generated. `tokenizer`: the base
+    weights' own tokenizer.json. Raises ValueError.
+    """
+    data, template = config.data, TEMPLATES[config.model.family]
+    how = Packing(row=data.row, longest=data.row, held_out=HELD_OUT, seed=config.seed)
+    if data.source == "generated-kernels" and text is None:
+        pairs: GeneratedKernels | PairsFile = GeneratedKernels(data.samples, config.seed)
+        own = byte_tokenizer(template)
+    elif text is None:
+        raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK pairs.jsonl")
+    elif tokenizer is None:
+        raise ValueError(
+            "no tokenizer: put the base weights with their tokenizer.json into the folder that storage.base_weights "
+            "names, or give the file with --tokenizer"
+        )
+    else:
+        pairs, own = PairsFile(text, data.samples, config.seed), FileTokenizer(tokenizer)
+    return prepare_packed(folder, pairs, own, template, how, model_vocab=config.model.vocab, say=say)
+
+
+@dataclass(frozen=True)
+class GeneratedKernels:
+    """`count` seeded kernels, going round the tasks; they differ in their block size."""
+
+    count: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"generated kernels: {self.count} from seed {self.seed}"
+
+    def conversations(self) -> Iterator[Conversation]:
+        draw = random.Random(f"kernels {self.seed}")
+        for number in range(self.count):
+            task = TASKS[number % len(TASKS)]
+            yield Turn("user", task.prompt), Turn("assistant", planted.source(task, block=draw.choice(BLOCKS)))
+
+
+@dataclass(frozen=True)
+class PairsFile:
+    """`samples` of the file's pairs, chosen by the seed, in the file's order; all of them where there are fewer."""
+
+    path: Path
+    samples: int
+    seed: int
+
+    @cached_property
+    def name(self) -> str:
+        try:
+            content = self.path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{self.path}: cannot be read ({error.strerror})") from error
+        digest = hashlib.sha256(content).hexdigest()
+        return f"kernel pairs: {self.samples} by seed {self.seed} of sha256 {digest}"
+
+    def conversations(self) -> Iterator[Conversation]:
+        """Raises ValueError with all lines that are no pair."""
+        lines, problems = self.path.read_bytes().splitlines(), []
+        pairs: list[Conversation] = []
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                pairs.append(_pair(line))
+            except ValueError as error:
+                problems.append(f"{self.path}:{number}: {error}")
+        if problems:
+            more = [f"{self.path}: and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+            raise ValueError("\n".join((*problems[:SHOWN], *more)))
+        if not pairs:
+            raise ValueError(f"{self.path}: empty; give one JSON object a line with prompt and answer")
+        chosen = random.Random(f"pairs {self.seed}").sample(range(len(pairs)), min(self.samples, len(pairs)))
+        yield from (pairs[index] for index in sorted(chosen))
+
+
+def _pair(line: bytes) -> Conversation:
+    try:
+        tree = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(tree, dict):
+        raise ValueError("not an object; give prompt and answer")
+    for key in ("prompt", "answer"):
+        if not isinstance(tree.get(key), str) or not tree[key].strip():
+            raise ValueError(f"{key}: not a text")
+    return Turn("user", tree["prompt"]), Turn("assistant", tree["answer"])
+
+
+def byte_tokenizer(template: Template) -> FileTokenizer:
+    """One id per byte, then the template's special tokens; 256 and a few."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    pieces = (*template.begin, *template.header, template.end)
+    made.add_special_tokens(list(dict.fromkeys(piece for piece in pieces if piece.startswith("<|"))))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tokenizer.json"
+        file.write_text(made.to_str(), encoding="utf-8")
+        return FileTokenizer(file)
