@@ -23,6 +23,7 @@ from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find, load, not_ready
 from infra.run_guard import Previous, Verdict, judge, timer_seconds
+from infra.scenarios import scenario as one_scenario
 from job.dataset.prepare import DatasetManifest, read_manifest, verify
 from job.dataset.weights import WeightsManifest
 from job.dataset.weights import read as read_weights
@@ -86,7 +87,7 @@ def make(
     still needs is a warning.
     """
     over = bool(previous.outputs.get("run"))
-    definition = load(find(name, root), now=now, past_deadline=over, scenario=scenario)
+    definition = _load(find(name, root), scenario, now=now, past_deadline=over)
     folder = None if definition.storage.dataset.startswith("s3://") else root / definition.storage.dataset
     missing = not_ready(definition, root)
     if missing and not preview:
@@ -132,6 +133,12 @@ def make(
         run_config=run_config.encode(run_config.run_config(definition, bill, inputs)).decode(),
         warnings=(*missing, *map(str, found), *verdict.warnings),
     )
+
+
+def _load(path: Path, name: str | None, *, now: datetime, past_deadline: bool) -> StackDefinition:
+    if name is None:
+        return load(path, now=now, past_deadline=past_deadline)
+    return one_scenario(path, name, now=now, past_deadline=past_deadline)
 
 
 def dataset_entry(definition: StackDefinition, dataset: DatasetManifest | None) -> dict[str, Any]:

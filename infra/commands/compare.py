@@ -17,7 +17,8 @@ from infra.cost.compare import Row
 from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
-from infra.loader import load, scenarios
+from infra.loader import load
+from infra.scenarios import scenarios
 
 SHOWN = 20
 

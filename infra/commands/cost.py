@@ -17,6 +17,7 @@ from infra.definition import StackDefinition
 from infra.errors import DefinitionError
 from infra.loader import find, load, not_ready, project_root
 from infra.receipts import score
+from infra.scenarios import scenario
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the bill. A definition that its own bill forbids is shown first and then raised as DefinitionError."""
     root = project_root(Path.cwd())
     now = datetime.now(UTC)
-    definition = load(find(args.stack, root), now=now, scenario=args.scenario)
+    path = find(args.stack, root)
+    definition = scenario(path, args.scenario, now=now) if args.scenario else load(path, now=now)
     missing = not_ready(definition, root)
     catalog = load_catalog()
     bill = price(

@@ -13,7 +13,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra import loader
+from infra import pin as pins
 from infra.commands import account, aws, registry, stack
 from infra.commands.account import Check
 from infra.definition import StackDefinition
@@ -65,7 +65,7 @@ def pin(definition: StackDefinition, ssm: Any) -> None:
         ) from None
     tagged = definition.job.image.partition("@")[0]
     image = f"{tagged}@{registry.digest(tagged)}"
-    loader.pin(definition.source, ami=ami, image=image)
+    pins.pin(definition.source, ami=ami, image=image)
     for key, before, after in (("fleet.ami", definition.fleet.ami, ami), ("job.image", definition.job.image, image)):
         print(f"  pinned  {key}: {after}" if before != after else f"  pinned  {key}: {after} (as before)")
     if definition.fleet.ami not in ("unpinned", ami):

@@ -92,8 +92,8 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
     ]
     lines = [*table(heads, cells, right=(4, 6, 7, 8, 9, 10, 11, 12)), ""]
     lines += _wrap(
-        "* nothing does the same work for fewer mean dollars in fewer hours by the wall. free: mean dollars of interrupted"
-        " first hours, which AWS does not charge, already left out of USD. stops: interruptions expected."
+        "* nothing does the same work for fewer mean dollars in fewer hours by the wall. free: mean dollars of"
+        " interrupted first hours, which AWS does not charge, already left out of USD. stops: interruptions expected."
     )
     if shown is not None:
         if len(able) > len(picked):

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from infra.definition import StackDefinition
-from infra.loader import load, pin
+from infra.loader import load
+from infra.pin import pin
 from rehearsal.account import AMI_PARAMETERS, ami_id
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud

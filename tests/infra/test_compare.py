@@ -14,7 +14,8 @@ from infra.catalog import load_catalog
 from infra.cost import compare, compare_table, criteria
 from infra.cost.compare import Row
 from infra.definition import StackDefinition
-from infra.loader import load, scenarios
+from infra.loader import load
+from infra.scenarios import scenarios
 
 ROOT = Path(__file__).parents[2]
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import find, load, not_ready, pin, project_root, rehearsal_text
+from infra.loader import find, load, not_ready, project_root, rehearsal_text
+from infra.pin import pin
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,8 @@ import pytest
 
 from infra.commands.prepare import prepared
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import load, pin, rehearsal_text
+from infra.loader import load, rehearsal_text
+from infra.pin import pin
 from infra.plan import Plan, make
 from infra.run_guard import FLEET, Previous
 

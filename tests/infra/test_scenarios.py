@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import load, rehearsal_text, scenarios
+from infra.loader import load, rehearsal_text
 from infra.run_guard import creation_digest
+from infra.scenarios import scenario as one
+from infra.scenarios import scenarios
 
 ROOT = Path(__file__).parents[2]
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
@@ -25,7 +27,7 @@ def written(tmp_path: Path, section: str) -> Path:
 
 
 def test_a_scenario_to_run_is_the_file_with_its_keys_laid_over() -> None:
-    plain, wide = load(GROWTH, now=NOW), load(GROWTH, now=NOW, scenario="g6e-1000-b8")
+    plain, wide = load(GROWTH, now=NOW), one(GROWTH, "g6e-1000-b8", now=NOW)
     assert wide.fleet.instance_types == ("g6e.2xlarge",)
     assert wide.job.parameters.batch.sequences == 8  # type: ignore[union-attr]
     assert wide.fleet.zones == plain.fleet.zones
@@ -44,14 +46,14 @@ def test_a_scenario_to_run_is_the_file_with_its_keys_laid_over() -> None:
 )
 def test_what_is_there_only_to_be_priced_is_not_run(stack: str, scenario: str, said: str) -> None:
     with pytest.raises(GpufleetError, match=said):
-        load(ROOT / "stacks" / f"{stack}.yaml", now=NOW, scenario=scenario)
+        one(ROOT / "stacks" / f"{stack}.yaml", scenario, now=NOW)
 
 
 def test_a_scenario_on_a_retired_type_can_be_listed_but_not_run() -> None:
     path = ROOT / "stacks" / "two-tower.yaml"
     assert any(made.scenario == "o-p3.8x" for made in scenarios(path, now=NOW))
-    with pytest.raises(DefinitionError, match="p3.8xlarge left EC2"):
-        load(path, now=NOW, scenario="o-p3.8x")
+    with pytest.raises(DefinitionError, match=r"p3\.8xlarge left EC2"):
+        one(path, "o-p3.8x", now=NOW)
 
 
 SECTIONS = {

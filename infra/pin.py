@@ -1,0 +1,59 @@
+"""Writes what `gpufleet doctor --pin` found into a definition file; comments and every other byte stay."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from infra.errors import DefinitionError, Problem
+from infra.loader import open_file, parse
+from infra.yaml_tree import Scalar, at
+
+
+def pin(path: Path, *, ami: str, image: str) -> None:
+    """Writes the AMI and the image with its digest into the file; every other byte stays. Atomic.
+
+    Raises DefinitionError when the file is not plain enough for that (a folded value, a key that is not there).
+    """
+    target = path.resolve()
+    text, tree = open_file(target)
+    edits: list[tuple[int, int, str]] = []
+    problems: list[Problem] = []
+    for where, value, example in (("fleet.ami", ami, "unpinned"), ("job.image", image, "registry/repository:tag")):
+        node = at(tree, where)
+        if not isinstance(node, Scalar):
+            section, _, key = where.partition(".")
+            hint = f"Add the line `{key}: {example}` under `{section}:`, then pin again."
+            problems.append(Problem(path=where, value="", allowed="a value to replace", hint=hint))
+        elif node.style in ("|", ">"):
+            hint = f"Write `{where.partition('.')[2]}: {example}` on one line, then pin again."
+            problems.append(Problem(path=where, value=node.text.strip(), allowed="one line", hint=hint, line=node.line))
+        else:
+            quote = node.style or ""
+            blank = " " if node.start == node.end and text[node.start - 1 : node.start] == ":" else ""  # `ami:` alone
+            edits.append((node.start, node.end, f"{blank}{quote}{value}{quote}"))
+    if problems:
+        raise DefinitionError(str(path), problems)
+    pinned = text
+    for start, end, value in sorted(edits, reverse=True):
+        pinned = pinned[:start] + value + pinned[end:]
+    _, again = parse(pinned.encode(), path)
+    written = [
+        node.text if isinstance(node, Scalar) else None for node in (at(again, "fleet.ami"), at(again, "job.image"))
+    ]
+    assert written == [ami, image], written
+    if pinned != text:
+        _replace(target, pinned.encode())
+
+
+def _replace(path: Path, raw: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(raw)
+        Path(name).chmod(path.stat().st_mode)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,90 @@
+"""The `scenarios` section of a definition file: variants laid over it, to be compared and, one node at a time, run."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+
+from infra.definition import StackDefinition, Variant
+from infra.errors import DefinitionError, GpufleetError, Problem
+from infra.loader import OVERLAID, definition, in_order, load, open_file, over
+from infra.schema import Findings, build, check_keys
+from infra.yaml_tree import Mapping, Node, Scalar
+
+SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
+
+
+def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
+    """Every entry in order, each laid over the file. None need be launchable as it is: types need only be known.
+
+    Raises DefinitionError with every problem of the file.
+    """
+    load(path, now=now, past_deadline=True)
+    text, tree = open_file(path)
+    section = tree.entries.get("scenarios")
+    if section is None:
+        return ()
+    made, problems = _made(section, tree, path, text, now)
+    if problems:
+        raise DefinitionError(str(path), in_order(problems))
+    return tuple(made)
+
+
+def scenario(path: Path, name: str, *, now: datetime, past_deadline: bool = False) -> StackDefinition:
+    """One entry as something to run: judged like the file itself.
+
+    Raises GpufleetError when it is not there or is only there to be priced, DefinitionError for what is wrong in it.
+    """
+    found = {made.scenario: made for made in scenarios(path, now=now)}
+    if name not in found:
+        close = difflib.get_close_matches(name, found, n=1)
+        raise GpufleetError(
+            f"{path.name} has no scenario {name!r}; it has {', '.join(found) or 'none'}."
+            + (f" Nearest: {close[0]}." if close else "")
+        )
+    variant = found[name].variant
+    if variant.reference or variant.nodes > 1 or variant.hold_hours is not None:
+        why = "ran elsewhere" if variant.reference else "is several nodes" if variant.nodes > 1 else "holds its node"
+        raise GpufleetError(f"{path.name}: scenario {name} {why}: it is there for `gpufleet compare`, not to be run")
+    text, tree = open_file(path)
+    section = tree.entries["scenarios"]  # `found` came from it
+    assert isinstance(section, Mapping)
+    entry = section.entries[name]
+    entries = entry.entries if isinstance(entry, Mapping) else {}
+    made, problems = definition(over(tree, entries), path, text, now, past_deadline)
+    if problems:
+        raise DefinitionError(str(path), in_order(problems))
+    return replace(made, scenario=name, variant=variant)
+
+
+def _made(
+    section: Node, tree: Mapping, path: Path, text: str, now: datetime
+) -> tuple[list[StackDefinition], list[Problem]]:
+    findings = Findings(tree=tree)
+    if not isinstance(section, Mapping):
+        if not (isinstance(section, Scalar) and section.is_null):
+            findings.add("scenarios", "a section with one entry per scenario")
+        return [], findings.problems
+    own = [field.name for field in fields(Variant)]
+    made, problems = [], []
+    for name, entry in section.entries.items():
+        where = f"scenarios.{name}"
+        if not SCENARIO_NAME.fullmatch(name):
+            findings.add(where, "a name of 1 to 40 of a-z, 0-9, dots and hyphens", node=entry)
+            continue
+        entries: dict[str, Node] = {}
+        if isinstance(entry, Mapping):
+            entries = entry.entries
+        elif not (isinstance(entry, Scalar) and entry.is_null):
+            findings.add(where, f"a section with the keys {', '.join([*own, *OVERLAID])}", node=entry)
+        check_keys(entries, [*own, *OVERLAID], where, findings)
+        kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
+        variant = build(Variant, kept, where, findings)
+        sections = {key: node for key, node in entries.items() if key in OVERLAID}
+        merged, found = definition(over(tree, sections), path, text, now, True, launchable=False)
+        problems += found
+        made.append(replace(merged, scenario=name, variant=variant))
+    return made, findings.problems + problems
