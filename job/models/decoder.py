@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 from job.config.common import Decoder as Shape
@@ -176,7 +177,7 @@ class Decoder(nn.Module):
         if documents_RT is None:
             return Layout(*self._turns(places_T[None]), None, None, length)
         cos, sin = self._turns(positions(documents_RT))
-        if starts_K is not None and tokens_RT.is_cuda and self.compute_dtype == torch.bfloat16:
+        if starts_K is not None and varlen_runs(tokens_RT.device, self.compute_dtype):
             return Layout(cos, sin, None, starts_K, length)
         same_RTT = documents_RT[:, :, None] == documents_RT[:, None, :]
         mask_RTT = same_RTT & (places_T[:, None] >= places_T[None, :])
@@ -260,11 +261,9 @@ class Attention(nn.Module):
     def _attend(self, q_RTHD: Tensor, k_RSHD: Tensor, v_RSHD: Tensor, layout: Layout) -> Tensor:
         """[R, T, H, D]."""
         if layout.starts is not None:
-            from torch.nn.attention.varlen import varlen_attn  # CUDA only
-
             q, k, v = (x.flatten(0, 1) for x in (q_RTHD, k_RSHD, v_RSHD))
             starts, longest = layout.starts, layout.longest
-            packed = varlen_attn(
+            packed = varlen.varlen_attn(
                 q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=self.group > 1
             )
             assert isinstance(packed, Tensor)
@@ -297,6 +296,11 @@ class Norm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def varlen_runs(device: torch.device, compute: torch.dtype) -> bool:
+    """Whether torch has a varlen attention kernel there: CUDA from sm_80, in 16 bits (torch 2.13)."""
+    return device.type == "cuda" and compute == torch.bfloat16
 
 
 def positions(documents_RT: Tensor) -> Tensor:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from decoder_models import FAMILIES, as_arguments, examples, generator, model, packed
+from torch import Tensor
 
 from job import sizing
 from job.config.common import QWEN3_8B
 from job.config.common import Decoder as Shape
 from job.config.sft import Lora, SftConfig
-from job.models import lora
+from job.models import decoder, lora
 from job.models.decoder import build, frequencies, parameter_groups, positions
 from job.models.generate import generate, uniform
 from job.models.linear_loss import CHUNK_TOKENS, IGNORED, linear_loss
@@ -120,6 +123,65 @@ def test_activation_checkpointing_changes_neither_loss_nor_gradient() -> None:
     assert again.item() == plain.item()
     for parameter, gradient in zip(module.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def slow_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *longest: int, **options: Any) -> Tensor:
+    """What the kernel computes, example by example: [N, H, D]."""
+    assert options == {"window_size": (-1, 0), "enable_gqa": True}
+    assert torch.equal(cu_q, cu_k)
+    assert cu_q.dtype == torch.int32
+    out = torch.empty_like(q)
+    for start, end in itertools.pairwise(cu_q.tolist()):
+        if start == end:
+            continue  # the end is repeated
+        assert end - start <= min(longest)
+        parts = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+        out[start:end] = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_varlen_kernel_is_given_the_examples_that_the_mask_tells_apart(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, rows = model(family, torch.float64), packed(LENGTHS, 24)
+    starts = torch.tensor([0, 5, 14, 16, 24, 48, 49, 50, 70, 72, 72, 72], dtype=torch.int32)
+    masked = module(*as_arguments(rows)).loss_sum
+    monkeypatch.setattr(decoder, "varlen_runs", lambda device, compute: True)
+    monkeypatch.setattr(decoder.varlen, "varlen_attn", slow_varlen)
+    torch.testing.assert_close(module(*as_arguments(rows), starts).loss_sum, masked, rtol=1e-12, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the varlen kernel runs on CUDA alone")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_varlen_kernel_agrees_with_the_mask(family: str) -> None:
+    module = model(family, torch.float32).to("cuda")
+    rows = {name: tensor.cuda() for name, tensor in packed(LENGTHS, 24).items()}
+    starts = torch.tensor([0, 5, 14, 16, 24, 48, 49, 50, 70, 72, 72, 72], dtype=torch.int32, device="cuda")
+    exact = module(*as_arguments(rows)).loss_sum
+    module.compute_dtype = torch.bfloat16
+    torch.testing.assert_close(module(*as_arguments(rows), starts).loss_sum, exact, rtol=2e-2, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's own look
+@pytest.mark.parametrize("family", ["qwen3"])
+def test_a_block_with_adapters_compiles_whole_and_once_for_all_layers(family: str) -> None:
+    module = lora.attach(model(family), Lora(rank=2, dropout=0.0), generator())
+    rows = packed(LENGTHS, 24)
+    eager = module(*as_arguments(rows)).loss_sum
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    for block in module.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
+    torch.testing.assert_close(module(*as_arguments(rows)).loss_sum, eager)
+    module(*as_arguments(rows)).loss_sum.backward()
+    assert len(graphs) == 2  # the first block's input needs no gradient, the others' does
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
