@@ -13,6 +13,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from infra import loader
 from infra import pin as pins
 from infra.commands import account, aws, registry, stack
 from infra.commands.account import Check
