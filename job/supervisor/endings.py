@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from job.supervisor.supervisor import Supervisor
     from job.supervisor.world import Cause
 
-FINISHED, FAILED, INTERRUPTED, CRASHED = 0, 70, 75, 1  # exit codes, for the node script
+FINISHED, FAILED, REFUSED, INTERRUPTED, CRASHED = 0, 70, 71, 75, 1  # exit codes, for the node script
 TICK_S = 0.25
 FINISH_S = 900.0  # to upload everything; then the attempt counts as crashed and the next one does it
 CRASH_S = 120.0  # to publish what the trainer had committed
@@ -71,13 +71,15 @@ def interruption(cause: Cause, at: float) -> dict[str, Any]:
     return ending
 
 
-def crashed(s: Supervisor, why: str) -> int:
-    """Publishes what the trainer had committed. The node script counts such ends."""
+def crashed(s: Supervisor, why: str, code: int = CRASHED) -> int:
+    """Publishes what the trainer had committed. The node script counts such ends and shuts down without a done marker,
+    so that the fleet brings another node. `code` REFUSED: this node is a bad one.
+    """
     s.say(f"this attempt failed: {why}")
     if hasattr(s, "meter"):
         _drain(s, s.clock() + CRASH_S)
-        _leave(s, {"code": CRASHED, "reason": why, "notice": False, "at": iso(s.clock())})
-    return CRASHED
+        _leave(s, {"code": code, "reason": why, "notice": False, "at": iso(s.clock())})
+    return code
 
 
 def _leave(s: Supervisor, ending: dict[str, Any]) -> None:

@@ -29,7 +29,16 @@ PARALLEL = 8
 HELD = ".uploading"  # in a checkpoint's folder while it is sent; job/train/checkpoint.py looks for it
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
 FOLDER = re.compile(r"step_(\d{8})")
-OWN = {"run.json", "stop.json", "save.json", "spent.json", "receipt.json", "rung.json", "ended.json"}  # no results
+OWN = {
+    "run.json",
+    "stop.json",
+    "save.json",
+    "spent.json",
+    "receipt.json",
+    "rung.json",
+    "ended.json",
+    "accept.json",
+}  # no results
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,8 @@ from job.supervisor.store import StoreError
 from job.supervisor.uploads import Pulse, Uploader
 from job.supervisor.world import Cause, Trainer, World
 
-DONE, FATAL, OUT_OF_MEMORY, STOPPED = 0, 65, 69, 75  # the trainer's
+DONE, FATAL, OUT_OF_MEMORY, REFUSED, STOPPED = 0, 65, 69, 71, 75  # the trainer's
+REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
@@ -150,6 +151,9 @@ class Supervisor:
 
     def _train(self) -> int:
         """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
+        refused = sum((attempt.exit or {}).get("code") == endings.REFUSED for attempt in self.earlier)
+        if refused >= REFUSALS:
+            self._tell("accept.json", {"refused": refused})
         while self.cause is None:
             self.record.update(floor=self.rung)
             self._child = self.world.start(self.rung)
@@ -158,6 +162,9 @@ class Supervisor:
                 self._tick()
                 self.world.sleep(TICK_S)
             self.progress.poll()
+            checked = atomic.read_object(self.workdir / "preflight.json")
+            if checked is not None:
+                self.record.update(preflight=checked)
             if code != OUT_OF_MEMORY or self.cause is not None:
                 return code
             used = atomic.read_object(self.workdir / "rung.json") or {}
@@ -246,6 +253,9 @@ class Supervisor:
             return endings.finish(self, self.cause.reason)
         if self.cause is not None:
             return endings.interrupted(self)
+        if code == REFUSED:
+            problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
+            return endings.crashed(self, f"node refused: {'; '.join(problems)}", code=endings.REFUSED)
         return endings.crashed(self, f"the trainer ended with {code}")
 
     # Beside training ------------------------------------------------------------------------------------------------

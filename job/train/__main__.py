@@ -1,7 +1,7 @@
 """`python -m job.train WORKDIR --rung N`: trains what WORKDIR/run.json says, from WORKDIR/ckpt's newest checkpoint.
 
 Exit codes: 0 finished; 75 stopped on request; 69 out of memory (rung.json names the next rung); 65 cannot succeed, the
-reason in fatal.json; anything else is a crash.
+reason in fatal.json; 71 this node is refused, the reason in preflight.json; anything else is a crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from job import atomic
 from job.config import JobConfig, from_json
 from job.run_file import config_digest
-from job.train import banner, device, parallel
+from job.train import banner, device, parallel, preflight
 from job.train.checkpoint import Checkpoints
 from job.train.experiment import Experiment, Session, Stopped
 from job.train.loop import Loop
@@ -29,7 +29,7 @@ from job.train.metrics import MetricsFile
 from job.train.parallel import World
 from job.train.requests import Requests
 
-FINISHED, FATAL, OUT_OF_MEMORY, STOPPED = 0, 65, 69, 75
+FINISHED, FATAL, OUT_OF_MEMORY, REFUSED, STOPPED = 0, 65, 69, 71, 75
 EXPERIMENTS = {  # module:class, imported when the run asks for it
     "tinystories-growth": "job.experiments.tinystories_growth:TinystoriesGrowth",
     "sft-h100": "job.experiments.sft:Sft",
@@ -68,6 +68,9 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
             raise
         say(f"out of memory: {str(error).splitlines()[0]}")
         code = OUT_OF_MEMORY
+    except preflight.NodeRefusedError as error:
+        say(f"this node is refused: {error}")
+        code = REFUSED
     except ValueError as error:
         atomic.write_json(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
         say(f"fatal: {error}")
@@ -127,6 +130,8 @@ def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) 
     found = device.choose(run.config.device, bf16=bf16, local_rank=world.local_rank)
     speak = say if world.first else _silent
     speak(found.banner() + (f" | {world.size} ranks" if world.size > 1 else ""))
+    if found.is_cuda:
+        preflight.run(workdir, found, world, gpus=getattr(run.config, "gpus", None), say=speak)
     session = Session(
         workdir=workdir,
         config=run.config,

@@ -63,6 +63,14 @@ class World:
         dist.broadcast(message, 0, group=self.control)
         return cast(JSON, json.loads(bytes(message.tolist()).rstrip(b"\0")))
 
+    def every(self, value: JSON) -> list[JSON]:
+        """Each rank's `value` (JSON), in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
     def barrier(self) -> None:
         """Until every rank is here."""
         if self.size > 1:

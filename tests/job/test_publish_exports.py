@@ -101,7 +101,7 @@ def test_in_a_hurry_an_export_makes_room_for_a_checkpoint_and_none_is_begun(tmp_
 def test_tensorboards_files_go_with_the_metrics_when_they_have_grown(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     puts: list[str] = []
-    store = FaultyStore(bench.store, lambda put, key: puts.append(key))  # type: ignore[func-returns-value]
+    store = FaultyStore(bench.store, lambda put, key: puts.append(key))
     publisher = Publisher(store=store, workdir=tmp_path / "w", stamp=dict, say=lambda line: None)
     (tmp_path / "w" / "tb").mkdir(parents=True)
     events = tmp_path / "w" / "tb" / "events.1"

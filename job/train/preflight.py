@@ -1,0 +1,181 @@
+"""Is this node what it was rented as? Some seconds before the first step of an attempt, on each rank's own GPU.
+
+A GPU that is slow, throttled or missing costs its full price, and a run that starts on it costs hours before anybody
+looks. A node that fails is refused: the attempt ends, the fleet brings another one. The supervisor lets a run go on
+with a warning after some refusals (job/supervisor), because then it is not the node.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from job import atomic
+from job.train.device import Device
+from job.train.parallel import World
+
+RESULT, ACCEPT = "preflight.json", "accept.json"
+
+# Memory bandwidth, GB/s, by the word in the GPU's name: NVIDIA data sheets, 2026-11 (A100: of the 40 GB one).
+BANDWIDTH_GB_S = {"A10G": 600, "L4": 300, "L40S": 864, "A100": 1555, "H100": 3350, "H200": 4800, "B200": 8000}
+
+# Refused below these. A sound GPU reaches 60 to 90 % of either data sheet figure in a plain product or copy, a power-
+# limited one (A10G, L4) about half; one that has lost its clocks or a memory stack stays far below. Estimates, 2026-11.
+MATMUL_SHARE, BANDWIDTH_SHARE = 0.4, 0.4
+TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. Below it a checkpoint of 10 GB stops training for 7 s and more
+
+THROTTLED = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
+SMI_S = 20.0
+BEST_OF = 3
+
+
+class NodeRefusedError(Exception):
+    """This node is not worth its price."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One rank's device. None: unknown, and not judged."""
+
+    gpus: int
+    matmul_tflops: float
+    memory_gb_s: float
+    to_host_gb_s: float | None
+    matmul_share: float | None = None  # of the data sheet
+    memory_share: float | None = None
+    clock_mhz: int | None = None  # right after the products
+    clock_max_mhz: int | None = None
+    throttled: bool | None = None
+
+
+def run(workdir: Path, device: Device, world: World, *, gpus: int | None, say: Callable[[str], None]) -> None:
+    """Measures, once per attempt; every rank calls it. `gpus`: as many as the run config asks for, None: any.
+
+    Leaves preflight.json. Raises NodeRefusedError on every rank when one of them is refused, unless the supervisor has
+    left accept.json.
+    """
+    if (workdir / RESULT).exists():  # a restart on a lower rung
+        return
+    began = time.perf_counter()
+    own = measure(device)
+    found = world.every([asdict(own), judge(own, gpus=gpus)])
+    problems = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(found) for text in texts]
+    say(
+        f"pre-flight ({time.perf_counter() - began:.1f} s): {own.matmul_tflops:.1f} TFLOP/s, memory "
+        f"{own.memory_gb_s:.0f} GB/s, to host {own.to_host_gb_s or 0:.1f} GB/s"
+    )
+    if world.first:
+        atomic.write_json(workdir / RESULT, {"ranks": [figures for figures, _ in found], "problems": problems})
+    if not problems:
+        return
+    if world.agree((workdir / ACCEPT).exists()):
+        say(f"warning: this node would be refused, as others were before it; going on: {'; '.join(problems)}")
+        return
+    raise NodeRefusedError("; ".join(problems))
+
+
+def measure(device: Device) -> Measured:
+    """Some seconds on a GPU, some milliseconds on a CPU (smaller sizes)."""
+    cuda = device.is_cuda
+    matmul = _matmul_tflops(device, 8192 if cuda else 256)
+    clock, clock_max, throttled = _clocks(device) if cuda else (None, None, None)
+    memory = _copy_gb_s(device, 1 << 30 if cuda else 1 << 24)
+    peak = device.peak_tflops
+    bandwidth = next((BANDWIDTH_GB_S[w] for w in device.name.replace("-", " ").split() if w in BANDWIDTH_GB_S), None)
+    return Measured(
+        gpus=torch.cuda.device_count() if cuda else 0,
+        matmul_tflops=round(matmul, 3),
+        memory_gb_s=round(memory, 1),
+        to_host_gb_s=round(_to_host_gb_s(device, 1 << 28), 2) if cuda else None,
+        matmul_share=round(matmul / peak, 3) if peak else None,
+        memory_share=round(memory / bandwidth, 3) if bandwidth else None,
+        clock_mhz=clock,
+        clock_max_mhz=clock_max,
+        throttled=throttled,
+    )
+
+
+def judge(found: Measured, *, gpus: int | None) -> list[str]:
+    """Why the node is refused; empty: it is not."""
+    problems = []
+    if gpus is not None and found.gpus < gpus:
+        problems.append(f"{found.gpus} of the {gpus} GPUs that the run config asks for (job.parameters.gpus)")
+    if found.matmul_share is not None and found.matmul_share < MATMUL_SHARE:
+        problems.append(
+            f"matrix products at {found.matmul_tflops:.1f} TFLOP/s, {found.matmul_share:.0%} of the data sheet; at "
+            f"least {MATMUL_SHARE:.0%} is expected"
+        )
+    if found.memory_share is not None and found.memory_share < BANDWIDTH_SHARE:
+        problems.append(
+            f"memory at {found.memory_gb_s:.0f} GB/s, {found.memory_share:.0%} of the data sheet; at least "
+            f"{BANDWIDTH_SHARE:.0%} is expected"
+        )
+    if found.to_host_gb_s is not None and found.to_host_gb_s < TO_HOST_GB_S:
+        problems.append(f"copies to the host at {found.to_host_gb_s:.1f} GB/s, at least {TO_HOST_GB_S} is expected")
+    if found.throttled:
+        problems.append(f"the hardware slows its clock down: {found.clock_mhz} of {found.clock_max_mhz} MHz")
+    return problems
+
+
+def parse_clocks(answer: str) -> tuple[int | None, int | None, bool | None]:
+    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's line; None where it says nothing."""
+    words = [word.strip() for word in answer.strip().splitlines()[0].split(",")] if answer.strip() else []
+    if len(words) != 4:
+        return None, None, None
+    slowed = {"Active": True, "Not Active": False}
+    flags = [slowed.get(word) for word in words[:2]]
+    now, most = (int(word) if word.isdigit() else None for word in words[2:])
+    return now, most, None if None in flags else any(flags)
+
+
+def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return None, None, None
+    words = [smi, f"--query-gpu={THROTTLED}", "--format=csv,noheader,nounits", "-i", str(device.torch.index or 0)]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None, None, None
+    return parse_clocks(answer)
+
+
+def _seconds(device: Device, act: Callable[[], object], times: int) -> float:
+    """Of one `act`: the best of some rounds, after one that warms up. A sound node may be disturbed; a bad one has no
+    good round.
+    """
+    best = float("inf")
+    for turn in range(BEST_OF + 1):
+        device.synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            act()
+        device.synchronize()
+        if turn:
+            best = min(best, (time.perf_counter() - began) / times)
+    return best
+
+
+def _matmul_tflops(device: Device, size: int) -> float:
+    dtype = torch.bfloat16 if device.is_cuda else torch.float32
+    a = torch.ones(size, size, dtype=dtype, device=device.torch)
+    return 2 * size**3 / _seconds(device, lambda: a @ a, 10 if device.is_cuda else 2) / 1e12
+
+
+def _copy_gb_s(device: Device, size: int) -> float:
+    """Read and written bytes of a copy within the device's memory."""
+    a = torch.zeros(size, dtype=torch.uint8, device=device.torch)
+    b = torch.empty_like(a)
+    return 2 * size / _seconds(device, lambda: b.copy_(a), 5) / 1e9
+
+
+def _to_host_gb_s(device: Device, size: int) -> float:
+    a = torch.zeros(size, dtype=torch.uint8, device=device.torch)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return size / _seconds(device, lambda: host.copy_(a, non_blocking=True), 3) / 1e9

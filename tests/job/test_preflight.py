@@ -1,0 +1,143 @@
+"""A node that is not what it was rented as is refused before it trains, with the reason; never for ever."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_world as world
+from supervisor_world import Bench, FakeTrainer
+
+from job import atomic
+from job.supervisor import endings
+from job.train import preflight
+from job.train.device import Device, choose
+from job.train.parallel import World
+from job.train.preflight import Measured, NodeRefusedError, judge, parse_clocks
+
+SOUND = Measured(
+    gpus=8,
+    matmul_tflops=690.0,
+    memory_gb_s=2900.0,
+    to_host_gb_s=25.0,
+    matmul_share=0.7,
+    memory_share=0.87,
+    clock_mhz=1900,
+    clock_max_mhz=1980,
+    throttled=False,
+)
+CPU = choose("cpu", bf16=False)
+
+
+def test_a_sound_node_is_not_refused() -> None:
+    assert judge(SOUND, gpus=8) == []
+    assert judge(SOUND, gpus=None) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"gpus": 7}, "7 of the 8 GPUs that the run config asks for"),
+        ({"matmul_tflops": 300.0, "matmul_share": 0.3}, "matrix products at 300.0 TFLOP/s, 30% of the data sheet"),
+        ({"memory_gb_s": 700.0, "memory_share": 0.21}, "memory at 700 GB/s, 21% of the data sheet; at least 40%"),
+        ({"to_host_gb_s": 0.8}, "copies to the host at 0.8 GB/s, at least 1.5"),
+        ({"throttled": True, "clock_mhz": 345}, "the hardware slows its clock down: 345 of 1980 MHz"),
+    ],
+)
+def test_each_fault_is_refused_with_its_figures(changed: dict[str, Any], words: str) -> None:
+    (problem,) = judge(replace(SOUND, **changed), gpus=8)
+    assert words in problem
+
+
+def test_what_is_unknown_is_not_judged() -> None:
+    unknown: dict[str, Any] = {"matmul_share": None, "memory_share": None, "to_host_gb_s": None, "throttled": None}
+    assert judge(replace(SOUND, **unknown), gpus=None) == []
+
+
+def test_a_cpu_is_measured_in_the_same_way() -> None:
+    found = preflight.measure(CPU)
+    assert found.matmul_tflops > 0
+    assert found.memory_gb_s > 0
+    assert (found.matmul_share, found.memory_share, found.to_host_gb_s) == (None, None, None)
+
+
+def test_the_share_is_of_the_data_sheet_of_the_gpu_found() -> None:
+    found = preflight.measure(replace(CPU, name="NVIDIA A10G", peak_tflops=70.0))
+    assert found.matmul_share == pytest.approx(found.matmul_tflops / 70, abs=1e-3)
+    assert found.memory_share == pytest.approx(found.memory_gb_s / 600, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("Not Active, Not Active, 1695, 1710\n", (1695, 1710, False)),
+        ("Not Active, Active, 345, 1710\n", (345, 1710, True)),
+        ("[N/A], [N/A], 1695, [N/A]\n", (1695, None, None)),
+        ("", (None, None, None)),
+    ],
+)
+def test_clocks_are_read_from_nvidia_smi(answer: str, expected: tuple[Any, ...]) -> None:
+    assert parse_clocks(answer) == expected
+
+
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
+    """Every device is a slow GPU; the calls."""
+    calls: list[Device] = []
+
+    def measured(device: Device) -> Measured:
+        calls.append(device)
+        return replace(SOUND, matmul_share=0.1)
+
+    monkeypatch.setattr(preflight, "measure", measured)
+    return calls
+
+
+def test_a_refused_node_trains_nothing_and_has_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch)
+    monkeypatch.setattr(Device, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    workdir = world.make(tmp_path)
+    assert world.train(workdir) == 71
+    record = atomic.read_object(workdir / "preflight.json")
+    assert record is not None
+    assert "rank 0: matrix products at 690.0 TFLOP/s, 10% of the data sheet" in record["problems"][0]
+    assert not (workdir / "metrics.jsonl").exists()
+    assert not (workdir / "fatal.json").exists()
+
+
+def test_a_run_that_may_refuse_no_more_goes_on_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, said = slow(monkeypatch), list[str]()
+    with pytest.raises(NodeRefusedError, match="10% of the data sheet"):
+        preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append)
+    (tmp_path / "preflight.json").unlink()
+    (tmp_path / "accept.json").write_text("{}")
+    preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append)
+    assert "warning: this node would be refused, as others were before it" in said[-1]
+    preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append)
+    assert len(calls) == 2  # a restart within the attempt does not measure again
+
+
+def refuse(trainer: FakeTrainer) -> int | None:
+    """The first thing a trainer does."""
+    if (trainer.workdir / "accept.json").exists():
+        return None
+    (trainer.workdir / "preflight.json").write_text(json.dumps({"problems": ["rank 0: slow"]}))
+    return 71
+
+
+def test_refused_nodes_end_their_attempt_and_the_third_trains(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for instance in ("i-1", "i-2"):
+        assert bench.attempt(instance, script={1: refuse}).run() == endings.REFUSED
+        record = bench.json(f"attempts/{instance}.json")
+        assert record["exit"]["reason"] == "node refused: rank 0: slow"
+        assert (record["exit"]["code"], record["exit"]["notice"]) == (71, False)
+        assert record["preflight"] == {"problems": ["rank 0: slow"]}
+        assert bench.store.get_bytes("done.json") is None
+        bench.clock.sleep(600)
+    assert bench.attempt("i-3", script={1: refuse}).run() == 0
+    assert bench.json("done.json")["reason"] == "finished"
