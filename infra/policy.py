@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from infra.cost.bill import Bill
-from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.schema import Findings, build, nearest
 from infra.yaml_tree import Items, Mapping, Scalar, UnreadableError, decode, read
+
+if TYPE_CHECKING:
+    from infra.cost.bill import Bill
+    from infra.definition import StackDefinition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,39 @@
+"""The rules of the project's policy.yaml as a Pulumi policy pack; the rules themselves are in infra.policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pulumi_policy import (
+    EnforcementLevel,
+    PolicyPack,
+    ReportViolation,
+    ResourceValidationArgs,
+    ResourceValidationPolicy,
+)
+
+from infra import policy
+from infra.review import declared
+
+FILE = Path(__file__).resolve().parents[1] / "policy.yaml"
+HELD = policy.load(FILE) if FILE.is_file() else policy.Policy()  # no file, no rules
+
+
+def rule(name: str, demands: str) -> ResourceValidationPolicy:
+    """One rule, which no run may break."""
+
+    def validate(args: ResourceValidationArgs, report: ReportViolation) -> None:
+        found = declared.facts(args.resource_type, args.name, args.props)
+        for each in policy.broken(HELD, found) if found else ():
+            if each.rule == name:
+                report(each.message)
+
+    return ResourceValidationPolicy(
+        name=name.replace("_", "-"),
+        description=demands,
+        validate=validate,
+        enforcement_level=EnforcementLevel.MANDATORY,
+    )
+
+
+PolicyPack("gpufleet", [rule(name, demands) for name, demands in policy.RULES.items()])
