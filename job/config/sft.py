@@ -27,7 +27,7 @@ class ChatData:
     row: int = bounded(4096, 8, 131072)  # tokens per packed row
     longest: int = bounded(1024, 8, 131072)  # tokens of one example, the rest is cut off and reported
     loss_on: Literal["response", "all"] = "response"
-    held_out: float = bounded(0.01, 0.0, 0.5)  # share of examples
+    held_out: float = bounded(0.01, 0.001, 0.5)  # share of examples, at least one of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +42,12 @@ class RowEval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measures:
-    """What the experiment does for speed, each switchable for the ablation table."""
+    """What the experiment does for speed, each switchable for the ablation table (docs/sft.md)."""
 
-    stage_locally: bool = True  # weights and data on local disk before the first step
-    pretokenised: bool = True  # packed shards instead of tokenising while training
-    packing: bool = True  # rows filled with whole examples instead of one padded example per row
-    async_checkpoints: bool = True
-    compile: bool = True
+    pretokenised: bool = True  # packed ids; False: texts beside them, tokenised while training (prepare again)
+    packing: bool = True  # rows filled with whole examples; False: one padded example per row (prepare again)
+    async_checkpoints: bool = True  # training goes on while a save is written
+    compile: bool = True  # of each block, on a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@
                            the token; 0: padding
     validation_*, marks_validation_*   the same for the examples held out
     prompts.jsonl          held-out questions in ids, with the answer that the data gives
+    texts.jsonl            only where asked for: the conversations of each training row, a row a line
     tokenizer.json or words.json
 
 Rows are filled as packing.py says. The same input gives the same bytes. No torch. User mistakes raise ValueError with
@@ -31,10 +32,18 @@ from job.dataset import prepare
 from job.dataset.chat import Chats, Conversation, GeneratedPairs, JsonlChats
 from job.dataset.packing import Example, Packing, Split, order, pack
 from job.dataset.prepare import DatasetManifest
-from job.dataset.rendering import TEMPLATES, ChatTokenizer, FileTokenizer, Renderer, Template, WordTokenizer
+from job.dataset.rendering import (
+    TEMPLATES,
+    ChatTokenizer,
+    FileTokenizer,
+    Rendered,
+    Renderer,
+    Template,
+    WordTokenizer,
+)
 from job.dataset.shards import write_shard
 
-PROMPTS = "prompts.jsonl"
+PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once
 
 
@@ -67,6 +76,7 @@ def prepare_sft(
         held_out=data.held_out,
         packing=config.measures.packing,
         prompts=config.eval.prompts,
+        texts=not config.measures.pretokenised,
         seed=config.seed,
     )
     if data.source == "generated-pairs" and text is None:
@@ -120,6 +130,9 @@ def prepare_packed(
         for split, examples in splits.items():
             _write_rows(made, names[split], examples, rows[split], how.row, tokenizer.vocab)
         _write_prompts(made / PROMPTS, chats, asked, renderer)
+        if how.texts:
+            numbers = [number for i, number in enumerate(read.conversations) if i not in held]
+            _write_texts(made / TEXTS, chats, [[numbers[i] for i in row] for row in rows["train"]])
         for name, content in tokenizer.files.items():
             (made / name).write_bytes(content)
 
@@ -144,20 +157,25 @@ def prepare_packed(
     return manifest
 
 
+def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
+    """At most `longest` tokens, and which of them the loss counts. Never the first: nothing predicts it."""
+    tokens = np.array(rendered.tokens[:longest], dtype=np.uint32)
+    counted = np.array(rendered.answered[:longest]) if loss_on == "response" else np.ones(len(tokens), dtype=np.bool_)
+    counted[0] = False
+    return Example(tokens, counted)
+
+
 def _read(chats: Chats, renderer: Renderer, how: Packing) -> _Counts:
     read = _Counts()
     stream = enumerate(chats.conversations())
     while batch := list(itertools.islice(stream, BATCH)):
         for (number, _), rendered in zip(batch, renderer.render([turns for _, turns in batch]), strict=True):
-            tokens = np.array(rendered.tokens, dtype=np.uint32)
-            counted = np.array(rendered.answered) if how.loss_on == "response" else np.ones(len(tokens), dtype=np.bool_)
-            counted[0] = False  # nothing predicts it
-            read.truncated += len(tokens) > how.longest
-            tokens, counted = tokens[: how.longest], counted[: how.longest]
-            if not counted.any():
+            read.truncated += len(rendered.tokens) > how.longest
+            example = cut(rendered, how.loss_on, how.longest)
+            if not example.counted.any():
                 read.dropped += 1
                 continue
-            read.examples.append(Example(tokens, counted))
+            read.examples.append(example)
             read.conversations.append(number)
     if len(read.examples) < 2:
         raise ValueError(
@@ -195,6 +213,7 @@ def _facts(
         "most_examples": max(len(row) for found in rows.values() for row in found),  # in one row
         "loss_on": how.loss_on,
         "packing": how.packing,
+        "texts": how.texts,
     }
 
 
@@ -256,6 +275,13 @@ def _write_prompts(path: Path, chats: Chats, asked: set[int], renderer: Renderer
         tree = {"prompt": turns[-2].text, "tokens": renderer.prompt(turns), "reference": turns[-1].text}
         lines.append(json.dumps(tree, ensure_ascii=False) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
+
+
+def _write_texts(path: Path, chats: Chats, rows: list[list[int]]) -> None:
+    by_number = dict(enumerate(chats.conversations()))
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps([by_number[number] for number in row], ensure_ascii=False) + "\n")
 
 
 def _found(folder: Path, source: str) -> DatasetManifest | None:

@@ -41,6 +41,7 @@ class Packing:
     held_out: float = 0.01  # share of examples
     packing: bool = True  # False: one padded example per row
     prompts: int = 0  # held-out questions to keep
+    texts: bool = False  # keep the conversations of each training row, so that they can be tokenised while training
     seed: int = 0  # of what is held out
 
     def words(self) -> str:

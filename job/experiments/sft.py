@@ -21,6 +21,7 @@ from job import atomic, sizing
 from job.config.common import CosineAdamW
 from job.config.sft import SftConfig
 from job.dataset.prepare import read_manifest
+from job.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
 from job.experiments import merge
 from job.models import decoder, hf, lora
 from job.models.decoder import Decoder
@@ -41,8 +42,7 @@ class Sft(Experiment):
         if problems := sizing.problems(self.config):
             raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))
         self.manifest = read_manifest(session.data)
-        self.batches = PackedBatches(session.data, self.manifest, session.world, session.device.torch)
-        self._check_dataset()
+        self.batches = self._opened()
         self.per_step = self.config.batch.tokens // self.config.data.row
         measured = replace(self.config.data, tokens_per_example=float(self.manifest.facts["mean_tokens"]))
         self.size = sizing.phases(replace(self.config, data=measured))[0]
@@ -145,20 +145,29 @@ class Sft(Experiment):
             hf.load(session.inputs, module)
         return module
 
-    def _check_dataset(self) -> None:
-        """Raises ValueError where the prepared rows are not those of the run config."""
-        facts, data = self.manifest.facts, self.config.data
+    def _opened(self) -> PackedBatches:
+        """The dataset. Raises ValueError where the prepared rows are not those of the run config."""
+        session, data, measures = self.session, self.config.data, self.config.measures
+        facts = self.manifest.facts
+        if self.manifest.kind != "packed":
+            raise ValueError(f"{session.data}: a dataset of {self.manifest.kind}, {EXPERIMENT} needs packed rows")
         if facts["vocab"] > self.config.model.vocab:
             raise ValueError(
                 f"{self.session.data}: {facts['vocab']} ids, the model's vocabulary (model.vocab) is "
                 f"{self.config.model.vocab}; prepare the dataset with the tokenizer of the base weights"
             )
-        wanted = {"row": data.row, "loss_on": data.loss_on, "packing": self.config.measures.packing}
+        wanted = {"row": data.row, "loss_on": data.loss_on, "packing": measures.packing}
+        wanted |= {} if measures.pretokenised else {"texts": True}
         differing = [
             f"{key} {facts[key]}, the run config {value}" for key, value in wanted.items() if facts[key] != value
         ]
         if differing:
-            raise ValueError(f"{self.session.data} was prepared with {'; '.join(differing)}: prepare it again")
+            raise ValueError(f"{session.data} was prepared with {'; '.join(differing)}: prepare it again")
+        renderer = None
+        if not measures.pretokenised:
+            tokenizer = open_chat_tokenizer(facts["tokenizer"], session.data)
+            renderer = Renderer(TEMPLATES[self.config.model.family], tokenizer)
+        return PackedBatches(session.data, self.manifest, session.world, session.device.torch, renderer)
 
     def _announce(self, phase: Phase) -> None:
         s, facts = self.size, self.manifest.facts

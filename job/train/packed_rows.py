@@ -7,6 +7,7 @@ T tokens of a row, N = R x T, K examples of a micro-batch at most, and one.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -18,8 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from job.dataset.chat import Turn
+from job.dataset.packed import TEXTS, cut
 from job.dataset.packing import PackedRows, Split, order
 from job.dataset.prepare import DatasetManifest
+from job.dataset.rendering import Renderer
 from job.models.linear_loss import IGNORED
 from job.train.experiment import Micro, Work
 from job.train.parallel import World
@@ -28,9 +32,20 @@ Rows = NDArray[np.int64]
 
 
 class PackedBatches:
-    """Both splits of a packed dataset. `waited_s` adds up the seconds spent on making batches."""
+    """Both splits of a packed dataset. `waited_s` adds up the seconds spent on making batches.
 
-    def __init__(self, folder: Path, manifest: DatasetManifest, world: World, device: torch.device) -> None:
+    With a `renderer` the training rows are tokenised anew from their texts at every step: what it costs not to have
+    done it before, with the same result.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: DatasetManifest,
+        world: World,
+        device: torch.device,
+        renderer: Renderer | None = None,
+    ) -> None:
         self.world, self.device = world, device
         self.splits: dict[Split, PackedRows] = {
             "train": PackedRows(folder, manifest, "train"),
@@ -39,6 +54,10 @@ class PackedBatches:
         self.row = self.splits["train"].row
         self.waited_s = 0.0
         self._most = int(manifest.facts["most_examples"]) + 1  # and the padding at the end
+        self._renderer, self._cut = renderer, (manifest.facts["loss_on"], int(manifest.facts["longest"]))
+        self._texts: list[str] = []
+        if renderer is not None:
+            self._texts = (folder / TEXTS).read_text(encoding="utf-8").splitlines()
         self._order = lru_cache(maxsize=2)(order)
 
     def steps(self, per_step: int, epochs: int) -> int:
@@ -85,13 +104,28 @@ class PackedBatches:
         """(tokens, targets, documents, starts) of `size` rows, all of them [R, T] int64 but starts, [K] int32."""
         tokens = np.zeros((size, self.row), dtype=np.int64)
         marks = np.zeros((size, self.row), dtype=np.int64)
-        tokens[: len(real)], marks[: len(real)] = rows.tokens[real], rows.marks[real]
+        if self._renderer is not None and rows is self.splits["train"]:
+            for own, row in enumerate(real):
+                self._tokenise(int(row), tokens[own], marks[own])
+        else:
+            tokens[: len(real)], marks[: len(real)] = rows.tokens[real], rows.marks[real]
         targets = np.full_like(tokens, IGNORED)
         targets[:, :-1] = np.where(marks[:, 1:] & 1, tokens[:, 1:], IGNORED)  # an example's first never counts
         documents = marks >> 1
         starts = _starts(documents, size * self._most + 1)
         inputs = tuple(torch.from_numpy(a).to(self.device) for a in (tokens, targets, documents, starts))
         return Micro(inputs, int((marks & 1).sum()), place)
+
+    def _tokenise(self, row: int, tokens_T: Rows, marks_T: Rows) -> None:
+        """Fills one row from its conversations."""
+        assert self._renderer is not None
+        turns = [[Turn(*turn) for turn in conversation] for conversation in json.loads(self._texts[row])]
+        at = 0
+        for number, rendered in enumerate(self._renderer.render(turns), 1):
+            example = cut(rendered, *self._cut)
+            end = at + len(example.tokens)
+            tokens_T[at:end], marks_T[at:end] = example.tokens, 2 * number + example.counted
+            at = end
 
 
 def _starts(documents: NDArray[np.int64], length: int) -> NDArray[Any]:

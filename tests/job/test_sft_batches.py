@@ -13,6 +13,7 @@ from job.config import from_json
 from job.config.sft import SftConfig
 from job.dataset.packed import prepare_sft
 from job.dataset.prepare import read_manifest
+from job.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
 from job.models.decoder import positions
 from job.models.linear_loss import IGNORED
 from job.train.packed_rows import PackedBatches
@@ -101,3 +102,19 @@ def test_validation_rows_are_spread_and_fixed(folder: Path) -> None:
     count = len(found.splits["validation"])
     assert found.fixed(count + 5).tolist() == list(range(count))
     assert found.fixed(2).tolist() == [0, count // 2]
+
+
+def test_rows_tokenised_while_training_are_the_prepared_ones(tmp_path: Path) -> None:
+    config = from_json("sft-h100", sft.config(measures={"pretokenised": False}, data={"longest": 40}))
+    assert isinstance(config, SftConfig)
+    manifest = prepare_sft(tmp_path / "data", config)
+    tokenizer = open_chat_tokenizer(manifest.facts["tokenizer"], tmp_path / "data")
+    renderer = Renderer(TEMPLATES["llama"], tokenizer)
+    device = torch.device("cpu")
+    plain = PackedBatches(tmp_path / "data", manifest, World(), device)
+    anew = PackedBatches(tmp_path / "data", manifest, World(), device, renderer)
+    rows = np.arange(len(plain.splits["train"]))
+    for one, two in zip(plain.work("train", rows, 4).micros, anew.work("train", rows, 4).micros, strict=True):
+        assert one.tokens == two.tokens
+        assert all(torch.equal(a, b) for a, b in zip(one.inputs, two.inputs, strict=True))
+    assert anew.waited_s > 0

@@ -179,6 +179,15 @@ def test_a_bf16_merge_that_loses_too_much_is_delivered_in_fp32() -> None:
     assert "DOES NOT MATCH" in said[-1]
 
 
+def test_measures_that_are_off_cost_time_and_change_nothing(finished: Path, tmp_path: Path) -> None:
+    off = {"pretokenised": False, "async_checkpoints": False, "compile": False}
+    workdir = sft.make(tmp_path, measures=off)
+    assert world.train(workdir) == 0
+    assert losses(workdir) == losses(finished)
+    assert sft.results(workdir)["measures"] == {**off, "packing": True}
+    assert sft.hashes(workdir) == sft.hashes(finished)
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_two_ranks_train_as_one(method: str, tmp_path: Path) -> None:
     # Without dropout: it is drawn for each micro-batch, and the last, smaller step is cut differently.
@@ -228,6 +237,7 @@ def test_published_base_weights_are_what_training_starts_from(tmp_path: Path) ->
         ({"data": {"source": "jsonl"}}, "no base weights: storage.base_weights must name a folder"),
         ({"data": {"row": 64, "longest": 64}}, "was prepared with row 128, the run config 64"),
         ({"data": {"loss_on": "all"}}, "loss_on response, the run config all"),
+        ({"measures": {"pretokenised": False}}, "texts False, the run config True"),
         ({"measures": {"packing": False}}, "packing True, the run config False"),
         ({"model": {"vocab": 64}}, r"115 ids, the model's vocabulary \(model.vocab\) is 64"),
         ({"batch": {"tokens": 500}}, r"job\.parameters\.batch\.tokens"),
