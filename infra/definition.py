@@ -95,13 +95,21 @@ class Estimate:
     max_price_age_days: int = 90  # a bill from older prices says so; changes no figure
 
 
+Place = Literal["step", "boundary", "save", "stage"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interruptions:
-    """The rehearsal's interruptions, drawn from `seed`: how many with a notice and how many without."""
+    """The rehearsal's interruptions, drawn from `seed`: how many with a notice and how many without, and when: at a
+    training step, between two phases, while a checkpoint is being written, or in a stage after training.
+    """
 
     seed: int = 7
     with_notice: int = 1
     without_notice: int = 1
+    notice_at: Place = "step"
+    loss_at: Place = "step"
+    stage_results: int = 1  # of a stage after training, before a node is taken away in it
     notice_s: int = 20  # AWS gives 120 s; the rehearsal does not wait that long
 
 

@@ -66,5 +66,6 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Interruptions, "seed"): Rule(minimum=0, maximum=2**31 - 1),
     (Interruptions, "with_notice"): Rule(minimum=0, maximum=10),
     (Interruptions, "without_notice"): Rule(minimum=0, maximum=10),
+    (Interruptions, "stage_results"): Rule(minimum=1, maximum=100_000),
     (Interruptions, "notice_s"): Rule(minimum=1, maximum=120, unit="seconds"),
 }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rehearsal.rehearse import Rehearsal
 
 NOTICE_SEEN_S = 5.0  # issue 3, section 7
+STAGE_KEYS = ("row", "candidate", "name", "what", "index")  # what names a result of a stage after training
 RECOVERY_S = 10.0  # beyond importing torch; design of 2026-11, section 8
 
 
@@ -57,7 +58,9 @@ class Evidence:
         self.receipt = _document(folder / "receipt.json")
         self.done = _document(folder / "done.json")
         self.results = _document(folder / "results.json")
-        self.growth = _document(folder / "growth_report.json")
+        report = folder / "growth_report.json"
+        self.growth = _document(report) if report.exists() else {}
+        self.stages = {path.name: _lines(path) for path in sorted((folder / "stages").glob("*.jsonl"))}
         self.metrics = _lines(folder / "metrics.jsonl")
         self.phases = sizing.phases(rehearsal.definition.job.parameters)
         self.total_steps = sizing.total_steps(rehearsal.definition.job.parameters)
@@ -133,6 +136,10 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
             yield Check(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
     for boundary in boundaries(evidence.growth):
         yield Check(name=f"growth into {boundary['phase']}", figure=_figures(boundary), held=_passed(boundary))
+    for name, lines in evidence.stages.items():
+        kinds = {json.dumps({key: line[key] for key in STAGE_KEYS if key in line} or line) for line in lines}
+        figure = f"{len(lines)} results, {len(lines) - len(kinds)} of them twice"
+        yield Check(name=f"nothing of {name} done twice", figure=figure, held=len(lines) == len(kinds))
     logs = rehearsal.cloud.client("logs")
     group = str(rehearsal.engine.outputs()["log_group"])
     streams = {stream["logStreamName"] for stream in logs.describe_log_streams(logGroupName=group)["logStreams"]}

@@ -1,4 +1,4 @@
-"""When the rehearsal takes nodes away: at training steps that the definition's seed fixes."""
+"""When the rehearsal takes nodes away: at moments of the training that the definition's seed fixes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.definition import Interruptions
+from infra.definition import Interruptions, Place
 
 Kind = Literal["notice", "loss"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One interruption: as soon as the job has logged `step` or a later one."""
+    """One interruption: as soon as the job has logged `step` or a later one, and is at the place asked for."""
 
     step: int
     kind: Kind
+    place: Place = "step"
 
 
 def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:
-    """Spread over all phases but the first, so that a phase boundary has been crossed; a node each, in step order.
+    """In the order in which they come, a node each.
 
-    Each falls into the second to fourth fifth of its share of the steps: there is something to lose before it, and
-    something to do after it.
+    At a step, or while saving: spread over all phases but the first, so that a phase boundary has been crossed, each in
+    the second to fourth fifth of its share of the steps: there is something to lose before it, and something to do
+    after it. Between phases: at the last step of a phase. In a stage: after the last step.
     """
     seeded = random.Random(interruptions.seed)
-    kinds: list[Kind] = ["notice"] * interruptions.with_notice
-    kinds += ["loss"] * interruptions.without_notice
-    total = sum(phase_steps)
-    first = phase_steps[0] if len(phase_steps) > 1 else 0
-    share = (total - first) / max(1, len(kinds))
-    return tuple(
-        Planned(step=round(first + share * (number + seeded.uniform(0.2, 0.6))), kind=kind)
-        for number, kind in enumerate(kinds)
-    )
+    places: list[tuple[Kind, Place]] = [("notice", interruptions.notice_at)] * interruptions.with_notice
+    places += [("loss", interruptions.loss_at)] * interruptions.without_notice
+    steps = [count for count in phase_steps if count]
+    total = sum(steps)
+    first = steps[0] if len(steps) > 1 else 0
+    drawn = [(kind, place) for kind, place in places if place in ("step", "save")]
+    share = (total - first) / max(1, len(drawn))
+    planned = [
+        Planned(step=max(1, round(first + share * (number + seeded.uniform(0.2, 0.6)))), kind=kind, place=place)
+        for number, (kind, place) in enumerate(drawn)
+    ]
+    ends = [sum(steps[: place + 1]) for place in range(len(steps) - 1)] or [total]
+    between = [(kind, place) for kind, place in places if place == "boundary"]
+    planned += [
+        Planned(step=ends[number % len(ends)], kind=kind, place=place) for number, (kind, place) in enumerate(between)
+    ]
+    planned += [Planned(step=total, kind=kind, place=place) for kind, place in places if place == "stage"]
+    return tuple(sorted(planned, key=lambda one: (one.step, one.place == "stage")))

@@ -213,7 +213,13 @@ def _follow(rehearsal: Rehearsal) -> None:
     steps = [phase.steps for phase in sizing.phases(definition.job.parameters)]
     planned = plan(definition.interruptions, steps)
     rehearsal.watch = watch = Watch(
-        rehearsal.cloud, rehearsal.runner, rehearsal.timeline, planned, str(outputs["bucket"]), definition.run.id
+        rehearsal.cloud,
+        rehearsal.runner,
+        rehearsal.timeline,
+        planned,
+        str(outputs["bucket"]),
+        definition.run.id,
+        stage_lines=definition.interruptions.stage_results,
     )
     words = ("wait", rehearsal.name)
     with _started(rehearsal, *words) as waiting:

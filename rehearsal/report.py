@@ -56,7 +56,7 @@ def losses(evidence: Evidence) -> Iterator[str]:
     """First and last loss of each phase."""
     yield "phase    parameters  active       steps  loss first  last    val"
     first = 1
-    for phase in evidence.phases:
+    for phase in (phase for phase in evidence.phases if phase.steps):
         inside = [line for line in evidence.metrics if first <= int(line["step"]) < first + phase.steps]
         trained = [line["loss"] for line in inside if line.get("loss") is not None]
         held = [line["val_loss"] for line in inside if line.get("val_loss") is not None]
@@ -76,7 +76,7 @@ def draw(evidence: Evidence, target: Path) -> None:
     assert rehearsal.watch is not None
     timeline, views = rehearsal.timeline, list(rehearsal.watch.views.values())
     first, phases = 1, []
-    for phase in evidence.phases:
+    for phase in (phase for phase in evidence.phases if phase.steps):
         name = f"{phase.name}, {phase.params_total:,} parameters"
         phases.append(picture.Phase(name=name, first=first, last=first + phase.steps - 1))
         first += phase.steps

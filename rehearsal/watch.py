@@ -47,6 +47,7 @@ class NodeView:
     first_step_at: datetime | None = None
     first_step: int | None = None
     last_step: int = 0
+    stage_lines: int | None = None  # of stages/*.jsonl when it began
     seen: bool = False  # its supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
@@ -60,13 +61,23 @@ class Watch:
     """One run, from `up` to its end. `run` returns when the run has ended by itself."""
 
     def __init__(
-        self, cloud: Cloud, runner: NodeRunner, timeline: Timeline, planned: Sequence[Planned], bucket: str, run_id: str
+        self,
+        cloud: Cloud,
+        runner: NodeRunner,
+        timeline: Timeline,
+        planned: Sequence[Planned],
+        bucket: str,
+        run_id: str,
+        *,
+        stage_lines: int = 1,
     ) -> None:
+        """`stage_lines`: results of a stage after which a node is taken away in it."""
         self.cloud = cloud
         self.runner = runner
         self.timeline = timeline
         self.planned = list(planned)
         self.bucket, self.run_id = bucket, run_id
+        self.stage_lines = stage_lines
         self.views: dict[str, NodeView] = {}
         self.manifests: set[int] = set()
         self._s3 = cloud.client("s3")
@@ -117,18 +128,36 @@ class Watch:
         self._notice_seen(view)
         if over:
             self._ended(view)
-        elif self.planned and view.first_step is not None and view.last_step >= self.planned[0].step:
-            if view.interrupted is None:
-                self._interrupt(view, self.planned.pop(0))
+        elif self.planned and view.interrupted is None and self._is_at(view, self.planned[0]):
+            self._interrupt(view, self.planned.pop(0))
         elif (code := view.node.process.poll()) is not None and not over:
             time.sleep(0.3)  # a shutdown is passed on within a moment
             if view.node.instance.ended_at is None:
                 raise RunFailedError(f"{view.name}: the node script ended with {code} and left its machine running")
 
+    def _is_at(self, view: NodeView, planned: Planned) -> bool:
+        if planned.place == "stage":  # a node that resumes there takes no step
+            return self._written(view) >= self.stage_lines
+        if view.first_step is None or view.last_step < planned.step:
+            return False
+        return planned.place != "save" or any(_found(view, "ckpt/.step_*"))
+
+    def _written(self, view: NodeView) -> int:
+        """Lines that the stages after training have added on this node."""
+        lines = sum(len(_new(path, 0)) for path in _found(view, "stages/*.jsonl"))
+        if view.stage_lines is None and view.lines:
+            view.stage_lines = lines  # restored from earlier nodes
+        return lines - (view.stage_lines or 0)
+
     def _interrupt(self, view: NodeView, planned: Planned) -> None:
         view.interrupted = planned
         instance = view.node.instance
-        where = f"at step {view.last_step}"
+        where = {
+            "step": f"at step {view.last_step}",
+            "boundary": f"between phases, after step {view.last_step}",
+            "save": f"while a checkpoint is written, at step {view.last_step}",
+            "stage": f"after training, with {self._written(view)} results of a stage",
+        }[planned.place]
         if planned.kind == "notice":
             self.cloud.interrupt(instance.id)
             seconds = self.cloud.fleets.notice_s
@@ -183,8 +212,7 @@ class Watch:
                 self._tell("step", line, quiet=False, node=view.node.instance.id)
 
     def _metrics(self, view: NodeView) -> None:
-        for folder in WORK_FOLDERS:
-            path = view.node.root / folder / "metrics.jsonl"
+        for path in _found(view, "metrics.jsonl"):
             for line in _new(path, 0):  # from the start: a resume cuts the file
                 try:
                     entry: dict[str, Any] = json.loads(line)
@@ -219,6 +247,11 @@ class Watch:
     def _tell(self, what: str, text: str, **facts: Any) -> None:
         self._news = time.monotonic()
         self.timeline.add(what, text, **facts)
+
+
+def _found(view: NodeView, pattern: str) -> list[Path]:
+    """Files of the job's work folder, wherever the node put it."""
+    return [path for folder in WORK_FOLDERS for path in (view.node.root / folder).glob(pattern)]
 
 
 def _new(path: Path, known: int) -> list[str]:

@@ -35,6 +35,17 @@ def test_a_run_of_one_phase_is_interrupted_too() -> None:
     assert 20 <= plan(Interruptions(with_notice=1, without_notice=0), [100])[0].step <= 60
 
 
+def test_a_boundary_is_the_last_step_of_a_phase_and_a_stage_comes_after_the_last() -> None:
+    between = Interruptions(notice_at="boundary", loss_at="step")
+    notice, loss = plan(between, [30, 30, 30, 0])
+    assert (notice.kind, notice.place, notice.step) == ("notice", "boundary", 30)
+    assert (loss.kind, loss.place) == ("loss", "step")
+    assert 30 < loss.step <= 90
+    saved, staged = plan(Interruptions(notice_at="stage", loss_at="save"), [40, 0, 0])
+    assert (saved.kind, saved.place) == ("loss", "save")
+    assert (staged.kind, staged.place, staged.step) == ("notice", "stage", 40)
+
+
 def test_no_interruptions_are_none() -> None:
     assert plan(Interruptions(with_notice=0, without_notice=0), [30, 30]) == ()
 
