@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import train_world
 
 from job import atomic, probe
+from job.train.requests import Requests
 
 
 class Fake:
@@ -135,3 +138,43 @@ def test_a_probe_that_fails_says_why(tmp_path: Path, code: int, left: Callable[[
 def test_too_few_steps_to_time_any_is_said(tmp_path: Path) -> None:
     with pytest.raises(probe.ProbeFailedError, match="ask for more --steps"):
         run(Fake(tmp_path, steps=8))
+
+
+class Trainer(threading.Thread):
+    """The real trainer, in this process."""
+
+    output_at = 0.0
+
+    def __init__(self, workdir: Path) -> None:
+        super().__init__()
+        self._workdir, self._code = workdir, 1
+
+    def run(self) -> None:
+        self._code = train_world.train(self._workdir, Requests(self._workdir))
+
+    def poll(self) -> int | None:
+        return None if self.is_alive() else self._code
+
+    def kill(self) -> None:
+        self.join()
+
+
+def test_the_real_trainer_leaves_all_that_a_probe_looks_for(tmp_path: Path) -> None:
+    workdir = train_world.make(tmp_path, steps_per_phase=16, eval={"every": 4, "sample_tokens": 1})
+    thread = Trainer(workdir)
+
+    def start(rung: int) -> Trainer:
+        thread.start()
+        return thread
+
+    found = probe.run(workdir, start=start, sleep=thread.join, save_at={"dense": 4, "moe": 20, "grown": 36})
+    assert [phase["name"] for phase in found.phases] == ["dense", "moe", "grown"]
+    for phase in found.phases:
+        assert phase["steps"] >= 5
+        assert phase["step_ms"]["median"] > 0
+        assert phase["evaluation_s"] is not None
+        assert phase["save"]["bytes"] > 0
+        assert phase["save"]["write_s"] is not None
+        assert phase["rung"]["micro"] == 4
+    assert [phase["boundary_s"] is None for phase in found.phases] == [True, False, False]
+    assert found.finish_s is not None
