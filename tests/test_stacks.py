@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from infra.catalog import load_catalog
-from infra.definition import Disk, Interruptions, Keep, StackDefinition
+from infra.definition import Claim, Disk, Interruptions, Keep, StackDefinition, Variant
 from infra.loader import load, rehearsal_text
 from infra.rules import RULES
 from infra.schema import SECTIONS, describe
@@ -23,7 +22,7 @@ from job.config import EXPERIMENTS
 ROOT = Path(__file__).parents[1]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 STACKS = sorted((ROOT / "stacks").iterdir())
-PAGE = (ROOT / "docs" / "definition.md").read_text()
+PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in ("definition.md", "parameters.md"))
 
 
 @pytest.fixture(params=STACKS, ids=lambda path: path.stem)
@@ -53,7 +52,7 @@ def test_it_opens_with_its_purpose_and_its_bound(stack: StackDefinition) -> None
     assert stack.purpose.startswith(f"{stack.name}: ")
     bound = stack.purpose.partition("Bound: ")[2]
     assert bound, "the opening comment says no bound"
-    hours, usd = re.search(r"([0-9.]+) billed hours", bound), re.search(r"\$([0-9]+(?:\.[0-9]+)?)", bound)
+    hours, usd = re.search(r"([0-9.]+) billed hours?", bound), re.search(r"\$([0-9]+(?:\.[0-9]+)?)", bound)
     assert hours is not None
     assert usd is not None
     assert Decimal(hours[1]) == stack.limits.max_hours
@@ -86,8 +85,9 @@ def test_every_phase_fits_every_listed_type(stack: StackDefinition) -> None:
     for name in stack.fleet.instance_types:
         kind = load_catalog().instance(name)
         assert kind is not None
+        ranks = sizing.ranks(config, kind.gpu_count)
         for phase in range(len(sizing.phases(config))):
-            assert sizing.choose_rung(config, kind.gpu_memory_gb, phase) is not None
+            assert sizing.choose_rung(config, kind.gpu_memory_gb, phase, ranks) is not None
 
 
 def test_the_shipped_file_pins_nothing_that_ages(stack: StackDefinition) -> None:
@@ -127,15 +127,15 @@ def documented(section: str) -> dict[str, str]:
     return dict(rows)
 
 
-def fields_of(cls: type[Any], prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
-    """Every leaf of a tree of dataclasses, by its dotted path."""
-    found: dict[str, dataclasses.Field[Any]] = {}
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            found |= fields_of(typing.cast(type[Any], hints[field.name]), f"{prefix}{field.name}.")
+def fields_of(config: Any, prefix: str = "") -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Every leaf of a tree of dataclasses and its default there, by its dotted path."""
+    found: dict[str, tuple[dataclasses.Field[Any], Any]] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= fields_of(value, f"{prefix}{field.name}.")
         else:
-            found[prefix + field.name] = field
+            found[prefix + field.name] = field, value
     return found
 
 
@@ -144,25 +144,26 @@ def test_the_page_explains_every_key_of_every_section_and_no_other() -> None:
     for section, cls in SECTIONS.items():
         keys = {field.name for field in dataclasses.fields(cls)} | nested.get(section, set())
         assert set(documented(section)) == keys
+    assert set(documented("scenarios")) == {field.name for field in dataclasses.fields(Variant)}
     assert set(documented("rehearsal")) == {field.name for field in dataclasses.fields(Interruptions)}
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_page_explains_every_parameter_with_its_default_and_range(experiment: str) -> None:
     rows = documented(f"job.parameters of {experiment}")
-    fields = fields_of(EXPERIMENTS[experiment])
+    fields = fields_of(EXPERIMENTS[experiment]())
     assert set(rows) == set(fields)
-    for name, field in fields.items():
+    for name, (field, default) in fields.items():
         low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
         if low is not None:
             assert f"{low:g} to " in rows[name], name
         if high is not None:
             spelled = f"{high:,.0f}" if high >= 1 else f"{high:g}"
             assert f"to {spelled}" in rows[name], name
-        if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+        if isinstance(default, int | float) and not isinstance(default, bool):
             written = re.search(r"\*\*([0-9.e-]+)\*\*", rows[name])
             assert written is not None, name
-            assert float(written[1]) == field.default, name
+            assert float(written[1]) == default, name
 
 
 def test_the_page_gives_the_range_that_the_loader_enforces() -> None:
@@ -170,11 +171,13 @@ def test_the_page_gives_the_range_that_the_loader_enforces() -> None:
         Disk: "storage",
         Keep: "storage",
         Interruptions: "rehearsal",
+        Variant: "scenarios",
+        Claim: "scenarios",
     }
     for (cls, key), rule in RULES.items():
         if rule.maximum is None:
             continue
-        said = documented(sections[cls])[key]
+        said = documented(sections[cls])["claim" if cls is Claim else key]
         spelled = re.search(r"from (\S+) to (\S+)", describe(Decimal, rule))
         assert spelled is not None
         assert f"{spelled[1]} to {spelled[2]}" in said, (key, said)
