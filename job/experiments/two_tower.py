@@ -1,0 +1,339 @@
+"""two-tower: rank models for a query; every fold's model trained at once, judged once.
+
+One phase per family of towers (the config's own, or each variant of the sweep), then a refit of the family that the
+inner folds prefer, on all judged queries, for the median of its folds' chosen epochs. An epoch is `steps_per_epoch`
+joint steps. A member stops to improve its record after `patience` epochs without a better one; the phase ends when all
+have. Leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores.npz` and `final/`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from statistics import fmean, median_low
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from job import atomic, sizing
+from job.config.common import CosineAdamW
+from job.config.two_tower import TwoTowerConfig, variants
+from job.dataset import ranking
+from job.dataset.prepare import read_manifest
+from job.experiments import two_tower_baselines as baselines
+from job.experiments import two_tower_results as results
+from job.experiments.ranking_metrics import ndcg
+from job.experiments.two_tower_data import Member, Rows, members, refit_member, rows_of, watched
+from job.experiments.two_tower_members import Members, clip_each
+from job.experiments.two_tower_tables import spread
+from job.models.two_tower import TwoTower as Towers
+from job.models.two_tower import decays, draw_noise
+from job.sizing.two_tower import REFIT, parameters
+from job.train import export, optimizer
+from job.train.data import mix
+from job.train.experiment import Experiment, Micro, Phase, Session, Stopped, Work
+
+BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none
+FLOOR = 0.1  # of the learning rate, where the cosine ends
+SCORED = 512  # queries scored at once when a phase has ended
+REFIT_SEEDS = 1_000_000  # of initial weights and of dropout: apart from every fold's
+
+
+class TwoTower(Experiment):
+    """The experiment as the training loop asks it."""
+
+    def __init__(self, session: Session) -> None:
+        assert isinstance(session.config, TwoTowerConfig)
+        self.session, self.config = session, session.config
+        self.families = variants(session.config)
+        self.tables = ranking.read(session.data)
+        problems = ranking.mismatches(self.config, self.tables.queries.shape, self.tables.labels.shape)
+        if problems:
+            raise ValueError(f"{session.data}: " + "; ".join(problems))
+        if session.device.is_cuda and self.config.precision.compute == "fp32":
+            torch.set_float32_matmul_precision("high")  # TF32: ranks do not need fp32's last digits
+        first, self.phases = 0, []
+        for index, size in enumerate(sizing.phases(self.config)):
+            phase = Phase(
+                index=index,
+                name=size.name,
+                first=first,
+                steps=size.steps,
+                flops_per_token=size.flops_per_token,
+                tokens_per_step=size.tokens_per_step,
+            )
+            self.phases.append(phase)
+            first = phase.last
+        self.progress: dict[str, Any] = {"families": {}, "refit": None}
+        self._losses_K: Tensor | None = None  # of the newest step that was read back
+
+    def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
+        """Fresh members; what earlier families scored goes on with them."""
+        if phase.name == REFIT:
+            self.progress["refit"] = self._choose_refit()
+        else:
+            count = len(members(self.config))
+            record = {"best": [None] * count, "epoch": [0] * count, "stopped": [0] * count, "epochs": 0, "weak": []}
+            self.progress["families"][self._name(phase)] = record
+        module = self.blank(phase)
+        if previous is not None:
+            assert isinstance(module, Members)
+            assert isinstance(previous, Members)
+            module.scores.copy_(previous.scores)
+            module.optimistic.copy_(previous.optimistic)
+        return module
+
+    def blank(self, phase: Phase) -> nn.Module:
+        """The members of a phase with the weights of their seeds, and their tensors on the device."""
+        config, refit = self._config(phase), phase.name == REFIT
+        self._members = [refit_member(config.data.queries)] if refit else members(config)
+        self._place(config, refit)
+        compute = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
+        module = Members(config, len(self._members), REFIT_SEEDS if refit else 0, compute)
+        families, data = len(self.families), config.data
+        module.register_buffer("scores", torch.zeros(families, data.folds, data.queries, data.models))
+        module.register_buffer("optimistic", torch.zeros(families, data.queries, data.models))
+        self._announce(phase, config)
+        return module.to(self.session.device.torch)
+
+    def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
+        """AdamW over all members: element by element, so theirs is what each would have alone."""
+        named = list(module.named_parameters())
+        groups = [
+            {"params": [p for name, p in named if decays(name)], "weight_decay": self.config.optim.weight_decay},
+            {"params": [p for name, p in named if not decays(name)], "weight_decay": 0.0},
+        ]
+        return optimizer.make(groups, CosineAdamW(betas=BETAS, eps=EPS), seed=self.config.seed)
+
+    def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
+        """Cosine to a tenth over all planned epochs, however many are trained: the refit follows the folds' rates."""
+        share = (step - phase.first) / phase.steps
+        lr = self.config.optim.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * share)))
+        optimizer.set_lr(opt, lr)
+        return lr
+
+    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+        """Every query of every member, in chunks; dropout's bits are drawn for all chunks at once."""
+        config = self._config(phase)
+        place = step - phase.first + (REFIT_SEEDS if phase.name == REFIT else 0)
+        generator = torch.Generator(self.session.device.torch).manual_seed(mix(config.seed, place))
+        x_KQS, targets_KQM, weights_KQ, draws = self._x_KRS, self._targets_KRM, self._weights_KR, None
+        if config.objective == "sampled":
+            count, batch = len(self._members), config.sampled.batch
+            chosen_KB = torch.multinomial(self._weights_KR, batch, replacement=True, generator=generator)
+            rows = torch.arange(count, device=chosen_KB.device)[:, None]
+            x_KQS, targets_KQM, weights_KQ = x_KQS[rows, chosen_KB], targets_KQM[rows, chosen_KB], x_KQS.new_ones(())
+            weights_KQ = weights_KQ.expand(count, batch)
+            size = (count, batch, 1 + 2 * config.sampled.negatives)
+            draws = torch.rand(size, generator=generator, device=generator.device)
+        queries = x_KQS.shape[1]
+        noise = draw_noise(config.towers, len(self._members), queries, config.data.models, generator)
+
+        def chunks() -> Any:
+            for first in range(0, queries, rung.micro):
+                part = slice(first, first + rung.micro)
+                bits = (None, None) if noise is None else (noise.query[:, part], noise.model)
+                extra = () if draws is None else (draws[:, part],)
+                inputs = (x_KQS[:, part], targets_KQM[:, part], weights_KQ[:, part], *bits, *extra)
+                yield Micro(inputs, x_KQS[0, part].shape[0], first)
+
+        return Work(chunks(), queries)
+
+    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+        """Not used: `evaluate` ranks instead of measuring a loss."""
+        return Work((), 1)
+
+    def evaluated(self, phase: Phase, step: int) -> bool:
+        """After each epoch; in the refit when it is over."""
+        local = step - phase.first
+        if phase.name == REFIT:
+            epochs: int = self.progress["refit"]["epochs"]
+            return local == epochs * self.config.steps_per_epoch
+        return local % self.config.steps_per_epoch == 0
+
+    @torch.no_grad()
+    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float:
+        """Minus the honest members' mean nDCG@10 on the folds they watch; the refit's training loss. Keeps the record
+        of each member, and its weights where they are its best so far.
+        """
+        assert isinstance(module, Members)
+        losses = [0.0] if self._losses_K is None else self._losses_K.tolist()
+        if phase.name == REFIT:
+            return fmean(losses)
+        module.eval()
+        scores_KVM = module.score(self._watched_x_KVS)
+        module.train()
+        found = (ndcg(scores_KVM, self._watched_gains_KVM, 10) * self._watched_weights_KV).sum(-1).tolist()
+        record = self.progress["families"][self._name(phase)]
+        epoch = record["epochs"] = record["epochs"] + 1
+        better = []
+        for k, value in enumerate(found):
+            if not record["stopped"][k] and (record["best"][k] is None or value > record["best"][k]):
+                record["best"][k], record["epoch"][k] = value, epoch
+                better.append(k)
+            late = epoch - record["epoch"][k] >= self.config.patience and epoch >= self.config.first_stop
+            if late and not record["stopped"][k]:
+                record["stopped"][k] = epoch
+        module.keep(torch.tensor(better, dtype=torch.int64, device=scores_KVM.device))
+        folds = self.config.data.folds
+        self._say_epoch(phase, epoch, losses[:folds], found)
+        return -fmean(found[:folds])
+
+    def clip(self, module: nn.Module) -> Tensor:
+        """Each member by its own norm; the mean of them."""
+        return clip_each(module, self.config.optim.clip).mean()
+
+    def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
+        """The members' losses go to the epoch's line, not to metrics.jsonl."""
+        self._losses_K = aux["losses"].float().cpu()
+        return {}
+
+    def stop_early(self, phase: Phase, val_loss: float) -> str | None:
+        """When no member can improve its record any more; the refit at its last epoch."""
+        if phase.name == REFIT:
+            epochs = self.progress["refit"]["epochs"]
+            return f"{epochs} epochs, the median that the folds chose" if epochs < self.config.epochs else None
+        record = self.progress["families"][self._name(phase)]
+        if all(record["stopped"]):
+            return f"no member improved for {self.config.patience} epochs"
+        return None
+
+    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
+        """A family's scores by each member's best weights: the only look at the test folds. The refit's export."""
+        assert isinstance(module, Members)
+        self._module = module
+        if phase.name == REFIT:
+            self._export(module)
+            return
+        module.stack.unpack(module.best)
+        module.eval()
+        folds, family = self.config.data.folds, phase.index
+        judged = torch.from_numpy(self.tables.queries).to(self.session.device.torch)
+        scores_KQM = torch.cat([module.score(part) for part in torch.split(judged, SCORED)], dim=1)
+        module.scores[family] = scores_KQM[:folds]
+        for member, scores_QM in zip(self._members, scores_KQM, strict=True):
+            if member.protocol == "optimistic":
+                module.optimistic[family][member.test] = scores_QM[member.test]
+        self.progress["families"][self._name(phase)]["weak"] = [rows.weak for rows in self._rows]
+
+    def finish(self) -> None:
+        """Baselines on the same folds, the tables and the comparison."""
+        config, tables = self.config, self.tables
+        own = [member for member in members(config) if member.protocol == "honest"]
+        self.session.say("baselines: popularity, LambdaRank and random order on the same folds")
+        found = {
+            "popularity": results.by_query(own, tables, lambda m: baselines.popularity(m, tables)),
+            "LambdaRank": None if baselines.lambdarank_missing() else results.by_query(own, tables, self._lambdarank),
+            "random": results.by_query(own, tables, lambda m: baselines.random_order(m, tables, config.seed)),
+        }
+        notes = {"LambdaRank": baselines.lambdarank_missing()}
+        outcome = results.Outcome(
+            config=config,
+            tables=tables,
+            families=[name for name, _ in self.families],
+            progress=self.progress,
+            scores=self._module.scores.cpu().numpy(),
+            optimistic=self._module.optimistic.cpu().numpy() if config.optimistic else None,
+            baselines=found,
+            notes=notes,
+        )
+        session, meta = self.session, atomic.read_object(self.session.workdir / "final" / export.META) or {}
+        results.write(
+            outcome,
+            session.workdir,
+            {
+                "device": session.device.name,
+                "torch": torch.__version__,
+                "dataset": read_manifest(session.data).facts,
+                "weights_sha256": meta["files"][0]["sha256"],
+                "predicted": list(session.predicted),
+                "measured": results.measured(self.phases, session.metrics.records()),
+            },
+            say=session.say,
+        )
+
+    def _lambdarank(self, member: Member) -> Any:
+        return baselines.lambdarank(
+            member, self.tables, seed=self.config.seed, threads=torch.get_num_threads(), stop=self._heed
+        )
+
+    def _heed(self) -> None:
+        """The last checkpoint stands at the end of training: a restart makes the baselines again, a minute at most."""
+        stop = self.session.requests.stop()
+        if stop is not None:
+            raise Stopped(stop.reason)
+
+    def _choose_refit(self) -> dict[str, Any]:
+        """The family that the watched folds prefer, and the median of its folds' epochs. No test fold is looked at."""
+        folds = self.config.data.folds
+        records = self.progress["families"]
+        name = max(records, key=lambda name: fmean(records[name]["best"][:folds]))
+        return {"family": name, "epochs": median_low(records[name]["epoch"][:folds])}
+
+    def _place(self, config: TwoTowerConfig, refit: bool) -> None:
+        """This phase's rows and watched folds, on the device."""
+        device, tables = self.session.device.torch, self.tables
+        weak = min(config.weak.queries, len(tables.discovery))
+        rows = max(len(member.train) for member in self._members) + weak
+        self._rows: list[Rows] = [rows_of(member, tables, config.weak, rows) for member in self._members]
+
+        def stacked(name: str) -> Tensor:
+            return torch.from_numpy(np.stack([getattr(own, name) for own in self._rows])).to(device)
+
+        self._x_KRS, self._targets_KRM, self._weights_KR = map(stacked, ("sentences", "targets", "weights"))
+        if not refit:
+            queries_KV, gains_KVM, weights_KV = watched(self._members, tables)
+            self._watched_x_KVS = torch.from_numpy(tables.queries[queries_KV]).to(device)
+            self._watched_gains_KVM = torch.from_numpy(gains_KVM).to(device)
+            self._watched_weights_KV = torch.from_numpy(weights_KV).to(device).double()
+
+    def _config(self, phase: Phase) -> TwoTowerConfig:
+        """The family's that the phase trains."""
+        if phase.name == REFIT:
+            return dict(self.families)[self.progress["refit"]["family"]]
+        return self.families[phase.index][1]
+
+    def _name(self, phase: Phase) -> str:
+        return self.families[phase.index][0]
+
+    def _announce(self, phase: Phase, config: TwoTowerConfig) -> None:
+        count = parameters(config)
+        weak = [rows.weak for rows in self._rows]
+        self.session.say(
+            f"phase {phase.index + 1}/{len(self.phases)} {phase.name}: {len(self._members)} members of {count:,} "
+            f"parameters, {self._x_KRS.shape[1]} queries each, of them {min(weak)} to {max(weak)} weakly labelled"
+        )
+
+    def _say_epoch(self, phase: Phase, epoch: int, losses: list[float], found: list[float]) -> None:
+        folds, record = self.config.data.folds, self.progress["families"][self._name(phase)]
+        loss, inner, best = spread(losses), spread(found[:folds]), fmean(record["best"][:folds])
+        optimistic = f", optimistic {fmean(found[folds:]):.4f}" if found[folds:] else ""
+        stopped = sum(map(bool, record["stopped"]))
+        self.session.say(
+            f"{phase.name} epoch {epoch:3d}/{self.config.epochs} | loss {loss['mean']:.4f} ± {loss['std']:.4f} | "
+            f"inner nDCG@10 {inner['mean']:.4f} ± {inner['std']:.4f} (best {best:.4f}{optimistic}) | "
+            f"{stopped}/{len(found)} stopped"
+        )
+
+    def _export(self, module: Members) -> None:
+        """final/: the refit as a model of its own."""
+        config, chosen = module.config, self.progress["refit"]
+        alone = Towers(config.towers, config.data.models)
+        alone.load_state_dict({name: p[0].detach().cpu() for name, p in module.stack.members.named_parameters()})
+        export.export(
+            self.session.workdir / "final",
+            alone,
+            {
+                "experiment": "two-tower",
+                "family": chosen["family"],
+                "epochs": chosen["epochs"],
+                "towers": asdict(config.towers),
+                "models": self.tables.names["models"],
+                "encoder": self.tables.encoder,
+                "dataset_sha256": read_manifest(self.session.data).sha256,
+                "config_sha256": self.session.config_sha256,
+            },
+        )

@@ -1,0 +1,136 @@
+"""What a finished run leaves: the fold table, the comparison with the baselines, every fold's scores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from job import atomic
+from job.config.two_tower import TwoTowerConfig
+from job.dataset.arrays import Floats
+from job.dataset.ranking import Tables
+from job.experiments import two_tower_tables as tables_of
+from job.experiments.two_tower_data import Member, fold_of, gains
+from job.sizing.two_tower import REFIT
+from job.train.experiment import Phase
+
+HONEST = "trained on the folds that are neither tested nor watched, epoch chosen on the watched one, tested once"
+OPTIMISTIC = (
+    "OPTIMISTIC, the original plan's way: trained on every other fold, best epoch picked on the test fold itself; "
+    "too good by construction, shown for comparison with earlier figures only"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Everything the tables are made of. Q judged queries, M models, F families."""
+
+    config: TwoTowerConfig
+    tables: Tables
+    families: list[str]
+    progress: dict[str, Any]
+    scores: Floats  # [F, folds, Q, M]
+    optimistic: Floats | None  # [F, Q, M]
+    baselines: dict[str, Floats | None]  # [Q, M]; None where it could not run
+    notes: dict[str, str | None]  # why
+
+
+def by_query(own: Sequence[Member], tables: Tables, score: Callable[[Member], Floats]) -> Floats:
+    """[Q, M]: each query's scores by the member that is tested on it."""
+    found = np.zeros(tables.labels.shape, dtype=np.float32)
+    for member in own:
+        found[member.test] = score(member)
+    return found
+
+
+def measured(phases: Sequence[Phase], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per phase: steps done, the median step and the most memory."""
+    found = []
+    for phase in phases:
+        own = [record for record in records if record["phase"] == phase.name]
+        times = [record["step_ms"] for record in own if record["step_ms"] is not None]
+        found.append(
+            {
+                "phase": phase.name,
+                "steps": own[-1]["step"] - phase.first if own else 0,
+                "step_ms": median(times) if times else None,
+                "memory_gb": max((record["mem_gb"] for record in own), default=None),
+            }
+        )
+    return found
+
+
+def write(outcome: Outcome, workdir: Path, about: dict[str, Any], *, say: Callable[[str], None]) -> None:
+    """fold_table.json, fold_table.md, exports/scores.npz and results.json; `about` goes into the last."""
+    config, folds = outcome.config, outcome.config.data.folds
+    fold_Q, wanted = fold_of(config.data.queries, folds, config.seed), gains(outcome.tables.labels)
+    values = {name: None if s is None else tables_of.per_query(s, wanted) for name, s in outcome.baselines.items()}
+    rows, optimistic_rows, comparisons = [], [], []
+    for index, family in enumerate(outcome.families):
+        epochs = outcome.progress["families"][family]["epoch"]
+        own_scores = outcome.scores[index][fold_Q, np.arange(len(fold_Q))]
+        own = tables_of.per_query(own_scores, wanted)
+        rows.append(tables_of.method(family, own, fold_Q, epochs[:folds]))
+        if outcome.optimistic is not None:
+            best = tables_of.per_query(outcome.optimistic[index], wanted)
+            optimistic_rows.append(tables_of.method(family, best, fold_Q, epochs[folds:]))
+        comparisons += [
+            tables_of.compared(family, own["ndcg@10"], name, theirs["ndcg@10"], fold_Q)
+            for name, theirs in values.items()
+            if theirs is not None
+        ]
+    others = [
+        tables_of.absent(name, outcome.notes[name] or "not run")
+        if theirs is None
+        else tables_of.method(name, theirs, fold_Q, None)
+        for name, theirs in values.items()
+    ]
+    tables: list[dict[str, Any]] = [{"protocol": "honest", "note": HONEST, "methods": [*rows, *others]}]
+    if optimistic_rows:
+        tables.append({"protocol": "optimistic", "note": OPTIMISTIC, "methods": [*optimistic_rows, *others]})
+    missing = [name for name, theirs in values.items() if theirs is None]
+    verdicts = {name: tables_of.verdict(comparisons, name, missing) for name in outcome.families}
+    atomic.write_json(workdir / "fold_table.json", {"schema": 1, "tables": tables})
+    atomic.write_bytes(workdir / "fold_table.md", tables_of.text(tables).encode())
+    _write_scores(workdir / "exports" / "scores.npz", outcome, fold_Q)
+    atomic.write_json(
+        workdir / "results.json",
+        {
+            "schema": 1,
+            "experiment": "two-tower",
+            "verdict": verdicts,
+            "comparisons": comparisons,
+            "tables": [
+                {**t, "methods": [{k: v for k, v in m.items() if k != "folds"} for m in t["methods"]]} for t in tables
+            ],
+            "families": outcome.progress["families"],
+            REFIT: outcome.progress["refit"],
+            "scores": "exports/scores.npz",
+            **about,
+        },
+    )
+    for line in (*tables_of.text(tables).splitlines(), *verdicts.values()):
+        say(line)
+
+
+def _write_scores(path: Path, outcome: Outcome, fold_Q: Any) -> None:
+    """fold [Q], queries [Q] and models [M] by id, and per family scores [folds, Q, M] fp32: judged queries only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        np.savez(
+            file,
+            fold=fold_Q,
+            queries=np.array(outcome.tables.names["queries"]),
+            models=np.array(outcome.tables.names["models"]),
+            **dict(zip(outcome.families, outcome.scores, strict=True)),
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
