@@ -95,7 +95,7 @@ def _types(bill: Bill) -> Iterator[str]:
         rows.append(
             (
                 option.type,
-                f"{instance.gpu_count} x {instance.gpu.name}" if instance else "?",
+                instance.gpus if instance else "?",
                 f"{runtime.total_s / 3600:.3f}" if runtime else "-",
                 "-" if low is None else f"{low}" if low == high else f"{low} to {high}",
                 f"{option.on_demand.amount}" if option.on_demand else "-",
