@@ -11,7 +11,7 @@ from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
-from job.config import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, sources, weights
 
 
@@ -96,7 +96,7 @@ def _tokenizer_of(weights: str | None, root: Path) -> Path | None:
     return found if found.is_file() else None
 
 
-def _source(config: JobConfig, cache: Path, text: Path | None, tokenizer: Path | None) -> sources.Source:
+def _source(config: GrowthConfig, cache: Path, text: Path | None, tokenizer: Path | None) -> sources.Source:
     chosen = sources.TextTokenizer(model_vocab=config.model.vocab, cache=cache, file=tokenizer, say=_say)
     if text is not None:
         return sources.TextFile(path=text, text_tokenizer=chosen)

@@ -92,7 +92,8 @@ def _export(kernel: Kernel, module: Decoder) -> str:
         for name, parameter in module.named_parameters()
         for pair in parallel.gather({name: parameter}, session.world).items()
     )
-    facts, files = kernel.manifest.facts, list[dict[str, Any]]()
+    facts = kernel.manifest.facts
+    files: list[dict[str, Any]] = []
     if session.world.first:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / META).unlink(missing_ok=True)
@@ -107,9 +108,7 @@ def _export(kernel: Kernel, module: Decoder) -> str:
             "step": kernel.phases[0].last,
             "val_loss": kernel.val_loss,
             "dtype": "bfloat16",
-            "tokenizer": {
-                key: kernel.manifest.facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")
-            },
+            "tokenizer": {key: facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},
             "dataset_sha256": kernel.manifest.sha256,
             "config_sha256": session.config_sha256,
             "files": files,

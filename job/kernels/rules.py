@@ -9,6 +9,7 @@ rights. What an operator does to a tensor cannot be seen here: `FORBIDDEN_OPS` i
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Iterable
 
 from job.kernels.catalog import ENTRY
@@ -67,7 +68,8 @@ def problem(source: str) -> str | None:
     if len(source) > 100_000:
         return "longer than 100,000 characters"
     try:
-        tree = ast.parse(source)
+        with _PARSER:
+            tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"syntax: {str(error)[:200]}"
     try:
@@ -82,6 +84,9 @@ def problem(source: str) -> str | None:
 def forbidden_ops(names: Iterable[str]) -> list[str]:
     """Torch functions among `names`, as a run reports them, that compute something."""
     return sorted(str(name) for name in names if name not in ALLOWED_OPS)
+
+
+_PARSER = threading.Lock()  # CPython 3.11 counts the depth of all threads' trees in one place, and trips over it
 
 
 class _Forbidden(Exception):

@@ -1,0 +1,97 @@
+"""Pairs of programs as packed rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import kernel_world as world
+import pytest
+
+from job.dataset.kernel_pairs import GeneratedKernels, PairsFile, byte_tokenizer, prepare_kernels
+from job.dataset.packing import PackedRows
+from job.dataset.rendering import TEMPLATES
+from job.kernels import rules
+from job.kernels.catalog import TASKS
+
+
+def written(folder: Path, *pairs: object) -> Path:
+    path = folder / "pairs.jsonl"
+    path.write_text("\n".join(pair if isinstance(pair, str) else json.dumps(pair) for pair in pairs) + "\n")
+    return path
+
+
+def test_generated_answers_are_programs_that_the_rules_allow() -> None:
+    pairs = list(GeneratedKernels(64, seed=1).conversations())
+    assert len(pairs) == 64
+    assert [rules.problem(answer.text) for _, answer in pairs] == [None] * 64
+    assert {question.text for question, _ in pairs} == {task.prompt for task in TASKS}
+    assert list(GeneratedKernels(64, seed=1).conversations()) == pairs
+    assert list(GeneratedKernels(64, seed=2).conversations()) != pairs
+
+
+def test_bytes_are_read_back_as_they_were() -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["qwen3"])
+    text = "def f(x):\n\treturn 'é' + \"\\n\"  # <|im_end|>\n"
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == len(text.encode())  # what looks like a special token is plain text
+    assert tokenizer.vocab == 258
+    assert tokenizer.special("<|im_end|>") >= 256
+    assert byte_tokenizer(TEMPLATES["qwen3"]).id == tokenizer.id
+
+
+def test_the_loss_counts_the_answer_and_nothing_else(tmp_path: Path) -> None:
+    manifest = prepare_kernels(tmp_path / "data", world.typed())
+    rows, tokenizer = PackedRows(tmp_path / "data", manifest, "train"), byte_tokenizer(TEMPLATES["qwen3"])
+    for tokens, marks in zip(rows.tokens, rows.marks, strict=True):
+        counted = tokenizer.decode([int(token) for token, mark in zip(tokens, marks, strict=True) if mark & 1])
+        assert counted.startswith("import torch")
+        assert counted.endswith("return out")
+    assert manifest.facts["examples"] == 11  # one of twelve is held out
+
+
+def test_the_file_gives_as_many_pairs_as_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path, *({"prompt": f"p{i}", "answer": f"a{i}", "level": 1} for i in range(50)), "")
+    chosen = [question.text for question, _ in PairsFile(path, 10, seed=1).conversations()]
+    assert len(chosen) == 10
+    assert chosen == sorted(chosen, key=lambda name: int(name[1:]))
+    assert chosen != [question.text for question, _ in PairsFile(path, 10, seed=2).conversations()]
+    assert len(list(PairsFile(path, 100, seed=1).conversations())) == 50
+    assert PairsFile(path, 10, seed=1).name != PairsFile(path, 11, seed=1).name
+
+
+def test_every_line_that_is_no_pair_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, {"prompt": "p", "answer": "a"}, {"prompt": "p"}, "{", [1], {"prompt": " ", "answer": "a"})
+    with pytest.raises(
+        ValueError, match=r":2: answer: not a text\n.*:3: not JSON .*\n.*:4: not an object.*\n.*:5: pro"
+    ):
+        list(PairsFile(path, 10, seed=1).conversations())
+    with pytest.raises(ValueError, match="empty; give one JSON object"):
+        list(PairsFile(written(tmp_path, ""), 10, seed=1).conversations())
+
+
+def test_a_file_and_its_tokenizer_are_asked_for(tmp_path: Path) -> None:
+    asked = world.typed(data={"source": "jsonl"})
+    with pytest.raises(ValueError, match="name the file"):
+        prepare_kernels(tmp_path / "data", asked)
+    path = written(tmp_path, {"prompt": "p", "answer": "a"})
+    with pytest.raises(ValueError, match="no tokenizer"):
+        prepare_kernels(tmp_path / "data", asked, text=path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        prepare_kernels(tmp_path / "data", asked, text=tmp_path / "no", tokenizer=_tokenizer(tmp_path))
+
+
+def test_a_file_of_pairs_becomes_rows(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"question {i}", "answer": f"answer {i}"} for i in range(40)]
+    asked = world.typed(data={"source": "jsonl", "samples": 40, "row": 256})
+    path, tokenizer = written(tmp_path, *pairs), _tokenizer(tmp_path)
+    manifest = prepare_kernels(tmp_path / "data", asked, text=path, tokenizer=tokenizer)
+    assert (manifest.kind, manifest.facts["examples"], manifest.facts["row"]) == ("packed", 39, 256)
+    assert manifest.facts["fill"] > 0.8
+
+
+def _tokenizer(folder: Path) -> Path:
+    path = folder / "tokenizer.json"
+    path.write_bytes(byte_tokenizer(TEMPLATES["qwen3"]).files["tokenizer.json"])
+    return path

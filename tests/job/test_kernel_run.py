@@ -1,0 +1,241 @@
+"""kernel-sft from its first step to results.json: dying anywhere, going on, ranks, the curriculum."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kernel_world as kernel
+import pytest
+import rank_world
+import torch
+import train_world as world
+from safetensors.torch import load_file
+from train_world import StopAt
+
+from job import atomic
+from job.config import from_json
+from job.experiments import kernel_stages
+from job.kernels import curriculum
+from job.kernels.ledger import Ledger
+from job.kernels.worker import Workers
+
+GENERATED, PLANTED = 4, 4
+
+
+class Death(BaseException):
+    """The process is gone."""
+
+
+def told(workdir: Path) -> list[tuple[Any, ...]]:
+    """The verdicts without what a clock says."""
+    keys = ("row", "candidate", "source_sha256", "stage", "passed")
+    return sorted(tuple(line[key] for key in keys) for line in kernel.lines(workdir, "verdicts"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    with Workers(tmp_path_factory.mktemp("server"), gpus=False) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def _one_server(finished: Path, server: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run of this file but the first uses one fork server: importing torch takes seconds."""
+    monkeypatch.setattr(kernel_stages, "_workers", lambda kernel: contextlib.nullcontext(server))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = kernel.make(tmp_path_factory.mktemp("finished"))
+    assert world.train(workdir) == 0
+    return workdir
+
+
+def test_it_leaves_weights_candidates_verdicts_and_a_statement(finished: Path) -> None:
+    found = kernel.results(finished)
+    assert len(kernel.lines(finished, "candidates")) == GENERATED
+    assert len(kernel.lines(finished, "verdicts")) == GENERATED + PLANTED
+    assert "4 candidates of 2 tasks: pass@1 0.000, 95 % interval over tasks 0.000 to 0.000" in found["statement"]
+    assert "Only 4 optimizer steps on 11 pairs were trained" in found["statement"]
+    assert found["stages_reached"]["1"] == GENERATED  # six bytes are no program
+    assert found["stages_reached"]["6"] == PLANTED
+    meta = atomic.read_object(finished / "final" / "meta.json")
+    assert meta is not None
+    assert meta["files"][0]["sha256"] == found["weights_sha256"]
+    weights = load_file(finished / "final" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert sum(tensor.numel() for tensor in weights.values()) == 28_544
+
+
+def test_it_learns(finished: Path) -> None:
+    losses = [record["loss"] for record in world.records(finished)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_candidates_are_a_function_of_seed_task_and_number(finished: Path, tmp_path: Path) -> None:
+    again = kernel.make(tmp_path, generate={"candidates": 1}, funnel={"planted": 0})
+    assert world.train(again) == 0
+    one = {line["name"]: line["answer"] for line in kernel.lines(finished, "candidates")}
+    two = {line["name"]: line["answer"] for line in kernel.lines(again, "candidates")}
+    assert len(set(one.values())) == GENERATED
+    assert two.items() <= one.items()  # whatever else was in the batch
+
+
+def test_a_trainer_that_dies_at_any_result_repeats_none_and_changes_no_verdict(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_stages, "AT_ONCE", 2)
+    append, workdir = Ledger.append, kernel.make(tmp_path)
+    made: list[str] = []
+
+    def dying(self: Ledger, entry: dict[str, Any]) -> None:
+        if left[0] == 0:
+            with self.path.open("ab") as file:  # torn in the middle of a line
+                file.write(json.dumps(entry).encode()[:20])
+            raise Death
+        left[0] -= 1
+        made.append(f"{entry.get('name')} {entry.get('candidate')}")
+        append(self, entry)
+
+    monkeypatch.setattr(Ledger, "append", dying)
+    for deaths in (1, 6, -1):  # among the candidates, among the verdicts, never
+        left, before = [deaths], whole(workdir)
+        if deaths > 0:
+            with pytest.raises(Death):
+                world.train(workdir)
+        else:
+            assert world.train(workdir) == 0
+        assert whole(workdir)[: len(before)] == before  # nothing that stood there has changed
+    assert len(made) == len(set(made)) == 2 * GENERATED + PLANTED  # nothing was done twice
+    assert told(workdir) == told(finished)
+    assert kernel.lines(workdir, "candidates") == kernel.lines(finished, "candidates")
+
+
+def whole(workdir: Path) -> list[str]:
+    """Verdicts that were written to their end."""
+    path = workdir / "stages" / "verdicts.jsonl"
+    content = path.read_text() if path.exists() else ""
+    return content[: content.rfind("\n") + 1].splitlines()
+
+
+@pytest.mark.parametrize("look", [9, 14])
+def test_a_stop_is_heeded_in_every_stage_and_the_run_goes_on(finished: Path, tmp_path: Path, look: int) -> None:
+    workdir = kernel.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, look)) == 75
+    assert not (workdir / "results.json").exists()
+    assert world.train(workdir) == 0
+    assert told(workdir) == told(finished)
+
+
+def test_without_its_stages_only_the_final_weights_are_needed_again(finished: Path, tmp_path: Path) -> None:
+    workdir = kernel.make(tmp_path)
+    (workdir / "stages").mkdir()
+    for name in ("candidates", "verdicts"):  # as an earlier attempt on another node left them
+        (workdir / "stages" / f"{name}.jsonl").write_bytes((finished / "stages" / f"{name}.jsonl").read_bytes())
+    before = kernel.lines(workdir, "verdicts")
+    assert world.train(workdir) == 0
+    assert kernel.lines(workdir, "verdicts") == before
+    assert kernel.results(workdir)["statement"] == kernel.results(finished)["statement"]
+
+
+def test_ablations_judge_the_same_candidates_in_five_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_stages.adversarial, "FIXTURES", kernel_stages.adversarial.FIXTURES[:2])
+    workdir = kernel.make(tmp_path, funnel={"ablations": True, "planted": 100, "candidate_s": 20.0})
+    monkeypatch.setattr(kernel_stages.planted, "candidates", _some_planted(kernel_stages.planted.candidates(200)))
+    assert world.train(workdir) == 0
+    table = atomic.read_object(workdir / "ablation.json")
+    assert table is not None
+    rows = {row["row"]: row for row in table["rows"]}
+    assert {row: found["false_accepts"] for row, found in rows.items()} == {
+        "full": 0,
+        "without funnel": 0,
+        "without multi-input": 0,
+        "without calibrated timing": 1,
+        "without any": 2,
+    }
+    assert {found["candidates"] for found in rows.values()} == {GENERATED + 5}
+    names = [(line["row"], line["candidate"]) for line in kernel.lines(workdir, "verdicts")]
+    assert len(names) == len(set(names)) == 5 * (GENERATED + 5 + 2)
+
+
+def _some_planted(everyone: list[Any]) -> Any:
+    chosen = [candidate for candidate in everyone if candidate.task == "square"][:5]
+    return lambda count: chosen
+
+
+def test_the_second_epoch_draws_more_of_what_is_half_mastered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, order, seen = {"leaky_relu": 0.5, "relu": 0.0}, curriculum.order, list[list[float]]()
+
+    def watched(count: int, weight: list[float], *, seed: int, epoch: int) -> list[int]:
+        seen.append(weight)
+        return order(count, weight, seed=seed, epoch=epoch)
+
+    monkeypatch.setattr(curriculum, "order", watched)
+    monkeypatch.setattr(kernel_stages, "pass_rates", lambda kernel, module: rates)
+    workdir = kernel.make(tmp_path, epochs=2, generate={"candidates": 1}, funnel={"planted": 0})
+    assert world.train(workdir, StopAt(workdir, 7)) == 75  # after the evaluation
+    assert world.train(workdir) == 0
+    assert kernel.results(workdir)["curriculum"] == [[4, rates]]
+    assert len(seen) > 1
+    assert all(weight == seen[0] for weight in seen)  # also after the restart
+    assert sorted(seen[0]) == [1.0] * 10 + [3.0]  # one of eleven rows holds that task
+
+
+def test_pass_rates_are_measured_between_epochs(tmp_path: Path) -> None:
+    workdir = kernel.make(tmp_path, epochs=2, generate={"tasks": 1, "candidates": 1}, funnel={"planted": 0})
+    assert world.train(workdir) == 0
+    assert kernel.results(workdir)["curriculum"] == [[4, {"relu": 0.0}]]
+
+
+def test_two_ranks_train_share_the_generation_and_judge_once(finished: Path, tmp_path: Path) -> None:
+    workdir = kernel.make(tmp_path, gpus=2)
+    assert rank_world.train(2, workdir) == 0
+    assert len(kernel.lines(workdir, "candidates")) == len(kernel.lines(workdir, "candidates-1")) == GENERATED // 2
+    assert len(kernel.lines(workdir, "verdicts")) == GENERATED + PLANTED
+    one, two = ([record["loss"] for record in world.records(folder)] for folder in (finished, workdir))
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import torch", "import torch\n"),
+        ("Here it is:\n```python\nimport a\n```\nDone.", "import a\n"),
+        ("```\nimport a", "import a\n"),
+    ],
+)
+def test_the_program_is_what_the_fence_holds(text: str, found: str) -> None:
+    assert kernel_stages.code(text) == found
+
+
+def test_another_dataset_than_the_run_configs_is_refused(tmp_path: Path) -> None:
+    workdir = kernel.make(tmp_path)
+    tree = json.loads((workdir / "run.json").read_text())
+    tree["job"]["parameters"]["data"]["row"] = 512
+    (workdir / "run.json").write_text(json.dumps(tree))
+    assert world.train(workdir) == 65
+    assert "was prepared with row 1024" in (workdir / "fatal.json").read_text()
+
+
+def test_a_file_of_pairs_needs_base_weights(tmp_path: Path) -> None:
+    workdir = kernel.make(tmp_path)
+    tree = json.loads((workdir / "run.json").read_text())
+    tree["job"]["parameters"]["data"]["source"] = "jsonl"
+    (workdir / "run.json").write_text(json.dumps(tree))
+    assert world.train(workdir) == 65
+    assert "no base weights" in (workdir / "fatal.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("section", "path"), [({"generate": {"tasks": 21}}, "generate.tasks"), ({"funnel": {"planted": 201}}, "planted")]
+)
+def test_more_tasks_or_planted_candidates_than_there_are_is_a_mistake(section: dict[str, Any], path: str) -> None:
+    from job import sizing
+
+    (problem,) = sizing.problems(from_json("kernel-sft", kernel.config(**section)))
+    assert path in problem[0]

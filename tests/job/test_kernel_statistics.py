@@ -1,0 +1,128 @@
+"""pass@k, fast_p, intervals, the curriculum and what a row carries over, against figures worked out by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from job.kernels import ablation, curriculum
+from job.kernels.ablation import carried, line
+from job.kernels.funnel import Verdict
+from job.kernels.statistics import fast_p, interval, paired_interval, pass_at_k
+
+
+def test_pass_at_k_is_the_hand_computed_chance() -> None:
+    # Two of ten correct: 1 - C(8,1)/C(10,1) = 0.2; for five drawn 1 - C(8,5)/C(10,5) = 1 - 56/252.
+    assert pass_at_k([(10, 2)], 1) == pytest.approx(0.2)
+    assert pass_at_k([(10, 2)], 5) == pytest.approx(1 - 56 / 252)
+    assert pass_at_k([(10, 2)], 10) == 1.0
+    # Tasks with 0, 1 and 4 of four: (0 + 1/4 + 1) / 3; for two drawn (0 + (1 - 3/6) + 1) / 3.
+    assert pass_at_k([(4, 0), (4, 1), (4, 4)], 1) == pytest.approx(5 / 12)
+    assert pass_at_k([(4, 0), (4, 1), (4, 4)], 2) == pytest.approx(0.5)
+
+
+def test_pass_at_k_needs_k_candidates_of_every_task() -> None:
+    assert pass_at_k([(10, 2), (9, 9)], 10) is None
+    assert pass_at_k([], 1) is None
+
+
+def test_fast_p_counts_correct_and_faster_than_p() -> None:
+    speedups = [[1.1, 1.3, None, 0.5], [1.0, 1.2, 1.21, None]]
+    # Above 1.0: 2 of 4 and 2 of 4; above 1.2: 1 of 4 and 1 of 4. Exactly p is not faster.
+    assert fast_p(speedups, 1.0) == pytest.approx(0.5)
+    assert fast_p(speedups, 1.2) == pytest.approx(0.25)
+    assert fast_p([], 1.0) is None
+
+
+def test_the_interval_holds_the_mean_and_is_a_function_of_the_seed() -> None:
+    values = [0.0, 0.1, 0.2, 0.5, 0.9] * 4
+    low, high = interval(values, seed=1)
+    assert low < 0.34 < high
+    assert high - low == pytest.approx(4 * 0.3261 / 20**0.5, rel=0.15)  # 1.96 standard errors to each side
+    assert interval(values, seed=1) == (low, high)
+    assert interval([0.3] * 5, seed=1) == pytest.approx((0.3, 0.3))
+    with pytest.raises(ValueError, match="no tasks"):
+        interval([], seed=1)
+
+
+def test_pairing_tasks_narrows_the_interval_of_a_difference() -> None:
+    one = [0.0, 0.5, 1.0, 0.2, 0.8]
+    other = [value + 0.1 for value in one]
+    assert paired_interval(other, one, seed=1) == pytest.approx((0.1, 0.1))
+    with pytest.raises(ValueError, match="shorter"):
+        paired_interval(one, other[:3], seed=1)
+
+
+def verdict(candidate: str, stage: int, *, task: str = "relu", origin: str = "generated", **more: object) -> Verdict:
+    made = Verdict(
+        row="full",
+        candidate=candidate,
+        task=task,
+        origin=origin,
+        label=candidate,
+        source_sha256="",
+        passed=stage == 6,
+        stage=stage,
+        reason="",
+        seconds={"rules": 0.5, "compile": 1.5},
+        cpu_s=0.0,
+        isolated=True,
+    )
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def test_a_row_of_the_table_by_hand() -> None:
+    full = [
+        verdict("a", 6, speedup=1.5),
+        verdict("b", 3),
+        verdict("c", 6, task="add"),  # its timing was refused
+        verdict("d", 6, task="add", speedup=1.1),
+        verdict("cheat", 4, origin="adversarial"),
+        verdict("thief", 6, origin="adversarial", speedup=9.0),
+    ]
+    found = line("full", full, full, seed=1)
+    assert (found["candidates"], found["tasks"], found["false_accepts"], found["adversarial"]) == (4, 2, 1, 2)
+    assert found["accepted"] == ["thief"]
+    assert (found["pass@1"], found["pass@10"]) == (0.75, None)
+    assert (found["fast_1"], found["fast_1.2"]) == (0.5, 0.25)
+    assert (found["timing_refused"], found["seconds_per_candidate"]) == (1, 2.0)
+    assert found["pass@1_minus_full"] == (0.0, 0.0)
+    assert ablation.text([found])[1].split() == ["full", "1", "of", "2", "0.750", "-", "0.500", "0.250", "2.000"]
+
+
+@pytest.mark.parametrize(
+    ("row", "stages"),
+    [
+        ("without funnel", []),
+        ("without multi-input", [1, 2, 3]),
+        ("without calibrated timing", [1, 2, 3, 4]),
+        ("without any", []),
+    ],
+)
+def test_a_verdict_is_carried_over_where_the_extension_had_not_begun(row: str, stages: list[int]) -> None:
+    found = {stage: carried(verdict("a", stage), row) for stage in range(1, 7)}
+    assert [stage for stage, same in found.items() if same is not None] == stages
+    assert all(same is None or (same.row, same.stage) == (row, stage) for stage, same in found.items())
+
+
+def test_without_an_evaluation_each_sample_comes_once() -> None:
+    assert sorted(curriculum.order(20, None, seed=1, epoch=0)) == list(range(20))
+    assert sorted(curriculum.order(20, [1.0] * 20, seed=1, epoch=0)) == list(range(20))
+    assert curriculum.order(20, None, seed=1, epoch=0) != curriculum.order(20, None, seed=1, epoch=1)
+
+
+def test_half_mastered_tasks_are_drawn_three_times_as_often() -> None:
+    names = ["never", "half", "always", "unknown"] * 250
+    weights = curriculum.weights(names, {"never": 0.1, "half": 0.5, "always": 0.9})
+    drawn = Counter(names[index] for index in curriculum.order(6000, weights, seed=1, epoch=1))
+    assert drawn["half"] == pytest.approx(3000, rel=0.1)
+    assert all(drawn[name] == pytest.approx(1000, rel=0.15) for name in ("never", "always", "unknown"))
+    assert curriculum.weights(["a", "b"], {"a": 0.2, "b": 0.8}) == [3.0, 3.0]  # the ends belong to it
+
+
+def test_the_drawn_order_is_a_function_of_seed_and_epoch() -> None:
+    weights = [1.0, 3.0] * 10
+    assert curriculum.order(20, weights, seed=1, epoch=1) == curriculum.order(20, weights, seed=1, epoch=1)
+    assert curriculum.order(20, weights, seed=1, epoch=1) != curriculum.order(20, weights, seed=2, epoch=1)
