@@ -115,8 +115,9 @@ def shorten(config: JobConfig, steps: int) -> Shortened:
         stop = replace(config.early_stop, after=max(config.early_stop.after, steps))
         short = replace(config, steps=min(config.steps, steps), early_stop=stop)
     elif isinstance(config, TwoTowerConfig):
-        per_epoch = min(config.steps_per_epoch, steps)
-        short = replace(config, epochs=min(config.epochs, -(-steps // per_epoch)), steps_per_epoch=per_epoch)
+        share = steps // len(sizing.phases(config))
+        per_epoch = max(1, min(config.steps_per_epoch, share // EVALUATIONS))  # each epoch is evaluated
+        short = replace(config, epochs=min(config.epochs, EVALUATIONS), steps_per_epoch=per_epoch)
     elif isinstance(config, KernelConfig):
         few = replace(config.generate, tasks=1)
         short, stop_at = replace(config, generate=few), steps
