@@ -1,23 +1,26 @@
 """Muon for hidden matrices, AdamW for the tables, as one optimizer: one list of groups, one state by parameter.
 
-torch.optim.Muon orthogonalises each matrix's momentum in bf16 (five Newton-Schulz steps; Jordan 2024) and scales the
-rate by sqrt(max(1, rows / columns)). It runs on FSDP2's shards too, where each matrix is gathered for it. Every
-argument is stated; torch's default weight decay of 0.1 is not wanted.
+Muon orthogonalises each matrix's momentum in bf16 (five Newton-Schulz steps; Jordan 2024) and scales the rate by
+sqrt(max(1, rows / columns)). Every argument is stated; torch's default weight decay of 0.1 is not wanted.
+
+On FSDP2's shards torch.optim.Muon gathers within every product. Here each rank gets whole matrices of its own instead,
+one of as many as there are ranks, orthogonalises those and gives the shards back: two exchanges of bf16 per matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 BASE_WIDTH = 768  # the tables' rates were tuned at this width (nanochat, gpt.py, read 2026-11-21)
 ADAM_EPS = 1e-10  # the same source
 MUON: dict[str, Any] = {
-    "nesterov": True,
     "ns_coefficients": (3.4445, -4.7750, 2.0315),
     "ns_steps": 5,
     "eps": 1e-7,
@@ -39,8 +42,9 @@ class Combined(Optimizer):
             group["lr"] = lr
             inner: Optimizer
             if group["kind"] == "muon":
-                inner = torch.optim.Muon(
-                    parameters, lr=lr, weight_decay=weight_decay, momentum=group["momentum"], **MUON
+                kind = OwnedMuon if owned(parameters) else torch.optim.Muon
+                inner = kind(
+                    parameters, lr=lr, weight_decay=weight_decay, momentum=group["momentum"], nesterov=True, **MUON
                 )
             else:
                 inner = torch.optim.AdamW(
@@ -65,6 +69,70 @@ class Combined(Optimizer):
         """One update of all parameters."""
         for inner in self._inner:
             inner.step()
+
+
+def owned(parameters: Sequence[Tensor]) -> bool:
+    """Whether ranks can own these: all cut by rows into equal parts over one mesh."""
+    return all(
+        isinstance(parameter, DTensor)
+        and parameter.placements == (Shard(0),)
+        and parameter.shape[0] % parameter.device_mesh.size() == 0
+        for parameter in parameters
+    )
+
+
+class OwnedMuon(torch.optim.Muon):
+    """The same update as torch.optim.Muon's; matrices of one shape are orthogonalised one per rank at a time."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameters in _by_shape(group["params"]):
+                mesh = parameters[0].device_mesh
+                ranks, rank = mesh.size(), mesh.get_local_rank()
+                for start in range(0, len(parameters), ranks):
+                    self._together(parameters[start : start + ranks], group, rank, ranks)
+
+    def _together(self, parameters: Sequence[DTensor], group: dict[str, Any], rank: int, ranks: int) -> None:
+        """At most one matrix per rank. Every rank calls it with the same ones."""
+        parts = torch.zeros(
+            ranks, *parameters[0].to_local().shape, dtype=torch.bfloat16, device=parameters[0].to_local().device
+        )
+        for part, parameter in zip(parts, parameters, strict=False):
+            assert parameter.grad is not None
+            gradient = cast(DTensor, parameter.grad).to_local()
+            average = self.state[parameter]["momentum_buffer"].to_local()
+            average.lerp_(gradient, 1 - group["momentum"])
+            part.copy_(gradient.lerp(average, group["momentum"]) if group["nesterov"] else average)
+        mesh = parameters[0].device_mesh.get_group()
+        whole = torch.empty_like(parts)
+        dist.all_to_all_single(whole, parts, group=mesh)
+        if rank < len(parameters):
+            whole = _orthogonal(whole.flatten(0, 1)).view_as(parts)
+        dist.all_to_all_single(parts, whole, group=mesh)
+        for part, parameter in zip(parts, parameters, strict=False):
+            weights = parameter.to_local()
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            weights.add_(part, alpha=group["lr"])
+
+
+def _orthogonal(update: Tensor) -> Tensor:
+    """What torch.optim.Muon adds at a rate of 1 for this update, in its dtype; asked of torch's own step."""
+    matrix = nn.Parameter(torch.zeros_like(update))
+    matrix.grad = update
+    step: Callable[[], None] = torch.optim.Muon(
+        [matrix], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **MUON
+    ).step
+    step()
+    return matrix.detach()
+
+
+def _by_shape(parameters: Iterable[Tensor]) -> Iterator[list[DTensor]]:
+    """Same on every rank: in the order in which shapes first appear."""
+    found: dict[torch.Size, list[DTensor]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.shape, []).append(cast(DTensor, parameter))
+    yield from found.values()
 
 
 def _zeros(parameter: nn.Parameter, kind: str) -> dict[str, Tensor]:
