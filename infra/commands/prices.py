@@ -8,6 +8,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from infra.catalog import SHIPPED, Catalog, files, load_catalog, project_prices
 from infra.errors import AwsRefused, GpufleetError
@@ -15,6 +16,8 @@ from infra.prices import coverage
 
 if TYPE_CHECKING:
     from infra.prices.refresh import Refreshed
+
+_AWS = (".amazonaws.com", ".api.aws")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +67,7 @@ def refresh(catalog: Catalog, regions: list[str], to: Path, *, pricing: Any, ec2
         why = "; ".join(dict.fromkeys(kept.why for kept in done.kept))
         raise AwsRefused(
             f"no price could be read, nothing was written: {why}. It takes pricing:GetProducts,"
-            " ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones; the embedded AWS serves no prices"
+            " ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones"
         )
     folder = files.write(done.prices, to, now.date())
     _say(done, folder)
@@ -103,4 +106,11 @@ def _client(service: str, region: str) -> Any:
 
     retries: Any = {"mode": "adaptive", "total_max_attempts": 8}
     config = Config(connect_timeout=5, read_timeout=60, retries=retries, user_agent_extra="gpufleet")
-    return boto3.session.Session().client(service, region_name=region, config=config)
+    made = boto3.session.Session().client(service, region_name=region, config=config)
+    host = urlsplit(made.meta.endpoint_url).hostname or ""
+    if not host.endswith(_AWS):
+        raise GpufleetError(
+            f"prices come from AWS alone, and {service} would be asked at {host}, whose prices may be made up:"
+            " unset AWS_ENDPOINT_URL"
+        )
+    return made

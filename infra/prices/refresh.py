@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
@@ -15,6 +16,7 @@ from infra.prices import price_list, spot_history
 from infra.prices.price_list import NoFigure
 
 JUMP = 3  # a price that grew or shrank more than this many times is shown
+PATIENCE = 5  # failed questions in a row, each after botocore's own retries, after which the rest is not asked
 _HOPELESS = (
     "AccessDenied",
     "AccessDeniedException",
@@ -82,7 +84,7 @@ def refresh(
     )
     done = Refreshed(prices)
     types, day = sorted(types), now.date()
-    given_up = ""
+    given_up, failures = "", 0
     for region in regions:
         for name, ask, table, unit in [
             *((type_, price_list.on_demand, prices.on_demand, "node-hour") for type_ in types),
@@ -95,9 +97,11 @@ def refresh(
                     raise _GivenUp(given_up)
                 quote = ask(pricing, name, region)
             except (NoFigure, _GivenUp, exceptions.ClientError, exceptions.BotoCoreError) as error:
-                given_up = _reason(error) if _hopeless(error) else given_up
+                failures = 0 if isinstance(error, NoFigure) else failures + 1
+                given_up = _reason(error) if _hopeless(error) or failures >= PATIENCE else given_up
                 _keep(done, what, error, before)
                 continue
+            failures = 0
             table[name, region] = Price(
                 amount=quote.amount, unit=unit, source=quote.source, as_of=day, status="verified"
             )
@@ -165,7 +169,10 @@ def _hopeless(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
+    """One line."""
     if isinstance(error, exceptions.ClientError):
         said = error.response.get("Error", {})
-        return f"{error.operation_name}: {said.get('Code', '')} {said.get('Message', '')}".strip()
-    return str(error)
+        text = f"{error.operation_name}: {said.get('Code', '')} {said.get('Message', '')}"
+    else:
+        text = str(error)
+    return textwrap.shorten(text, 200, placeholder=" ...")

@@ -85,6 +85,17 @@ def test_when_nothing_can_be_read_nothing_is_written(refresh: Refresh, project: 
     assert not (project / "prices").exists()
 
 
+def test_an_embedded_aws_makes_prices_up_and_is_not_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    with pytest.raises(
+        GpufleetError, match=r"asked at 127\.0\.0\.1, whose prices may be made up: unset AWS_ENDPOINT_URL"
+    ):
+        run("refresh")
+    assert not (project / "prices").exists()
+
+
 def test_two_refreshes_of_a_day_are_two_folders_and_the_second_counts(refresh: Refresh, project: Path) -> None:
     first = listed()
     first.nodes["g5.2xlarge", "us-east-2"] = "1.30"

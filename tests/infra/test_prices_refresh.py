@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from aws_prices import Ec2, PriceList, refused
-from botocore.exceptions import EndpointConnectionError, NoCredentialsError
+from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 
 from infra.catalog import SHIPPED, files
 from infra.catalog.files import Prices
 from infra.prices import price_list
-from infra.prices.refresh import Refreshed, refresh
+from infra.prices.refresh import PATIENCE, Refreshed, refresh
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 OLD = files.read(SHIPPED)
@@ -93,6 +93,32 @@ def test_missing_rights_credentials_or_network_are_asked_about_once_and_spot_is_
     assert len(done.failed) == len(TYPES) + len(price_list.ITEMS)
     assert done.read == 3
     assert done.prices.on_demand == OLD.on_demand
+
+
+def test_a_price_list_that_only_fails_is_not_asked_for_ever() -> None:
+    broken = refused("InternalErrorException")
+    names = [*TYPES, *(item.usage_type for item in price_list.ITEMS.values())]
+    pricing = PriceList(errors=dict.fromkeys(names, broken))
+    done = run(pricing)
+    assert len(pricing.asked) == PATIENCE
+    assert len(done.failed) == len(TYPES) + len(price_list.ITEMS)
+
+
+def test_failures_that_are_not_in_a_row_stop_nothing() -> None:
+    names = [item.usage_type for item in price_list.ITEMS.values()]
+    pricing = PriceList(nodes=NODES, errors=dict.fromkeys(names[:: PATIENCE - 1], refused("ThrottlingException")))
+    done = run(pricing)
+    assert len(pricing.asked) == len(TYPES) + len(price_list.ITEMS)
+    assert {kept.why for kept in done.failed} == {"GetProducts: ThrottlingException no"}
+
+
+def test_a_reason_is_one_short_line() -> None:
+    page = ClientError(
+        {"Error": {"Code": "500", "Message": "<!doctype html>\n<title>no</title>\n" * 50}}, "GetProducts"
+    )
+    (kept,) = run(PriceList(nodes=NODES, errors={"g5.2xlarge": page})).kept
+    assert "\n" not in kept.why
+    assert len(kept.why) <= 200
 
 
 def test_without_the_right_to_read_the_spot_history_the_rest_is_read() -> None:
