@@ -64,9 +64,9 @@ def main() -> None:
         before = train(definition, 200)
         whole = train(definition, None)
         after = train(definition, 200)
-        for name, seen in (("before", before), ("after", after)):
+        for name, seen in (("probe before", before), ("run itself", whole), ("probe after", after)):
             wall, cpu = predict(definition, seen.wall), predict(definition, seen.cpu)
-            rows.append((f"{number + 1}, probe {name}", wall, whole.wall_s, cpu, whole.cpu_s))
+            rows.append((f"{number + 1}, {name}", wall, whole.wall_s, cpu, whole.cpu_s))
             sys.stderr.write(f"{rows[-1]} steps {[p['step_ms']['median'] for p in seen.cpu['phases']]}\n")
     name = calibrate.name_of((), definition.job.parameters)
     say("# Calibration\n")
@@ -81,8 +81,14 @@ def main() -> None:
     for label, wall, wall_s, cpu, cpu_s in rows:
         clock = f"{wall:.1f} | {wall_s:.1f} | {error(wall, wall_s)}"
         say(f"| {label} | {clock} | {cpu:.1f} | {cpu_s:.1f} | {error(cpu, cpu_s)} |")
-    walls, cpus = [abs(w / a - 1) for _, w, a, _, _ in rows], [abs(c / a - 1) for _, _, _, c, a in rows]
-    say(f"\nMedian absolute error: wall-clock {median(walls):.1%}, processor time {median(cpus):.1%}; the bar is 5 %.")
+    probes = [row for row in rows if "probe" in row[0]]
+    walls, cpus = [abs(w / a - 1) for _, w, a, _, _ in probes], [abs(c / a - 1) for _, _, _, c, a in probes]
+    say(
+        "\n*Run itself*: predicted from the whole run's own measurement, so what is left is what the accounting misses."
+    )
+    say(
+        f"Median absolute error of the probes: wall-clock {median(walls):.1%}, processor time {median(cpus):.1%}; the bar is 5 %."
+    )
 
 
 def scaled(steps: int) -> StackDefinition:
