@@ -1,0 +1,145 @@
+"""Folds, weak labels and baselines use what they may and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import two_tower_world as world
+
+from job.config.two_tower import Weak
+from job.dataset.ranking import Tables, generate
+from job.experiments import two_tower_baselines as baselines
+from job.experiments.two_tower_data import (
+    Member,
+    fold_of,
+    gains,
+    members,
+    refit_member,
+    rows_of,
+    watched,
+    weak_labels,
+)
+
+CONFIG = world.config()
+TABLES = generate(23, 31, 12, 16, seed=3)
+DEALT = fold_of(23, 5, 42)
+
+
+def flipped(query: int) -> Tables:
+    """The same dataset, but for one query every judgement is another."""
+    labels = TABLES.labels.copy()
+    labels[query] = (labels[query] + 1) % 3
+    return replace(TABLES, labels=labels)
+
+
+def of_fold(fold: int) -> list[Member]:
+    return [member for member in members(CONFIG) if member.fold == fold]
+
+
+def test_every_query_is_tested_once_per_protocol_and_folds_differ_by_one_at_most() -> None:
+    for protocol in ("honest", "optimistic"):
+        tested = np.concatenate([m.test for m in members(CONFIG) if m.protocol == protocol])
+        assert sorted(tested.tolist()) == list(range(23))
+    assert sorted(np.bincount(DEALT).tolist()) == [4, 4, 5, 5, 5]
+    assert not np.array_equal(fold_of(23, 5, 43), DEALT)
+
+
+def test_an_honest_member_watches_the_next_fold_and_learns_from_the_rest() -> None:
+    for member in members(CONFIG):
+        if member.protocol == "honest":
+            assert (DEALT[member.watch] == (member.fold + 1) % 5).all()
+            assert len(member.train) + len(member.watch) + len(member.test) == 23
+        else:
+            assert np.array_equal(member.watch, member.test)
+            assert len(member.train) + len(member.test) == 23
+        assert not set(member.train) & (set(member.watch) | set(member.test))
+
+
+@pytest.mark.parametrize("fold", range(5))
+def test_no_label_of_a_test_fold_reaches_what_its_members_learn_from_or_what_baselines_say(fold: int) -> None:
+    other = flipped(int(np.flatnonzero(fold_of(23, 5, 42) == fold)[0]))
+    for member in of_fold(fold):
+        a, b = (rows_of(member, tables, CONFIG.weak, 35) for tables in (TABLES, other))
+        assert a.weak > 0
+        for name in ("sentences", "targets", "weights"):
+            assert getattr(a, name).tobytes() == getattr(b, name).tobytes()
+        assert (baselines.popularity(member, TABLES) == baselines.popularity(member, other)).all()
+    changed = [m for m in members(CONFIG) if m.protocol == "optimistic" and m.fold != fold]
+    for member in changed:  # the flip itself is real
+        a, b = (rows_of(member, tables, CONFIG.weak, 35) for tables in (TABLES, other))
+        assert a.targets.tobytes() != b.targets.tobytes()
+
+
+def test_no_label_of_a_test_fold_reaches_lambdarank() -> None:
+    pytest.importorskip("lightgbm", reason="LightGBM, the baseline itself, is not installed")
+    member = of_fold(2)[0]
+    other = flipped(int(member.test[0]))
+    found = [baselines.lambdarank(member, tables, seed=1, threads=1) for tables in (TABLES, other)]
+    assert found[0].tobytes() == found[1].tobytes()
+    assert len(np.unique(found[0])) > 5
+
+
+def test_a_training_querys_features_do_not_know_its_own_label() -> None:
+    member = of_fold(1)[0]
+    query = member.train[:1]
+    a, b = (baselines.Features(tables, member.train).of(query) for tables in (TABLES, flipped(int(query[0]))))
+    assert np.allclose(a, b, atol=1e-5)
+    assert a.std(axis=1).max() > 0
+
+
+def test_weak_labels_are_the_similarity_weighted_mean_of_the_nearest_queries() -> None:
+    queries = np.eye(3, dtype=np.float32)
+    discovery = np.array([[0.8, 0.6, 0.0], [0.0, 0.3, 0.954], [0.2, 0.2, 0.2]], dtype=np.float32)
+    wanted = np.array([[1.0, 0.0], [0.0, 0.7], [0.0, 1.0]], dtype=np.float32)
+    weak = Weak(similarity=0.4, confidence=0.4, neighbours=2, queries=10)
+    kept, found = weak_labels(discovery, queries, wanted, weak)
+    # The first has two neighbours: (0.8 + 0.6) / 2 x 2/2 = 0.7. The second one: 0.954 x 1/2 = 0.477. The third none.
+    assert kept.tolist() == [0, 1]
+    assert np.allclose(found, [[0.8 / 1.4, 0.7 * 0.6 / 1.4], [0.0, 1.0]], atol=1e-6)
+    assert weak_labels(discovery, queries, wanted, replace(weak, confidence=0.5))[0].tolist() == [0]
+    assert weak_labels(discovery, queries, wanted, replace(weak, queries=1))[0].tolist() == [0]
+    assert weak_labels(discovery, queries, wanted, replace(weak, queries=0))[0].tolist() == []
+
+
+def test_a_members_rows_are_padded_with_rows_that_weigh_nothing() -> None:
+    labels = TABLES.labels.copy()
+    member = of_fold(0)[0]
+    labels[member.train[0]] = 0
+    rows = rows_of(member, replace(TABLES, labels=labels), replace(CONFIG.weak, queries=0), 35)
+    learnt = len(member.train) - 1
+    assert rows.weights[0] == 0
+    assert (rows.weights[1 : len(member.train)] == np.float32(35 / learnt)).all()
+    assert not rows.weights[len(member.train) :].any()
+    assert not rows.sentences[len(member.train) :].any()
+    assert np.allclose(rows.targets[1 : len(member.train)].sum(axis=1), 1)
+
+
+def test_labels_are_worth_what_the_plan_says() -> None:
+    assert gains(np.array([0, 1, 2], dtype=np.int8)).tolist() == [0.0, 1.0, np.float32(0.7)]
+
+
+def test_watched_queries_weigh_one_together_however_many_there_are() -> None:
+    queries, wanted, weights = watched(members(CONFIG), TABLES)
+    assert np.allclose(weights.sum(axis=1), 1)
+    assert np.array_equal(wanted, gains(TABLES.labels[queries]))
+
+
+def test_the_refit_learns_from_every_query() -> None:
+    assert refit_member(23).train.tolist() == list(range(23))
+
+
+def test_popularity_is_the_mean_gain_and_knows_no_query() -> None:
+    member = of_fold(3)[0]
+    found = baselines.popularity(member, TABLES)
+    assert np.allclose(found[0], gains(TABLES.labels[member.train]).mean(axis=0))
+    assert (found == found[0]).all()
+
+
+def test_random_order_is_seeded_and_different_for_every_fold() -> None:
+    first, second = of_fold(0)[0], of_fold(1)[0]
+    assert np.array_equal(baselines.random_order(first, TABLES, 1), baselines.random_order(first, TABLES, 1))
+    assert not np.array_equal(
+        baselines.random_order(first, TABLES, 1)[:4], baselines.random_order(second, TABLES, 1)[:4]
+    )

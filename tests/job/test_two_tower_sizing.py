@@ -1,0 +1,124 @@
+"""Parameters, FLOPs and bytes of two-tower, against workloads.md section 5 (2026-11-21)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import two_tower_world as world
+
+from job import sizing
+from job.config import TwoTowerConfig
+from job.config.two_tower import Variant, variant, variants
+from job.dataset.ranking import generate
+from job.experiments.two_tower_data import members, refit_member, rows_of
+from job.models.two_tower import TwoTower
+from job.sizing import two_tower
+
+FULL = TwoTowerConfig()
+HONEST = replace(FULL, optimistic=False)
+SWEEP = replace(FULL, sweep=("o", "p", "q", "r", "weak-2m", "full"))
+
+
+@pytest.mark.parametrize(("name", "count"), [("o", 1_255_104), ("p", 2_036_544), ("q", 1_719_200)])
+def test_counts_are_to_the_digit_and_those_of_the_module(name: Variant, count: int) -> None:
+    config = variant(FULL, name)
+    assert two_tower.parameters(config) == count
+    with torch.device("meta"):
+        assert sum(p.numel() for p in TwoTower(config.towers, 1131).parameters()) == count
+
+
+def test_the_rehearsals_model_has_its_parameters() -> None:
+    config = world.config(world.REHEARSAL)
+    assert two_tower.parameters(config) == 53_664
+    assert sum(p.numel() for p in TwoTower(config.towers, 120).parameters()) == 53_664
+
+
+def test_a_fold_step_of_443_queries_is_4_9_gflop_and_one_of_all_discovery_queries_61() -> None:
+    assert round(two_tower.flops_per_step(FULL, 443) / 1e9, 1) == 4.9
+    assert round(two_tower.flops_per_step(FULL, 14_950) / 1e9) == 61
+
+
+def test_phases_are_the_folds_and_the_refit_and_one_of_folds_per_family_of_a_sweep() -> None:
+    assert [(p.name, p.steps, p.params_total) for p in sizing.phases(HONEST)] == [
+        ("folds", 3500, 12_551_040),
+        ("refit", 3500, 1_255_104),
+    ]
+    assert sizing.phases(FULL)[0].params_total == 25_102_080
+    assert [p.name for p in sizing.phases(SWEEP)] == [
+        *(f"{name}-folds" for name, _ in variants(SWEEP)),
+        "refit",
+    ]
+
+
+@pytest.mark.parametrize("optimistic", [True, False])
+@pytest.mark.parametrize(("queries", "folds"), [(23, 5), (20, 5), (24, 5), (342, 10), (7, 3)])
+def test_the_sized_rows_are_those_of_the_fullest_member(queries: int, folds: int, optimistic: bool) -> None:
+    config = replace(FULL, optimistic=optimistic, data=replace(FULL.data, queries=queries, folds=folds))
+    assert max(len(m.train) for m in members(config)) + config.weak.queries == two_tower.queries(config)
+    assert len(refit_member(queries).train) + config.weak.queries == two_tower.queries(config, refit=True)
+
+
+def test_rows_hold_as_many_queries_as_were_sized() -> None:
+    config = world.config()
+    tables = generate(23, 31, 12, 16, seed=1)
+    for member in members(config):
+        rows = rows_of(member, tables, config.weak, two_tower.queries(config))
+        assert rows.targets.shape == (two_tower.queries(config), 31)
+
+
+def test_a_score_sized_tensor_of_all_folds_at_full_is_two_thirds_of_a_gigabyte() -> None:
+    full = variant(HONEST, "full")
+    held = sizing.memory(full, 0, 10**6).weights_gb - 2 * 4 * 12_551_040 / 1e9
+    sentences = 10 * two_tower.queries(full) * 384 * 4 / 1e9
+    assert round(10 * 14_950 * 1131 * 4 / 1e9, 2) == 0.68
+    assert held - sentences == pytest.approx(0.68, rel=0.03)
+
+
+def test_full_fits_a_24_gb_card_at_once_with_both_protocols() -> None:
+    full = variant(FULL, "full")
+    rung = sizing.choose_rung(full, 24.0)
+    assert rung is not None
+    assert rung.micro == two_tower.queries(full, refit=True)
+
+
+def test_the_ladder_cuts_queries_and_never_checkpoints() -> None:
+    full = variant(FULL, "full")
+    assert [rung.micro for rung in sizing.ladder(full)][1:] == [512, 256, 128, 64]
+    assert not any(rung.checkpointing for rung in sizing.ladder(full))
+    assert [rung.micro for rung in sizing.ladder(replace(FULL, chunk=128))] == [128, 64]
+    needs = [sizing.memory(full, 0, rung.micro).total_gb for rung in sizing.ladder(full)]
+    assert needs == sorted(needs, reverse=True)
+
+
+def test_a_checkpoint_holds_weights_moments_best_weights_and_scores() -> None:
+    scores = 10 * 342 * 1131 * 4
+    assert sizing.checkpoint_bytes(HONEST, 0) == 16 * 12_551_040 + scores
+    assert sizing.checkpoint_bytes(HONEST, 1) == 12 * 1_255_104 + scores
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        (replace(FULL, sweep=("o", "o")), "sweep"),
+        (replace(FULL, sweep=("o", "z")), "sweep"),
+        (replace(FULL, towers=replace(FULL.towers, query=(64, 32))), "towers.query"),
+        (replace(FULL, data=replace(FULL.data, folds=2)), "data.folds"),
+        (replace(FULL, data=replace(FULL.data, queries=8)), "data.folds"),
+    ],
+)
+def test_what_cannot_be_trained_is_named(config: TwoTowerConfig, path: str) -> None:
+    assert [found for found, _ in sizing.problems(config)] == [path]
+
+
+def test_an_unknown_variant_lists_those_there_are() -> None:
+    with pytest.raises(ValueError, match="'z' is not one of o, p, q, r, weak-2m, full"):
+        variant(FULL, "z")  # type: ignore[arg-type]
+
+
+def test_a_variant_of_a_sweep_is_the_scenario_of_its_name() -> None:
+    changed = dict(variants(SWEEP))
+    assert changed["o"] == FULL
+    assert changed["full"].weak.queries == 14_950
+    assert [(changed[n].data.queries + changed[n].weak.queries) * 1131 // 1000 for n in ("o", "r")] == [501, 876]
