@@ -87,7 +87,8 @@ def main() -> None:
         "\n*Run itself*: predicted from the whole run's own measurement, so what is left is what the accounting misses."
     )
     say(
-        f"Median absolute error of the probes: wall-clock {median(walls):.1%}, processor time {median(cpus):.1%}; the bar is 5 %."
+        f"Median absolute error of the probes: wall-clock {median(walls):.1%}, processor time {median(cpus):.1%}; "
+        "the bar is 5 %."
     )
 
 
