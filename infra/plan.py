@@ -111,7 +111,7 @@ def make(
         previous=previous,
         now=now,
     )
-    catalog = load_catalog()
+    catalog = load_catalog(root)
     bill = price(
         definition,
         catalog,

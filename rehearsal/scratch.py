@@ -1,15 +1,17 @@
 """A scratch project: what a user's own checkout would be, in a folder that lives and dies with one embedded AWS.
 
-The program is the same; the definitions, the engine's state and its settings are the scratch's own. Nothing of the
-user's environment that names AWS or Pulumi gets in.
+The program is the same; the definitions, the engine's state and its settings are the scratch's own, and so are its
+prices: those of the project from which it is made. Nothing of the user's environment that names AWS or Pulumi gets in.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from infra.catalog import files, project_prices
 from rehearsal.engine import write_project
 
 
@@ -18,6 +20,8 @@ def make(folder: Path, definitions: Mapping[str, str]) -> Path:
     (folder / "stacks").mkdir(parents=True)
     for name, text in definitions.items():
         (folder / "stacks" / f"{name}.yaml").write_text(text, encoding="utf-8")
+    for newest in files.folders(project_prices(Path.cwd()))[-1:]:
+        shutil.copytree(newest, folder / "prices" / newest.name)
     write_project(folder)
     return folder
 

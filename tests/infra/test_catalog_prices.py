@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import date
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 
@@ -11,6 +11,9 @@ import pytest
 
 from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
 from infra.errors import GpufleetError
+from infra.plan import make
+from infra.run_guard import Previous
+from rehearsal import scratch
 
 KEY = ("g5.2xlarge", "us-east-2")
 
@@ -79,6 +82,24 @@ def test_the_project_root_and_the_programs_own_folder_see_the_projects_prices(
         catalog = load_catalog()
         assert catalog.on_demand(*KEY).amount == Decimal("1.5")
         assert (catalog.as_of, catalog.name) == (date(2026, 11, 21), "prices/2026-11-21")
+
+
+def test_a_scratch_project_has_the_prices_of_the_project_it_is_made_from(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its program runs in the repository's own infra/, so the plan asks for the prices of the project's root."""
+    for day in ("2026-11-20", "2026-11-21"):
+        files.write(refreshed(priced("1.5", day)), project / "prices", date.fromisoformat(day))
+    monkeypatch.chdir(project)
+    text = (SHIPPED.parents[1] / "stacks" / "tinystories-growth.yaml").read_text()
+    made = scratch.make(tmp_path_factory.mktemp("scratch") / "made", {"tinystories-growth": text})
+    monkeypatch.chdir(SHIPPED.parent)
+    now = datetime(2026, 11, 21, tzinfo=UTC)
+    nothing = Previous(outputs={}, types=frozenset())
+    plan = make(made, "tinystories-growth", now=now, previous=nothing, preview=True)
+    listed = {each.type: each.on_demand for each in plan.bill.types}
+    assert listed["g5.2xlarge"] is not None
+    assert listed["g5.2xlarge"].amount == Decimal("1.5")
 
 
 def test_another_project_and_no_project_do_not(
