@@ -101,6 +101,7 @@ class Loop:
         if found is not None:
             self.session.checkpoints.load(found, state)
             optimizer.set_step(opt, self.step - phase.first)
+        self.session.checkpoints.prepare(state)
         self.session.device.tidy()
         self._clock.restart()
         self._saved_at, self._guard = time.monotonic(), SpikeGuard()

@@ -206,7 +206,7 @@ def one(rank: int, size: int, port: int, workdir: Path, look: int | None, saves:
         real = torch.compile
         torch.compile = lambda *given, **named: real(*given, **{**named, "backend": "eager"})  # type: ignore[assignment]
         within = step.compiled
-        step.compiled = lambda module, device: within(module, torch.device("cuda"))
+        step.compiled = lambda module, device, **named: within(module, torch.device("cuda"), **named)
     sys.exit(trainer.train(workdir, 0, StopAt(workdir, look if rank == 0 else 0, saves=saves)))
 
 
