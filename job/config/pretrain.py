@@ -40,7 +40,9 @@ class RowBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonAdamW:
-    """Muon on hidden matrices, AdamW on embedding and head; `kind: adamw` is the fallback for every matrix."""
+    """Muon on hidden matrices, AdamW on embedding and head; `kind: adamw` is the fallback for every matrix, and wants
+    a smaller `lr` (about 3e-4): this one is Muon's.
+    """
 
     kind: Literal["muon", "adamw"] = "muon"
     lr: float = bounded(0.02, 1e-9, 1.0)  # hidden matrices

@@ -5,13 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ import torch
 from job.config.pretrain import CharModel
 from job.models.char_gpt import CharGpt
 from job.serve import main
+from job.serving import request
 from job.serving import server as serving
 from job.serving.model import open_model
+from job.serving.request import Generation
 from job.serving.server import Server
 from job.train.export import export
 
@@ -319,6 +322,21 @@ def test_a_missing_or_cut_export_is_refused(tmp_path: Path, capsys: pytest.Captu
     weights.write_bytes(weights.read_bytes()[:-100])
     assert main([str(folder), "--port", "0"]) == 2
     assert "copy it again" in capsys.readouterr().err
+
+
+def test_the_page_names_every_option_route_field_and_limit() -> None:
+    page = (ROOT / "docs/serve.md").read_text()
+    for word in ("--port 8000", "--host 127.0.0.1", "--device", *serving.ROUTES):
+        assert word in page
+    for field in fields(Generation):
+        default = "null" if field.default is None else str(field.default).lower()
+        shown = "needed" if field.default is MISSING else default
+        assert re.search(rf"^\| `{field.name}` \| .* \| {re.escape(shown)} \|$", page, re.MULTILINE), field.name
+    assert f"1 to {request.MAX_TOKENS} characters" in page
+    assert f"to {request.MAX_TEMPERATURE:g} |" in page
+    assert f"1 to {request.MAX_TOP_K}, or null" in page
+    assert f"{serving.BODY_BYTES // 1024} KiB" in page
+    assert f"when {serving.AT_ONCE} generations" in page
 
 
 def test_a_taken_port_is_said(running: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
