@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from job import atomic
+from job import atomic, sizing
 from job.dataset.packed import PROMPTS
 from job.dataset.rendering import open_chat_tokenizer
 from job.models import hf, lora
@@ -122,7 +122,9 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
 def _loss(sft: Sft, module: Decoder, variant: Variant) -> dict[str, Any]:
     """Mean loss in nats of one line of the table, over all ranks."""
     rows = sft.batches.fixed(sft.config.eval.rows if variant.all_rows else min(VALIDATION_ROWS, sft.config.eval.rows))
-    work = sft.batches.work("validation", rows, 1)
+    ladder = sizing.ladder(sft.config, sft.session.world.size)
+    micro_rows = ladder[min(sft.session.rung, len(ladder) - 1)].micro if variant.compute == torch.bfloat16 else 1
+    work = sft.batches.work("validation", rows, micro_rows)
     total = torch.zeros((), dtype=torch.float64, device=sft.session.device.torch)
     before = module.compute_dtype
     module.compute_dtype = variant.compute

@@ -85,7 +85,7 @@ def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) 
     hf.load(folder, module)
     experiment = world.experiment(finished)
     assert isinstance(experiment, Sft)
-    work = experiment.batches.work("validation", experiment.batches.fixed(3), 1)
+    work = experiment.batches.work("validation", experiment.batches.fixed(3), 2)
     with torch.no_grad():
         total = sum(float(module(*micro.inputs).loss_sum) for micro in work.micros)
     assert total / work.total == table["losses"]["merged_bf16"]["loss"]
@@ -125,9 +125,9 @@ def test_checkpoints_hold_the_adapter_and_its_moments_alone(finished: Path) -> N
     assert all(name.endswith(("lora_a", "lora_b")) for name in found)
 
 
-# Looks at the stop request: one before the first step, one after each, one after training; then one per validation row
-# (3 + 3 + 3 + 3 + 3 at most) and one per token of an answer.
-@pytest.mark.parametrize("look", [0, 3, STEPS, STEPS + 1, STEPS + 5, STEPS + 12])
+# Looks at the stop request: one before the first step, one after each, one after training; then one per micro-batch of
+# the validations (three rows: 2 each in bf16, 3 each in fp32) and one per token of the answers.
+@pytest.mark.parametrize("look", [0, 3, STEPS, STEPS + 1, STEPS + 5, STEPS + 2 + 12])
 def test_a_run_stopped_anywhere_ends_with_the_same_adapter_and_results(
     look: int, finished: Path, tmp_path: Path
 ) -> None:
@@ -146,10 +146,10 @@ def test_a_restart_after_the_merge_validates_nothing_again(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workdir = sft.make(tmp_path)
-    looks = STEPS + 1 + 2 * 3 + 1  # two validations are done, of rows as many as are held out
+    looks = STEPS + 2 + 2 * 2  # two validations are done
     assert world.train(workdir, StopAt(workdir, looks)) == trainer.STOPPED
     before = stages(workdir)
-    assert before[:2] == ["loss base", "loss adapter"]
+    assert before == ["loss base", "loss adapter"]
     made: list[str] = []
     real: Callable[..., Any] = merge._loss
     monkeypatch.setattr(merge, "_loss", lambda s, m, variant: made.append(variant.name) or real(s, m, variant))

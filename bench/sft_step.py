@@ -1,0 +1,98 @@
+"""One LoRA step at sft-h100's shape on packed rows: milliseconds, tokens per second, MFU and peak memory.
+
+    python bench/sft_step.py [--layers 32] [--rows 2] [--row 4096] [--steps 20] [--device cuda] [--eager] [--mask]
+
+Random weights and lengths (log-normal, mean 361, as the real data). MFU counts 4 FLOP per base parameter and token, 6
+per adapter parameter, and attention within each example (workloads.md 2.3). `--mask`: the masked attention instead of
+the varlen kernel. On a CPU only to see that it runs: give it few layers and a short row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from job.config import SftConfig
+from job.config.common import Decoder as Shape
+from job.models import decoder, lora
+from job.sizing.sft import flops_per_token
+from job.train import device, optimizer
+from job.train.step import compiled
+
+WARM = 5  # steps before the clock counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("layers", 32), ("rows", 2), ("row", 4096), ("steps", 20)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--mask", action="store_true")
+    a = parser.parse_args()
+    config = replace(SftConfig(), model=replace(Shape(), layers=a.layers))
+    where = torch.device(a.device)
+    drawn = torch.Generator().manual_seed(1)
+    base = decoder.build(config.model, compute=torch.bfloat16, dtype=torch.bfloat16, device=where)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            parameter.normal_(0.0, 0.02) if "norm" not in name else parameter.fill_(1.0)
+    module = lora.attach(base, config.lora, drawn)
+    adapter = list(lora.weights(module).values())
+    opt = optimizer.make([{"params": adapter, "weight_decay": 0.0}], config.optim, seed=1)
+    optimizer.set_lr(opt, 1e-4)
+    inputs = batch(a.rows, a.row, config.model.vocab, where)
+    inputs = inputs[:3] if a.mask else inputs
+    tokens, seconds = a.rows * a.row, []
+    with compiled(module, where, wanted=not a.eager):
+        for number in range(WARM + a.steps):
+            began = time.perf_counter()
+            (module(*inputs).loss_sum / tokens).backward()
+            optimizer.clip(adapter, 1.0)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+            if where.type == "cuda":
+                torch.cuda.synchronize()
+            if number >= WARM:
+                seconds.append(time.perf_counter() - began)
+    step_s = statistics.median(seconds)
+    found = device.choose(a.device, bf16=True)
+    peak = found.peak_tflops
+    mfu = f"{tokens / step_s * flops_per_token(config) / (peak * 1e12):.1%}" if peak else "unknown, no peak"
+    memory = torch.cuda.max_memory_allocated() / 1e9 if where.type == "cuda" else 0.0
+    print(  # noqa: T201
+        f"{found.name}, torch {torch.__version__}, {a.layers} layers, {a.rows} x {a.row} tokens, "
+        f"{'eager' if a.eager else 'compiled'}, {'mask' if a.mask else 'varlen'}: {step_s * 1e3:.1f} ms "
+        f"(from {min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f}), {tokens / step_s:,.0f} tok/s, MFU {mfu}, "
+        f"{memory:.1f} GB"
+    )
+    return 0
+
+
+def batch(rows: int, row: int, vocab: int, where: torch.device) -> tuple[Tensor, ...]:
+    """(tokens, targets, documents, starts): rows filled with examples one after the other, the last one cut."""
+    source = np.random.default_rng(1)
+    documents = np.zeros((rows, row), dtype=np.int64)
+    starts: list[int] = []
+    for r in range(rows):
+        at = number = 0
+        while at < row:
+            length = int(np.clip(source.lognormal(np.log(361) - 0.245, 0.7), 8, 1024))
+            number += 1
+            documents[r, at : at + length] = number
+            starts.append(r * row + at)
+            at += length
+    tokens = torch.from_numpy(source.integers(0, vocab, (rows, row)))
+    first = torch.tensor([*starts, rows * row], dtype=torch.int32)
+    return tuple(x.to(where) for x in (tokens, tokens.roll(-1, 1), torch.from_numpy(documents), first))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
