@@ -13,6 +13,8 @@ import pytest
 import torch
 import train_world as world
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from job import atomic
 from job.train import __main__ as trainer
@@ -23,11 +25,19 @@ TWO = """
 import os, sys, warnings
 from pathlib import Path
 import torch
+import job.experiments.pretrain as pretrain
+import job.train.loop as loop
 from job.train import __main__ as trainer
 from train_world import StopAt
 torch.set_num_threads(1)
+class Rising(pretrain.Pretrain):
+    def evaluate(self, phase, module, rung):
+        super().evaluate(phase, module, rung)
+        return 1 + self._step / 100
 for work in sys.argv[1:]:
     folder, _, look = work.partition(":")
+    if folder.endswith("rising"):
+        pretrain.Pretrain, loop.BEST_SPACING = Rising, 0.0
     code = trainer.train(Path(folder), 0, StopAt(Path(folder), int(look) if look else None))
     assert code == 0, code
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
@@ -43,13 +53,16 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Whole runs on two ranks by kind, `cut` stopped on two, and the same on one rank. One launch for all."""
+    """Whole runs on two ranks by kind, `cut` stopped on two, `rising` with a planted validation loss that rises from
+    the first evaluation; and the same on one rank. One launch for all.
+    """
     root = tmp_path_factory.mktemp("ranks")
     reshard = {"reshard_after_forward": True}
     two = {kind: pretrain.make(root / kind, optim=optim) for kind, optim in OPTIM.items()}
     two["zero-3"] = pretrain.make(root / "zero-3", optim=OPTIM["adamw"], **reshard)
     two["cut"] = pretrain.make(root / "cut", optim=OPTIM["adamw"])
-    work = [str(two["muon"]), str(two["adamw"]), str(two["zero-3"]), f"{two['cut']}:6"]
+    two["rising"] = pretrain.make(root / "rising", optim=OPTIM["muon"])
+    work = [str(two["muon"]), str(two["adamw"]), str(two["zero-3"]), f"{two['cut']}:6", str(two["rising"])]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -106,6 +119,18 @@ def test_two_ranks_export_the_whole_weights(folders: dict[str, Path], kind: str,
     for name, tensor in ours.items():
         assert tensor.shape == theirs[name].shape
         assert torch.linalg.vector_norm(tensor - theirs[name]) < tolerance * torch.linalg.vector_norm(theirs[name])
+
+
+def test_two_ranks_export_the_weights_of_the_best_evaluation(folders: dict[str, Path]) -> None:
+    table = atomic.read_object(folders["rising"] / "results.json") or {}
+    assert (table["best_step"], table["steps"]) == (4, 12)
+    exported = load_file(folders["rising"] / "final" / "model.safetensors")
+    saved = {step: {name: torch.empty_like(tensor) for name, tensor in exported.items()} for step in (4, 12)}
+    for step, tensors in saved.items():
+        reader = FileSystemReader(folders["rising"] / "ckpt" / f"step_{step:08d}")
+        load({"model": tensors}, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved[4].items())
+    assert not torch.equal(exported["head.weight"], saved[12]["head.weight"])
 
 
 def test_a_checkpoint_of_two_ranks_continues_on_one(folders: dict[str, Path]) -> None:
