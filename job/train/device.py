@@ -151,13 +151,13 @@ def settings(device: Device) -> Iterator[None]:
 
 
 class Utilization:
-    """The GPU's utilisation, from one nvidia-smi that runs beside training. None without one."""
+    """The GPU's utilisation, from one nvidia-smi that runs beside training, where wanted. None without one."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, wanted: bool = True) -> None:
         self.percent: float | None = None
         self._recent: collections.deque[float] = collections.deque(maxlen=UTILIZATION_SAMPLES)
         self._process: subprocess.Popen[str] | None = None
-        smi = shutil.which("nvidia-smi") if device.is_cuda else None
+        smi = shutil.which("nvidia-smi") if device.is_cuda and wanted else None
         if smi is None:
             return
         query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]

@@ -19,7 +19,7 @@ class Journal:
 
     def __init__(self, session: Session, phases: Sequence[Phase]) -> None:
         self._session, self._phases = session, phases
-        self._utilization = Utilization(session.device)
+        self._utilization = Utilization(session.device, wanted=session.world.first)
         self._events: list[str] = []  # for the next line
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 MESSAGE_BYTES = 512  # of a decision: one broadcast of a fixed size
-PATIENCE = timedelta(minutes=60)  # one rank may generate, verify a growth or write gigabytes while the others wait
+PATIENCE = timedelta(minutes=60)  # one rank may read or write gigabytes while the others wait for its tensors
+LONG_PATIENCE = timedelta(days=2)  # for its word: what follows training may be rank 0's alone, and takes hours
 JSON = TypeVar("JSON")
 
 
@@ -102,8 +103,8 @@ def meet(kind: str, *, local_rank: int) -> World:
         rank=dist.get_rank(),
         size=size,
         local_rank=local_rank,
-        control=dist.new_group(backend="gloo", timeout=PATIENCE),
-        saves=dist.new_group(backend="gloo", timeout=PATIENCE),
+        control=dist.new_group(backend="gloo", timeout=LONG_PATIENCE),
+        saves=dist.new_group(backend="gloo", timeout=LONG_PATIENCE),
         mesh=init_device_mesh(kind, (size,)),
         host_mesh=init_device_mesh("cpu", (size,)),
     )
@@ -133,11 +134,14 @@ def shard(
 
 
 def replicate(module: nn.Module, world: World) -> nn.Module:
-    """The module with rank 0's weights on every rank. Its gradients are summed once per optimizer step (`reduce`)."""
+    """The module with rank 0's trained weights on every rank; frozen ones are each rank's own, from the same file. Its
+    gradients are summed once per optimizer step (`reduce`).
+    """
     if world.size > 1:
         with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(tensor, 0)
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    dist.broadcast(parameter, 0)
     return module
 
 
