@@ -3,7 +3,7 @@ STACK ?= tinystories-growth
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup rehearse test test-slow lint
+.PHONY: setup rehearse rehearse-all test test-slow lint
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
@@ -16,6 +16,9 @@ setup: .venv/ready
 
 rehearse: .venv/ready
 	@$(BIN)/gpufleet rehearse $(STACK)
+
+rehearse-all: .venv/ready
+	@$(BIN)/gpufleet rehearse --all
 
 test: .venv/ready
 	$(BIN)/python -m pytest

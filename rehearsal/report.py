@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from job.supervisor import receipt as receipts
 from rehearsal import picture
@@ -47,9 +48,29 @@ def write(
     names = ", ".join(f"{kind} {name}" for kind, name in left)
     out(f"  ok    left after destroy: {names + ' (asked for)' if names else 'nothing'}")
     out(f"        sweep: {swept.strip().splitlines()[-1]}")
+    (folder / "summary.json").write_text(json.dumps(summary(rehearsal, evidence), indent=1) + "\n", encoding="utf-8")
     place = folder.relative_to(rehearsal.root)
-    out(f"\nFiles: {place}/{{bill.json, receipt.json, timeline.jsonl, loss.png, results/}}")
+    out(f"\nFiles: {place}/{{bill.json, receipt.json, summary.json, timeline.jsonl, loss.png, results/}}")
     out(f"Everything held, in {rehearsal.timeline.seconds:.0f} s.")
+
+
+def summary(rehearsal: Rehearsal, evidence: Evidence) -> dict[str, Any]:
+    """The rehearsal in one line of a table."""
+    resumptions = evidence.resumptions()
+    trained = [line["val_loss"] for line in evidence.metrics if line.get("val_loss") is not None]
+    return {
+        "stack": rehearsal.name,
+        "run": rehearsal.definition.run.id,
+        "engine": rehearsal.engine.name,
+        "seconds": round(rehearsal.timeline.seconds, 1),
+        "steps": evidence.total_steps,
+        "nodes": len(rehearsal.watch.views) if rehearsal.watch else 0,
+        "interruptions": [f"{r.kind} at {r.last_step}" for r in resumptions],
+        "lost_on_notice": sum(r.lost for r in resumptions if r.kind == "notice"),
+        "repeated_after_loss": sum(r.lost for r in resumptions if r.kind == "loss"),
+        "val_loss": trained[-1] if trained else None,
+        "spent_usd": evidence.receipt["usd"]["actual"],
+    }
 
 
 def losses(evidence: Evidence) -> Iterator[str]:

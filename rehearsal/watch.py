@@ -140,7 +140,12 @@ class Watch:
             return self._written(view) >= self.stage_lines
         if view.first_step is None or view.last_step < planned.step:
             return False
-        return planned.place != "save" or any(_found(view, "ckpt/.step_*"))
+        return planned.place != "save" or self._saving(view)
+
+    def _saving(self, view: NodeView) -> bool:
+        """A checkpoint is being written, or is written and on its way to the bucket."""
+        local = {int(path.name.rpartition("_")[2]) for path in _found(view, "ckpt/step_*")}
+        return bool(local - self.manifests) or any(_found(view, "ckpt/.step_*"))
 
     def _written(self, view: NodeView) -> int:
         """Lines that the stages after training have added on this node."""

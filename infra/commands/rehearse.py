@@ -10,15 +10,17 @@ from infra.errors import GpufleetError
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line arguments."""
-    parser.add_argument("stack", metavar="STACK", help="a file of stacks/ without its .yaml, or a path")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("stack", metavar="STACK", nargs="?", help="a file of stacks/ without its .yaml, or a path")
+    which.add_argument("--all", action="store_true", help="every stack in turn, and one table")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when everything held, 1 when a step did not, 130 on Ctrl-C."""
     try:
-        from rehearsal.rehearse import rehearse
+        from rehearsal.rehearse import rehearse, rehearse_all
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install -e '.[job,rehearsal]'") from error
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite end cleans up as Ctrl-C does
-    return rehearse(args.stack)
+    return rehearse_all() if args.all else rehearse(args.stack)
