@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.commands import diff
 
 STACK = """# growth: a small run, for reviews.
 run:
@@ -96,3 +103,27 @@ def make(root: Path, inside: str = "") -> Project:
     project = Project(root, folder)
     project.git("init", "-q", "-b", "main")
     return project
+
+
+def enter(root: Path, monkeypatch: pytest.MonkeyPatch, inside: str = "") -> Project:
+    """An empty repository with the project's folder as the working directory."""
+    project = make(root, inside)
+    monkeypatch.chdir(project.folder)
+    for name, value in environment().items():
+        if name.startswith("GIT_"):
+            monkeypatch.setenv(name, value)
+    return project
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """`gpufleet diff` with these arguments: exit code and what it printed."""
+    parser = argparse.ArgumentParser()
+    diff.arguments(parser)
+    code = diff.run(parser.parse_args(words))
+    return code, capsys.readouterr().out
+
+
+def reviewed(capsys: pytest.CaptureFixture[str], base: str, head: str, *words: str) -> tuple[int, dict[str, Any]]:
+    """The same with --json: exit code and the stacks by name."""
+    code, out = run(capsys, base, head, "--json", *words)
+    return code, {stack["stack"]: stack for stack in json.loads(out)["stacks"]}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -14,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import review_world
-from review_world import STACK, Project, changed
+from review_world import STACK, Project, changed, reviewed, run
 
 from infra.catalog import SHIPPED, files, read_catalog
 from infra.commands import diff
 from infra.cost.bill import price
 from infra.errors import GpufleetError
 from infra.loader import load
-from infra.review.markdown import MARKER
 
 KEY = ("g5.2xlarge", "us-east-2")
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -29,24 +24,7 @@ NOW = datetime(2026, 11, 21, tzinfo=UTC)
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    made = review_world.make(tmp_path)
-    monkeypatch.chdir(made.folder)
-    for name, value in review_world.environment().items():
-        if name.startswith("GIT_"):
-            monkeypatch.setenv(name, value)
-    return made
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    parser = argparse.ArgumentParser()
-    diff.arguments(parser)
-    code = diff.run(parser.parse_args(words))
-    return code, capsys.readouterr().out
-
-
-def reviewed(capsys: pytest.CaptureFixture[str], base: str, head: str, *words: str) -> tuple[int, dict[str, dict]]:  # type: ignore[type-arg]
-    code, out = run(capsys, base, head, "--json", *words)
-    return code, {stack["stack"]: stack for stack in json.loads(out)["stacks"]}
+    return review_world.enter(tmp_path, monkeypatch)
 
 
 # What changed, and by how much ----------------------------------------------------------------------------------------
@@ -291,83 +269,3 @@ def test_prices_that_a_change_repairs_do_not_stop_its_review(
     code, out = run(capsys, base, project.commit({"prices/2026-11-21/on_demand.csv": None}))
     assert code == 0
     assert "- BASE: its prices cannot be read; HEAD's stand in" in out
-
-
-# As a comment ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_comment_begins_with_its_marker_and_repeats_byte_for_byte(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base, head = project.stack(), project.stack(("steps_per_phase: 1000", "steps_per_phase: 2000"))
-    (_, first), (_, second) = run(capsys, base, head), run(capsys, base, head)
-    assert first == second
-    assert first.startswith(f"{MARKER}\n")
-    assert first.count(MARKER) == 1
-
-
-def test_no_clock_is_in_the_comment_and_age_is_that_on_the_day_of_head(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, out = run(capsys, project.stack(), project.stack(("days: 7", "days: 8")))
-    assert "on the day of HEAD, compute is 304 days old" in out  # committed on 2026-11-21, priced on 2026-01-21
-
-
-def test_a_value_can_neither_break_the_table_nor_call_somebody(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = project.stack()
-    evil = 'capacity: "a|b` @team <!-- x --> **bold**"'
-    _, out = run(capsys, base, project.stack(("capacity: on-demand", evil)))
-    (line,) = [line for line in out.splitlines() if "@team" in line]
-    assert line.startswith("- `")
-    assert line.endswith("`")
-    assert line.count("`") == 2
-    assert "a\\|b" in line
-
-
-def test_it_works_where_the_project_is_a_folder_of_the_repository(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    project = review_world.make(tmp_path / "repository", "training/fleet")
-    monkeypatch.chdir(project.folder)
-    base, head = project.stack(), project.stack(("days: 7", "days: 30"))
-    code, stacks = reviewed(capsys, base, head)
-    assert code == 0
-    assert stacks["growth"]["steps"][0]["keys"] == ["storage.keep.days"]
-
-
-def test_links_in_the_tree_are_not_followed(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    base = project.stack()
-    (project.folder / "stacks" / "linked.yaml").symlink_to("/etc/hostname")
-    head = project.commit({})
-    _, out = run(capsys, base, head)
-    assert "linked" not in out
-
-
-def test_out_writes_the_file_and_keeps_the_exit_code(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    base, head = project.stack(), project.stack(("max_usd: 9.00", "max_usd: 0.05"))
-    code, out = run(capsys, base, head, "--out", "review/comment.md")
-    assert (code, out) == (1, "")
-    assert (project.folder / "review" / "comment.md").read_text().startswith(MARKER)
-    assert [path.name for path in (project.folder / "review").iterdir()] == ["comment.md"]
-
-
-def test_the_page_documents_every_key_of_the_json(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "review.md").read_text()
-    base, head = project.stack(), project.stack(("max_usd: 9.00", "max_usd: 0.05"))
-    _, out = run(capsys, base, head, "--json")
-    found = json.loads(out)
-    stack = found["stacks"][0]
-    for part in (found, found["base"], stack, stack["head"], stack["steps"][0]):
-        for key in part:
-            assert f"`{key}" in page, key
-
-
-def test_it_imports_no_torch_no_pulumi_and_no_boto3() -> None:
-    code = (
-        "import sys, infra.commands.diff\n"
-        "heavy = {'torch', 'pulumi', 'pulumi_aws', 'boto3', 'botocore'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
