@@ -20,6 +20,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,10 @@ def _placed(tensor: Tensor, device: torch.device) -> Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def candidate(dialogue: socket.socket, scratch: Path, device: str, *, trusted: bool = False) -> None:
+def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: bool) -> None:
     """Talks until the judge hangs up. Never returns."""
-    isolated = sandbox.isolate(scratch)
+    scratch, device = Path(asked["scratch"]), asked["device"]
+    isolated = asked["confined"] and sandbox.confine(scratch, namespaces=namespaces)
     os.chdir(scratch)
     os.environ.update(TMPDIR=str(scratch), HOME=str(scratch), CUDA_CACHE_PATH=str(scratch))
     output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -180,7 +182,7 @@ def candidate(dialogue: socket.socket, scratch: Path, device: str, *, trusted: b
     warnings.simplefilter("ignore")
     harness = Harness(torch.device(device))
     wire.send(dialogue, {"isolated": isolated})
-    if not trusted:
+    if asked["guarded"]:
         sandbox.guard(
             scratch, lambda what: wire.send(dialogue, {"violation": what}), compiles=harness.device.type == "cuda"
         )
@@ -201,10 +203,17 @@ def candidate(dialogue: socket.socket, scratch: Path, device: str, *, trusted: b
         os._exit(code)
 
 
+def _reap(*_: object) -> None:
+    """No zombies, and their CPU time added to this process's."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def serve(control: socket.socket) -> None:
-    """Forks a candidate's process per message {scratch, device, trusted} with one socket; answers {pid}."""
+    """Forks a candidate's process per message {scratch, device, confined, guarded} with one socket; answers {pid}."""
     sandbox.adopt_orphans()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    signal.signal(signal.SIGCHLD, _reap)
     gc.collect()
     gc.freeze()
     control.sendall(b"!")
@@ -213,13 +222,11 @@ def serve(control: socket.socket) -> None:
         if not content:
             return
         asked = json.loads(content)
-        pid = os.fork()
+        pid, namespaces = sandbox.fork() if asked["confined"] else (os.fork(), False)
         if pid == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            candidate(
-                socket.socket(fileno=descriptors[0]), Path(asked["scratch"]), asked["device"], trusted=asked["trusted"]
-            )
+            candidate(socket.socket(fileno=descriptors[0]), asked, namespaces=namespaces)
         for descriptor in descriptors:
             os.close(descriptor)
         control.sendall(f"{pid}\n".encode())
@@ -235,7 +242,7 @@ def main(argv: list[str]) -> None:
         serve(end)
     else:
         asked = json.loads(argv[2])
-        candidate(end, Path(asked["scratch"]), asked["device"], trusted=asked["trusted"])
+        candidate(end, asked, namespaces=asked["confined"] and sandbox.enter())
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ class Judge:
 
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
+        self._device = "cuda" if gpus else "cpu"
         self.parallel = limits.workers or gpus or len(os.sched_getaffinity(0))
         self._compiled: dict[str, str | None] = {}  # source hash -> what is wrong with it
         self._lock = threading.Lock()
@@ -194,11 +195,11 @@ class Judge:
         wrong: Rejected | None = None
         if switches.funnel:
             with course.at("tiny"):
-                self._check(task, process, [tasks.case(task, self.seed, "tiny")], switches)
+                self._check(task, process, [tasks.case(task, self.seed, "tiny", self._device)], switches)
         with course.at("full"):
             count = self.limits.inputs if switches.multi_input else 1
             try:
-                given = tasks.cases(task, self.seed, count, adversarial=switches.multi_input)
+                given = tasks.cases(task, self.seed, count, self._device, adversarial=switches.multi_input)
                 self._check(task, process, given, switches)
             except Rejected as error:
                 if switches.funnel:
@@ -206,7 +207,7 @@ class Judge:
                 wrong = error  # without the funnel a wrong one is timed all the same
         with (
             course.at("timing"),
-            self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, trusted=True) as reference,
+            self._reference(gpu) as reference,
         ):
             source = task.reference_source.encode()
             reference.ask({"do": "load"}, [source], limit_s=self.limits.candidate_s)
@@ -220,14 +221,18 @@ class Judge:
                         other,
                         trials=self.limits.trials,
                         suspicious=self.limits.suspicious,
+                        device=self._device,
                     )
                 else:
-                    course.timing = timing.stopwatch(task, self.seed, ask, other)
+                    course.timing = timing.stopwatch(task, self.seed, ask, other, self._device)
             finally:
                 course.cpu_s += reference.cpu_s
         if wrong is not None:
             course.stage = STAGES.index("full") + 1
             raise wrong
+
+    def _reference(self, gpu: int) -> Process:
+        return self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False, guarded=False)
 
     def _check(self, task: Task, process: Process, given: Iterable[tasks.Case], switches: Switches) -> None:
         """Every case's output, each computed on inputs that the process has not seen before."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import resource
 import signal
 import sys
@@ -19,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-NEW_USER, NEW_PID, NEW_NET, NEW_IPC, NEW_MOUNT = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x00020000
+NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000  # user, processes, network, IPC, mounts
+CLONE = {"x86_64": 56, "aarch64": 220}
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1  # the call's number on every architecture
 SET_DEATH_SIGNAL, SET_NO_NEW_PRIVILEGES, SET_SUBREAPER = 1, 38, 36  # prctl
@@ -36,6 +38,7 @@ CHANGING = (
 )  # fmt: skip
 DEVICES = ("/dev/null", "/dev/urandom", "/proc/cpuinfo")
 _libc = ctypes.CDLL(None, use_errno=True)
+_with_gil = ctypes.PyDLL(None)  # a fork amid a call that has let go of the GIL would leave the child without it
 
 
 def adopt_orphans() -> None:
@@ -43,18 +46,24 @@ def adopt_orphans() -> None:
     _libc.prctl(SET_SUBREAPER, 1, 0, 0, 0)
 
 
-def isolate(scratch: Path) -> bool:
-    """New namespaces for this process and a child of it that goes on; whether the kernel allowed them.
-
-    The caller returns as the child: the first of its process namespace, whose end ends everything in it. The parent
-    stays behind, holds nothing, and ends as the child ends.
+def fork() -> tuple[int, bool]:
+    """os.fork into namespaces of the child's own, and whether the kernel allowed them. The child is the first of its
+    process namespace: what it starts ends with it. Only for a process with one thread.
     """
-    with suppress(PermissionError):  # a spawned one leads a session already
-        os.setsid()
-    _libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-    if _libc.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_MOUNT) != 0:
+    number = CLONE.get(platform.machine())
+    pid = -1 if number is None else _with_gil.syscall(number, NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid < 0:
+        return os.fork(), False
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    return pid, True
+
+
+def enter() -> bool:
+    """The same for a process that was not forked by us: its child goes on in the namespaces, the process itself holds
+    nothing any more and ends as the child ends.
+    """
+    if _libc.unshare(NAMESPACES) != 0:
         return False
     child = os.fork()
     if child:
@@ -62,7 +71,19 @@ def isolate(scratch: Path) -> bool:
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     _libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    return _freeze_files(str(scratch).encode())
+    return True
+
+
+def confine(scratch: Path, *, namespaces: bool) -> bool:
+    """A session of its own, no core files, no large files and, in namespaces, no file to change but in the scratch
+    folder. Whether all of it holds.
+    """
+    with suppress(PermissionError):  # a spawned one leads a session already
+        os.setsid()
+    _libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    return namespaces and _freeze_files(str(scratch).encode())
 
 
 def _freeze_files(scratch: bytes) -> bool:

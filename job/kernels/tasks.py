@@ -11,7 +11,10 @@ from torch import Tensor
 
 from job.kernels.catalog import Task
 
-TINY, FULL, SECOND = (17,), (33, 130), (3, 7, 211)
+TINY = (17,)
+# On a CPU kernels are interpreted, milliseconds per program: just more than one block. On a GPU more than its caches.
+FULL = {"cpu": (9, 130), "cuda": (4096, 4099)}
+SECOND = {"cpu": (3, 7, 61), "cuda": (3, 1021, 2053)}
 LARGE = 1e4
 # Absolute per unit of the largest input or 1, and relative. Element-wise fp32 differs by a few ulp (1.2e-7) between
 # implementations of exp; half precision rounds once more at the end.
@@ -30,24 +33,28 @@ class Case:
     tensors: tuple[Tensor, ...]
 
 
-def case(task: Task, seed: int, name: str) -> Case:
-    """tiny, random-N, zeros, large, non-contiguous, second-shape, or any other name: FULL with values of its own."""
+def case(task: Task, seed: int, name: str, device: str = "cpu") -> Case:
+    """tiny, random-N, zeros, large, non-contiguous, second-shape, or any other name: FULL with values of its own.
+
+    The tensors are on the CPU, of the size that `device` is tried with.
+    """
     digest = hashlib.sha256(f"{seed} {task.name} {name}".encode()).digest()
     random = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    shape = {"tiny": TINY, "second-shape": SECOND, "non-contiguous": FULL[::-1]}.get(name, FULL)
+    full: tuple[int, ...] = FULL[device]
+    shape = {"tiny": TINY, "second-shape": SECOND[device], "non-contiguous": full[::-1]}.get(name, full)
     scale = {"zeros": 0.0, "large": LARGE}.get(name, 1.0)
     drawn = [(torch.randn(shape, generator=random) * scale).to(getattr(torch, task.dtype)) for _ in range(task.arity)]
     tensors = tuple(tensor.t() if name == "non-contiguous" else tensor for tensor in drawn)
     return Case(name=name, tensors=tensors)
 
 
-def cases(task: Task, seed: int, inputs: int, *, adversarial: bool = True) -> Iterator[Case]:
+def cases(task: Task, seed: int, inputs: int, device: str = "cpu", *, adversarial: bool = True) -> Iterator[Case]:
     """The full run's: `inputs` random ones, then zeros, large magnitude, non-contiguous and a second shape."""
     for index in range(inputs):
-        yield case(task, seed, f"random-{index}")
+        yield case(task, seed, f"random-{index}", device)
     if adversarial:
         for name in ("zeros", "large", "non-contiguous", "second-shape"):
-            yield case(task, seed, name)
+            yield case(task, seed, name, device)
 
 
 def expected(task: Task, given: Case) -> Tensor:

@@ -57,9 +57,11 @@ class Timing:
 Ask = Callable[..., tuple[dict[str, Any], list[bytes]]]  # Process.ask with the stage's limit filled in
 
 
-def calibrated(task: Task, seed: int, ask: Ask, reference: Ask, *, trials: int, suspicious: float) -> Timing:
+def calibrated(
+    task: Task, seed: int, ask: Ask, reference: Ask, *, trials: int, suspicious: float, device: str = "cpu"
+) -> Timing:
     """Raises Rejected for a lie, Lost where a process ends."""
-    given = tasks.case(task, seed, "timing")
+    given = tasks.case(task, seed, "timing", device)
     for program in (ask, reference):
         _give(program, given)
     repeat, after = math.inf, _trials(reference, trials)
@@ -73,7 +75,7 @@ def calibrated(task: Task, seed: int, ask: Ask, reference: Ask, *, trials: int, 
     if kernel.judged > LIE * kernel.median + LIE_S:
         raise Rejected(f"it says {kernel.median * 1e3:.3f} ms per call, the judge's clock {kernel.judged * 1e3:.3f} ms")
     speedup = (before.median + after.median) / 2 / kernel.median
-    took = _again(task, seed, ask, times=FRESH if speedup > suspicious else 1)
+    took = _again(task, seed, ask, device, times=FRESH if speedup > suspicious else 1)
     if speedup > suspicious:
         speedup = min(speedup, (before.judged + after.judged) / 2 / took)
     if repeat > REPEAT:
@@ -82,9 +84,9 @@ def calibrated(task: Task, seed: int, ask: Ask, reference: Ask, *, trials: int, 
     return Timing(speedup=speedup, kernel=kernel, reference=before)
 
 
-def stopwatch(task: Task, seed: int, ask: Ask, reference: Ask) -> Timing:
+def stopwatch(task: Task, seed: int, ask: Ask, reference: Ask, device: str = "cpu") -> Timing:
     """As many would do it: one call, wall clock."""
-    given = tasks.case(task, seed, "random-0")
+    given = tasks.case(task, seed, "random-0", device)
     seconds = []
     for program in (ask, reference):
         _give(program, given)
@@ -112,12 +114,12 @@ def _trial(ask: Ask, *, empty: bool = False, flush: bool = True) -> tuple[float,
     return _seconds(reply), time.perf_counter() - started
 
 
-def _again(task: Task, seed: int, ask: Ask, *, times: int) -> float:
+def _again(task: Task, seed: int, ask: Ask, device: str, *, times: int) -> float:
     """Seconds on fresh inputs by the judge's clock. Raises Rejected where an output is not the new input's."""
     took = []
     empty = median(_trial(ask, empty=True)[1] for _ in range(times))
     for index in range(times):
-        given = tasks.case(task, seed, f"fresh-{index}")
+        given = tasks.case(task, seed, f"fresh-{index}", device)
         _give(ask, given, again=True)
         took.append(_trial(ask)[1])
         problem = output_problem(task, given, *ask({"do": "collect"}))

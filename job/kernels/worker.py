@@ -61,12 +61,12 @@ class Workers:
             for offspring in [*_offspring(pid), pid]:
                 _kill(offspring)
 
-    def start(self, *, memory_bytes: float, gpu: int = 0, trusted: bool = False) -> Process:
-        """A new process. `trusted`: our own reference, which needs no guard."""
+    def start(self, *, memory_bytes: float, gpu: int = 0, confined: bool = True, guarded: bool = True) -> Process:
+        """A new process. Our own reference needs neither confinement nor guard (job/kernels/sandbox.py)."""
         scratch = Path(tempfile.mkdtemp(dir=self.folder))
         ours, theirs = socket.socketpair()
         device = "cuda" if self._gpus else "cpu"
-        asked = json.dumps({"scratch": str(scratch), "device": device, "trusted": trusted})
+        asked = json.dumps({"scratch": str(scratch), "device": device, "confined": confined, "guarded": guarded})
         try:
             pid = self._spawn(theirs, asked, gpu) if self._gpus else self._fork(theirs, asked)
         finally:

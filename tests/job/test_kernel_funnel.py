@@ -159,7 +159,7 @@ def kernel_function(x):
         found.append("secret")
     raise ValueError(",".join(found) or "nothing")
 """
-    with listener, workers.start(memory_bytes=2e9, trusted=True) as process:  # without the guard: namespaces alone
+    with listener, workers.start(memory_bytes=2e9, guarded=False) as process:  # without the guard: namespaces alone
         if not process.isolated:
             pytest.skip("this kernel allows no namespaces here: the guard and the static rules stand alone")
         reply, _ = run(process, source, torch.ones(3))
@@ -180,7 +180,7 @@ def kernel_function(x):
     raise ValueError("forked")
 """
     before = set(_all_pids())
-    with workers.start(memory_bytes=2e9, trusted=True) as process:
+    with workers.start(memory_bytes=2e9, guarded=False) as process:
         reply, _ = run(process, source, torch.ones(3))
     assert reply["error"] == "ValueError: forked"
     _wait_until_none(before)

@@ -1,0 +1,92 @@
+"""The funnel's throughput against what its stages need: `python bench/funnel.py > bench/results/funnel.md`.
+
+The bar: candidates per second within 20 % of cores / (CPU seconds of the stages per candidate). Others may work on the
+same cores: their CPU time is taken from what was there to use, so idle cores and the funnel's own overhead (forks,
+namespaces, clearing away) count against it, and other people's work does not.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import triton
+
+from job.config.kernel import Funnel
+from job.kernels import planted
+from job.kernels.funnel import Judge, Switches, Verdict
+from job.kernels.planted import STOPS_AT
+from job.kernels.worker import Workers
+
+LIMITS = Funnel(candidate_s=30.0, memory_gb=2.0, trials=3)
+TICKS = os.sysconf("SC_CLK_TCK")
+BAR = 0.8
+
+
+def cpu_s(pid: int) -> float:
+    """Of a process and the children it has waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(int(field) for field in fields[11:15]) / TICKS
+
+
+def busy_s() -> float:
+    """CPU seconds that the whole machine has spent."""
+    user, nice, system, _, _, irq, soft, *_ = Path("/proc/stat").read_text().split()[1:10]
+    return sum(map(int, (user, nice, system, irq, soft))) / TICKS
+
+
+def main() -> None:
+    """Judges the 200 planted candidates once."""
+    torch.set_num_threads(1)
+    cores, found = len(os.sched_getaffinity(0)), list[Verdict]()
+    with tempfile.TemporaryDirectory() as folder, Workers(Path(folder) / "scratch", gpus=False) as workers:
+        judge = Judge(LIMITS, 1337, workers)
+        judge.all(planted.candidates(4), Switches(), "full", lambda verdict: None)
+        assert workers.server_pid is not None
+        candidates = planted.candidates(200)
+        load = os.getloadavg()[0]
+        machine, server, own, began = busy_s(), cpu_s(workers.server_pid), time.process_time(), time.perf_counter()
+        judge.all(candidates, Switches(), "full", found.append)
+        wall = time.perf_counter() - began
+        judged, forked = time.process_time() - own, cpu_s(workers.server_pid) - server
+        others = max(0.0, busy_s() - machine - judged - forked)
+    wrong = [f"{verdict.candidate}: {verdict.reason}" for verdict in found if verdict.stage != STOPS_AT[verdict.label]]
+    children = sum(verdict.cpu_s for verdict in found)
+    stages = children + judged
+    available = wall * cores - others
+    say(
+        f"# Verification funnel\n\n{datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, {cores} "
+    )
+    say(f"cores, load {load:.1f} before it began, Python {platform.python_version()}, torch {torch.__version__}, ")
+    say(f"Triton {triton.__version__} interpreting on the CPU. 200 planted candidates, {LIMITS.trials} trials each; ")
+    say(f"{len(wrong)} stopped elsewhere than they should {'; '.join(wrong)}. ")
+    say(f"Namespaces: {all(verdict.isolated is not False for verdict in found)}.\n\n")
+    say("| measure | value |\n|---|---|\n")
+    say(f"| wall | {wall:.1f} s, {len(found) / wall:.1f} candidates/s |\n")
+    say(f"| CPU of the stages: in candidates' processes, in the judge | {children:.1f} s, {judged:.1f} s |\n")
+    say(f"| CPU of everything: forks and clearing away too | {judged + forked:.1f} s |\n")
+    say(f"| CPU of others meanwhile | {others:.1f} s of {wall * cores:.1f} s |\n")
+    share = stages / available
+    say(f"| throughput / (cores left to it / CPU of its stages) | {share:.2f}, bar {BAR} |\n\n")
+    totals: defaultdict[str, list[float]] = defaultdict(list)
+    for verdict in found:
+        for stage, seconds in verdict.seconds.items():
+            totals[stage].append(seconds)
+    say("| stage | candidates | wall, mean ms |\n|---|---|---|\n")
+    for stage, taken in totals.items():
+        say(f"| {stage} | {len(taken)} | {1e3 * sum(taken) / len(taken):.1f} |\n")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

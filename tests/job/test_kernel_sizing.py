@@ -1,0 +1,78 @@
+"""What kernel-sft's bill stands on, against workloads.md section 4 (2026-11-21)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import kernel_world as world
+import pytest
+
+from job import sizing
+from job.config import KernelConfig
+from job.config.common import Decoder
+from job.kernels import planted
+from job.kernels.catalog import TASKS
+from job.sizing import kernel
+
+FULL = KernelConfig()
+CODER = Decoder(
+    family="qwen2",
+    vocab=152_064,
+    layers=28,
+    width=3584,
+    heads=28,
+    kv_heads=4,
+    ffn=18_944,
+    rope_scaling="none",
+)
+SMALL = replace(FULL.model, layers=28, width=2048, heads=16, kv_heads=8, ffn=6144, tied=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "total"), [(FULL.model, 8_190_735_360), (CODER, 7_615_616_512), (SMALL, 1_720_574_976)]
+)
+def test_parameters_are_to_the_digit(model: Decoder, total: int) -> None:
+    assert sizing.phases(replace(FULL, model=model))[0].params_total == total
+
+
+def test_sft_is_sixteen_steps_of_52_7_gflop_per_token() -> None:
+    sft = sizing.phases(FULL)[0]
+    assert (sft.name, sft.steps, sft.tokens_per_step) == ("sft", 16, 64 * 8192)
+    assert round(sft.flops_per_token / 1e9, 1) == 52.7
+    assert sft.flops_per_token * 1000 * 8192 == pytest.approx(4.3e17, rel=0.01)
+
+
+def test_state_is_16_4_gb_per_gpu_on_eight() -> None:
+    memory = sizing.memory(FULL, 0, 1, ranks=8)
+    state = 16 * 8_190_735_360 / 8 / 1e9
+    gathered = memory.weights_gb - 4 * 8_190_735_360 / 8 / 1e9
+    assert memory.weights_gb + memory.gradients_gb + memory.moments_gb - gathered == pytest.approx(state)
+    assert state == pytest.approx(16.4, abs=0.05)
+
+
+def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
+    _, generate, verify = sizing.phases(FULL)
+    assert (generate.steps, generate.decode_steps) == (0, 2048)
+    assert (verify.steps, verify.decode_steps) == (0, 0)
+    assert verify.cpu_core_s == 200 * kernel.COMPILE_CORE_S
+    assert verify.gpu_s == pytest.approx(5 * 200 * (4.0 + 0.2 * 2.0))
+    one_row = replace(FULL, funnel=replace(FULL.funnel, ablations=False))
+    assert sizing.phases(one_row)[2].gpu_s == pytest.approx(verify.gpu_s / 5)
+
+
+def test_planted_candidates_are_verified_too() -> None:
+    more = replace(FULL, funnel=replace(FULL.funnel, planted=200))
+    assert sizing.phases(more)[2].gpu_s == 2 * sizing.phases(FULL)[2].gpu_s
+
+
+def test_the_tasks_and_planted_candidates_are_those_there_are() -> None:
+    assert (len(TASKS), len(planted.candidates(10_000))) == (kernel.TASKS, kernel.PLANTED)
+
+
+def test_the_test_worlds_parameters_are_counted() -> None:
+    assert sizing.phases(world.typed())[0].params_total == 28_544
+
+
+def test_rows_must_divide_the_batch() -> None:
+    (problem,) = sizing.problems(replace(FULL, batch=replace(FULL.batch, tokens=10_000)))
+    assert problem[0] == "batch.tokens"
