@@ -118,12 +118,9 @@ def shorten(config: JobConfig, steps: int) -> Shortened:
         share = steps // len(sizing.phases(config))
         per_epoch = max(1, min(config.steps_per_epoch, share // EVALUATIONS))  # each epoch is evaluated
         short = replace(config, epochs=min(config.epochs, EVALUATIONS), steps_per_epoch=per_epoch)
-    elif isinstance(config, KernelConfig):
-        few = replace(config.generate, tasks=1)
-        short, stop_at = replace(config, generate=few), steps
-    else:  # an epoch of the prepared data is as long as it is
-        assert isinstance(config, SftConfig)
-        short, stop_at = config, steps
+    else:  # as long as the prepared data; what follows training is not measured, so it is not waited for
+        assert isinstance(config, SftConfig | KernelConfig)
+        short, stop_at = config, min(steps, sizing.total_steps(config))
     sizes = sizing.phases(short)
     length = min([steps, *(size.steps for size in sizes if size.steps)])
     log = replace(config.log, every=max(1, min(config.log.every, length // LINES)), tensorboard=False)
