@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,22 @@ def test_an_end_by_early_stop_is_repeated_without_a_step_when_it_is_cut(
     assert max(world.committed(workdir)) == 28
     assert world.train(workdir) == trainer.FINISHED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (28, 12)
+
+
+def test_where_the_best_checkpoint_is_gone_what_is_exported_is_said_to_be_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
+    monkeypatch.setattr("job.train.loop.BEST_SPACING", 0.0)
+    workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
+    assert world.train(workdir, world.StopAt(workdir, 22)) == trainer.STOPPED
+    shutil.rmtree(workdir / "ckpt" / "step_00000012")  # as on another node, which has the newest alone
+    assert world.train(workdir) == trainer.FINISHED
+    said, table = capsys.readouterr().out, results(workdir)
+    assert "the best evaluation, 1.0000 at step 12, has no checkpoint on this disk" in said
+    meta = atomic.read_object(workdir / "final" / "meta.json") or {}
+    assert meta["step"] == table["best_step"] != 12
+    assert meta["val_loss"] == 1.0 + abs(meta["step"] - 12) / 100
 
 
 DEFAULT = EarlyStop()
