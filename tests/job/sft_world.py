@@ -35,6 +35,36 @@ PARAMETERS: dict[str, Any] = {
 }
 
 
+def bpe(tmp_path: Path, *specials: str) -> Path:
+    """A byte-level BPE with a family's special tokens, as tokenizer.json."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers.decoders import ByteLevel
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(specials),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["user assistant system\n\nwhat is the sum of two numbers\n the answer"] * 9, trainer)
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHATML = ("<|im_start|>", "<|im_end|>")
+
+
+def jsonl(tmp_path: Path, *lines: Any) -> Path:
+    path = tmp_path / "examples.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
 def config(**changed: Any) -> dict[str, Any]:
     """PARAMETERS with sections laid over them."""
     parameters = json.loads(json.dumps(PARAMETERS))
