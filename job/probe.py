@@ -167,7 +167,7 @@ def _why(workdir: Path, code: int) -> str:
     if fatal is not None:
         return f"{fatal.get('error')}: {fatal.get('detail')}"
     if code in (FINISHED, STOPPED):
-        return "no step was timed: the first 10 of a start never are; ask for more --steps"
+        return "no step was timed, the first 10 never are: ask for more --steps; a run that short cannot be measured"
     try:
         lines = (workdir / "job.log").read_text(errors="replace").splitlines()[-15:]
     except OSError:
