@@ -71,7 +71,6 @@ class Workers:
             pid = self._spawn(theirs, asked, gpu) if self._gpus else self._fork(theirs, asked)
         finally:
             theirs.close()
-        self._live.add(pid)
         return Process(pid, ours, scratch, memory_bytes, self._ended)
 
     @property
@@ -90,7 +89,9 @@ class Workers:
                     self._control.settimeout(START_S)
                     reply = self._control.recv(64)
                     if reply:
-                        return int(reply)
+                        pid = int(reply)
+                        self._live.add(pid)  # before anybody may take it for a stray
+                        return pid
                 except OSError:
                     if attempt:
                         raise
@@ -111,6 +112,7 @@ class Workers:
         environment = {"CUDA_VISIBLE_DEVICES": str(gpu), "TRITON_INTERPRET": interpret}
         process = _python(theirs, ["one", asked], environment)
         self._spawned[process.pid] = process
+        self._live.add(process.pid)
         return process.pid
 
     def _ended(self, pid: int) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,16 @@ def test_nothing_of_a_candidate_is_left_when_it_is_over(workers: Workers) -> Non
         assert _ours_since(before)
     assert not folder.exists()
     _wait_until_none(before)
+
+
+def test_processes_that_begin_and_end_at_once_leave_each_other_alone(workers: Workers) -> None:
+    def one(number: int) -> str:
+        with workers.start(memory_bytes=2e9) as process:
+            reply, _ = process.ask({"do": "ready", "flush": False}, limit_s=20)
+        return str(reply.get("error"))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(one, range(60))) == {"None"}
 
 
 def test_a_child_multiplies_matrices_after_a_parallel_operation_here(workers: Workers) -> None:
