@@ -74,11 +74,11 @@ FIXTURES: tuple[Fixture, ...] = (
     ),
     _cheat(
         "honest-at-first",
-        "timing",
+        "multi_input timing",
         """
         calls = []
         def kernel_function(x):
-            calls.append(honest(x) if len(calls) < 12 else calls[11])
+            calls.append(honest(x) if len(calls) < 6 else calls[5])
             return calls[-1]
         """,
     ),
