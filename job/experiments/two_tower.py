@@ -13,7 +13,6 @@ from dataclasses import asdict
 from statistics import fmean, median_low
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,16 +24,15 @@ from job.dataset import ranking
 from job.dataset.prepare import read_manifest
 from job.experiments import two_tower_baselines as baselines
 from job.experiments import two_tower_results as results
-from job.experiments.ranking_metrics import ndcg
-from job.experiments.two_tower_data import Member, Rows, members, refit_member, rows_of, watched
+from job.experiments.two_tower_batches import Batches
+from job.experiments.two_tower_data import Member, members, refit_member
 from job.experiments.two_tower_members import Members, clip_each
 from job.experiments.two_tower_tables import spread
 from job.models.two_tower import TwoTower as Towers
-from job.models.two_tower import decays, draw_noise
+from job.models.two_tower import decays
 from job.sizing.two_tower import REFIT, parameters
 from job.train import export, optimizer
-from job.train.data import mix
-from job.train.experiment import Experiment, Micro, Phase, Session, Stopped, Work
+from job.train.experiment import Experiment, Phase, Session, Stopped, Work
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none
 FLOOR = 0.1  # of the learning rate, where the cosine ends
@@ -90,7 +88,7 @@ class TwoTower(Experiment):
         """The members of a phase with the weights of their seeds, and their tensors on the device."""
         config, refit = self._config(phase), phase.name == REFIT
         self._members = [refit_member(config.data.queries)] if refit else members(config)
-        self._place(config, refit)
+        self._batches = Batches(self._members, self.tables, config, self.session.device.torch)
         compute = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
         module = Members(config, len(self._members), REFIT_SEEDS if refit else 0, compute)
         families, data = len(self.families), config.data
@@ -116,31 +114,9 @@ class TwoTower(Experiment):
         return lr
 
     def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
-        """Every query of every member, in chunks; dropout's bits are drawn for all chunks at once."""
-        config = self._config(phase)
+        """Every query of every member, in chunks."""
         place = step - phase.first + (REFIT_SEEDS if phase.name == REFIT else 0)
-        generator = torch.Generator(self.session.device.torch).manual_seed(mix(config.seed, place))
-        x_KQS, targets_KQM, weights_KQ, draws = self._x_KRS, self._targets_KRM, self._weights_KR, None
-        if config.objective == "sampled":
-            count, batch = len(self._members), config.sampled.batch
-            chosen_KB = torch.multinomial(self._weights_KR, batch, replacement=True, generator=generator)
-            rows = torch.arange(count, device=chosen_KB.device)[:, None]
-            x_KQS, targets_KQM, weights_KQ = x_KQS[rows, chosen_KB], targets_KQM[rows, chosen_KB], x_KQS.new_ones(())
-            weights_KQ = weights_KQ.expand(count, batch)
-            size = (count, batch, 1 + 2 * config.sampled.negatives)
-            draws = torch.rand(size, generator=generator, device=generator.device)
-        queries = x_KQS.shape[1]
-        noise = draw_noise(config.towers, len(self._members), queries, config.data.models, generator)
-
-        def chunks() -> Any:
-            for first in range(0, queries, rung.micro):
-                part = slice(first, first + rung.micro)
-                bits = (None, None) if noise is None else (noise.query[:, part], noise.model)
-                extra = () if draws is None else (draws[:, part],)
-                inputs = (x_KQS[:, part], targets_KQM[:, part], weights_KQ[:, part], *bits, *extra)
-                yield Micro(inputs, x_KQS[0, part].shape[0], first)
-
-        return Work(chunks(), queries)
+        return self._batches.work(self._config(phase), place, rung.micro)
 
     def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
         """Not used: `evaluate` ranks instead of measuring a loss."""
@@ -164,9 +140,8 @@ class TwoTower(Experiment):
         if phase.name == REFIT:
             return fmean(losses)
         module.eval()
-        scores_KVM = module.score(self._watched_x_KVS)
+        found = self._batches.watched_ndcg(module).tolist()
         module.train()
-        found = (ndcg(scores_KVM, self._watched_gains_KVM, 10) * self._watched_weights_KV).sum(-1).tolist()
         record = self.progress["families"][self._name(phase)]
         epoch = record["epochs"] = record["epochs"] + 1
         better = []
@@ -177,7 +152,7 @@ class TwoTower(Experiment):
             late = epoch - record["epoch"][k] >= self.config.patience and epoch >= self.config.first_stop
             if late and not record["stopped"][k]:
                 record["stopped"][k] = epoch
-        module.keep(torch.tensor(better, dtype=torch.int64, device=scores_KVM.device))
+        module.keep(torch.tensor(better, dtype=torch.int64, device=module.best.device))
         folds = self.config.data.folds
         self._say_epoch(phase, epoch, losses[:folds], found)
         return -fmean(found[:folds])
@@ -217,7 +192,7 @@ class TwoTower(Experiment):
         for member, scores_QM in zip(self._members, scores_KQM, strict=True):
             if member.protocol == "optimistic":
                 module.optimistic[family][member.test] = scores_QM[member.test]
-        self.progress["families"][self._name(phase)]["weak"] = [rows.weak for rows in self._rows]
+        self.progress["families"][self._name(phase)]["weak"] = self._batches.weak
 
     def finish(self) -> None:
         """Baselines on the same folds, the tables and the comparison."""
@@ -273,23 +248,6 @@ class TwoTower(Experiment):
         name = max(records, key=lambda name: fmean(records[name]["best"][:folds]))
         return {"family": name, "epochs": median_low(records[name]["epoch"][:folds])}
 
-    def _place(self, config: TwoTowerConfig, refit: bool) -> None:
-        """This phase's rows and watched folds, on the device."""
-        device, tables = self.session.device.torch, self.tables
-        weak = min(config.weak.queries, len(tables.discovery))
-        rows = max(len(member.train) for member in self._members) + weak
-        self._rows: list[Rows] = [rows_of(member, tables, config.weak, rows) for member in self._members]
-
-        def stacked(name: str) -> Tensor:
-            return torch.from_numpy(np.stack([getattr(own, name) for own in self._rows])).to(device)
-
-        self._x_KRS, self._targets_KRM, self._weights_KR = map(stacked, ("sentences", "targets", "weights"))
-        if not refit:
-            queries_KV, gains_KVM, weights_KV = watched(self._members, tables)
-            self._watched_x_KVS = torch.from_numpy(tables.queries[queries_KV]).to(device)
-            self._watched_gains_KVM = torch.from_numpy(gains_KVM).to(device)
-            self._watched_weights_KV = torch.from_numpy(weights_KV).to(device).double()
-
     def _config(self, phase: Phase) -> TwoTowerConfig:
         """The family's that the phase trains."""
         if phase.name == REFIT:
@@ -301,10 +259,10 @@ class TwoTower(Experiment):
 
     def _announce(self, phase: Phase, config: TwoTowerConfig) -> None:
         count = parameters(config)
-        weak = [rows.weak for rows in self._rows]
+        weak = self._batches.weak
         self.session.say(
             f"phase {phase.index + 1}/{len(self.phases)} {phase.name}: {len(self._members)} members of {count:,} "
-            f"parameters, {self._x_KRS.shape[1]} queries each, of them {min(weak)} to {max(weak)} weakly labelled"
+            f"parameters, {self._batches.queries} queries each, of them {min(weak)} to {max(weak)} weakly labelled"
         )
 
     def _say_epoch(self, phase: Phase, epoch: int, losses: list[float], found: list[float]) -> None:
