@@ -95,8 +95,8 @@ class FileTokenizer:
         return int(found)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Over all cores."""
-        return [encoding.ids for encoding in self._bpe.encode_batch(list(texts), add_special_tokens=False)]
+        """Over all cores; without offsets, which nobody needs."""
+        return [encoding.ids for encoding in self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._bpe.decode(list(ids), skip_special_tokens=True)
