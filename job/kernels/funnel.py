@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from job.config.kernel import Funnel as Limits
@@ -89,6 +89,10 @@ class _Course:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
 
+class _ReferenceLost(Exception):
+    """Nothing can be timed against it."""
+
+
 class Judge:
     """Judges candidates one after another or many at once. `gpus`: how many to use; 0 interprets on the CPU."""
 
@@ -99,6 +103,7 @@ class Judge:
         self._compiled: dict[str, str | None] = {}  # source hash -> what is wrong with it
         self._lock = threading.Lock()
         self._free: SimpleQueue[int] = SimpleQueue()
+        self._idle: list[SimpleQueue[Process]] = [SimpleQueue() for _ in range(max(1, gpus))]
         for worker in range(self.parallel):
             self._free.put(worker % max(1, gpus))
 
@@ -119,8 +124,8 @@ class Judge:
         """
         waiting = iter(candidates)
         running: set[Future[Verdict]] = set()
-        with ThreadPoolExecutor(self.parallel) as pool:
-            try:
+        try:
+            with ThreadPoolExecutor(self.parallel) as pool, self._workers.given_up_on_error():
                 more = True
                 while more or running:
                     check()
@@ -132,9 +137,8 @@ class Judge:
                     ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
                     for future in ended:
                         done(future.result())
-            except BaseException:
-                self._workers.give_up()
-                raise
+        finally:
+            self._close_idle()
 
     def verdict(self, candidate: Candidate, switches: Switches, row: str) -> Verdict:
         """One candidate through the funnel."""
@@ -205,34 +209,62 @@ class Judge:
                 if switches.funnel:
                     raise
                 wrong = error  # without the funnel a wrong one is timed all the same
-        with (
-            course.at("timing"),
-            self._reference(gpu) as reference,
-        ):
-            source = task.reference_source.encode()
-            reference.ask({"do": "load"}, [source], limit_s=self.limits.candidate_s)
-            ask, other = (timing.bound(each, self.limits.candidate_s) for each in (process, reference))
+        with course.at("timing"), self._reference(gpu) as reference:
+            before = reference.cpu_s
             try:
-                if switches.timing:
-                    course.timing = timing.calibrated(
-                        task,
-                        self.seed,
-                        ask,
-                        other,
-                        trials=self.limits.trials,
-                        suspicious=self.limits.suspicious,
-                        device=self._device,
-                    )
-                else:
-                    course.timing = timing.stopwatch(task, self.seed, ask, other, self._device)
+                course.timing = self._time(task, process, reference, switches)
             finally:
-                course.cpu_s += reference.cpu_s
+                course.cpu_s += reference.cpu_s - before
         if wrong is not None:
             course.stage = STAGES.index("full") + 1
             raise wrong
 
-    def _reference(self, gpu: int) -> Process:
-        return self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False, guarded=False)
+    def _time(self, task: Task, process: Process, reference: Process, switches: Switches) -> Timing:
+        patience_s = len(STAGES) * self.limits.candidate_s  # it waits while the candidate runs
+        ask, own = timing.bound(process, self.limits.candidate_s), timing.bound(reference, patience_s)
+
+        def other(head: dict[str, Any], blobs: list[bytes] | None = None) -> tuple[dict[str, Any], list[bytes]]:
+            try:
+                return own(head, blobs)
+            except Lost as error:
+                raise _ReferenceLost(str(error)) from error
+
+        try:
+            other({"do": "load"}, [task.reference_source.encode()])
+            if not switches.timing:
+                return timing.stopwatch(task, self.seed, ask, other, self._device)
+            return timing.calibrated(
+                task,
+                self.seed,
+                ask,
+                other,
+                trials=self.limits.trials,
+                suspicious=self.limits.suspicious,
+                device=self._device,
+            )
+        except _ReferenceLost as error:  # no fault of the candidate's
+            return Timing(speedup=None, why=f"the reference: {error}")
+
+    @contextmanager
+    def _reference(self, gpu: int) -> Iterator[Process]:
+        """A process for references. It is ours, so the next candidate's may use it too."""
+        try:
+            process = self._idle[gpu].get_nowait()
+        except Empty:
+            process = self._workers.start(
+                memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False, guarded=False
+            )
+        try:
+            yield process
+        except BaseException:
+            process.close()
+            raise
+        self._idle[gpu].put(process)
+
+    def _close_idle(self) -> None:
+        for idle in self._idle:
+            while not idle.empty():
+                idle.get().close()
 
     def _check(self, task: Task, process: Process, given: Iterable[tasks.Case], switches: Switches) -> None:
         """Every case's output, each computed on inputs that the process has not seen before."""

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,16 @@ class Workers:
                 _kill(pid)
             self._server.wait()
 
-    def give_up(self) -> None:
-        """Ends every process that is at work now; whoever asks one of them next gets Lost."""
-        for pid in list(self._live):
-            for offspring in [*_offspring(pid), pid]:
-                _kill(offspring)
+    @contextmanager
+    def given_up_on_error(self) -> Iterator[None]:
+        """Where its body raises, ends every process that is at work; whoever asks one of them next gets Lost."""
+        try:
+            yield
+        except BaseException:
+            for pid in list(self._live):
+                for offspring in [*_offspring(pid), pid]:
+                    _kill(offspring)
+            raise
 
     def start(self, *, memory_bytes: float, gpu: int = 0, confined: bool = True, guarded: bool = True) -> Process:
         """A new process. Our own reference needs neither confinement nor guard (job/kernels/sandbox.py)."""
