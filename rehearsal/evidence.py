@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.errors import GpufleetError
+from infra.prepared import as_prepared
 from job import sizing
 from rehearsal.account import Resource
 
@@ -62,8 +63,9 @@ class Evidence:
         self.growth = _document(report) if report.exists() else {}
         self.stages = {path.name: _lines(path) for path in sorted((folder / "stages").glob("*.jsonl"))}
         self.metrics = _lines(folder / "metrics.jsonl")
-        self.phases = sizing.phases(rehearsal.definition.job.parameters)
-        self.total_steps = sizing.total_steps(rehearsal.definition.job.parameters)
+        config = as_prepared(rehearsal.definition, rehearsal.project).job.parameters
+        self.phases = sizing.phases(config)
+        self.total_steps = sizing.total_steps(config)
 
     def resumptions(self) -> list[Resumption]:
         """One per interruption, in order."""

@@ -7,10 +7,13 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from infra.catalog import load_catalog
 from infra.commands import stack
+from infra.cost.bill import price, problems
 from infra.definition import StackDefinition
-from infra.errors import GpufleetError
+from infra.errors import DefinitionError, GpufleetError
 from infra.loader import load, project_root
+from infra.prepared import as_prepared
 from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, sources, weights
 
@@ -41,7 +44,27 @@ def run(args: argparse.Namespace) -> int:
     root = project_root(Path.cwd())
     prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
     listed(definition, root)
+    if not args.rehearsal:
+        predict(definition, root)
     return 0
+
+
+def predict(definition: StackDefinition, root: Path) -> None:
+    """Says what the run will take with this dataset, before a GPU starts. Raises DefinitionError when the bill's p50
+    passes a limit; the dataset stays.
+    """
+    bill = price(as_prepared(definition, root), load_catalog(root))
+    usd, hours = bill.chosen.needed_usd, bill.chosen.needed_hours
+    steps = sum(phase.steps for phase in bill.chosen.runtime.phases)
+    _say(
+        f"predicted on {bill.chosen.type}, {bill.capacity}: {steps:,} optimizer steps, {hours.p50:.2f} node-hours and"
+        f" {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90; see gpufleet cost {definition.name}"
+    )
+    cap = definition.limits.max_usd
+    if usd.p50 <= cap < usd.p90:
+        _say(f"warning: limits.max_usd, {cap}, lies between p50 and p90: the run may be cut short")
+    if found := problems(definition, bill):
+        raise DefinitionError(str(definition.source), found)
 
 
 def listed(definition: StackDefinition, root: Path) -> None:

@@ -19,6 +19,7 @@ from job.config.two_tower import TwoTowerConfig
 
 __all__ = [
     "EXPERIMENTS",
+    "KEEPS_BEST",
     "AdamW",
     "Batch",
     "Checkpoint",
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 JobConfig = GrowthConfig | SftConfig | PretrainConfig | KernelConfig | TwoTowerConfig
+
+KEEPS_BEST: tuple[type[JobConfig], ...] = (PretrainConfig,)  # what it exports is its best checkpoint, not its last
 
 EXPERIMENTS: dict[str, type[JobConfig]] = {
     "tinystories-growth": GrowthConfig,

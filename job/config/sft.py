@@ -25,6 +25,7 @@ class ChatData:
     examples: int = bounded(600_000, 1, 100_000_000)  # expected; the prepared dataset's own count replaces it
     tokens_per_example: float = bounded(361.0, 1.0, 131072.0)  # the same
     row: int = bounded(4096, 8, 131072)  # tokens per packed row
+    fill: float = bounded(0.98, 0.01, 1.0)  # share of a packed row that is expected to be text; the same
     longest: int = bounded(1024, 8, 131072)  # tokens of one example, the rest is cut off and reported
     loss_on: Literal["response", "all"] = "response"
     held_out: float = bounded(0.01, 0.001, 0.5)  # share of examples, at least one of them

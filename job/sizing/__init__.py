@@ -7,6 +7,8 @@ and those belong to the bill.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -44,6 +46,7 @@ __all__ = [
     "state_dtype",
     "total_steps",
     "weights_bytes",
+    "with_facts",
 ]
 
 
@@ -73,6 +76,29 @@ _MODULES: dict[type[JobConfig], _Sizing] = {
     KernelConfig: _kernel,
     TwoTowerConfig: _two_tower,
 }
+
+
+def with_facts(config: JobConfig, facts: Mapping[str, Any]) -> JobConfig:
+    """The config as its prepared dataset is: counts that `data` could only expect, from the facts of its manifest."""
+    if isinstance(config, SftConfig) and "rows" in facts:
+        held_out = facts["held_out_examples"] / (facts["examples"] + facts["held_out_examples"])
+        data = replace(
+            config.data,
+            examples=facts["examples"] + facts["held_out_examples"],
+            tokens_per_example=facts["tokens"] / facts["examples"],
+            held_out=held_out,
+            fill=facts["tokens"] / (facts["rows"] * facts["row"]),
+        )
+        return replace(config, data=data)
+    if isinstance(config, KernelConfig) and "rows" in facts:
+        each = facts["rows"] * facts["row"] / facts["examples"]  # with what its rows leave empty
+        return replace(config, data=replace(config.data, samples=facts["examples"], tokens_per_sample=each))
+    if isinstance(config, PretrainConfig) and "train_characters" in facts:
+        return replace(
+            config,
+            data=replace(config.data, characters=facts["train_characters"] + facts["validation_characters"]),
+        )
+    return config
 
 
 def problems(config: JobConfig) -> list[tuple[str, str]]:
@@ -143,6 +169,7 @@ def lower_rung(config: JobConfig, rung: Rung, phase_index: int, ranks: int = 1) 
     return None
 
 
+@_remembered
 def checkpoint_bytes(config: JobConfig, phase_index: int) -> int:
     """Trained weights and their two moments, over all ranks."""
     return _MODULES[type(config)].checkpoint_bytes(config, phase_index)

@@ -77,6 +77,6 @@ def problems(m: Decoder) -> list[tuple[str, str]]:
     return found
 
 
-def steps(tokens: float, per_step: int) -> int:
+def steps(tokens: float, per_step: float) -> int:
     """Optimizer steps that visit `tokens` once; the last batch is filled from the next pass."""
-    return max(1, math.ceil(tokens / per_step))
+    return max(1, math.ceil(tokens / per_step - 1e-9))

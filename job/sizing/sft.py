@@ -10,7 +10,6 @@ from job.config.sft import SftConfig
 from job.sizing import decoder
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
-FILL = 0.98  # of a packed row
 VALIDATION_ROWS = 32  # compared in fp32 after the merge
 
 
@@ -54,9 +53,10 @@ def flops_per_token(config: SftConfig) -> int:
 def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
     """`train`, then `merge`: four validation losses and the stored answers."""
     m, rows = config.model, config.batch.tokens // config.data.row
-    fill = FILL if config.measures.packing else min(config.data.tokens_per_example, config.data.row) / config.data.row
+    unpacked = min(config.data.tokens_per_example, config.data.row) / config.data.row
+    fill = config.data.fill if config.measures.packing else unpacked
     train_tokens = config.epochs * config.data.examples * (1 - config.data.held_out) * config.data.tokens_per_example
-    count = decoder.steps(train_tokens, int(rows * config.data.row * fill))
+    count = decoder.steps(train_tokens, rows * config.data.row * fill)
     total = decoder.parameters(m)
     sharded = config.method == "full"
     adapters = 0 if sharded else trained(config)
@@ -152,7 +152,7 @@ def export_bytes(config: SftConfig) -> dict[str, int]:
 
 def dataset_bytes(config: SftConfig) -> int:
     """Four bytes a token, twice: the token and its place in the document, as the packed shards hold them."""
-    return int(config.data.examples * config.data.tokens_per_example * 4 / FILL)
+    return int(config.data.examples * config.data.tokens_per_example * 4 / config.data.fill)
 
 
 def weights_bytes(config: SftConfig) -> int:

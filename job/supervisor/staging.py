@@ -17,9 +17,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from job import atomic
+from job.config import KEEPS_BEST
 from job.run_file import Dataset, InputFile, RunFile
 from job.supervisor.store import MissingError, Store, StoreError, open_store, parent
 
+BEST = "best.json"
 DATASET, WEIGHTS = "dataset.json", "weights.json"
 MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")
 T = TypeVar("T")
@@ -100,12 +102,38 @@ def checkpoint(stage: Stage) -> dict[str, Any] | None:
             except (MismatchError, MissingError) as error:
                 why = str(error)
             else:
+                if isinstance(stage.run.config, KEEPS_BEST):
+                    _best_too(stage, manifest["step"], sizes)
                 return manifest
         stage.say(f"{key} does not verify: {why}")
         # Out of the way, but kept to look at: the node script counts progress by the newest manifest.
         stage.store.put_bytes(f"{why}\n".encode(), key.replace("manifest.json", "rejected.txt"))
         stage.store.delete([key])
     return None
+
+
+def _best_too(stage: Stage, newest: int, sizes: dict[str, int]) -> None:
+    """The best checkpoint beside a newer one, for a job that exports the best. One that is gone is only missed."""
+    best = atomic.parse_object(stage.store.get_bytes(BEST)) if _there(stage, BEST) else None
+    step = best.get("step") if best else None
+    if not isinstance(step, int) or step >= newest:
+        return
+    key = f"ckpt/step_{step:08d}/manifest.json"
+    if key not in sizes:
+        return
+    manifest = atomic.parse_object(_retried(stage, lambda: stage.store.get_bytes(key), key))
+    why = unfit(manifest, key, sizes, stage.run)
+    try:
+        if why is None and manifest is not None:
+            _restore(stage, key, manifest, "the best so far, of")
+    except (MismatchError, MissingError) as error:
+        why = str(error)
+    if why is not None:
+        stage.say(f"{key}, the best so far, does not verify: {why}")
+
+
+def _there(stage: Stage, key: str) -> bool:
+    return any(entry.key == key for entry in _retried(stage, lambda: stage.store.entries(key), key))
 
 
 def unfit(manifest: dict[str, Any] | None, key: str, sizes: dict[str, int], run: RunFile) -> str | None:
@@ -141,12 +169,12 @@ def _well_formed(entry: Any) -> bool:
     )
 
 
-def _restore(stage: Stage, key: str, manifest: dict[str, Any]) -> None:
+def _restore(stage: Stage, key: str, manifest: dict[str, Any], what: str = "resuming from") -> None:
     name = key.split("/")[1]
     unfinished = stage.workdir / "ckpt" / f".{name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     files = [InputFile(name=f["name"], bytes=f["bytes"], sha256=f["sha256"]) for f in manifest["files"]]
-    stage.say(f"resuming from step {manifest['step']}: {sum(file.bytes for file in files) / 1e6:.1f} MB")
+    stage.say(f"{what} step {manifest['step']}: {sum(file.bytes for file in files) / 1e6:.1f} MB")
     try:
         _download(stage, stage.store, key.removesuffix("manifest.json"), files, unfinished)
     except BaseException:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from job import sizing
-from job.config import Batch, GrowthConfig, GrowthModel, Precision, TextData
+from job.config import Batch, GrowthConfig, GrowthModel, KernelConfig, Precision, SftConfig, TextData
 
 FULL = GrowthConfig()
 SMALL = replace(
@@ -137,3 +137,25 @@ def test_problems_name_what_ranges_cannot() -> None:
     )
     assert sizing.problems(FULL) == []
     assert [path for path, _ in sizing.problems(bad)] == ["model.heads", "model.top_k", "optim.lr"]
+
+
+def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
+    facts = {
+        "examples": 570,
+        "held_out_examples": 30,
+        "tokens": 19472,
+        "rows": 159,
+        "row": 128,
+    }
+    base = SftConfig()
+    data = replace(base.data, row=128, longest=128)
+    config = replace(base, epochs=2, data=data, batch=replace(base.batch, tokens=512))
+    counted = sizing.with_facts(config, facts)
+    assert sizing.phases(counted)[0].steps == -(-2 * 159 // 4)
+    assert isinstance(counted, SftConfig)
+    assert counted.data.examples == 600
+    kernel = KernelConfig()
+    rows = {"examples": 100, "rows": 150, "row": 8192}
+    assert sizing.phases(sizing.with_facts(kernel, rows))[0].steps == -(-150 * 8192 // kernel.batch.tokens)
+    assert sizing.with_facts(config, {}) == config
+    assert sizing.with_facts(FULL, facts) == FULL

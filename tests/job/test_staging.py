@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from supervisor_world import Bench, FaultyStore, commit, state
 
+from job.config import GrowthConfig
 from job.run_file import load
 from job.supervisor import staging
 from job.supervisor.publish import Publisher
@@ -139,3 +140,23 @@ def test_a_dataset_prefix_names_its_files_itself(tmp_path: Path) -> None:
     )
     with pytest.raises(staging.MismatchError, match=r"train\.bin: sha256 is"):
         staging.inputs(stage)
+
+
+def test_a_job_that_exports_its_best_gets_the_best_checkpoint_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.store.put_bytes(b'{"step": 3, "val_loss": 0.5}', "best.json")
+    assert (resume(bench) or {})["step"] == 6
+    assert not (bench.folder / "next" / "ckpt" / "step_00000003").exists()  # this one exports its last
+    monkeypatch.setattr(staging, "KEEPS_BEST", (GrowthConfig,))
+    (bench.folder / "next").rename(bench.folder / "before")
+    assert (resume(bench) or {})["step"] == 6
+    assert (bench.folder / "next" / "ckpt" / "step_00000003" / "w.bin").read_bytes() == state(3)
+
+
+def test_a_best_checkpoint_that_is_damaged_is_missed_and_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "KEEPS_BEST", (GrowthConfig,))
+    bench.store.put_bytes(b'{"step": 3, "val_loss": 0.5}', "best.json")
+    bench.store.put_bytes(state(7), "ckpt/step_00000003/w.bin")
+    assert (resume(bench) or {})["step"] == 6
+    assert "the best so far, does not verify: ckpt/step_00000003/w.bin: sha256 is" in bench.said
