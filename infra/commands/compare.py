@@ -13,11 +13,13 @@ from typing import Any
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost import compare, compare_table, deadline
-from infra.cost.compare import Row
+from infra.cost.compare_rows import Row
+from infra.cost.hazard import learn
 from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
-from infra.loader import load
+from infra.loader import load, project_root
+from infra.receipts import observations
 from infra.scenarios import scenarios
 
 SHOWN = 20
@@ -42,9 +44,11 @@ def run(args: argparse.Namespace) -> int:
     definition = load(path, now=now, past_deadline=True)
     variants = scenarios(path, now=now)
     left = _hours_left(args.within, definition, now)
-    listed = compare.scenarios(definition, variants, catalog, hours_left=left)
+    hazards = learn(observations(project_root(Path.cwd())))
+    listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards)
     asked = _chosen(variants, args.scenario)
-    rows = compare.refined(compare.every_option(definition, asked, catalog, hours_left=left), hours_left=left)
+    rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards)
+    rows = compare.refined(rows, hours_left=left)
     edge = compare.frontier(rows)
     default = _default(definition, listed)
     name = args.scenario or default.scenario

@@ -12,11 +12,13 @@ from infra.calibration import find_all
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost.bill import price, problems
+from infra.cost.hazard import learn
 from infra.cost.table import render
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError
 from infra.loader import find, load, not_ready, project_root
-from infra.receipts import score
+from infra.prepared import as_prepared
+from infra.receipts import observations, score
 from infra.scenarios import scenario
 
 
@@ -36,11 +38,12 @@ def run(args: argparse.Namespace) -> int:
     missing = not_ready(definition, root)
     catalog = load_catalog()
     bill = price(
-        definition,
+        as_prepared(definition, root),
         catalog,
         dataset_bytes=_dataset_bytes(definition, root),
         not_ready=missing,
         calibrations=find_all(definition, catalog.instances, root),
+        hazards=learn(observations(root)),
     )
     if args.json:
         sys.stdout.write(json.dumps(bill.to_json(), indent=2) + "\n")

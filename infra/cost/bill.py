@@ -14,11 +14,14 @@ from decimal import Decimal
 from typing import Any
 
 from infra.catalog import Catalog
-from infra.cost import doubts, lines, options, record, risk
+from infra.catalog.reclaim import Reclaimed, reclaimed
+from infra.cost import closed_form, doubts, lines, options, record, risk
+from infra.cost.cadence import Cadence
 from infra.cost.fit import Fit, Notice
+from infra.cost.hazard import Hazard
 from infra.cost.lines import Line
 from infra.cost.options import Capacity, TypeCost
-from infra.cost.side import Quantiles, Side, exact, half_speed, price_side, usd_at_hazards
+from infra.cost.side import Hazards, Quantiles, Side, cadence, exact, half_speed, price_side, usd_at_hazards
 from infra.definition import StackDefinition
 from infra.errors import Problem
 
@@ -61,6 +64,9 @@ class Bill:
     on_demand: Side | None
     interruptions_expected: float
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
+    chance: Hazard | None  # per node-hour, what it is drawn from and where that comes from; None on demand
+    reclaimed: Reclaimed | None  # AWS's own words on the chosen type; in no calculation. None on demand or not known
+    cadence: Cadence | None  # the checkpoint interval that costs least; spot only
     usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); spot only
     half_speed: Quantiles  # USD if every step takes twice as long
     break_even_hazard: float | None  # None: spot is cheaper at any hazard up to 10, or has nothing to compare with
@@ -112,19 +118,21 @@ def price(
     inputs: Mapping[str, Any] | None = None,
     not_ready: Sequence[str] = (),
     calibrations: options.Calibrations | None = None,
+    hazards: Hazards | None = None,
     runs: int = risk.RUNS,
 ) -> Bill:
     """The bill of `definition`. Without `dataset_bytes` or `inputs` (as in run.json) the dataset's size is assumed.
 
-    `not_ready` are sentences to show among the warnings; `calibrations` come from infra.calibration.find_all. Raises
-    PriceMissing when a needed price is not in the catalog, DefinitionError when the job fits no listed type.
+    `not_ready` are sentences to show among the warnings; `calibrations` come from infra.calibration.find_all, `hazards`
+    from infra.cost.hazard.learn, and count where the definition fixes none. Raises PriceMissing when a needed price is
+    not in the catalog, DefinitionError when the job fits no listed type.
     """
     if dataset_bytes is None and inputs and inputs.get("dataset"):
         dataset_bytes = sum(int(file["bytes"]) for file in inputs["dataset"]["files"])
     types, capacity = options.type_costs(definition, catalog, calibrations), definition.fleet.capacity
     if options.dearest(types, capacity) is None:
         raise options.refuse(definition, types)
-    spot = price_side(definition, catalog, types, "spot", dataset_bytes=dataset_bytes, runs=runs)
+    spot = price_side(definition, catalog, types, "spot", dataset_bytes=dataset_bytes, runs=runs, hazards=hazards)
     on_demand = price_side(definition, catalog, types, "on-demand", dataset_bytes=dataset_bytes, runs=runs)
     chosen = spot if capacity == "spot" else on_demand
     assert chosen is not None
@@ -142,6 +150,9 @@ def price(
         on_demand=on_demand,
         interruptions_expected=chosen.interruptions,
         hazard=definition.estimate.hazard_per_hour,
+        chance=chosen.exposure.chance if capacity == "spot" else None,
+        reclaimed=reclaimed(chosen.type, definition.fleet.region) if capacity == "spot" else None,
+        cadence=cadence(chosen) if capacity == "spot" else None,
         usd_at_hazard=usd_at_hazards(chosen) if capacity == "spot" else (),
         half_speed=half_speed(chosen),
         break_even_hazard=_break_even(spot, on_demand),
@@ -199,7 +210,7 @@ def _interruptions(side: Side) -> Line:
 def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
     if spot is None or on_demand is None:
         return None
-    return risk.break_even(spot.exposure, float(on_demand.total))
+    return closed_form.break_even(spot.exposure, float(on_demand.total))
 
 
 def _cap(definition: StackDefinition, chosen: Side) -> Cap:

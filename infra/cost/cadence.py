@@ -1,9 +1,9 @@
 """The checkpoint interval that costs least on average: saving often stalls the steps, saving rarely loses more of them.
 
 Only interruptions that lose work count: a notice handled in time saves everything whatever the interval. The interval
-comes from the closed form of the simulation (`risk.expected_hours`), averaged over the hazard's distribution; where
-nodes live much longer than it, it is Young's (CACM 17(9), 1974): sqrt(2 x save / rate of losses). What it is worth
-comes from the simulation itself, both intervals meeting the same luck.
+comes from the closed form of the simulation (infra/cost/closed_form.py), averaged over the hazard's distribution;
+where nodes live much longer than it, it is Young's (CACM 17(9), 1974): sqrt(2 x save / rate of losses). What it is
+worth comes from the simulation itself, both intervals meeting the same luck.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from infra.cost.risk import Exposure, Outcome, expected_hours, simulate
+from infra.cost.closed_form import expected_hours
+from infra.cost.risk import Exposure, simulate_each
 
 SHORTEST_S = 1.0
 LONGEST_S = 86_400.0  # as a run config allows
@@ -34,6 +35,8 @@ class Cadence:
 
     def sentence(self) -> str:
         """For people."""
+        if not self.saved_usd:
+            return f"no other checkpoint interval is cheaper than the present {self.present_s:g} s"
         best = f"the cheapest checkpoint interval is about {_rounded(self.interval_s):g} s"
         if self.share < 0.005:
             return f"{best}; the present {self.present_s:g} s costs less than 0.5 % more"
@@ -55,7 +58,8 @@ def optimal(exposure: Exposure, save_cost_s: float) -> Cadence | None:
     present_s = exposure.interval_h * 3600
     if any(math.isinf(_hours(exposure, each, save_cost_s, hazards)) for each in (best_s, present_s)):
         return None
-    present, best = (_outcome(exposure, each, save_cost_s) for each in (present_s, best_s))
+    unlimited = replace(exposure, max_usd=None, max_hours=None)
+    present, best = simulate_each([_at(unlimited, each, save_cost_s) for each in (present_s, best_s)], runs=_RUNS)
     saved_usd = float(present.usd.mean() - best.usd.mean())
     if saved_usd <= 0:  # as good to the last digit, or nothing to gain at all
         best_s, saved_usd, best = present_s, 0.0, present
@@ -66,11 +70,6 @@ def optimal(exposure: Exposure, save_cost_s: float) -> Cadence | None:
         saved_h=float(present.hours.mean() - best.hours.mean()),
         share=saved_usd / float(present.usd.mean()) if saved_usd else 0.0,
     )
-
-
-def _outcome(exposure: Exposure, interval_s: float, save_cost_s: float) -> Outcome:
-    unlimited = replace(exposure, max_usd=None, max_hours=None)
-    return simulate(_at(unlimited, interval_s, save_cost_s), runs=_RUNS)
 
 
 def _hours(exposure: Exposure, interval_s: float, save_cost_s: float, hazards: tuple[float, ...]) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 
 from infra.cost import criteria
-from infra.cost.compare import Row
+from infra.cost.compare_rows import Row
 from infra.cost.deadline import Policy
 from infra.cost.side import Quantiles
 from infra.cost.text import table

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from infra.cost.compare import Row
+from infra.cost.compare_rows import Row
 
 Layout = Literal["one process", "replicated", "sharded"]
 

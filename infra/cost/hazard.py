@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
@@ -49,6 +49,7 @@ UNEVENNESS = 1.3  # of ln hazard between nodes: the most likely one for the live
 _GRID = np.linspace(math.log(1e-4), math.log(1e2), 401)  # ln hazard per node-hour
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,15 +74,21 @@ class Hazard:
         """The hazard of each run, from one standard normal number per run."""
         return self.median * np.exp(self.sigma * normals)
 
-    def of_node(self, normals: Floats, *, first: bool) -> Floats:
-        """What the run's hazard is multiplied with for one node, from one standard normal number per run.
 
-        Nodes differ by a log-normal factor; the run's hazard is interruptions per node-hour over all of them. Long
-        lives fill more of the time than they are many, so the node found up at a run's first hour is a calmer one than
-        the one that follows an interruption: half the variance below the run's ln hazard instead of above.
-        """
-        shift = self.unevenness**2 / 2
-        return np.asarray(np.exp(self.unevenness * normals + (-shift if first else shift)))
+def of_node(normals: Floats, unevenness: Floats | float, *, first: bool) -> Floats:
+    """What a run's hazard is multiplied with for one node, from one standard normal number per run.
+
+    Nodes differ by a log-normal factor; the run's hazard is interruptions per node-hour over all of them. Long lives
+    fill more of the time than they are many, so the node found up at a run's first hour is a calmer one than the one
+    that follows an interruption: half the variance below the run's ln hazard instead of above.
+    """
+    shift = unevenness**2 / 2
+    return np.asarray(np.exp(unevenness * normals + (-shift if first else shift)))
+
+
+def word(per_hour: float) -> str:
+    """The nearest of HAZARD_WORDS, by ratio."""
+    return min(HAZARD_WORDS, key=lambda each: abs(math.log(max(per_hour, 1e-9) / each[1])))[0]
 
 
 class Observation(NamedTuple):
@@ -127,7 +134,7 @@ def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
     return learned
 
 
-def find(learned: dict[Key, Hazard], kind: str, zone: str | None) -> Hazard:
+def find(learned: Mapping[Key, Hazard], kind: str, zone: str | None) -> Hazard:
     """The most particular one: of the zone, else of the type, else the prior."""
     return learned.get(Key(kind, zone)) or learned.get(Key(kind, None)) or Hazard()
 

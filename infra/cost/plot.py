@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.cost.compare import Row
+from infra.cost.compare_rows import Row
 
 SHOWN = 40  # the cheapest; more cannot be told apart
 

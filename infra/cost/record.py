@@ -9,7 +9,10 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infra.catalog.reclaim import Reclaimed
     from infra.cost.bill import Bill
+    from infra.cost.cadence import Cadence
+    from infra.cost.hazard import Hazard
     from infra.cost.side import Quantiles, Side
 
 SCHEMA = 1
@@ -48,6 +51,9 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "on_demand": _side(bill.on_demand),
         "interruptions_expected": round(bill.interruptions_expected, 3),
         "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
+        "hazard": _hazard(bill.chance),
+        "reclaimed_a_month": _reclaimed(bill.reclaimed),
+        "cadence": _cadence(bill.cadence),
         "usd_at_hazard": {str(hazard): str(usd) for _, hazard, usd in bill.usd_at_hazard},
         "half_speed": {"usd": _quantiles(bill.half_speed)},
         "break_even_hazard": None if bill.break_even_hazard is None else round(bill.break_even_hazard, 2),
@@ -157,6 +163,35 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
 
 def _quantiles(values: Quantiles) -> dict[str, str]:
     return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}
+
+
+def _hazard(chance: Hazard | None) -> dict[str, Any] | None:
+    if chance is None:
+        return None
+    p10, p90 = chance.quantile(0.1), chance.quantile(0.9)
+    return {"median": round(chance.median, 4), "p10": round(p10, 4), "p90": round(p90, 4), "source": chance.source}
+
+
+def _reclaimed(band: Reclaimed | None) -> dict[str, Any] | None:
+    if band is None:
+        return None
+    return {
+        "low_percent": band.low_percent,
+        "high_percent": band.high_percent,
+        "as_of": band.as_of.isoformat(),
+        "source": band.source,
+    }
+
+
+def _cadence(found: Cadence | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "interval_s": round(found.interval_s, 1),
+        "present_s": round(found.present_s, 1),
+        "saved_usd": f"{found.saved_usd:.4f}",
+        "saved_hours": f"{found.saved_h:.4f}",
+    }
 
 
 def _side(side: Side | None) -> dict[str, Any] | None:

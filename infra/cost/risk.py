@@ -10,22 +10,24 @@ capacity, not billed, and a replacement that pays its restart. What an interrupt
 - with the notice missed, up to one checkpoint interval of work.
 
 The hazard is itself uncertain: drawn once per simulated run, unless a figure is given (infra/cost/hazard.py). The
-limits stop a run as the job's meter does, on hours times rates, without crediting free hours.
+limits stop a run as the job's meter does, on hours times rates, without crediting free hours. Several nodes are one
+run: it is interrupted when any of them is, and only the one that AWS took has its first hour free.
 
 Random numbers belong to (run, attempt), not to the order of evaluation, so two variants of a run see the same luck and
-their difference is not noise. Same seed, same figures.
+their difference is not noise. Same seed, same figures, whether asked one by one or many at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.cost.hazard import HAZARD_MEDIAN, HAZARD_SIGMA, HAZARD_WORDS, Hazard
+from infra.cost.hazard import HAZARD_MEDIAN, HAZARD_SIGMA, HAZARD_WORDS, Floats, Hazard, Indices, of_node
+from infra.cost.luck import Luck
 
 __all__ = [
     "HAZARD_MEDIAN",
@@ -33,14 +35,15 @@ __all__ = [
     "HAZARD_WORDS",
     "Exposure",
     "Fate",
+    "Floats",
     "Hazard",
+    "Indices",
     "Leave",
     "Node",
     "Outcome",
     "account",
-    "break_even",
-    "expected_hours",
     "simulate",
+    "simulate_each",
 ]
 
 NOTICE_MISSED = 0.05  # assumption
@@ -55,13 +58,10 @@ RUNS = 10_000
 SEED = 7
 _EDGE_H = 1e-9
 _CHUNK = 50_000  # runs simulated together: fits the processor's cache
-_ATTEMPTS_IN_STEP = 32  # attempts for which all runs draw, finished or not
-MAX_ATTEMPTS = 1_000
+MAX_ATTEMPTS = 200
 _NOWHERE = 1e4  # times what was done so far: a run that needs more never gets anywhere
 
-Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +99,11 @@ class Exposure:
     phase_ends_h: tuple[float, ...]  # hours of work from the first step to each phase's end
     saves_fit: tuple[bool, ...]  # per phase: save and upload fit the notice
     interval_h: float  # between timed checkpoints
-    compute_usd_h: float
-    extras_usd_h: float  # disks and address: per node-hour, never free
+    compute_usd_h: float  # of all nodes
+    extras_usd_h: float  # disks and addresses: never free
     fixed_usd: float
     hazard: Hazard | float | None  # per node-hour; drawn per run, None from the prior; a number is taken as it is
+    nodes: int = 1
     wait_h: float = CAPACITY_WAIT_MINUTES / 60
     notice_missed: float = NOTICE_MISSED
     free_h: float = FREE_H
@@ -151,9 +152,27 @@ class Outcome:
 
 def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> Outcome:
     """`runs` independent runs. One that is not done after `attempts` nodes is carried on as it went so far."""
+    return simulate_each([exposure], runs=runs, seed=seed, attempts=attempts)[0]
+
+
+def simulate_each(
+    exposures: Sequence[Exposure], *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS
+) -> list[Outcome]:
+    """What `simulate` gives for each, many at once. Raises ValueError for an owner who ends one of several."""
+    if len(exposures) > 1 and any(exposure.leave for exposure in exposures):
+        raise ValueError("a run that its owner ends is simulated alone")
     sizes = [min(_CHUNK, runs - start) for start in range(0, runs, _CHUNK)]
-    seeds = np.random.SeedSequence(seed).spawn(len(sizes))
-    parts = [_chunk(exposure, size, np.random.default_rng(s), attempts) for size, s in zip(sizes, seeds, strict=True)]
+    together = max(1, _CHUNK // max(1, runs))
+    found: list[Outcome] = []
+    for start in range(0, len(exposures), together):
+        some = exposures[start : start + together]
+        seeds = np.random.SeedSequence(seed).spawn(len(sizes))  # anew: a seed remembers what was drawn from it
+        parts = [_chunk(some, size, np.random.default_rng(s), attempts) for size, s in zip(sizes, seeds, strict=True)]
+        found += [_joined(of_one) for of_one in zip(*parts, strict=True)]
+    return found
+
+
+def _joined(parts: Sequence[Outcome]) -> Outcome:
     if len(parts) == 1:
         return parts[0]
     return Outcome(
@@ -166,157 +185,142 @@ def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts
     )
 
 
-def expected_hours(exposure: Exposure, hazard: float) -> float:
-    """Mean node-hours at one fixed hazard, without limits: the closed form the simulation is checked against.
-
-    A node gets past its first `a` = restart + notice with probability exp(-hazard a), so one useful stretch costs
-    (exp(hazard a) - 1) / hazard on average, and work W is cut into 1 + hazard W stretches on average. Work grows by
-    what interruptions tear off. Exact when set-up equals restart and no checkpoint interval outlasts an attempt.
-    """
-    work_h = exposure.phase_ends_h[-1]
-    if not hazard:
-        return exposure.uninterrupted_h
-    starts = (0.0, *exposure.phase_ends_h[:-1])
-    shares = [(end - start) / work_h for start, end in zip(starts, exposure.phase_ends_h, strict=True)]
-    missed = sum(
-        s * (exposure.notice_missed if fit else 1.0) for s, fit in zip(shares, exposure.saves_fit, strict=True)
-    )
-    torn = hazard * missed * exposure.interval_h / 2  # per hour of work
-    exponent = hazard * (exposure.restart_h + NOTICE_H)
-    if torn >= 1 or exponent > 50:
-        return math.inf
-    grown_h = work_h / (1 - torn)
-    stretch_h = math.expm1(exponent) / hazard
-    return (1 + hazard * grown_h) * stretch_h + grown_h - NOTICE_H + exposure.setup_h - exposure.restart_h
-
-
-def break_even(exposure: Exposure, on_demand_usd: float, *, highest: float = 10.0) -> float | None:
-    """The hazard per node-hour from which spot costs more on average than `on_demand_usd`.
-
-    Without limits, since a run that a limit stops is cheap but not done; and with interrupted first hours billed, since
-    otherwise a node lost every ten minutes would cost nothing. None: spot is cheaper up to `highest`.
-    """
-
-    def dearer(hazard: float) -> bool:
-        rate = exposure.compute_usd_h + exposure.extras_usd_h
-        return exposure.fixed_usd + expected_hours(exposure, hazard) * rate > on_demand_usd
-
-    if not dearer(highest):
-        return None
-    low, high = 0.0, highest
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if dearer(middle) else (middle, high)
-    return 0.0 if dearer(0.0) else high
-
-
-def _chunk(exposure: Exposure, runs: int, rng: np.random.Generator, attempts: int) -> Outcome:
-    chance = exposure.chance
-    hazard = chance.of(rng.standard_normal(runs))
-    first_wait_h = rng.standard_exponential(runs) * exposure.wait_h if chance.median else np.zeros(runs)
-
+def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, attempts: int) -> list[Outcome]:
+    """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on."""
+    normals, first_wait = rng.standard_normal(runs), rng.standard_exponential(runs)
+    hazard = np.concatenate([each.chance.of(normals) * each.nodes for each in exposures])
+    first_wait_h = np.concatenate([first_wait * (each.wait_h if each.chance.median else 0.0) for each in exposures])
+    wait_h = _of_each(exposures, runs, lambda each: each.wait_h)
     uneven = rng.spawn(1)[0]  # of its own: the other luck stays what it is for an even hazard
+    unevenness = _of_each(exposures, runs, lambda each: each.chance.unevenness)
 
     def fate(active: Indices, attempt: int, wall_h: Floats) -> Node:
-        life, wait, missed, lost = _luck(rng, runs, active, attempt)
+        luck = Luck(rng, runs, active, attempt)
+        (life, wait), (missed, lost) = luck.exponential(), luck.uniform()
         with np.errstate(divide="ignore"):
             life = life / hazard[active]
-        if chance.unevenness:
-            life = life / chance.of_node(_normals(uneven, runs, active, attempt), first=attempt == 0)
-        return Node(life_h=life, wait_h=wait * exposure.wait_h, missed=missed, lost=lost)
+        if np.any(unevenness):
+            factor = of_node(Luck(uneven, runs, active, attempt).normal(), _at(unevenness, active), first=attempt == 0)
+            life = life / factor
+        return Node(life_h=life, wait_h=wait * _at(wait_h, active), missed=missed, lost=lost)
 
-    return account(exposure, first_wait_h, fate, attempts)
+    return _account(exposures, runs, first_wait_h, fate, attempts)
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> Outcome:
     """What runs cost that wait `first_wait_h` (one value per run) for their first node and whose nodes meet `fate`."""
-    runs = len(first_wait_h)
-    ends = np.asarray(exposure.phase_ends_h)
-    fits = np.asarray(exposure.saves_fit)
-    cap_h = min(exposure.hours_at_cap())
-    done = np.zeros(runs)  # hours of work that survive
-    hours, billed, wall = np.zeros(runs), np.zeros(runs), np.zeros(runs)
-    interruptions = np.zeros(runs, dtype=np.int64)
-    stopped = np.zeros(runs, dtype=bool)
-    active = np.arange(runs)
-    start_h = exposure.setup_h
-    wall += _patient(exposure, first_wait_h, wall, done)
+    return _account([exposure], len(first_wait_h), first_wait_h, fate, attempts)[0]
+
+
+def _account(
+    exposures: Sequence[Exposure], runs: int, first_wait_h: Floats, fate: Fate, attempts: int
+) -> list[Outcome]:
+    count = len(first_wait_h)
+    single = exposures[0] if len(exposures) == 1 else None
+
+    def of(get: Callable[[Exposure], float]) -> Floats | float:
+        return _of_each(exposures, runs, get)
+
+    work_h, cap_h = of(lambda e: e.phase_ends_h[-1]), of(lambda e: min(e.hours_at_cap()))
+    free_h, charged = of(lambda e: e.free_h), of(lambda e: 1 - 1 / e.nodes)
+    interval_h, notice_missed = of(lambda e: e.interval_h), of(lambda e: e.notice_missed)
+    setup_h, restart_h = of(lambda e: e.setup_h), of(lambda e: e.restart_h)
+    phases = range(max(len(e.phase_ends_h) for e in exposures))
+    begins_h = [of(lambda e, i=i: e.phase_ends_h[i - 1] if i < len(e.phase_ends_h) else math.inf) for i in phases]  # type: ignore[misc]
+    fits = [of(lambda e, i=i: e.saves_fit[min(i, len(e.saves_fit) - 1)]) for i in phases]  # type: ignore[misc]
+
+    done = np.zeros(count)  # hours of work that survive
+    hours, billed, wall = np.zeros(count), np.zeros(count), np.zeros(count)
+    interruptions = np.zeros(count, dtype=np.int64)
+    stopped = np.zeros(count, dtype=bool)
+    active = np.arange(count)
+    wall += _patient(single, first_wait_h, wall, done)
 
     for attempt in range(attempts):
         if not active.size:
             break
         node = fate(active, attempt, wall[active])
-        life = node.life_h
-        need = start_h + ends[-1] - done[active]
-        left = _left(exposure, wall[active], done[active], start_h)
-        room = np.maximum(np.minimum(cap_h - hours[active], left), 0.0)
-        node_h = np.minimum(np.minimum(life, need), room)
-        at_limit = room < np.minimum(life, need)
-        interrupted = ~at_limit & (life < need)
+        done_h, before_h = done[active], hours[active]
+        start_h = _at(restart_h if attempt else setup_h, active)
+        need = start_h + _at(work_h, active) - done_h
+        left = _left(single, wall[active], done_h, start_h)
+        room = np.maximum(np.minimum(_at(cap_h, active) - before_h, left), 0.0)
+        ends_h = np.minimum(node.life_h, need)
+        node_h = np.minimum(ends_h, room)
+        at_limit = room < ends_h
+        interrupted = ~at_limit & (node.life_h < need)
 
         span = np.where(left > _EDGE_H, np.maximum(node_h, MINIMUM_H), 0.0)
-        hours[active] += span
-        billed[active] += np.where(interrupted & (node_h < exposure.free_h), 0.0, span)
-        wall[active] += node_h
+        hours[active] = before_h + span
+        free = interrupted & (node_h < _at(free_h, active))
+        billed[active] += np.where(free, span * _at(charged, active), span)
+        wall_h = wall[active] + node_h
         interruptions[active] += interrupted
         stopped[active] |= at_limit
 
+        trained = np.maximum(node_h - start_h, 0.0)
         saved = np.maximum(node_h - start_h - NOTICE_H, 0.0)
-        phase = np.minimum(np.searchsorted(ends, done[active] + saved, side="right"), len(ends) - 1)
-        heard = node.missed >= exposure.notice_missed
-        trained = np.where(heard, saved, np.maximum(node_h - start_h, 0.0))  # who hears no notice goes on to the end
-        torn = np.maximum(trained - node.lost * exposure.interval_h, 0.0)
-        kept = np.where(heard & fits[phase], saved, torn)
-        done[active] += np.where(interrupted, kept, np.maximum(node_h - start_h, 0.0))
+        heard = node.missed >= _at(notice_missed, active)
+        # Who hears no notice goes on to the end.
+        torn = np.maximum(np.where(heard, saved, trained) - node.lost * _at(interval_h, active), 0.0)
+        fit = _at(fits[0], active)
+        for index in phases[1:]:
+            if fits[index] is not fits[index - 1]:
+                fit = np.where(done_h + saved >= _at(begins_h[index], active), _at(fits[index], active), fit)
+        kept = np.where(heard & np.asarray(fit, dtype=bool), saved, torn)
+        done_h = done_h + np.where(interrupted, kept, trained)
+        done[active] = done_h
 
-        wait_h = _patient(exposure, node.wait_h, wall[active], done[active])
-        wall[active] += np.where(interrupted, wait_h, 0.0)
-
+        wait_h = _patient(single, node.wait_h, wall_h, done_h)
+        wall[active] = wall_h + np.where(interrupted, wait_h, 0.0)
         active = active[interrupted]
-        start_h = exposure.restart_h
 
     if active.size:  # the same again, to the end of the work or to the limit
-        grow = ends[-1] / np.maximum(done[active], ends[-1] / _NOWHERE)
-        at_limit = hours[active] * grow > cap_h
-        grow = np.where(at_limit, cap_h / hours[active], grow)
+        work, cap = _at(work_h, active), _at(cap_h, active)
+        grow = work / np.maximum(done[active], work / _NOWHERE)
+        at_limit = hours[active] * grow > cap
+        grow = np.where(at_limit, cap / hours[active], grow)
         hours[active], billed[active], wall[active] = hours[active] * grow, billed[active] * grow, wall[active] * grow
         interruptions[active] = (interruptions[active] * grow).astype(np.int64)
-        done[active] = np.where(at_limit, done[active], ends[-1])
+        done[active] = np.where(at_limit, done[active], work)
         stopped[active] |= at_limit | (grow >= _NOWHERE)
-    usd = exposure.fixed_usd + billed * exposure.compute_usd_h + hours * exposure.extras_usd_h
-    return Outcome(usd=usd, hours=hours, wall_hours=wall, interruptions=interruptions, stopped=stopped, done_h=done)
+    usd = of(lambda e: e.fixed_usd) + billed * of(lambda e: e.compute_usd_h) + hours * of(lambda e: e.extras_usd_h)
+    return [
+        Outcome(
+            usd=usd[part],
+            hours=hours[part],
+            wall_hours=wall[part],
+            interruptions=interruptions[part],
+            stopped=stopped[part],
+            done_h=done[part],
+        )
+        for part in (slice(start, start + runs) for start in range(0, count, runs))
+    ]
 
 
-def _patient(exposure: Exposure, wait_h: Floats, wall: Floats, done: Floats) -> Floats:
+def _of_each(exposures: Sequence[Exposure], runs: int, get: Callable[[Exposure], float]) -> Floats | float:
+    """One value per run, or one for all where the exposures agree."""
+    values = [get(exposure) for exposure in exposures]
+    return values[0] if values.count(values[0]) == len(values) else np.repeat(np.asarray(values, dtype=float), runs)
+
+
+def _at(values: Floats | float, active: Indices) -> Floats | float:
+    return values[active] if isinstance(values, np.ndarray) else values
+
+
+def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floats) -> Floats:
     """The wait for capacity, as long as the owner waits."""
-    if exposure.leave is None:
+    if exposure is None or exposure.leave is None:
         return wait_h
     return np.clip(exposure.leave.at_h(1 - done / exposure.phase_ends_h[-1]) - wall, 0.0, wait_h)
 
 
-def _left(exposure: Exposure, wall: Floats, done: Floats, start_h: float) -> Floats | float:
+def _left(exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float) -> Floats | float:
     """Hours until the owner ends the run, for a node launched now: while it works, what is left to do shrinks."""
-    if exposure.leave is None:
+    if exposure is None or exposure.leave is None:
         return math.inf
     work_h = exposure.phase_ends_h[-1]
     left = exposure.leave.at_h(1 - done / work_h) - wall
     falling = 1 - exposure.leave.work_h / work_h  # per hour of work
     working = start_h + (left - start_h) / falling if falling > _EDGE_H else np.full_like(left, math.inf)
     return np.where(left > start_h, working, left)
-
-
-def _luck(
-    rng: np.random.Generator, runs: int, active: NDArray[np.intp], attempt: int
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """Per active run: unit life, unit wait, and two uniforms, the notice's and the lost work's."""
-    if attempt < _ATTEMPTS_IN_STEP:
-        exponential, uniform = rng.standard_exponential((2, runs)), rng.random((2, runs))
-        if active.size < runs:
-            exponential, uniform = exponential[:, active], uniform[:, active]
-    else:
-        exponential, uniform = rng.standard_exponential((2, active.size)), rng.random((2, active.size))
-    return exponential[0], exponential[1], uniform[0], uniform[1]
-
-
-def _normals(rng: np.random.Generator, runs: int, active: Indices, attempt: int) -> Floats:
-    return rng.standard_normal(runs)[active] if attempt < _ATTEMPTS_IN_STEP else rng.standard_normal(active.size)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
+import numpy as np
+
 from infra.catalog import Catalog, Price
 from infra.cost import lines, options, risk
+from infra.cost.cadence import Cadence, optimal
+from infra.cost.hazard import Hazard, Key, find
 from infra.cost.lines import Line
 from infra.cost.options import Capacity, TypeCost
 from infra.cost.runtime import Runtime
 from infra.definition import StackDefinition
 
+Hazards = Mapping[Key, Hazard]  # as infra.cost.hazard.learn gives them
 _FEW = 2_000  # simulated runs behind a figure that is only a comparison
 
 
@@ -53,6 +58,50 @@ class Side:
         return sum((line.amount for line in self.lines), Decimal(0))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A side before its luck: what it is, its lines, and what one run puts at risk."""
+
+    option: TypeCost
+    zone: str | None
+    price: Price
+    lines: tuple[Line, ...]
+    runtime: Runtime
+    exposure: risk.Exposure
+
+    @property
+    def unlimited(self) -> risk.Exposure:
+        """Without the limits of the definition."""
+        return replace(self.exposure, max_usd=None, max_hours=None)
+
+
+def prepare(
+    definition: StackDefinition,
+    catalog: Catalog,
+    types: Sequence[TypeCost],
+    capacity: Capacity,
+    *,
+    dataset_bytes: int | None,
+    hazards: Hazards | None = None,
+) -> Prepared | None:
+    """None when no listed type has both a price of this kind and a known speed."""
+    option = options.dearest(types, capacity)
+    hourly = option.hourly(capacity) if option else None
+    if option is None or hourly is None or option.runtime is None:
+        return None
+    node = lines.node_lines(definition, catalog, option.runtime.total_s / 3600, hourly)
+    bucket = lines.bucket_lines(definition, catalog, option.runtime, dataset_bytes)
+    chance = _chance(definition, option.type, hazards or {}) if capacity == "spot" else 0.0
+    return Prepared(
+        option=option,
+        zone=option.spot[-1].zone if capacity == "spot" else None,
+        price=hourly,
+        lines=(*node, *bucket),
+        runtime=option.runtime,
+        exposure=_exposure(definition, option, option.runtime, chance, node, bucket),
+    )
+
+
 def price_side(
     definition: StackDefinition,
     catalog: Catalog,
@@ -61,76 +110,85 @@ def price_side(
     *,
     dataset_bytes: int | None,
     runs: int,
-    attempts: int = risk.MAX_ATTEMPTS,
+    hazards: Hazards | None = None,
 ) -> Side | None:
-    """None when no listed type has both a price of this kind and a known speed. `attempts`: as in risk.simulate."""
-    option = options.dearest(types, capacity)
-    hourly = option.hourly(capacity) if option else None
-    if option is None or hourly is None or option.runtime is None:
+    """None when no listed type has both a price of this kind and a known speed."""
+    prepared = prepare(definition, catalog, types, capacity, dataset_bytes=dataset_bytes, hazards=hazards)
+    if prepared is None:
         return None
-    node = lines.node_lines(definition, catalog, option.runtime.total_s / 3600, hourly)
-    bucket = lines.bucket_lines(definition, catalog, option.runtime, dataset_bytes)
-    exposure = _exposure(definition, option, option.runtime, capacity, node, bucket)
     runs = 1 if capacity == "on-demand" else runs  # nothing is drawn
-    outcome = needed = risk.simulate(exposure, runs=runs, attempts=attempts)
+    outcome = needed = risk.simulate(prepared.exposure, runs=runs)
     if outcome.stopped.any():
-        needed = risk.simulate(replace(exposure, max_usd=None, max_hours=None), runs=runs)
-    total = sum((line.amount for line in (*node, *bucket)), Decimal(0))
+        needed = risk.simulate(prepared.unlimited, runs=runs)
+    return settle(prepared, outcome, needed)
+
+
+def settle(prepared: Prepared, outcome: risk.Outcome, needed: risk.Outcome) -> Side:
+    """The side, from the simulated runs within the limits and without."""
+    exposure = prepared.exposure
+    total = sum((line.amount for line in prepared.lines), Decimal(0))
+    usd, hours, wall_hours, metered_usd = _figures(outcome, exposure, total)
+    needed_usd, needed_hours = usd, hours
+    if needed is not outcome:
+        needed_usd, needed_hours, _, metered_usd = _figures(needed, exposure, total)
     return Side(
-        type=option.type,
-        zone=option.spot[-1].zone if capacity == "spot" else None,
-        price=hourly,
-        lines=(*node, *bucket),
-        runtime=option.runtime,
-        usd=_usd(outcome, exposure, total),
-        hours=_quantiles(outcome.quantiles(outcome.hours)),
-        wall_hours=_quantiles(outcome.quantiles(outcome.wall_hours)),
-        needed_usd=_usd(needed, exposure, total),
-        needed_hours=_quantiles(needed.quantiles(needed.hours)),
-        metered_usd=_metered(needed, exposure, total),
+        type=prepared.option.type,
+        zone=prepared.zone,
+        price=prepared.price,
+        lines=prepared.lines,
+        runtime=prepared.runtime,
+        usd=usd,
+        hours=hours,
+        wall_hours=wall_hours,
+        needed_usd=needed_usd,
+        needed_hours=needed_hours,
+        metered_usd=metered_usd,
         interruptions=float(outcome.interruptions.mean()),
         probability_stopped=float(outcome.stopped.mean()),
         exposure=exposure,
         needed=needed,
-        runs=runs,
+        runs=len(outcome.usd),
     )
 
 
-def again(found: Side, runs: int) -> Side:
-    """The same side, simulated with another number of runs and without limits."""
-    unlimited = replace(found.exposure, max_usd=None, max_hours=None)
-    outcome = risk.simulate(unlimited, runs=runs)
-    usd = _usd(outcome, unlimited, found.total)
-    hours = _quantiles(outcome.quantiles(outcome.hours))
+def again(found: Side, outcome: risk.Outcome) -> Side:
+    """The same side, from other runs of it without limits."""
+    usd, hours, wall_hours, metered_usd = _figures(outcome, found.exposure, found.total)
     return replace(
         found,
         usd=usd,
         hours=hours,
-        wall_hours=_quantiles(outcome.quantiles(outcome.wall_hours)),
+        wall_hours=wall_hours,
         needed_usd=usd,
         needed_hours=hours,
-        metered_usd=_metered(outcome, unlimited, found.total),
+        metered_usd=metered_usd,
         interruptions=float(outcome.interruptions.mean()),
         needed=outcome,
-        runs=runs,
+        runs=len(outcome.usd),
     )
+
+
+def cadence(side: Side) -> Cadence | None:
+    """The checkpoint interval that costs least. None for a run without interruptions or saves, or that gets nowhere."""
+    saves = sum(phase.saves for phase in side.runtime.phases)
+    if not side.exposure.chance.median or not saves or not side.exposure.phase_ends_h[-1]:
+        return None
+    return optimal(side.exposure, side.runtime.stalls_s / saves)
 
 
 def half_speed(side: Side) -> Quantiles:
     """USD to finish if every step takes twice as long."""
     ends = tuple(2 * end for end in side.exposure.phase_ends_h)
     slow = replace(side.exposure, phase_ends_h=ends, max_usd=None, max_hours=None)
-    return _usd(risk.simulate(slow, runs=_FEW), side.exposure, side.total)
+    outcome = risk.simulate(slow, runs=min(_FEW, side.runs))
+    return _figures(outcome, side.exposure, side.total)[0]
 
 
 def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
     """(word, interruptions per node-hour, mean USD to finish)."""
-    found = []
-    for word, hazard in risk.HAZARD_WORDS:
-        fixed = replace(side.exposure, hazard=hazard, max_usd=None, max_hours=None)
-        outcome = risk.simulate(fixed, runs=_FEW)
-        found.append((word, hazard, _usd(outcome, side.exposure, side.total).mean))
-    return tuple(found)
+    fixed = [replace(side.exposure, hazard=hazard, max_usd=None, max_hours=None) for _, hazard in risk.HAZARD_WORDS]
+    means = [_figures(outcome, side.exposure, side.total)[0].mean for outcome in risk.simulate_each(fixed, runs=_FEW)]
+    return tuple((word, hazard, mean) for (word, hazard), mean in zip(risk.HAZARD_WORDS, means, strict=True))
 
 
 def exact(value: float) -> Decimal:
@@ -142,11 +200,10 @@ def _exposure(
     definition: StackDefinition,
     option: TypeCost,
     runtime: Runtime,
-    capacity: Capacity,
+    chance: Hazard | float,
     node: Sequence[Line],
     bucket: Sequence[Line],
 ) -> risk.Exposure:
-    hazard = definition.estimate.hazard_per_hour
     nodes = definition.nodes
     wait, missed = definition.estimate.capacity_wait_minutes, definition.estimate.notice_missed
     ends, worked_h = [], 0.0
@@ -164,7 +221,8 @@ def _exposure(
         compute_usd_h=float(compute.unit_price) * nodes,
         extras_usd_h=float(sum(line.quantity * line.unit_price for line in extras) / compute.quantity) * nodes,
         fixed_usd=float(sum(line.amount for line in bucket)),
-        hazard=0.0 if capacity == "on-demand" else None if hazard is None else float(hazard),
+        hazard=chance,
+        nodes=nodes,
         wait_h=(risk.CAPACITY_WAIT_MINUTES if wait is None else float(wait)) / 60,
         notice_missed=risk.NOTICE_MISSED if missed is None else float(missed),
         max_usd=float(definition.limits.max_usd),
@@ -172,21 +230,38 @@ def _exposure(
     )
 
 
-def _usd(outcome: risk.Outcome, exposure: risk.Exposure, total: Decimal) -> Quantiles:
-    """The exact total without interruptions plus the simulated difference: no interruption costs exactly nothing."""
-    return _money(outcome.quantiles(outcome.usd), exposure, total)
+def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard | float:
+    """Per node-hour: the definition's figure, else what was learned of the type, else the prior.
+
+    What was learned of one zone counts for a fleet of that zone alone; any other fleet may be given a zone without
+    history, and gets the type's.
+    """
+    fixed = definition.estimate.hazard_per_hour
+    if fixed is not None:
+        return float(fixed)
+    zones = definition.fleet.zones
+    return find(hazards, type_, zones[0] if len(zones) == 1 else None)
 
 
-def _metered(outcome: risk.Outcome, exposure: risk.Exposure, total: Decimal) -> Quantiles:
+def _figures(
+    outcome: risk.Outcome, exposure: risk.Exposure, total: Decimal
+) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
+    """USD, node-hours, hours by the wall, and USD as the job's meter counts.
+
+    Dollars are the exact total without interruptions plus the simulated difference: no interruption costs exactly
+    nothing.
+    """
     metered = exposure.fixed_usd + outcome.hours * (exposure.compute_usd_h + exposure.extras_usd_h)
-    return _money(outcome.quantiles(metered), exposure, total)
+    values = np.stack((outcome.usd - exposure.uninterrupted_usd, outcome.hours, outcome.wall_hours, metered))
+    values[3] -= exposure.uninterrupted_usd
+    if values.shape[1] == 1:
+        found = np.repeat(values, 4, axis=1)
+    else:
+        found = np.vstack((np.quantile(values, (0.1, 0.5, 0.9), axis=1), values.mean(axis=1))).T
+    usd, hours, wall_hours, metered_usd = ([exact(float(value)) for value in row] for row in found)
+    return _of([total + value for value in usd]), _of(hours), _of(wall_hours), _of([total + v for v in metered_usd])
 
 
-def _money(values: tuple[float, float, float, float], exposure: risk.Exposure, total: Decimal) -> Quantiles:
-    p10, p50, p90, mean = (total + exact(usd - exposure.uninterrupted_usd) for usd in values)
-    return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
-
-
-def _quantiles(values: tuple[float, float, float, float]) -> Quantiles:
-    p10, p50, p90, mean = map(exact, values)
+def _of(values: Sequence[Decimal]) -> Quantiles:
+    p10, p50, p90, mean = values
     return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)

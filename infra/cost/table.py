@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from infra.cost.bill import Bill
 from infra.cost.fit import NOTICE_S
-from infra.cost.risk import HAZARD_MEDIAN
+from infra.cost.hazard import word
 from infra.cost.side import Quantiles, Side
 from infra.cost.text import table
 
@@ -35,9 +35,14 @@ def _head(bill: Bill) -> Iterator[str]:
     if side.zone:
         spot = next(option.spot for option in bill.types if option.type == side.type)
         price += " (dearest zone)" if len(spot) > 1 else ""
-    yield from _wrap(
-        f"{bill.stack}, run {bill.run}: one {bill.capacity} node in {bill.region}, {dearest}{side.type} at {price}"
-    )
+    yield from _wrap(f"{bill.stack}, run {bill.run}: {_nodes(bill)} in {bill.region}, {dearest}{side.type} at {price}")
+
+
+def _nodes(bill: Bill) -> str:
+    nodes = bill.chosen.exposure.nodes
+    if nodes == 1:
+        return f"one {bill.capacity} node"
+    return f"{nodes} {bill.capacity} nodes (priced only: a run is one node)"
 
 
 def _lines(bill: Bill) -> Iterator[str]:
@@ -65,7 +70,8 @@ def _totals(bill: Bill) -> Iterator[str]:
         rows.append(_row("USD to finish, were there no limit", chosen.needed_usd))
     rows.append(_row("USD at half the speed", bill.half_speed))
     rows.append(_other(bill, bill.on_demand if bill.capacity == "spot" else bill.spot))
-    rows.append(_row("node-hours", bill.hours))
+    hours = "hours of each node" if chosen.exposure.nodes > 1 else "node-hours"
+    rows.append(_row(hours, bill.hours))
     if bill.capacity == "spot":
         rows.append(_row("hours with waits for capacity", chosen.wall_hours))
     yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
@@ -122,6 +128,7 @@ def _phases(bill: Bill) -> Iterator[str]:
             (
                 fit.type,
                 fit.phase,
+                f"{time.seconds / 3600:.3f}" if time else "-",
                 f"{time.step_ms:.1f}" if time and time.steps else "-",
                 f"{time.tokens_per_s:,.0f}" if time and time.steps else "-",
                 f"{time.mfu:.0%}" if time and time.mfu else "-",
@@ -130,15 +137,29 @@ def _phases(bill: Bill) -> Iterator[str]:
                 f"{notice.total_s:.0f} of {NOTICE_S:.0f} s{'' if notice.fits else ' NO'}" if notice else "-",
             )
         )
-    heads = ("type", "phase", "step ms", "tok/s", "MFU", "GPU memory", "micro-batch", "save + upload")
-    yield from table(heads, rows, right=(2, 3, 4))
+    heads = ("type", "phase", "hours", "step ms", "tok/s", "MFU", "GPU memory", "micro", "save + upload")
+    yield from table(heads, rows, right=(2, 3, 4, 5))
+    yield from _wrap(_beside(bill))
     for fit in bill.fits:
         if not fit.fits:
             yield from _wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
 
 
+def _beside(bill: Bill) -> str:
+    """What the hours of a node hold beside the phases."""
+    runtime = bill.chosen.runtime
+    parts = [f"{runtime.setup_s / 60:.1f} min of set-up before the first phase"]
+    if runtime.held_s:
+        parts.append(f"{runtime.held_s / 3600:.2f} h held idle after the last")
+    used = "one GPU" if runtime.ranks == 1 else f"{runtime.ranks} GPUs"
+    return f"{bill.chosen.type}: {', '.join(parts)}; {used} in use."
+
+
 def _rest(bill: Bill, today: date | None, accuracy: object) -> Iterator[str]:
     yield from _wrap(_interruptions(bill))
+    if bill.cadence is not None:
+        said = bill.cadence.sentence()
+        yield from _wrap(f"{said[0].upper()}{said[1:]}.")
     yield from _wrap(_limits(bill))
     kept = bill.kept
     left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
@@ -173,22 +194,41 @@ def price_age(bill: Bill, today: date) -> str:
 
 def _interruptions(bill: Bill) -> str:
     if bill.capacity == "on-demand":
-        return "Interruptions: none on demand."
-    hazard = (
-        f"hazard drawn around {HAZARD_MEDIAN} per node-hour"
-        if bill.hazard is None
-        else f"hazard {bill.hazard}, fixed by estimate.hazard_per_hour"
-    )
+        return f"Interruptions: none on demand.{_negative(bill)}"
     if bill.on_demand is None:
         against = "no on-demand price to compare with"
     elif bill.break_even_hazard is None:
         against = "spot is cheaper than on demand up to 10 per node-hour"
     else:
         against = f"on demand is cheaper above {bill.break_even_hazard:.2g} per node-hour"
-    free = (
-        " Their line is negative: AWS does not charge an interrupted first hour." if bill.lines[-1].amount < 0 else ""
+    aws = ""
+    if bill.reclaimed is not None:
+        when = f"{bill.reclaimed.as_of:%Y-%m}"
+        aws = f" AWS reclaimed {bill.reclaimed} of such instances a month ({when}); never converted."
+    return (
+        f"Interruptions: {bill.interruptions_expected:.2f} expected, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
     )
-    return f"Interruptions: {bill.interruptions_expected:.2f} expected ({hazard}); {against}.{free}"
+
+
+def _negative(bill: Bill) -> str:
+    """Why the line `interruptions` takes dollars away, when it does."""
+    if bill.lines[-1].amount >= 0:
+        return ""
+    if bill.usd.p50 < bill.chosen.needed_usd.p50:
+        return f" Their line is negative: {bill.cap.first} ends the run before its work is done."
+    return " Their line is negative: AWS does not charge an interrupted first hour."
+
+
+def _hazard(bill: Bill) -> str:
+    chance = bill.chance
+    assert chance is not None  # on spot
+    if not chance.sigma:
+        return f"at {chance.median:g} per node-hour ({word(chance.median)}; {chance.source})"
+    p10, p90 = chance.quantile(0.1), chance.quantile(0.9)
+    return (
+        f"at about {chance.median:.2g} per node-hour, in eight runs of ten between {p10:.2g} and {p90:.2g}"
+        f" ({word(p10)} to {word(p90)}; {chance.source})"
+    )
 
 
 def _limits(bill: Bill) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from infra.catalog import load_catalog
 from infra.cost import compare, compare_table, criteria
-from infra.cost.compare import Row
+from infra.cost.compare_rows import Row
 from infra.definition import StackDefinition
 from infra.loader import load
 from infra.scenarios import scenarios
@@ -216,7 +216,7 @@ def test_what_misses_the_deadline_comes_after_what_meets_it() -> None:
 
 def test_a_slice_of_a_gpu_is_not_no_gpu() -> None:
     row = next(row for row in options() if row.type == "g6f.xlarge")
-    assert row.gpus == "1 x L4 (1/8)"
+    assert row.gpus == "1/8 of one L4"
 
 
 def test_the_frontier_falls_in_dollars_only_where_hours_rise() -> None:

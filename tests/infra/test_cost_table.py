@@ -106,4 +106,4 @@ def test_one_listed_type_needs_no_table_of_types_and_two_do() -> None:
 
 
 def test_a_fixed_hazard_is_named_as_such() -> None:
-    assert "0.2, fixed by estimate.hazard_per_hour" in text(hazard_per_hour="0.2")
+    assert "at 0.2 per node-hour (usual; estimate.hazard_per_hour)" in text(hazard_per_hour="0.2")

@@ -8,7 +8,7 @@ from datetime import date
 import numpy as np
 import pytest
 
-from infra.cost.hazard import DRIFT, HAZARD_MEDIAN, HAZARD_SIGMA, Hazard, Key, Observation, find, learn
+from infra.cost.hazard import DRIFT, HAZARD_MEDIAN, HAZARD_SIGMA, Hazard, Key, Observation, find, learn, of_node
 
 DAY = date(2026, 11, 1)
 NORMALS = np.random.default_rng(3).standard_normal(200_000)
@@ -115,8 +115,9 @@ def test_impossible_observations_are_refused_by_their_source(hours: float, count
 
 def test_uneven_nodes_keep_the_hazard_per_node_hour_and_the_first_node_is_calmer() -> None:
     uneven = Hazard(median=0.5, sigma=0.0, unevenness=1.0)
-    after = 1 / (0.5 * uneven.of_node(NORMALS, first=False))  # mean lives of nodes that follow an interruption
+    # Mean lives of nodes that follow an interruption.
+    after = 1 / (0.5 * of_node(NORMALS, uneven.unevenness, first=False))
     assert after.mean() == pytest.approx(2.0, rel=0.02)  # so interruptions per node-hour are 0.5
     # The node up at a random hour is met in proportion to its life.
-    first = 0.5 * uneven.of_node(NORMALS, first=True)
+    first = 0.5 * of_node(NORMALS, uneven.unevenness, first=True)
     assert first.mean() == pytest.approx(float(np.average(1 / after, weights=after)), rel=0.02)

@@ -1,0 +1,223 @@
+"""One row of a comparison: a way to do a piece of work, drafted from the catalog and filled by simulated runs.
+
+Rows are drafted one by one and simulated together: they meet the same luck, so that their differences are not noise,
+and rows with the same exposure share its runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from infra.catalog import Catalog
+from infra.cost import risk, side
+from infra.cost.options import Capacity, TypeCost
+from infra.cost.side import Prepared, Quantiles, Side
+from infra.definition import Claim, Limits, StackDefinition
+from infra.errors import PriceMissing
+from job import sizing
+
+UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """Compute dollars of the run in one region, without interruptions and set-up. None: no price known there."""
+
+    region: str
+    on_demand: Decimal | None
+    spot: Decimal | None  # at the median zone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One way to do one piece of work. Figures are None where they cannot be known; `why` says so."""
+
+    scenario: str  # every name with this work, the first one leading
+    type: str
+    capacity: Capacity
+    region: str
+    gpus: str = ""
+    ranks: int = 0  # GPUs used, of all nodes
+    nodes: int = 1
+    note: str = ""
+    claim: Claim = field(default_factory=Claim)
+    reference: bool = False
+    tokens: int = 0  # trained on
+    compute_h: float | None = None  # optimizer steps alone; a held node's hours where they are longer
+    hours: Quantiles | None = None  # node-hours
+    wall_hours: Quantiles | None = None
+    usd: Quantiles | None = None  # to finish, with everything the bill counts
+    free_usd: Decimal | None = None  # mean of what AWS does not charge: interrupted first hours; part of usd
+    interruptions: float | None = None
+    interrupted: float | None = None  # probability of at least one
+    lost_minutes: float | None = None  # mean work done twice and restarts
+    rates: tuple[Rate, ...] = ()
+    fits: bool = False
+    launchable: bool = False
+    why: str = ""  # does not fit, has no price, has left EC2, is several nodes
+    nearest: str = ""  # change that would make it fit
+    over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
+    late: float = 0.0  # probability of missing the deadline
+    basis: str = ""  # claim, target (roofline and an efficiency), measured
+    sharded: bool = False  # trained state cut over the GPUs
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)  # path -> value, of job, fleet and estimate
+    lost: str = ""  # why it is not the first
+    side: Side | None = field(default=None, repr=False)
+
+    @property
+    def ranked(self) -> bool:
+        """Could be run as it is."""
+        return self.launchable and self.fits and self.usd is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A row without figures. `prepared` None: it has none, and the row says why."""
+
+    row: Row
+    prepared: Prepared | None
+    limits: Limits
+
+
+def draft(
+    definition: StackDefinition,
+    name: str,
+    option: TypeCost,
+    capacity: Capacity,
+    catalog: Catalog,
+    hazards: side.Hazards,
+) -> Draft:
+    """What can be said of the row before anything is simulated. The definition's limits are marked, never applied."""
+    fleet, instance, runtime = definition.fleet, option.instance, option.runtime
+    config, variant = definition.job.parameters, definition.variant
+    unfit = next((phase for phase in option.fits if not phase.fits), None)
+    why = _unlaunchable(option, fleet.region, definition.nodes)
+    row = Row(
+        scenario=name,
+        type=option.type,
+        capacity=capacity,
+        region=fleet.region,
+        gpus="" if instance is None else instance.gpus,
+        ranks=runtime.ranks if runtime else 0,
+        nodes=definition.nodes,
+        note=variant.note,
+        claim=variant.claim,
+        tokens=sum(phase.steps * phase.tokens_per_step for phase in sizing.phases(config)),
+        compute_h=_compute_h(definition, option),
+        fits=instance is not None and unfit is None,
+        launchable=instance is not None and not why,
+        why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.why),
+        nearest=unfit.nearest if unfit else "",
+        basis="measured" if runtime and runtime.measured else "target",
+        sharded=any(phase.sharded for phase in sizing.phases(config)),
+    )
+    prepared = None
+    if runtime is not None and option.hourly(capacity) is not None and unfit is None:
+        unbound = replace(definition, limits=UNBOUND)
+        prepared = side.prepare(unbound, catalog, [option], capacity, dataset_bytes=None, hazards=hazards)
+    return Draft(row=row, prepared=prepared, limits=definition.limits)
+
+
+def filled(drafts: Sequence[Draft], hours_left: float | None, *, runs: int, attempts: int) -> list[Row]:
+    """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate."""
+    outcomes = _simulated([each.prepared.unlimited for each in drafts if each.prepared], runs=runs, attempts=attempts)
+    rows = []
+    for each in drafts:
+        row = each.row
+        if each.prepared is not None:
+            outcome = outcomes[each.prepared.unlimited]
+            found = side.settle(each.prepared, outcome, outcome)
+            over = found.metered_usd.p90 > each.limits.max_usd or found.hours.p90 * row.nodes > each.limits.max_hours
+            row = _figures(replace(row, over_limit=over), found, hours_left)
+        rows.append(row)
+    return rows
+
+
+def again(rows: Sequence[Row], hours_left: float | None, *, runs: int) -> list[Row]:
+    """The same rows, all of them priced, simulated with another number of runs."""
+    sides = [row.side for row in rows if row.side is not None]
+    outcomes = _simulated([each.exposure for each in sides], runs=runs, attempts=risk.MAX_ATTEMPTS)
+    found = (side.again(each, outcomes[each.exposure]) for each in sides)
+    return [_figures(row, each, hours_left) for row, each in zip(rows, found, strict=True)]
+
+
+def _simulated(exposures: Sequence[risk.Exposure], *, runs: int, attempts: int) -> dict[risk.Exposure, risk.Outcome]:
+    """One simulation per different exposure; a single run where nothing can interrupt it."""
+    found: dict[risk.Exposure, risk.Outcome] = {}
+    different = list(dict.fromkeys(exposures))
+    for many, some in (
+        (runs, [each for each in different if each.chance.median]),
+        (1, [each for each in different if not each.chance.median]),
+    ):
+        outcomes = risk.simulate_each(some, runs=many, attempts=attempts)
+        found.update(zip(some, outcomes, strict=True))
+    return found
+
+
+def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
+    """What the simulated runs say."""
+    outcome = found.needed
+    return replace(
+        row,
+        hours=_times(found.hours, row.nodes),
+        wall_hours=found.wall_hours,
+        usd=found.usd,
+        free_usd=_free(found, outcome),
+        interruptions=found.interruptions,
+        interrupted=float((outcome.interruptions > 0).mean()),
+        lost_minutes=60 * max(0.0, float(outcome.hours.mean()) - found.exposure.uninterrupted_h),
+        late=0.0 if hours_left is None else float((outcome.wall_hours > hours_left).mean()),
+        side=found,
+    )
+
+
+def _compute_h(definition: StackDefinition, option: TypeCost) -> float | None:
+    if option.runtime is None:
+        return None
+    held = definition.variant.hold_hours
+    return option.runtime.compute_s / 3600 if held is None else max(float(held), option.runtime.compute_s / 3600)
+
+
+def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:
+    instance = option.instance
+    if instance is None:
+        return option.why
+    if instance.left_ec2:
+        return f"left EC2 by {instance.left_ec2}"
+    if instance.regions is not None and region not in instance.regions:
+        return f"not offered in {region}"
+    return "" if nodes == 1 else f"{nodes} nodes: priced only, a run is one node"
+
+
+def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
+    """Compute hours x price, as the tables of an experiment print them."""
+
+    def amount(price: Decimal | None) -> Decimal | None:
+        if price is None or row.compute_h is None:
+            return None
+        return (Decimal(f"{row.compute_h:.6f}") * price * row.nodes).quantize(Decimal("0.01"))
+
+    spot = on_demand = None
+    with suppress(PriceMissing):
+        spot = median(zone.price.amount for zone in catalog.spot(option.type, region))
+    with suppress(PriceMissing):
+        on_demand = catalog.on_demand(option.type, region).amount
+    return Rate(region=region, on_demand=amount(on_demand), spot=amount(spot))
+
+
+def _free(found: Side, outcome: risk.Outcome) -> Decimal:
+    """Mean of what was used and not charged."""
+    exposure = found.exposure
+    metered = exposure.fixed_usd + outcome.hours * (exposure.compute_usd_h + exposure.extras_usd_h)
+    return side.exact(float(np.mean(metered - outcome.usd)))
+
+
+def _times(values: Quantiles, nodes: int) -> Quantiles:
+    return Quantiles(p10=values.p10 * nodes, p50=values.p50 * nodes, p90=values.p90 * nodes, mean=values.mean * nodes)
