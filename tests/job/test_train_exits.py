@@ -357,5 +357,5 @@ def test_an_unknown_key_in_the_run_config_is_fatal(tmp_path: Path) -> None:
     (workdir / "run.json").write_text(json.dumps(tree))
     assert world.train(workdir) == 65
     assert "unknown keys stepz" in fatal(workdir)
-    with pytest.raises(ValueError, match="is not one of .*tinystories-growth"):
+    with pytest.raises(ValueError, match=r"is not one of .*tinystories-growth"):
         from_json("nothing", {})
