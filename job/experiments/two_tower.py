@@ -236,7 +236,7 @@ class TwoTower(Experiment):
         )
 
     def _heed(self) -> None:
-        """The last checkpoint stands at the end of training: a restart makes the baselines again, a minute at most."""
+        """The last checkpoint stands at the end of training: a restart makes the baselines again."""
         stop = self.session.requests.stop()
         if stop is not None:
             raise Stopped(stop.reason)
