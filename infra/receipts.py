@@ -23,6 +23,7 @@ FOLDER = "receipts"
 CAUSES = ("price", "runtime", "interruptions", "other")
 COUNTED = ("finished", "max_usd", "max_hours")  # reasons of runs that the bill's p10 and p90 speak of
 TARGET = 0.8  # share of runs that should end between p10 and p90
+_MOST_USD = Decimal(10) ** 9  # more than any run; arithmetic on such amounts is exact
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,8 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
             receipt = parse(path.read_bytes())
             if receipt.stack != path.parent.name:
                 raise ValueError(f"it is of stack {receipt.stack}")
+            if receipt.run != path.stem:  # a copy would count twice
+                raise ValueError(f"it is of run {receipt.run}")
             found.append(receipt)
         except (OSError, ValueError) as error:
             damaged.append(f"{path.relative_to(root)} is left out: {error}")
@@ -109,12 +112,13 @@ def parse(content: bytes) -> Receipt:
             nodes=tuple(_node(node) for node in tree["attempts"]) if tree.get("capacity") == "spot" else (),
         )
         date.fromisoformat(receipt.at[:10])
-        listed = sum((Decimal(line["actual"]) for line in tree["lines"]), Decimal(0))
+        lines = [Decimal(line["actual"]) for line in tree["lines"]]
     except (KeyError, TypeError, AttributeError, InvalidOperation) as error:
         raise ValueError(f"it is no receipt ({type(error).__name__}: {error})") from None
-    amounts = (receipt.estimate, receipt.actual, receipt.p10, receipt.p90, listed, *receipt.causes.values())
-    if not all(amount.is_finite() for amount in amounts) or receipt.estimate <= 0:
+    amounts = (receipt.estimate, receipt.actual, receipt.p10, receipt.p90, *lines, *receipt.causes.values())
+    if not all(_is_money(amount) for amount in amounts) or receipt.estimate <= 0 or receipt.p10 > receipt.p90:
         raise ValueError("its amounts are not amounts")
+    listed = sum(lines, Decimal(0))
     if sum(receipt.causes.values()) != receipt.actual - receipt.estimate or listed != receipt.actual:
         raise ValueError("it does not add up: lines and causes must equal the amounts they explain")
     return receipt
@@ -179,13 +183,24 @@ def observations(root: Path) -> list[Observation]:
     return found
 
 
+def _is_money(amount: Decimal) -> bool:
+    """Finite, no more than any run costs, and with no more digits than a bill has."""
+    if not amount.is_finite():
+        return False
+    exponent = amount.as_tuple().exponent
+    return isinstance(exponent, int) and -12 <= exponent <= 9 and abs(amount) <= _MOST_USD
+
+
 def _node(tree: Mapping[str, Any]) -> dict[str, Any]:
     seconds = float(tree.get("lived_s", tree["seconds"]))
     if not 0 <= seconds < 1e9:
         raise TypeError(f"{seconds} s of a node's life")
+    interrupted = tree.get("interrupted", False)
+    if not isinstance(interrupted, bool):
+        raise TypeError(f"interrupted is {interrupted!r}, neither true nor false")
     return {
         "type": str(tree["type"]),
         "zone": str(tree["zone"]),
         "hours": seconds / 3600,
-        "interrupted": bool(tree.get("interrupted", False)),
+        "interrupted": interrupted,
     }

@@ -119,6 +119,14 @@ def test_a_run_stopped_by_its_limit_counts(tmp_path: Path) -> None:
         (json.dumps(receipt(attempts=[{"seconds": "long"}])), "could not convert string to float"),
         (json.dumps(receipt(counted_until="yesterday")), "Invalid isoformat"),
         (json.dumps(receipt(stack="other")), "it is of stack other"),
+        (json.dumps(receipt()), "it is of run r1"),  # a copy would count twice
+        (json.dumps(receipt(lines=[{"actual": "9E+999999"}] * 2)), "its amounts are not amounts"),
+        (json.dumps(receipt(usd={"estimate": "1E-400", "actual": "1.10"})), "its amounts are not amounts"),
+        (json.dumps(receipt(range_usd={"p10": "1.30", "p90": "0.80"})), "its amounts are not amounts"),
+        (
+            json.dumps(receipt(attempts=[node("i-1", seconds="60") | {"interrupted": "false"}])),
+            "neither true nor false",
+        ),
     ],
 )
 def test_a_damaged_or_foreign_receipt_is_named_and_left_out(tmp_path: Path, content: str, words: str) -> None:
