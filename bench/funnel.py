@@ -66,7 +66,7 @@ def main() -> None:
     )
     say(f"cores, load {load:.1f} before it began, Python {platform.python_version()}, torch {torch.__version__}, ")
     say(f"Triton {triton.__version__} interpreting on the CPU. 200 planted candidates, {LIMITS.trials} trials each; ")
-    say(f"{'; '.join(wrong) or 'All'} stopped {'elsewhere than' if wrong else 'where'} they should. ")
+    say(f"{'; '.join(wrong) or 'all'} stopped {'elsewhere than' if wrong else 'where'} they should. ")
     say(f"Namespaces: {all(verdict.isolated is not False for verdict in found)}.\n\n")
     say("| measure | value |\n|---|---|\n")
     say(f"| wall | {wall:.1f} s, {len(found) / wall:.1f} candidates/s |\n")

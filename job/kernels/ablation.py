@@ -24,6 +24,7 @@ ROWS: dict[str, Switches] = {
     "without any": Switches(funnel=False, multi_input=False, timing=False),
 }
 SPEEDS = (1.0, 1.2)
+SPOKEN = 10  # verdicts between two lines of the log
 
 
 def carried(full: Verdict, row: str) -> Verdict | None:
@@ -54,6 +55,9 @@ def verify(
     def keep(verdict: Verdict) -> None:
         ledger.append(verdict.to_json())
         known[verdict.row, verdict.candidate, verdict.source_sha256] = verdict
+        there = sum(row == verdict.row for row, _, _ in known)
+        if there % SPOKEN == 0 or there == len(candidates):  # a silent job is taken for a stuck one
+            say(f"funnel, {verdict.row}: {there} of {len(candidates)} judged")
 
     def key(row: str, candidate: Candidate) -> tuple[str, str, str]:
         return row, candidate.name, digest(candidate.source)

@@ -71,6 +71,13 @@ def test_it_leaves_weights_candidates_verdicts_and_a_statement(finished: Path) -
     assert sum(tensor.numel() for tensor in weights.values()) == 28_544
 
 
+def test_the_log_says_how_far_the_funnel_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.train(kernel.make(tmp_path, generate={"tasks": 6}, funnel={"planted": 0})) == 0
+    said = capsys.readouterr().out
+    assert "funnel, full: 10 of 12 judged" in said
+    assert "funnel, full: 12 of 12 judged" in said
+
+
 def test_it_learns(finished: Path) -> None:
     losses = [record["loss"] for record in world.records(finished)]
     assert len(losses) == 4
