@@ -21,6 +21,7 @@ from infra.cost.text import table
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import find, load, project_root, rehearsal_text
+from infra.prepared import as_prepared
 from job import sizing
 from rehearsal import evidence, report, scratch
 from rehearsal.cloud import Cloud
@@ -255,7 +256,8 @@ def _follow(rehearsal: Rehearsal) -> None:
     """Watches the run to its end, with `gpufleet wait` beside it as a user would have it."""
     outputs = rehearsal.engine.outputs()
     definition = rehearsal.definition
-    steps = [phase.steps for phase in sizing.phases(definition.job.parameters)]
+    counted = as_prepared(definition, rehearsal.project).job.parameters
+    steps = [phase.steps for phase in sizing.phases(counted)]
     planned = plan(definition.interruptions, steps)
     rehearsal.watch = watch = Watch(
         rehearsal.cloud,

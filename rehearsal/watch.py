@@ -47,6 +47,7 @@ class NodeView:
     first_step_at: datetime | None = None
     first_step: int | None = None
     last_step: int = 0
+    results: int = 0  # lines of stages/*.jsonl
     stage_lines: int | None = None  # of stages/*.jsonl when it began
     seen: bool = False  # its supervisor has read the notice
     ended: bool = False
@@ -126,6 +127,7 @@ class Watch:
         self._container_log(view)
         self._metrics(view)
         self._notice_seen(view)
+        self._written(view)
         if over:
             self._ended(view)
         elif self.planned and view.interrupted is None and self._is_at(view, self.planned[0]):
@@ -150,6 +152,8 @@ class Watch:
     def _written(self, view: NodeView) -> int:
         """Lines that the stages after training have added on this node."""
         lines = sum(len(_new(path, 0)) for path in _found(view, "stages/*.jsonl"))
+        if lines != view.results:
+            view.results, self._news = lines, time.monotonic()
         if view.stage_lines is None and view.lines:
             view.stage_lines = lines  # restored from earlier nodes
         return lines - (view.stage_lines or 0)
