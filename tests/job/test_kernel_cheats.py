@@ -66,3 +66,20 @@ def test_nothing_was_written_outside(table: dict[str, dict[str, Verdict]]) -> No
     assert table["without any"]["writes-outside"].reason.startswith("forbidden: open")
     if table["without any"]["writes-outside-natively"].isolated:
         assert not Path("/var/tmp/gpufleet-was-here").exists()
+
+
+def test_where_no_namespaces_are_allowed_the_guard_and_the_limits_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text('import platform\nplatform.machine = lambda: "unheard of"\n')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # no number is known for the call that makes namespaces
+    off = Switches(funnel=False, multi_input=False, timing=False)
+    labels = ["forks", "fork-bomb", "writes-outside", "opens-a-connection", "reads-the-judge", "never-ends", "crashes"]
+    with Workers(scratch(tmp_path), gpus=False) as workers:
+        made = judge(workers, candidate_s=LIMIT_S)
+        found = verdicts(made, [FIXTURES[label].candidate for label in labels], off)
+        honest = verdicts(made, [FIXTURES["calls-torch"].candidate], off)["calls-torch"]
+    assert {label: verdict.passed for label, verdict in found.items()} == dict.fromkeys(labels, False)
+    assert {verdict.isolated for verdict in found.values()} == {False}
+    assert (honest.passed, honest.isolated) == (True, False)
+    assert {label for label, verdict in found.items() if verdict.reason.startswith("forbidden: ")} == set(labels[:5])
