@@ -34,23 +34,31 @@ OVERLAID = (
 )  # what `rehearsal` may lay over; the run's identity is not among them
 
 
-def load(path: Path, *, now: datetime, rehearsal: bool = False, past_deadline: bool = False) -> StackDefinition:
+def load(
+    path: Path,
+    *,
+    now: datetime,
+    rehearsal: bool = False,
+    past_deadline: bool = False,
+    catalog: Catalog | None = None,
+) -> StackDefinition:
     """The definition in `path`, with its `rehearsal` section laid over it when asked.
 
     `now` (aware) is what the deadline is compared with. `past_deadline` accepts one that has passed: for a run that is
-    already over. Raises DefinitionError with every problem of the file.
+    already over. `catalog`: the types and regions that there are; None: those known here. Raises DefinitionError with
+    every problem of the file.
     """
     if now.tzinfo is None:
         raise ValueError("now must be aware of its time zone")
     text, tree = open_file(path)
     problems = _name_problems(path)
-    plain, found = definition(tree, path, text, now, past_deadline)
+    plain, found = definition(tree, path, text, now, past_deadline, catalog=catalog)
     problems += found
     overlay = tree.entries.get("rehearsal")
     merged = plain
     if overlay is not None:
         problems += _overlay_problems(overlay)
-        merged, found = definition(_overlaid(tree), path, text, now, past_deadline)
+        merged, found = definition(_overlaid(tree), path, text, now, past_deadline, catalog=catalog)
         problems += found
     if problems:
         raise DefinitionError(str(path), in_order(problems))
@@ -147,14 +155,22 @@ def _unprepared(folder: Path) -> str:
 
 
 def definition(
-    tree: Mapping, path: Path, text: str, now: datetime, past_deadline: bool, *, launchable: bool = True
+    tree: Mapping,
+    path: Path,
+    text: str,
+    now: datetime,
+    past_deadline: bool,
+    *,
+    launchable: bool = True,
+    catalog: Catalog | None = None,
 ) -> tuple[StackDefinition, list[Problem]]:
     findings = Findings(tree=tree)
     check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
     parts = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
     interruptions = build(Interruptions, at(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings)
     sections = checks.Sections(**parts)
-    checks.check(sections, findings, now=now, catalog=_catalog(), past_deadline=past_deadline, launchable=launchable)
+    known = catalog or _catalog()
+    checks.check(sections, findings, now=now, catalog=known, past_deadline=past_deadline, launchable=launchable)
     definition = StackDefinition(
         name=path.stem, source=path, purpose=_purpose(text), interruptions=interruptions, **parts
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -10,11 +11,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from infra import policy
+from infra import policy, receipts
+from infra.calibration import FOLDER, RECEIPTS
+from infra.catalog import Catalog
+from infra.cost.hazard import learn
 from infra.errors import GpufleetError
 from infra.loader import project_root
 from infra.review import commits
-from infra.review.compare import Review, Side, StackReview, compare
+from infra.review.compare import Known, Review, Side, StackReview, compare
 from infra.review.markdown import render
 
 
@@ -63,7 +67,11 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
         notes = [f"{side}: {note}" for side, note in (("BASE", old_note), ("HEAD", new_note)) if note]
         if rules is None and _bytes(folders[0] / "policy.yaml") != _bytes(folders[1] / "policy.yaml"):
             notes.append("**policy.yaml itself changes**; the rules here are HEAD's.")
-        stacks = compare(_texts(folders[0]), _texts(folders[1]), (old, new), chosen or policy.Policy(), now)
+        known = tuple(_known(folder, catalog) for folder, catalog in zip(folders, (old, new), strict=True))
+        if left_out := len(receipts.read(folders[1])[1]):
+            notes.append(f"HEAD: damaged receipts, left out: {left_out}; `gpufleet receipts` says which and why")
+        rules_held = chosen or policy.Policy()
+        stacks = compare(_texts(folders[0]), _texts(folders[1]), (known[0], known[1]), rules_held, now)
     return Review(
         base=hashes[0],
         head=hashes[1],
@@ -73,6 +81,16 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
         notes=tuple(notes),
         rules=chosen is not None,
     )
+
+
+def _known(folder: Path, catalog: Catalog) -> Known:
+    """What the extracted commit in `folder` knows."""
+    digest = hashlib.sha256()
+    for path in sorted(path for kind in (FOLDER, RECEIPTS) for path in (folder / kind).glob("*/*.json")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    hazards = learn(receipts.observations(folder))
+    return Known(catalog=catalog, measured=digest.hexdigest(), folder=folder, hazards=hazards)
 
 
 def to_json(review: Review) -> dict[str, Any]:
@@ -114,7 +132,12 @@ def _side(side: Side | None) -> dict[str, Any] | None:
     if side is None:
         return None
     usd = side.bill.usd if side.bill else None
-    return {"p50": str(usd.p50) if usd else None, "p90": str(usd.p90) if usd else None, "errors": list(side.errors)}
+    return {
+        "p50": str(usd.p50) if usd else None,
+        "p90": str(usd.p90) if usd else None,
+        "calibrated": side.bill.calibrated if side.bill else None,
+        "errors": list(side.errors),
+    }
 
 
 def _policy(head: Path, rules: Path | None) -> policy.Policy | None:

@@ -1,4 +1,7 @@
-"""Two commits of the project as folders: only what a bill stands on, read from git's own store, no checkout touched."""
+"""Two commits of the project as folders: only what a bill stands on, read from git's own store, no checkout touched.
+
+That is stacks, policy, prices, and what was measured: calibrations and receipts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from infra.errors import GpufleetError
 
 _WANTED = re.compile(
     r"stacks/[^/]+\.yaml|policy\.yaml|prices/[^/]+/(on_demand|spot|services)\.csv"
-    r"|infra/catalog/(gpus|instances|on_demand|spot|services)\.csv"
+    r"|infra/catalog/(gpus|instances|on_demand|spot|services)\.csv|(calibrations|receipts)/[^/]+/[^/]+\.json"
 )
 _REGULAR = ("100644", "100755")  # no links, no submodules
 
@@ -31,7 +34,7 @@ def resolve(project: Path, name: str) -> str:
 
 def moment(project: Path, commit: str) -> datetime:
     """When the commit was made, UTC: the only clock of a review."""
-    return datetime.fromtimestamp(int(_git(project, "show", "-s", "--format=%ct", commit)), UTC)
+    return datetime.fromtimestamp(int(_git(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)), UTC)
 
 
 def extract(project: Path, commit: str, folder: Path) -> None:
@@ -39,7 +42,7 @@ def extract(project: Path, commit: str, folder: Path) -> None:
     top = Path(_git(project, "rev-parse", "--show-toplevel").decode().strip())
     prefix = project.resolve().relative_to(top.resolve()).as_posix()
     prefix = "" if prefix == "." else f"{prefix}/"
-    listed = _git(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "surrogateescape")
+    listed = _git(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "backslashreplace")
     blobs: dict[str, str] = {}
     for entry in filter(None, listed.split("\0")):
         facts, _, path = entry.partition("\t")
@@ -66,16 +69,23 @@ def catalog(folder: Path) -> tuple[Catalog, str]:
     try:
         files.read(own)
         return load_catalog(folder, shipped=own), ""
-    except (GpufleetError, KeyError, ValueError, OSError):
+    except (GpufleetError, KeyError, ValueError, TypeError, AttributeError, OSError):
         return load_catalog(folder, shipped=SHIPPED), "its shipped catalog has another form; this version's stands in"
 
 
 def _contents(top: Path, blobs: list[str]) -> list[bytes]:
     out = _git(top, "cat-file", "--batch", feed="".join(f"{blob}\n" for blob in blobs).encode())
-    found, start = [], 0
+    found: list[bytes] = []
+    start = 0
     for _ in blobs:
         head = out.index(b"\n", start)
-        size = int(out[start:head].split()[2])
+        facts = out[start:head].split()
+        if len(facts) != 3:
+            raise GpufleetError(
+                f"git does not have {blobs[len(found)]}, a file of a commit under review: fetch both commits whole,"
+                " without a filter"
+            )
+        size = int(facts[2])
         found.append(out[head + 1 : head + 1 + size])
         start = head + 1 + size + 1
     return found

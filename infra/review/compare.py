@@ -1,23 +1,26 @@
 """What changed between two commits, in dollars and by setting.
 
-Both sides are priced with the code that runs, each with its own commit's prices. The difference of a stack is taken
-apart from BASE to HEAD: the prices first, then each changed key in the file's order, applied on top of those before. A
-key that cannot stand alone waits for the next ones; what never stands alone is one step together. So the steps of a
-stack sum to its difference exactly, and a key's dollars depend on the keys above it.
+Both sides are priced with the code that runs, each with its own commit's prices, calibrations and receipts. The
+difference of a stack is taken apart from BASE to HEAD: the prices first, then what was measured, then each changed key
+in the file's order, applied on top of those before. A key that cannot stand alone waits for the next ones; what never
+stands alone is one step together. So the steps of a stack sum to its difference exactly, and a key's dollars depend on
+the keys above it.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from infra.calibration import find_all
 from infra.catalog import Catalog
 from infra.cost.bill import Bill, price, problems
+from infra.cost.side import Hazards
 from infra.cost.table import price_age
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
@@ -27,6 +30,16 @@ from infra.yaml_tree import Items, Mapping, Node, Scalar, UnreadableError, decod
 
 ASIDE = ("rehearsal", "scenarios")  # sections that no bill of the stack itself reads
 Path_ = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What a commit knows: its prices, and what was measured."""
+
+    catalog: Catalog
+    measured: str  # a name for the content of calibrations/ and receipts/
+    folder: Path = field(compare=False)  # with them in it
+    hazards: Hazards = field(compare=False)  # learned from the receipts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +115,7 @@ class Pricer:
     now: datetime
     folder: Path
 
-    def side(self, name: str, text: bytes, catalog: Catalog) -> Side:
+    def side(self, name: str, text: bytes, known: Known) -> Side:
         """The stack `name` as `text` says."""
         try:
             tree = read(decode(text))
@@ -111,27 +124,29 @@ class Pricer:
         path = self.folder / f"{name}.yaml"
         path.write_bytes(text)
         try:
-            definition = load(path, now=self.now, past_deadline=True)
-            return Side(tree=tree, definition=definition, bill=price(definition, catalog))
+            definition = load(path, now=self.now, past_deadline=True, catalog=known.catalog)
+            measured = find_all(definition, known.catalog.instances, known.folder)
+            bill = price(definition, known.catalog, calibrations=measured, hazards=known.hazards)
+            return Side(tree=tree, definition=definition, bill=bill)
         except DefinitionError as error:
             return Side(tree=tree, errors=tuple(str(problem) for problem in error.problems))
         except GpufleetError as error:
             return Side(tree=tree, errors=(str(error).replace(f"{self.folder}/", "stacks/"),))
 
-    def bill(self, name: str, tree: Mapping, catalog: Catalog) -> Bill | None:
+    def bill(self, name: str, tree: Mapping, known: Known) -> Bill | None:
         """The bill of a tree that no file holds; None where it does not load or has no price."""
         entries = {key: node for key, node in tree.entries.items() if key not in ASIDE}
-        return self.side(name, dump(replace(tree, entries=entries)).encode(), catalog).bill
+        return self.side(name, dump(replace(tree, entries=entries)).encode(), known).bill
 
 
 def compare(
-    base: dict[str, bytes], head: dict[str, bytes], catalogs: tuple[Catalog, Catalog], policy: Policy, now: datetime
+    base: dict[str, bytes], head: dict[str, bytes], known: tuple[Known, Known], policy: Policy, now: datetime
 ) -> tuple[StackReview, ...]:
     """Every stack of either side by name. `now` is the moment of HEAD's commit."""
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as folder:
         pricer = Pricer(now, Path(folder))
         return tuple(
-            _stack(name, base.get(name), head.get(name), catalogs, policy, pricer) for name in sorted({*base, *head})
+            _stack(name, base.get(name), head.get(name), known, policy, pricer) for name in sorted({*base, *head})
         )
 
 
@@ -139,18 +154,18 @@ def _stack(
     name: str,
     old: bytes | None,
     new: bytes | None,
-    catalogs: tuple[Catalog, Catalog],
+    known: tuple[Known, Known],
     policy: Policy,
     pricer: Pricer,
 ) -> StackReview:
-    base = None if old is None else pricer.side(name, old, catalogs[0])
-    head = None if new is None else pricer.side(name, new, catalogs[1])
+    base = None if old is None else pricer.side(name, old, known[0])
+    head = None if new is None else pricer.side(name, new, known[1])
     steps: tuple[Step, ...] = ()
     aside: tuple[str, ...] = ()
     if base and head and base.tree and head.tree:
         aside = tuple(key for key in ASIDE if _plain(base.tree.entries.get(key)) != _plain(head.tree.entries.get(key)))
         if base.bill and head.bill:
-            steps = tuple(_attribute(name, base, head, catalogs, pricer))
+            steps = tuple(_attribute(name, base, head, known, pricer))
     judged: dict[str, Any] = {}
     if head and head.bill and head.definition:
         cap, p90 = head.definition.limits.max_usd, head.bill.chosen.metered_usd.p90
@@ -163,35 +178,42 @@ def _stack(
     return StackReview(name=name, base=base, head=head, steps=steps, aside=aside, **judged)
 
 
-def _attribute(name: str, base: Side, head: Side, catalogs: tuple[Catalog, Catalog], pricer: Pricer) -> Iterator[Step]:
+def _attribute(name: str, base: Side, head: Side, known: tuple[Known, Known], pricer: Pricer) -> Iterator[Step]:
     assert base.tree is not None
     assert head.tree is not None
     assert base.bill is not None
     assert head.bill is not None
-    tree, catalog, bill = base.tree, catalogs[0], base.bill
-    if catalogs[0] != catalogs[1]:
-        repriced = pricer.bill(name, tree, catalogs[1])
-        if repriced:
-            catalog = catalogs[1]
-            yield _step(("prices",), _named(catalogs[0]), _named(catalogs[1]), bill, repriced)
-            bill = repriced
+    old, new = known
+    tree, now, bill = base.tree, old, base.bill
+    waits: list[str] = []  # what the stack of BASE cannot be priced with
+    for key, step, before, after in (
+        ("prices", replace(old, catalog=new.catalog), _named(old.catalog), _named(new.catalog)),
+        ("measurements", new, "", ""),
+    ):
+        if replace(step, catalog=now.catalog) == now if waits else step == now:
+            continue
+        moved = None if waits else pricer.bill(name, tree, step)
+        if moved is None:
+            waits.append(key)
+            continue
+        found = _step((key,), before, after, bill, moved)
+        if key == "prices" or found.p50 or found.p90:  # most measurements are of other stacks
+            yield found
+        now, bill = step, moved
     pending = _changes(base.tree, head.tree)
-    moved = catalog is catalogs[1] or catalogs[0] == catalogs[1]
-    while moved and pending:
-        moved, waiting = False, []
-        for path, before, after in pending:
-            trial = _with(tree, path, after)
-            found = pricer.bill(name, trial, catalog)
-            if found is None:
-                waiting.append((path, before, after))
+    going = not waits
+    while going and pending:
+        going, waiting = False, []
+        for path, value, wanted in pending:
+            trial = _with(tree, path, wanted)
+            moved = pricer.bill(name, trial, now)
+            if moved is None:
+                waiting.append((path, value, wanted))
                 continue
-            yield _step((".".join(path),), _shown(before), _shown(after), bill, found)
-            tree, bill, moved = trial, found, True
+            yield _step((".".join(path),), _shown(value), _shown(wanted), bill, moved)
+            tree, bill, going = trial, moved, True
         pending = waiting
-    rest = tuple(".".join(path) for path, _, _ in pending)
-    if catalog is not catalogs[1] and catalogs[0] != catalogs[1]:
-        rest = ("prices", *rest)
-    if rest:
+    if rest := (*waits, *(".".join(path) for path, _, _ in pending)):
         yield _step(rest, "", "", bill, head.bill)
 
 
@@ -259,6 +281,15 @@ def _named(catalog: Catalog) -> str:
     return f"{catalog.name}, {catalog.as_of}"
 
 
-def total(sides: Sequence[Side | None]) -> Decimal:
-    """Sum of p50 over the sides that have a bill."""
+def totals(stacks: Sequence[StackReview]) -> tuple[Decimal, Decimal, list[str]]:
+    """Sum of p50 at BASE and at HEAD, and the stacks left out: a commit has them and no bill of them.
+
+    Without that, a stack that breaks would look like money saved.
+    """
+    unknown = [stack.name for stack in stacks if any(side and not side.bill for side in (stack.base, stack.head))]
+    known = [stack for stack in stacks if stack.name not in unknown]
+    return _sum(stack.base for stack in known), _sum(stack.head for stack in known), unknown
+
+
+def _sum(sides: Iterable[Side | None]) -> Decimal:
     return sum((side.bill.usd.p50 for side in sides if side and side.bill), Decimal(0))

@@ -8,24 +8,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from decimal import Decimal
 
-from infra.review.compare import Review, Side, StackReview, total
+from infra.review.compare import Review, Side, StackReview, totals
 
 MARKER = "<!-- gpufleet-cost-review -->"  # a workflow finds its own comment by this line
 _LONGEST = 80  # characters of a value
+LIMIT = 65_536  # characters of a comment, GitHub's REST API (2026-11)
+_KEPT = 512  # of them for the sentence that says what was cut
 
 
 def render(review: Review) -> str:
-    """The whole comment, MARKER first."""
-    return "\n".join(_lines(review)) + "\n"
+    """The whole comment, MARKER first; what GitHub would refuse for its length is cut at a line, and says so.
+
+    The verdict and the table of stacks stand before anything that grows with the number of changed settings.
+    """
+    lines = list(_lines(review))
+    if sum(len(line) + 1 for line in lines) <= LIMIT:
+        return "\n".join(lines) + "\n"
+    room, kept = LIMIT - _KEPT, 0
+    while (room := room - len(lines[kept]) - 1) >= 0:
+        kept += 1
+    cut = (
+        f"**Cut here: a comment holds {LIMIT:,} characters, and {len(lines) - kept} lines are missing.** All of it:"
+        f" `gpufleet diff {review.base[:12]} {review.head[:12]} --json`."
+    )
+    return "\n".join([*lines[:kept], "", cut]) + "\n"
 
 
 def _lines(review: Review) -> Iterator[str]:
     changed = [stack for stack in review.stacks if stack.changed]
-    before, after = (total([getattr(stack, side) for stack in review.stacks]) for side in ("base", "head"))
+    before, after, unknown = totals(review.stacks)
     yield MARKER
     yield f"## Cost review: {_signed(after - before)} USD"
     yield ""
-    yield f"One run of each stack, sum of p50: {before:.2f} to {after:.2f} USD. {_verdict(review)}"
+    without = f", without {', '.join(map(_code, unknown))} (no bill to compare)" if unknown else ""
+    yield f"One run of each stack, sum of p50: {before:.2f} to {after:.2f} USD{without}. {_verdict(review)}"
     yield ""
     shown = [stack for stack in review.stacks if stack.changed or stack.fails or _errors(stack)]
     if shown:
@@ -102,7 +118,8 @@ def _details(stack: StackReview) -> Iterator[str]:
     moving = [step for step in stack.steps if step.p50 or step.p90]
     still = [key for step in stack.steps if not (step.p50 or step.p90) for key in step.keys] + list(stack.aside)
     base_errors = stack.base.errors if stack.base else ()
-    if not (errors or moving or still or stack.over_cap or stack.refused or stack.policy or base_errors):
+    speed = _speed(stack)
+    if not (errors or moving or still or stack.over_cap or stack.refused or stack.policy or base_errors or speed):
         return
     yield f"### {_code(stack.name)}"
     yield ""
@@ -130,9 +147,22 @@ def _details(stack: StackReview) -> Iterator[str]:
         p50, p90 = (sum((getattr(step, which) for step in moving), Decimal(0)) for which in ("p50", "p90"))
         yield f"| **all** | | | **{_signed(p50, 4)}** | **{_signed(p90, 4)}** |"
         yield ""
+    if speed:
+        yield speed
+        yield ""
     if still:
         yield f"Changed without an effect on the bill: {', '.join(map(_code, still))}."
         yield ""
+
+
+def _speed(stack: StackReview) -> str:
+    """Where one side stands on a measurement and the other does not."""
+    bills = [side.bill for side in (stack.base, stack.head) if side and side.bill]
+    if len(bills) < 2 or bills[0].calibrated == bills[1].calibrated:
+        return ""
+    old, new = (_code(bill.chosen.runtime.basis, whole=True) for bill in bills)
+    lost = "" if bills[1].calibrated else " **HEAD is uncalibrated.**"
+    return f"Speed: {old} at BASE, {new} at HEAD.{lost}"
 
 
 def _errors(stack: StackReview) -> tuple[str, ...]:
