@@ -187,7 +187,8 @@ def half_speed(side: Side) -> Quantiles:
 def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
     """(word, interruptions per node-hour, mean USD to finish)."""
     fixed = [replace(side.exposure, hazard=hazard, max_usd=None, max_hours=None) for _, hazard in risk.HAZARD_WORDS]
-    means = [_figures(outcome, side.exposure, side.total)[0].mean for outcome in risk.simulate_each(fixed, runs=_FEW)]
+    outcomes = risk.simulate_each(fixed, runs=min(_FEW, side.runs))
+    means = [_figures(outcome, side.exposure, side.total)[0].mean for outcome in outcomes]
     return tuple((word, hazard, mean) for (word, hazard), mean in zip(risk.HAZARD_WORDS, means, strict=True))
 
 
