@@ -132,7 +132,8 @@ def export_bytes(config: KernelConfig) -> dict[str, int]:
 
 
 def dataset_bytes(config: KernelConfig) -> int:
-    return int(config.data.samples * config.data.tokens_per_sample * 4)
+    each = 6 if config.model.vocab > 1 << 16 else 4
+    return int(config.data.samples * config.data.tokens_per_sample * each)
 
 
 def weights_bytes(config: KernelConfig) -> int:

@@ -10,7 +10,8 @@ from job.config.sft import SftConfig
 from job.sizing import decoder
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
-VALIDATION_ROWS = 32  # compared in fp32 after the merge
+VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
+FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
 
 
 def problems(config: SftConfig) -> list[tuple[str, str]]:
@@ -78,11 +79,12 @@ def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
         evaluation_tokens=evaluation,
         **sizes,  # type: ignore[arg-type]
     )
-    passes = 4 if config.method == "lora" else 2
+    passes = 3 if config.method == "lora" else 1
+    exact = 2 * VALIDATION_ROWS * FP32_COST if config.method == "lora" else 0
     merge = PhaseSize(
         name="merge",
         steps=0,
-        forward_tokens=passes * evaluation + 2 * VALIDATION_ROWS * config.data.row,
+        forward_tokens=passes * evaluation + exact * config.data.row,
         decode_steps=config.eval.sample_tokens if config.eval.prompts else 0,
         **sizes,  # type: ignore[arg-type]
     )
@@ -151,8 +153,9 @@ def export_bytes(config: SftConfig) -> dict[str, int]:
 
 
 def dataset_bytes(config: SftConfig) -> int:
-    """Four bytes a token, twice: the token and its place in the document, as the packed shards hold them."""
-    return int(config.data.examples * config.data.tokens_per_example * 4 / config.data.fill)
+    """A token and what it belongs to: 4 bytes, or 6 where an id needs more than two."""
+    each = 6 if config.model.vocab > 1 << 16 else 4
+    return int(config.data.examples * config.data.tokens_per_example * each / config.data.fill)
 
 
 def weights_bytes(config: SftConfig) -> int:

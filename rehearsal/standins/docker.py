@@ -208,7 +208,7 @@ def _run_options() -> argparse.ArgumentParser:
         "--restart",
     ):
         parser.add_argument(option)
-    for option in ("--ulimit", "--log-opt"):
+    for option in ("--ulimit", "--log-opt", "--security-opt"):
         parser.add_argument(option, action="append", default=[])
     parser.add_argument("-v", "--volume", action="append", default=[])
     parser.add_argument("-e", "--env", action="append", default=[])

@@ -138,6 +138,7 @@ class Node:
             (self.bin / name).chmod(0o755)
         self.data_volume: str | None = None
         self.device = "cuda"
+        self.experiment = "tinystories-growth"
         self.launched(minutes_ago=90)
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
         (self.world / "calls").touch()
@@ -195,7 +196,7 @@ class Node:
         inputs = self.s3 / "inputs" / archive_sha256
         inputs.mkdir(parents=True)
         (inputs / "job.tar.gz").write_bytes(packed.getvalue())
-        run_config = json.dumps({"job": {"parameters": {"device": self.device}}})
+        run_config = json.dumps({"job": {"experiment": self.experiment, "parameters": {"device": self.device}}})
         self.put("run.json", run_config)
         rendered = user_data.render(
             stack="tinystories-growth",

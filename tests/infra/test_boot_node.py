@@ -259,6 +259,17 @@ def test_a_cpu_job_needs_no_gpu(node: Node) -> None:
     assert "--gpus" not in call
 
 
+def test_only_the_job_that_runs_untrusted_programs_may_make_namespaces(node: Node) -> None:
+    (call,) = [call for call in node.boot().calls if call.startswith(RUN)]
+    assert "--security-opt" not in call
+
+
+def test_a_job_that_runs_untrusted_programs_can_lock_them_in(node: Node) -> None:
+    node.experiment = "kernel-sft"
+    (call,) = [call for call in node.boot().calls if call.startswith(RUN)]
+    assert "--security-opt seccomp=unconfined" in call
+
+
 def test_the_container_is_told_who_and_where_it_is(node: Node) -> None:
     outcome = node.boot()
 

@@ -259,6 +259,8 @@ data_volume() {
 run_container() { # CODE
   local name options=()
   [[ $DEVICE == cpu ]] || options+=(--gpus all)
+  # Its candidates are untrusted programs, each in namespaces of its own, which docker's default profile forbids.
+  [[ $EXPERIMENT != kernel-sft ]] || options+=(--security-opt seccomp=unconfined)
   [[ -z $DATA_VOLUME ]] || options+=(-v "$ROOT/data:/data")
   for name in AWS_ENDPOINT_URL AWS_EC2_METADATA_SERVICE_ENDPOINT AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY; do
     [[ -z ${!name:-} ]] || options+=(-e "$name")
@@ -318,8 +320,9 @@ retry 4 get "$RUN_URI/run.json" "$SCRATCH/run/run.json" "$RUN_CONFIG_SHA256" || 
 retry 4 get "s3://$BUCKET/inputs/$ARCHIVE_SHA256/job.tar.gz" "$DIR/job.tar.gz" "$ARCHIVE_SHA256" ||
   crash "the job archive cannot be had as declared"
 tar -xzf "$DIR/job.tar.gz" -C "$DIR/app" || crash "the job archive cannot be unpacked"
-DEVICE=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["job"]["parameters"]["device"])' \
-  "$SCRATCH/run/run.json") || crash "run.json names no device"
+read -r EXPERIMENT DEVICE < <(python3 -c 'import json, sys
+job = json.load(open(sys.argv[1]))["job"]
+print(job["experiment"], job["parameters"]["device"])' "$SCRATCH/run/run.json") || crash "run.json names no device"
 retry 5 bounded 1800 docker pull -q "$IMAGE" || crash "the image cannot be pulled"
 [[ $DEVICE == cpu ]] || retry 3 bounded 120 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
   crash "no working GPU"
