@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from infra.calibration import find_all
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost import hazard, replay
@@ -19,7 +20,9 @@ from infra.cost.bill import price
 from infra.cost.replay import Replayed
 from infra.cost.risk import Exposure
 from infra.errors import GpufleetError
-from infra.loader import load
+from infra.loader import load, project_root
+from infra.prepared import as_prepared
+from infra.receipts import observations
 
 HELD = 0.75  # of replayed bills inside the stated p10-p90, which eight in ten are to be
 WIDE = 0.9
@@ -38,13 +41,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints what the traces did to the run. 0: the stated interval held; 1: it did not."""
     traces = [replay.read(path) for path in args.traces]
-    exposure = _exposure(args)
+    type_, exposure = _exposure(args)
     found = [replay.compare(exposure, trace) for trace in traces]
     held = contained(found) >= HELD
     if args.json:
-        sys.stdout.write(json.dumps(_tree(args.stack, exposure, found, held), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_tree(args.stack, type_, exposure, found, held), indent=2) + "\n")
     else:
-        sys.stdout.write(_text(args.stack, exposure, found, held))
+        sys.stdout.write(_text(args.stack, type_, exposure, found, held))
     return 0 if held else 1
 
 
@@ -53,24 +56,30 @@ def contained(found: Sequence[Replayed]) -> float:
     return sum(each.scores[0].contained for each in found) / len(found)
 
 
-def _exposure(args: argparse.Namespace) -> Exposure:
-    """Of the stack's spot side, with the hours of work that were asked for."""
-    definition = load(stack.path_of(args), now=datetime.now(UTC), past_deadline=True)
-    side = price(definition, load_catalog()).spot
+def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
+    """The type that the bill stands on and its spot side, with the hours of work that were asked for."""
+    definition, root = load(stack.path_of(args), now=datetime.now(UTC), past_deadline=True), project_root(Path.cwd())
+    catalog = load_catalog()
+    side = price(
+        as_prepared(definition, root),
+        catalog,
+        calibrations=find_all(definition, catalog.instances, root),
+        hazards=hazard.learn(observations(root)),
+    ).spot
     if side is None:
         raise GpufleetError(f"{definition.source}: no listed type has a spot price here; there is nothing to replay")
     if args.work_hours is None:
-        return side.exposure
+        return side.type, side.exposure
     if not (0 < args.work_hours < math.inf):
         raise GpufleetError(f"--work-hours is {args.work_hours:g}; allowed: hours above 0")
     ends = side.exposure.phase_ends_h
     if not ends[-1]:
         raise GpufleetError(f"{definition.source}: the run has no work; --work-hours cannot make it longer")
     scaled = tuple(end / ends[-1] * args.work_hours for end in ends)
-    return replace(side.exposure, phase_ends_h=scaled)
+    return side.type, replace(side.exposure, phase_ends_h=scaled)
 
 
-def _text(name: str, exposure: Exposure, found: Sequence[Replayed], held: bool) -> str:
+def _text(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed], held: bool) -> str:
     chance, stated = exposure.chance, found[0].scores[0]
     lines = [
         f"{name}: {exposure.phase_ends_h[-1]:.1f} h of work, stated ${stated.p10_usd:.2f} to ${stated.p90_usd:.2f} "
@@ -96,6 +105,8 @@ def _text(name: str, exposure: Exposure, found: Sequence[Replayed], held: bool) 
             f"{trace.source}: {trace.interruptions} interruptions in {trace.node_hours:.0f} node-hours; "
             f"hazard of a later run {learned.median:.2g} ({learned.quantile(0.1):.2g} to {learned.quantile(0.9):.2g})"
         )
+    if others := [f"{each.trace.source} ({each.trace.type})" for each in found if each.trace.type not in ("", type_)]:
+        lines.append(f"The bill is for {type_}; of another type: {', '.join(others)}.")
     low, high = _likely(contained(found), sum(each.independent for each in found))
     verdict = "held" if held else "did not hold"
     wide = ", wider than it has to be" if contained(found) > WIDE else ""
@@ -106,7 +117,7 @@ def _text(name: str, exposure: Exposure, found: Sequence[Replayed], held: bool) 
     return "\n".join(lines) + "\n"
 
 
-def _tree(name: str, exposure: Exposure, found: Sequence[Replayed], held: bool) -> dict[str, Any]:
+def _tree(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed], held: bool) -> dict[str, Any]:
     low, high = _likely(contained(found), sum(each.independent for each in found))
     traces = []
     for each, learned in zip(found, _learned(found), strict=True):
@@ -142,6 +153,7 @@ def _tree(name: str, exposure: Exposure, found: Sequence[Replayed], held: bool) 
     return {
         "schema": 1,
         "stack": name,
+        "type": type_,
         "work_hours": round(exposure.phase_ends_h[-1], 4),
         "held": held,
         "contained": round(contained(found), 4),

@@ -25,6 +25,7 @@ from infra.errors import GpufleetError
 
 STARTS = 2_000  # hours of a trace at which a run is begun, evenly spread
 SHARES = (0.1, 0.5, 0.9)
+LONGEST_H = 1e6  # of a trace
 FIXED_HAZARD = 0.2  # the figure that a stated interval is to beat
 
 
@@ -93,12 +94,12 @@ class Replayed:
 def read(path: Path) -> Trace:
     """The trace in a .csv or .json file. Raises GpufleetError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise GpufleetError(f"{path}: cannot be read ({error}); give a trace as in docs/risk.md") from None
     try:
         found = _csv(text, path) if path.suffix == ".csv" else _json(text, path)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GpufleetError(f"{path}: no trace: {_why(error)}. The formats are in docs/risk.md.") from None
     if not found.up_from_h.size:
         raise GpufleetError(f"{path}: no node could be had in any of its {found.hours:.0f} h; nothing can be replayed")
@@ -122,8 +123,14 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
 
 def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replayed:
     """Replays without limits (a run that a limit stops is cheap, but not done) and grades the exposure's own hazard,
-    a fixed 0.2, and the prior where that is another one."""
+    a fixed 0.2, and the prior where that is another one. Raises GpufleetError for a trace shorter than the run: going
+    round in it, every run would meet the same hours, and its interval would hold or not by construction."""
     exposure = replace(exposure, max_usd=None, max_hours=None)
+    if trace.hours < exposure.uninterrupted_h:
+        raise GpufleetError(
+            f"{trace.source}: it is {trace.hours:.2g} h long and the run takes {exposure.uninterrupted_h:.2g} h without"
+            " interruptions; give a longer trace, or fewer --work-hours"
+        )
     outcome = run(exposure, trace, starts=starts)
     forecasts: list[tuple[str, Hazard | float | None]] = [("stated", exposure.hazard), ("fixed 0.2", FIXED_HAZARD)]
     if exposure.chance != Hazard():
@@ -261,6 +268,8 @@ def _trace(
     start: date | None,
 ) -> Trace:
     """Stretches from the state `up` that holds from each of `at_h` on."""
+    if hours > LONGEST_H:
+        raise ValueError(f"it is {hours:.3g} h long; allowed: at most {LONGEST_H:.0f}")
     change = np.diff(np.concatenate(([0], up.astype(np.int8), [0])))
     edges = np.append(at_h, hours)
     return Trace(

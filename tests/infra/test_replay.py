@@ -165,6 +165,8 @@ def test_the_examples_of_the_documentation_can_be_read(tmp_path: Path) -> None:
         ("a.json", '{"gap_s": 60, "available": [-1]}', "0 or more"),
         ("a.json", '{"gap_s": 60, "available": [0, 0]}', "no node could be had"),
         ("a.json", '{"gap_s": 60, "available": [1], "start": "yesterday"}', "no trace"),
+        ("a.json", "[" * 100_000, "no trace"),
+        ("a.json", '{"gap_s": 1e308, "available": [1]}', "h long; allowed: at most 1000000"),
         ("a.csv", "hour,up\n0,1\n1,0\n", "columns at_h and available"),
         ("a.csv", "at_h,available\n0,1\n", "two rows"),
         ("a.csv", "at_h,available\n1,1\n2,0\n", "begin at 0"),
@@ -177,6 +179,10 @@ def test_what_is_no_trace_is_refused_by_name_and_reason(tmp_path: Path, name: st
     with pytest.raises(GpufleetError, match=says) as refused:
         replay.read(path)
     assert str(path) in str(refused.value)
+
+
+def test_a_table_saved_by_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    assert replay.read(written(tmp_path, "a.csv", "\ufeffat_h,available\n0,1\n5,0\n6,0\n")).node_hours == 5.0
 
 
 def test_a_missing_file_says_what_to_give(tmp_path: Path) -> None:

@@ -97,3 +97,42 @@ def test_a_file_that_is_no_trace_is_refused_before_anything_is_priced(
     path.write_text("{}")
     assert main(["replay", str(path), "no-such-stack"]) == 2
     assert "docs/risk.md" in capsys.readouterr().err
+
+
+def test_a_trace_shorter_than_the_run_proves_nothing_and_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "short.json"
+    path.write_text(json.dumps({"gap_s": 300, "available": [1]}))
+    assert main(["replay", str(path), STACK]) == 2
+    assert "short.json: it is 0.083 h long and the run takes" in capsys.readouterr().err
+
+
+def test_a_trace_of_another_type_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, markov(0.3, seed=1), type="p3.2xlarge")
+    main(["replay", path, STACK])
+    assert "The bill is for g5.2xlarge; of another type: a.json (p3.2xlarge)." in capsys.readouterr().out
+
+
+def test_the_interval_is_the_one_that_the_projects_receipts_make_the_bill_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "growth.yaml").write_text(Path(STACK).read_text())
+    kept = tmp_path / "receipts" / "growth"
+    kept.mkdir(parents=True)
+    amounts = {"usd": {"estimate": "1", "actual": "1"}, "range_usd": {"p10": "1", "p90": "1"}}
+    causes = dict.fromkeys(("price", "runtime", "interruptions", "other"), "0")
+    node = {"type": "g5.2xlarge", "zone": "us-east-2a", "seconds": "360000", "interrupted": True}
+    said = {"schema": 1, "stack": "growth", "run": "r1", "reason": "finished", "counted_until": "2026-11-20T00:00:00Z"}
+    tree = {**said, **amounts, "causes": causes, "lines": [{"actual": "1"}], "attempts": [node], "capacity": "spot"}
+    (kept / "r1.json").write_text(json.dumps(tree))
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, markov(0.3, seed=1))
+    main(["replay", path, "growth"])
+    out = capsys.readouterr().out
+    assert "1 interruptions in 100 node-hours seen" in out
+    assert "prior " in out  # graded beside it, now that it is another one
+    main(["cost", "growth", "--json"])
+    bill = json.loads(capsys.readouterr().out)
+    assert f"stated ${float(bill['needed']['usd']['p10']):.2f} to ${float(bill['needed']['usd']['p90']):.2f}" in out
