@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from infra.catalog import Instance
 from infra.definition import StackDefinition
 from job import measured, sizing
+from job.config import JobConfig
 
 FOLDER, RECEIPTS = "calibrations", "receipts"
 # As torch and nvidia-smi name a GPU: a word of its name, and one more where the catalog knows two sizes.
@@ -37,7 +39,8 @@ _GPUS = {
     ("RTX", "PRO", "6000"): "RTX PRO 6000",
     ("RTX", "PRO", "4500"): "RTX PRO 4500",
 }
-_OTHER_BOARDS = {"PCIE", "NVL"}  # of these chips, with other clocks and memory; EC2 has none of them
+# Of these chips, with other clocks or memory, or parts of one; EC2 has none of them as these types.
+_OTHER_BOARDS = {"PCIE", "NVL", "WORKSTATION", "MIG", "GRID", "64GB", "94GB", "96GB"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +71,7 @@ class Calibration:
     setup_s: float | None  # launch of the node to the first step
     finish_s: float | None  # last step to the end of the process: export, samples, final save
     phases: tuple[PhaseSpeed, ...]
+    lacks: tuple[str, ...] = ()  # phases of the job without optimizer steps, which nothing measures
 
     def phase(self, name: str) -> PhaseSpeed | None:
         """None for a phase without optimizer steps."""
@@ -77,9 +81,10 @@ class Calibration:
     def basis(self) -> str:
         """For the bill: what was measured, where, when, and how much the steps varied."""
         spread = max((p.step_ms_q3 - p.step_ms_q1) / 2 / p.step_ms for p in self.phases)
+        lacks = f"; not measured, and assumed: {', '.join(self.lacks)}" if self.lacks else ""
         return (
             f"measured on {self.device} on {self.at[:10]} ({self.source}, torch {self.torch}; half of the steps within "
-            f"{spread:.1%} of the median)"
+            f"{spread:.1%} of the median{lacks})"
         )
 
 
@@ -108,7 +113,7 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
             continue
         why = _why_not(tree, definition, instance)
         if not why:
-            return parse(tree)
+            return replace(parse(tree), lacks=unmeasured(definition.job.parameters))
         refused = refused or Refused(why=f"{shown} does not count any more: {why}; run gpufleet calibrate again")
     return refused
 
@@ -123,6 +128,11 @@ def find_all(
         name: find(definition, instances[name], root) for name in definition.fleet.instance_types if name in instances
     }
     return {name: calibration for name, calibration in found.items() if calibration is not None}
+
+
+def unmeasured(config: JobConfig) -> tuple[str, ...]:
+    """The phases that no measurement holds: those without optimizer steps."""
+    return tuple(size.name for size in sizing.phases(config) if not size.steps)
 
 
 def path_for(root: Path, stack: str, device: str) -> Path:
@@ -140,12 +150,13 @@ def gpu_name(device: str) -> str | None:
 
 
 def parse(tree: Mapping[str, Any]) -> Calibration:
-    """A measurement of schema 1. Raises KeyError, TypeError or ValueError for anything else."""
+    """A measurement of schema 1. Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for others."""
     if tree["schema"] != measured.SCHEMA:
         raise ValueError(f"schema {tree['schema']}, this version reads {measured.SCHEMA}")
     phases = tuple(_phase(phase) for phase in tree["phases"])
-    if not phases:
-        raise ValueError("no phases")
+    if not phases or len({phase.name for phase in phases}) != len(phases):
+        raise ValueError("no phases, or one twice")
+    date.fromisoformat(str(tree["at"])[:10])
     return Calibration(
         source=str(tree["source"]),
         at=str(tree["at"]),
@@ -174,6 +185,8 @@ def _phase(tree: Mapping[str, Any]) -> PhaseSpeed:
     )
     if not 0 < speed.step_ms_q1 <= speed.step_ms <= speed.step_ms_q3 < 1e9:
         raise ValueError(f"phase {speed.name}: step times {step} are not in order")
+    if not 0 <= speed.memory_gb < 1e9 or (speed.checkpoint_bytes or 0) < 0:
+        raise ValueError(f"phase {speed.name}: memory or checkpoint are no sizes")
     return speed
 
 
@@ -212,7 +225,7 @@ def _sound(tree: dict[str, Any] | None) -> dict[str, Any] | None:
         if not isinstance(tree["settings"], dict):
             return None
         str(tree["code_sha256"]), str(tree["experiment"]), str(tree["device"]["kind"]), int(tree["device"]["ranks"])
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
     return tree
 

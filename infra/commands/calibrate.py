@@ -38,14 +38,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError, also when the job fails."""
-    definition = load(stack.path_of(args), now=datetime.now(UTC), rehearsal=args.rehearsal, past_deadline=True)
+    plain, definition = (
+        load(stack.path_of(args), now=datetime.now(UTC), rehearsal=rehearsal, past_deadline=True)
+        for rehearsal in (False, args.rehearsal)
+    )
     root = project_root(Path.cwd())
     tree = calibrate(definition, root, steps=args.steps, gpus=machine.gpus())
     path = calibration.path_for(root, definition.name, tree["device"]["name"])
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
     print("\n".join(summary(tree)))
-    print(f"Written to {path.relative_to(root)}: commit it, and the bill of {definition.name} stands on it.")
+    if lacks := calibration.unmeasured(definition.job.parameters):
+        print(f"  not measured, and priced as before: {', '.join(lacks)} (no optimizer steps)")
+    if definition.job.parameters != plain.job.parameters:
+        print(f"Written to {path.relative_to(root)}: of the rehearsal alone; the bill of {plain.name} ignores it.")
+    else:
+        print(f"Written to {path.relative_to(root)}: commit it, and the bill of {definition.name} stands on it.")
     return 0
 
 

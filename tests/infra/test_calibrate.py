@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from infra.catalog import load_catalog
 from infra.cli import main
 from infra.commands import calibrate
 from infra.errors import GpufleetError
-from infra.loader import project_root
+from infra.loader import load, project_root
 from job import measured, probe, sizing
 from job.config import EXPERIMENTS, JobConfig, from_json
 from job.supervisor.machine import Gpu
@@ -106,6 +107,20 @@ def test_calibrate_writes_a_file_that_the_bill_accepts(
     found = calibration.find(definition(path), load_catalog().instances["g5.2xlarge"], root)
     assert isinstance(found, calibration.Calibration)
     assert found.phase("moe") is not None
+
+
+def test_a_probe_of_the_rehearsal_promises_no_bill(
+    path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate.machine, "gpus", lambda: ())
+    path.write_text(path.read_text() + "rehearsal:\n  job: {parameters: {device: cpu}}\n")
+    rehearsed = load(path, now=datetime.now(UTC), rehearsal=True)
+    (project_root(path.parent) / rehearsed.storage.dataset).mkdir(parents=True, exist_ok=True)
+    assert main(["calibrate", "small-growth", "--rehearsal"]) == 0
+    said = capsys.readouterr().out
+    assert probed[0]["parameters"]["device"] == "cpu"
+    assert "of the rehearsal alone; the bill of small-growth ignores it" in said
+    assert "commit it" not in said
 
 
 def test_cuda_without_a_gpu_says_where_to_run_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

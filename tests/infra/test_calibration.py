@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from infra.calibration import Calibration, Refused
 from infra.catalog import load_catalog
 from infra.definition import StackDefinition
 from job import measured
-from job.config import GrowthConfig
+from job.config import GrowthConfig, KernelConfig
 
 A10G = load_catalog().instances["g5.2xlarge"]
 PHASES = ("dense", "moe", "grown")
@@ -174,6 +175,11 @@ def test_a_receipt_without_measured_steps_is_nothing(tmp_path: Path) -> None:
         json.dumps(measurement(settings=None)),
         json.dumps(measurement(device="A10G")),
         json.dumps(measurement(start_s="soon")),
+        json.dumps(measurement(at="yesterday")),
+        json.dumps(measurement(phases=[*measurement()["phases"], measurement()["phases"][0]])),
+        json.dumps(measurement(device={**measurement()["device"], "ranks": math.inf})),
+        json.dumps(measurement(phases=[{**measurement()["phases"][0], "save": {"bytes": math.inf}}])),
+        json.dumps(measurement(phases=[{**measurement()["phases"][0], "memory_gb": math.nan}])),
     ],
 )
 def test_a_damaged_file_is_refused_by_name_and_never_a_crash(tmp_path: Path, content: str) -> None:
@@ -219,6 +225,9 @@ def test_types_that_were_never_measured_are_left_out(tmp_path: Path) -> None:
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H100 96GB HBM3", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
         ("NVIDIA H200", "H200"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA B300 SXM6 AC", "B300"),
@@ -230,6 +239,16 @@ def test_types_that_were_never_measured_are_left_out(tmp_path: Path) -> None:
 def test_a_drivers_name_leads_to_the_catalogs_gpu(device: str, name: str | None) -> None:
     assert calibration.gpu_name(device) == name
     assert name is None or name in {instance.gpu.name for instance in load_catalog().instances.values()}
+
+
+def test_phases_without_steps_are_named_as_not_measured(tmp_path: Path) -> None:
+    place(tmp_path, measurement())
+    assert "not measured" not in find(tmp_path).basis  # every phase of growth has steps
+    assert calibration.unmeasured(KernelConfig()) == ("generate", "verify")
+    assert (
+        "; not measured, and assumed: generate, verify)"
+        in replace(find(tmp_path), lacks=calibration.unmeasured(KernelConfig())).basis
+    )
 
 
 def test_a_file_is_named_by_stack_and_device(tmp_path: Path) -> None:
