@@ -18,7 +18,7 @@ from job import sizing
 MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
-KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones
+KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones; without evaluations there is no best
 SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250
@@ -81,10 +81,13 @@ def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
     """Upper bound of what lies in the bucket when the run has ended."""
     config = definition.job.parameters
     exports = sizing.export_bytes(config)
-    last = len(sizing.phases(config)) - 1
+    kept = max(  # of the phase that leaves most: one without optimizer steps saves nothing over the one before
+        (KEPT_CHECKPOINTS if phase.evaluations else KEPT_CHECKPOINTS - 1) * sizing.checkpoint_bytes(config, index)
+        for index, phase in enumerate(sizing.phases(config))
+    )
     return Stored(
         dataset=dataset_gb(definition, dataset_bytes) + weights_gb(definition),
-        checkpoints=KEPT_CHECKPOINTS * sizing.checkpoint_bytes(config, last) / 1e9,
+        checkpoints=kept / 1e9,
         exports=sum(exports.values()) / 1e9,
         final=list(exports.values())[-1] / 1e9,
     )

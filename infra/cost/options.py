@@ -70,7 +70,7 @@ def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetEr
     if problems:
         return DefinitionError(str(definition.source), problems)
     reasons = "; ".join(dict.fromkeys(option.why for option in types if option.why))
-    if all(option.runtime for option in types):
+    if types and all(option.runtime for option in types):
         return PriceMissing(f"{reasons}. Choose another type or region, or fleet.capacity: on-demand where it has one")
     return GpufleetError(reasons or "fleet.instance_types is empty")
 

@@ -197,6 +197,8 @@ def _interruptions(bill: Bill) -> str:
         return f"Interruptions: none on demand.{_negative(bill)}"
     if bill.on_demand is None:
         against = "no on-demand price to compare with"
+    elif bill.break_even_hazard == 0:
+        against = "on demand costs no more at any hazard"
     elif bill.break_even_hazard is None:
         against = "spot is cheaper than on demand up to 10 per node-hour"
     else:

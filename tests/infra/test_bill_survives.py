@@ -1,0 +1,148 @@
+"""What the bill must survive: no work, no hazard, a hazard beyond sense, missing and odd prices, several nodes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from cost_definitions import definition, growth
+
+from infra.catalog import load_catalog
+from infra.cost import compare
+from infra.cost.bill import Bill, price, problems
+from infra.cost.closed_form import break_even, expected_hours
+from infra.cost.table import render
+from infra.definition import StackDefinition, Variant
+from infra.errors import GpufleetError, PriceMissing
+from job.config import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+
+CATALOG = load_catalog()
+
+
+def of(config: JobConfig, **changes: Any) -> StackDefinition:
+    plan = definition(**{"types": ("p5.48xlarge",), "max_usd": "9000", "max_hours": "9000", **changes})
+    return replace(plan, job=replace(plan.job, parameters=config))
+
+
+def bill(plan: StackDefinition) -> Bill:
+    return price(plan, CATALOG, runs=500)
+
+
+LEAST = [
+    growth(steps_per_phase=1),
+    SftConfig(epochs=1, data=replace(SftConfig().data, examples=1), eval=replace(SftConfig().eval, prompts=0)),
+    PretrainConfig(steps=1),
+    KernelConfig(data=replace(KernelConfig().data, samples=1)),
+    TwoTowerConfig(epochs=1, steps_per_epoch=1),
+]
+
+
+@pytest.mark.parametrize("config", LEAST, ids=lambda config: type(config).__name__)
+def test_the_least_work_still_costs_its_set_up_and_what_it_keeps(config: JobConfig) -> None:
+    found = bill(of(config))
+    assert found.hours.p50 > Decimal("0.25")  # 15 min of set-up on a P type
+    assert Decimal(0) < found.usd.p50 < 30
+    assert json.loads(json.dumps(found.to_json()))["usd"]["p50"] == str(found.usd.p50)
+    assert "total = p50" in render(found)
+
+
+@pytest.mark.parametrize("hazard", ["0", "1", "100", "1000000"])
+def test_any_hazard_gives_finite_figures_in_order(hazard: str) -> None:
+    found = bill(definition(hazard_per_hour=hazard))
+    for values in (found.usd, found.hours, found.chosen.wall_hours, found.chosen.needed_usd, found.half_speed):
+        assert values.p10 <= values.p50 <= values.p90
+        assert values.mean.is_finite()
+    assert math.isfinite(found.interruptions_expected)
+    assert "nan" not in render(found).lower()
+
+
+def test_at_hazard_1_the_expected_interruptions_are_one_per_node_hour() -> None:
+    found = price(definition(hazard_per_hour="1", max_usd="900", max_hours="900"), CATALOG)
+    assert found.interruptions_expected == pytest.approx(float(found.hours.mean), rel=0.05)
+
+
+def test_a_hazard_at_which_no_node_lives_through_its_set_up_is_stopped_by_a_limit_and_refused() -> None:
+    plan = definition(hazard_per_hour="1000000")
+    found = bill(plan)
+    assert found.cap.probability == 1
+    assert found.cadence is None
+    assert [each.path for each in problems(plan, found)] == ["limits.max_usd", "limits.max_hours"]
+
+
+def test_no_hazard_is_the_sum_of_the_lines_and_no_wait() -> None:
+    found = bill(definition(hazard_per_hour="0"))
+    assert found.usd.p10 == found.usd.mean == found.chosen.total
+    assert found.chosen.wall_hours.mean == found.hours.mean
+    assert expected_hours(found.chosen.exposure, 0.0) == pytest.approx(found.chosen.exposure.uninterrupted_h)
+
+
+@pytest.mark.parametrize("type_", ["g5.2xlrage", "t3.micro", "", "G5.2XLARGE"])
+def test_an_unknown_type_is_named(type_: str) -> None:
+    with pytest.raises(GpufleetError, match=r"is not a GPU instance type of the catalog"):
+        bill(definition(types=(type_,)))
+
+
+def test_no_type_at_all_is_an_error_and_not_a_bill_of_zero() -> None:
+    with pytest.raises(GpufleetError, match=r"fleet\.instance_types is empty"):
+        bill(definition(types=()))
+
+
+@pytest.mark.parametrize("capacity", ["spot", "on-demand"])
+def test_a_region_without_prices_is_named(capacity: str) -> None:
+    with pytest.raises(PriceMissing, match="ap-south-1"):
+        bill(definition(region="ap-south-1", capacity=capacity))
+
+
+def test_spot_at_the_price_of_on_demand_is_said() -> None:
+    plan = of(PretrainConfig(), region="us-east-1")  # p5.48xlarge: 55.04 in two zones, 17.63 in the cheapest
+    found = bill(plan)
+    assert found.chosen.price.amount == Decimal("55.04")
+    assert found.break_even_hazard == pytest.approx(0, abs=0.01)
+    assert any("costs as much as on demand" in warning for warning in found.warnings)
+    assert any("spot zones differ, 17.6289" in warning for warning in found.warnings)
+    assert "on demand costs no more at any hazard" in " ".join(render(found).split())
+
+
+def test_spot_that_is_never_cheaper_has_a_break_even_of_zero() -> None:
+    exposure = bill(definition()).chosen.exposure
+    assert break_even(exposure, exposure.uninterrupted_usd / 2) == 0
+
+
+def test_two_nodes_are_priced_and_pay_for_both() -> None:
+    one, two = (bill(replace(definition(hazard_per_hour="0"), variant=Variant(nodes=n))) for n in (1, 2))
+    names = [line.name for line in one.lines]
+    assert [line.name for line in two.lines] == names
+    compute = names.index("compute")
+    # The same job on twice the GPUs of which it uses one: as long, and twice the node-hours.
+    assert two.lines[compute].quantity >= one.lines[compute].quantity
+    assert sum(line.amount for line in two.lines) == two.usd.p50
+
+
+def test_two_nodes_in_a_comparison_are_marked_not_launchable() -> None:
+    plan = replace(definition(), variant=Variant(nodes=2))
+    (row,) = compare.scenarios(plan, [plan], CATALOG, runs=100)
+    assert not row.launchable
+    assert row.why == "2 nodes: priced only, a run is one node"
+    assert row.usd is not None
+
+
+def test_a_missing_spot_price_names_the_way_out_and_on_demand_says_that_spot_is_unknown() -> None:
+    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2.*on-demand"):
+        bill(of(SftConfig(), types=("p5.4xlarge",)))
+    found = bill(of(SftConfig(), types=("p5.4xlarge",), capacity="on-demand"))
+    assert "USD on spot: no price known" in render(found)
+
+
+def test_a_job_that_fits_no_listed_type_is_refused_with_the_nearest_that_holds_it() -> None:
+    plan = of(PretrainConfig(), types=("g5.xlarge", "g6f.xlarge"))
+    found = bill(plan)
+    assert "phase train does not fit" in render(found)
+    refused = problems(plan, found)
+    assert [problem.path for problem in refused] == ["fleet.instance_types[0]", "fleet.instance_types[1]"]
+    for problem in refused:
+        assert "GB per GPU" in problem.allowed
+        assert "Nearest: " in problem.hint
