@@ -25,15 +25,12 @@ from functools import cache
 from pathlib import Path
 
 from infra.catalog import files
-from infra.catalog.files import Price, SpotPrice, Status
+from infra.catalog.files import ZONES, Price, SpotPrice, Status
 from infra.errors import PriceMissing
 
 __all__ = ["Catalog", "Gpu", "Instance", "Price", "SpotPrice", "Status", "load_catalog", "project_prices"]
 
 SHIPPED = Path(__file__).parent
-
-# Zone names as accounts see them.
-_ZONES = {"us-east-1": "abcdef", "us-east-2": "abc", "us-west-2": "abcd", "eu-west-1": "abc"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,17 +94,17 @@ class Catalog:
         return tuple(self.instances)
 
     def regions(self) -> tuple[str, ...]:
-        return tuple(_ZONES)
+        return tuple(ZONES)
 
     def zones(self, region: str) -> tuple[str, ...]:
         """Zone names, us-east-2a and so on; empty for a region the catalog does not cover."""
-        return tuple(region + letter for letter in _ZONES.get(region, ""))
+        return tuple(region + letter for letter in ZONES.get(region, ""))
 
     def price(self, item: str, region: str) -> Price:
         """Price of a service item (`ebs_gp3_storage`, `public_ipv4`, ...). Raises PriceMissing."""
         found = self.services.get((item, region))
         if found is None:
-            raise PriceMissing(f"no price for {item} in {region}; regions with prices: {', '.join(_ZONES)}")
+            raise PriceMissing(f"no price for {item} in {region}; regions with prices: {', '.join(ZONES)}")
         return found
 
     def on_demand(self, type_: str, region: str) -> Price:

@@ -29,6 +29,11 @@ _HEADS = {
 }
 
 
+ZONES = {"us-east-1": "abcdef", "us-east-2": "abc", "us-west-2": "abcd", "eu-west-1": "abc"}  # as accounts see them
+_ZONE = re.compile(r"az\d{1,2}")
+_MOST_USD = 100_000  # for one unit of anything: no node-hour comes near
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
     """USD for one unit."""
@@ -80,15 +85,24 @@ def read(folder: Path) -> Prices:
 
     def on_demand(row: dict[str, str]) -> None:
         for region in row["regions"].split():
+            _first(prices.on_demand, (row["type"], _region(region)))
             prices.on_demand[row["type"], region] = _price(row, row["usd_per_hour"], "node-hour")
 
     def spot(row: dict[str, str]) -> None:
-        low, high = (Decimal(row[key]) if row[key] else None for key in ("low_usd", "high_usd"))
+        low, high = (_usd(row[key], above_0=True) if row[key] else None for key in ("low_usd", "high_usd"))
         found = SpotPrice(zone=row["zone"], price=_price(row, row["usd_per_hour"], "node-hour"), low=low, high=high)
-        zones.setdefault((row["type"], row["region"]), []).append(found)
+        of_type = zones.setdefault((row["type"], _region(row["region"])), [])
+        if not _ZONE.fullmatch(found.zone):
+            raise ValueError(f"zone {found.zone!r} is not az and a number")
+        if found.zone in {other.zone for other in of_type}:
+            raise ValueError(f"{row['type']} in {row['region']} {found.zone} is there twice")
+        if not (low or found.price.amount) <= found.price.amount <= (high or found.price.amount):
+            raise ValueError(f"{found.price.amount} USD is not within {low} to {high}")
+        of_type.append(found)
 
     def service(row: dict[str, str]) -> None:
         for region in row["regions"].split():
+            _first(prices.services, (row["item"], _region(region)))
             prices.services[row["item"], region] = _price(row, row["usd"], row["unit"])
             prices.notes[row["item"], region] = row["note"]
 
@@ -131,7 +145,8 @@ def folders(parent: Path) -> list[Path]:
 
 
 def write(prices: Prices, parent: Path, day: date) -> Path:
-    """A new folder in `parent`, named after `day`; it appears whole or not at all, and never replaces another."""
+    """A new folder in `parent`, named after `day`; it appears whole and readable or not at all, and never replaces
+    another. Raises GpufleetError for what `read` would refuse."""
     parent.mkdir(parents=True, exist_ok=True)
     building = parent / f".{day.isoformat()}.{os.getpid()}"
     building.mkdir()
@@ -145,6 +160,7 @@ def write(prices: Prices, parent: Path, day: date) -> Path:
                 for key, price in sorted(prices.services.items())
             ),
         )
+        read(building)  # what no bill could read must not appear
         number = 1
         while True:
             final = parent / (day.isoformat() if number == 1 else f"{day.isoformat()}-{number}")
@@ -188,19 +204,39 @@ def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
         raise GpufleetError(f"{path}, line 1: the columns of a price file are {_HEADS[path.name]}")
     for row in reader:
         try:
+            if None in row:
+                raise ValueError("more cells than columns")
             take(row)
         except (ValueError, InvalidOperation) as error:
             raise GpufleetError(f"{path}, line {reader.line_num}: not a price ({error or 'not a number'})") from None
 
 
 def _price(row: dict[str, str], amount: str, unit: str) -> Price:
-    usd = Decimal(amount)
-    if not usd.is_finite() or usd < 0:
-        raise ValueError(f"{amount} USD")
+    usd = _usd(amount, above_0=unit == "node-hour")  # a service may be free, a node never is
     if row["status"] not in ("verified", "inferred"):
         raise ValueError(f"status {row['status']!r} is neither verified nor inferred")
     status: Status = "verified" if row["status"] == "verified" else "inferred"
     return Price(amount=usd, unit=unit, source=row["source"], as_of=date.fromisoformat(row["as_of"]), status=status)
+
+
+def _usd(text: str, *, above_0: bool) -> Decimal:
+    usd = Decimal(text)
+    if not usd.is_finite() or usd < 0 or (above_0 and not usd) or usd > _MOST_USD:
+        raise ValueError(f"{text} USD")
+    return usd
+
+
+def _region(name: str) -> str:
+    if name not in ZONES:
+        raise ValueError(f"region {name!r} is none of {', '.join(ZONES)}")
+    return name
+
+
+def _first(known: dict[tuple[str, str], Price], key: tuple[str, str]) -> None:
+    if not key[0]:
+        raise ValueError("it names nothing")
+    if key in known:
+        raise ValueError(f"{key[0]} in {key[1]} is there twice")
 
 
 def _listed(parent: Path) -> list[Path]:

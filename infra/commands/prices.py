@@ -71,6 +71,8 @@ def refresh(catalog: Catalog, regions: list[str], to: Path, *, pricing: Any, ec2
         )
     folder = files.write(done.prices, to, now.date())
     _say(done, folder)
+    if (newest := files.folders(to)[-1]) != folder:
+        print(f"\nBills go on standing on {newest}, whose name is of a later day: delete that folder.")
     return 1 if done.failed else 0
 
 

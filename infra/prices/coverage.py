@@ -35,9 +35,10 @@ def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, 
 def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
     """The same as text: one region in detail, type by type; several as a table of counts and dates."""
     found = to_json(catalog, regions, today)
-    age = found["catalog"]["age_days"]
+    days = found["catalog"]["age_days"]
+    age = f"{days} days old" if days >= 0 else f"{-days} days in the future: it cannot have been read"
     lines = [
-        f"Prices: {catalog.name}; the newest is of {catalog.as_of}, {age} days old. * = inferred, not read at AWS.",
+        f"Prices: {catalog.name}; the newest is of {catalog.as_of}, {age}. * = inferred, not read at AWS.",
         "",
     ]
     lines += _types(catalog, regions[0], today) if len(regions) == 1 else _counts(found["regions"])

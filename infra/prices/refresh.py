@@ -123,20 +123,27 @@ def _spot(
         )
         return
     for type_ in types:
-        zones = [zone for zone in found if zone.type == type_]
+        zones = [zone for zone in found.prices if zone.type == type_]
         before = {zone.zone: zone for zone in old.spot.get((type_, region), ())}
+        rest = [zone for name, zone in before.items() if name not in {each.zone for each in zones}]
+        unnamed = found.unnamed.get(type_, ())
+        for name in unnamed:  # it is one of `rest`, or new: nobody can say which
+            why, oldest = "AWS gives no id for this zone", min((zone.price.as_of for zone in rest), default=None)
+            done.kept.append(Kept(what=f"spot price of {type_} in {name}", why=why, as_of=oldest, failed=True))
         if not zones:
-            if before:
+            if before and not unnamed:
                 oldest = min(zone.price.as_of for zone in before.values())
                 why = f"no spot price in {spot_history.DAYS} days"
                 what = f"spot prices of {type_} in {region}"
                 done.kept.append(Kept(what=what, why=why, as_of=oldest, failed=False))
             continue
-        done.prices.spot[type_, region] = cheapest_first(_spot_price(zone, now.date()) for zone in zones)
+        read_anew = [_spot_price(zone, now.date()) for zone in zones]
+        done.prices.spot[type_, region] = cheapest_first([*read_anew, *rest] if unnamed else read_anew)
         for zone in zones:
             known_price = before[zone.zone].price if zone.zone in before else None
             _note(done, f"spot price of {type_} in {region} {zone.zone}", known_price, zone.median)
-        done.gone += [f"{type_} in {region} {zone}" for zone in sorted(set(before) - {zone.zone for zone in zones})]
+        if not unnamed:
+            done.gone += [f"{type_} in {region} {zone}" for zone in sorted(each.zone for each in rest)]
 
 
 def _spot_price(zone: spot_history.ZonePrice, day: date) -> SpotPrice:

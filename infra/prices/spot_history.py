@@ -1,7 +1,8 @@
 """Spot prices per zone over 7 days (DescribeSpotPriceHistory).
 
 A price in the history holds from its moment until the next one of its zone; the newest before the window comes with
-the answer and holds from its start. So the median is over time, not over changes. Zones are named by id: az1.
+the answer and holds from its start. So the median is over time, not over changes. Zones are named by id: az1. A zone
+whose id is not known cannot be told from the others, so its prices are left out, and its name is given.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 DAYS = 7
 SOURCE = f"EC2 spot price history, median of {DAYS} days"
+_ZONE_NAME = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]+[a-z]")  # us-east-2a; a Local Zone is us-east-1-atl-1a
 _ZONE_ID = re.compile(r"[a-z]+[0-9]+-(az[0-9]+)")  # use2-az1; a Local Zone is use1-atl1-az1
 
 
@@ -30,7 +32,15 @@ class ZonePrice:
     high: Decimal
 
 
-def read(ec2: Any, types: Iterable[str], now: datetime) -> list[ZonePrice]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """What was read, and by type the names of zones whose id is not known."""
+
+    prices: list[ZonePrice]
+    unnamed: Mapping[str, tuple[str, ...]]
+
+
+def read(ec2: Any, types: Iterable[str], now: datetime) -> History:
     """Every given type in every zone of the client's region that has a price. Raises what botocore raises.
 
     The type is a filter and not an argument: an argument that the region does not know is an error.
@@ -45,8 +55,8 @@ def read(ec2: Any, types: Iterable[str], now: datetime) -> list[ZonePrice]:
         ],
     )
     rows = [row for page in pages for row in page.get("SpotPriceHistory") or ()]
-    unnamed = any(not row.get("AvailabilityZoneId") for row in rows)
-    return summarise(rows, zone_ids(ec2) if unnamed else {}, start, now)
+    ids = zone_ids(ec2) if any(not row.get("AvailabilityZoneId") for row in rows) else {}
+    return History(prices=summarise(rows, ids, start, now), unnamed=_unnamed(rows, ids))
 
 
 def zone_ids(ec2: Any) -> dict[str, str]:
@@ -61,10 +71,9 @@ def summarise(
     """Median over time and extremes per type and zone, sorted. Local Zones and zones without an id are left out."""
     changes: dict[tuple[str, str], list[tuple[datetime, Decimal]]] = defaultdict(list)
     for row in rows:
-        zone_id = row.get("AvailabilityZoneId") or ids.get(row.get("AvailabilityZone", ""), "")
-        named = _ZONE_ID.fullmatch(zone_id)
-        if named and row["Timestamp"] <= end:
-            changes[row["InstanceType"], named[1]].append((row["Timestamp"], Decimal(row["SpotPrice"])))
+        named, usd = _ZONE_ID.fullmatch(_id(row, ids)), Decimal(row["SpotPrice"])
+        if named and row["Timestamp"] <= end and usd.is_finite() and usd > 0:
+            changes[row["InstanceType"], named[1]].append((row["Timestamp"], usd))
     found = []
     for (type_, zone), moments in sorted(changes.items()):
         moments.sort()
@@ -75,6 +84,19 @@ def summarise(
         in_force = [price for price, seconds in holds if seconds > 0] or [holds[-1][0]]
         found.append(ZonePrice(type=type_, zone=zone, median=_median(holds), low=min(in_force), high=max(in_force)))
     return found
+
+
+def _id(row: Mapping[str, Any], ids: Mapping[str, str]) -> str:
+    return row.get("AvailabilityZoneId") or ids.get(row.get("AvailabilityZone", ""), "")
+
+
+def _unnamed(rows: Iterable[Mapping[str, Any]], ids: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        name = row.get("AvailabilityZone", "")
+        if not _id(row, ids) and _ZONE_NAME.fullmatch(name):
+            found[row["InstanceType"]].add(name)
+    return {type_: tuple(sorted(names)) for type_, names in found.items()}
 
 
 def _median(holds: list[tuple[Decimal, float]]) -> Decimal:

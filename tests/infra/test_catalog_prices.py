@@ -141,6 +141,12 @@ def test_spot_zones_come_cheapest_first_whatever_their_order_in_the_file(project
     [
         ("0.526,", "free,", r"on_demand\.csv, line 2: not a price"),
         ("0.526,", "-1,", r"on_demand\.csv, line 2: not a price \(-1 USD\)"),
+        ("0.526,", "0,", r"on_demand\.csv, line 2: not a price \(0 USD\)"),
+        ("0.526,", "1e99,", r"line 2: not a price \(1e99 USD\)"),
+        ("us-east-1,", "us-east-9,", "line 2: not a price .region 'us-east-9' is none of us-east-1, us-east-2"),
+        ("us-east-1,", "us-east-1 us-east-1,", "g4dn.xlarge in us-east-1 is there twice"),
+        ("g4dn.xlarge,", ",", "it names nothing"),
+        ("verified", "verified,more", "more cells than columns"),
         ("2026-07-20,verified", "2026-07-20,sure", "neither verified nor inferred"),
         ("2026-07-20,verified", "July,verified", "line 2: not a price"),
         ("type,regions", "type,region", r"on_demand\.csv, line 1: the columns"),
@@ -156,6 +162,37 @@ def test_a_broken_price_file_is_an_error_with_its_line(project: Path, old: str, 
     path.write_text("\n".join(lines).replace(old, new))
     with pytest.raises(GpufleetError, match=said):
         load_catalog(project)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("az1,0.4,,", None),
+        ("az1,0.4,0.3,0.5", None),
+        ("az1,0,,", "0 USD"),
+        ("az1,0.4,NaN,", "NaN USD"),
+        ("az1,0.4,0.5,0.6", "0.4 USD is not within 0.5 to 0.6"),
+        ("us-east-2a,0.4,,", "is not az and a number"),
+        ("az2,0.4,,", "g5.2xlarge in us-east-2 az2 is there twice"),
+    ],
+)
+def test_a_broken_spot_row_is_an_error_with_its_line(project: Path, row: str, said: str | None) -> None:
+    folder = files.write(files.Prices(), project / "prices", date(2026, 11, 21))
+    head = (folder / "spot.csv").read_text()
+    rows = [f"g5.2xlarge,us-east-2,{cells},a test,2026-11-20,verified\n" for cells in ("az2,0.5,,", row)]
+    (folder / "spot.csv").write_text(head + "".join(rows))
+    if said is None:
+        assert len(load_catalog(project).spot("g5.2xlarge", "us-east-2")) == 2
+        return
+    with pytest.raises(GpufleetError, match=rf"spot\.csv, line 3: not a price \(.*{said}"):
+        load_catalog(project)
+
+
+def test_prices_that_could_not_be_read_back_are_not_written(tmp_path: Path) -> None:
+    free = files.Prices(on_demand={KEY: priced("0", "2026-11-20")})
+    with pytest.raises(GpufleetError, match="0 USD"):
+        files.write(free, tmp_path / "prices", date(2026, 11, 21))
+    assert list((tmp_path / "prices").iterdir()) == []
 
 
 def test_a_folder_without_its_files_is_an_error(project: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aws_prices import Ec2, PriceList, refused
 
-from infra.catalog import Price, SpotPrice, files, load_catalog
+from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
 from infra.commands import prices
 from infra.errors import AwsRefused, GpufleetError
 from infra.prices import coverage
@@ -125,6 +125,22 @@ def test_moves_and_zones_that_are_gone_are_printed(refresh: Refresh, capsys: pyt
     printed = capsys.readouterr().out
     assert "on-demand price of g5.2xlarge in us-east-2: 1.212 (2026-01-21) to 9.99" in printed
     assert "g6.xlarge in us-east-2 az2" in printed
+
+
+def test_a_folder_of_a_later_day_hides_the_refresh_and_is_named(
+    refresh: Refresh, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.write(files.read(SHIPPED), project / "prices", date(2031, 1, 1))
+    refresh(listed(), Ec2())
+    assert "Bills go on standing on" in (said := capsys.readouterr().out)
+    assert "2031-01-01, whose name is of a later day: delete that folder." in said
+
+
+def test_prices_of_the_future_are_not_called_young(project: Path) -> None:
+    ahead = load_catalog()
+    assert "20 days in the future: it cannot have been read" in coverage.render(
+        ahead, ["us-east-2"], ahead.as_of - timedelta(days=20)
+    )
 
 
 def test_showing_gives_age_and_coverage_of_every_region(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,29 @@ def test_a_zone_without_a_price_is_left_out_where_others_answer_and_is_named() -
     assert [zone.zone for zone in done.prices.spot["g5.2xlarge", REGION]] == ["az1", "az2"]
 
 
+def test_a_zone_whose_id_is_not_known_takes_no_old_price_away_and_is_named() -> None:
+    ec2 = history(("g5.2xlarge", "az1", "0.40"))
+    ec2.rows.append({**ec2.rows[0], "AvailabilityZone": "us-east-2c", "AvailabilityZoneId": ""})
+    ec2.rows.append({**ec2.rows[0], "AvailabilityZone": "us-east-2-chi-1a", "AvailabilityZoneId": ""})
+    done = run(PriceList(nodes=NODES), ec2, types=["g5.2xlarge"])
+    zones = {zone.zone: zone.price for zone in done.prices.spot["g5.2xlarge", REGION]}
+    old = {zone.zone: zone.price for zone in OLD.spot["g5.2xlarge", REGION]}
+    assert zones["az1"].amount == Decimal("0.40")
+    assert (zones["az2"], zones["az3"]) == (old["az2"], old["az3"])
+    assert not done.gone
+    (kept,) = done.kept
+    assert (kept.what, kept.failed, kept.as_of) == ("spot price of g5.2xlarge in us-east-2c", True, date(2026, 1, 21))
+    assert kept.why == "AWS gives no id for this zone"
+
+
+def test_where_no_zone_has_a_known_id_all_old_spot_prices_stay() -> None:
+    ec2 = history(("g5.2xlarge", "az1", "0.40"))
+    ec2.rows[0]["AvailabilityZoneId"] = ""
+    done = run(PriceList(nodes=NODES), ec2, types=["g5.2xlarge"])
+    assert done.prices.spot["g5.2xlarge", REGION] == OLD.spot["g5.2xlarge", REGION]
+    assert [kept.why for kept in done.kept] == ["AWS gives no id for this zone"]
+
+
 @pytest.mark.parametrize(
     ("usd", "shown"), [("3.636", False), ("3.6361", True), ("0.404", False), ("0.4039", True), ("1.212", False)]
 )

@@ -65,7 +65,7 @@ def test_an_id_in_the_row_itself_needs_no_table_of_zones() -> None:
     ec2 = Ec2(
         rows=[row("0.5", 1, AvailabilityZoneId="use2-az2")], zones_error=refused("UnauthorizedOperation", "Describe")
     )
-    assert [zone.zone for zone in spot_history.read(ec2, ["g5.2xlarge"], NOW)] == ["az2"]
+    assert [zone.zone for zone in spot_history.read(ec2, ["g5.2xlarge"], NOW).prices] == ["az2"]
 
 
 def test_all_pages_count_and_types_and_zones_come_sorted() -> None:
@@ -76,7 +76,7 @@ def test_all_pages_count_and_types_and_zones_come_sorted() -> None:
         row("0.4", 1, "us-east-2a"),
         row("0.8", 1, "us-east-2a", "p5.48xlarge"),
     ]
-    found = spot_history.read(Ec2(rows=rows, zones=zones), ["g5.2xlarge", "p5.48xlarge"], NOW)
+    found = spot_history.read(Ec2(rows=rows, zones=zones), ["g5.2xlarge", "p5.48xlarge"], NOW).prices
     assert [(each.type, each.zone, str(each.median)) for each in found] == [
         ("g5.2xlarge", "az1", "0.4"),
         ("g5.2xlarge", "az2", "0.5"),
@@ -105,7 +105,7 @@ def test_the_real_client_is_asked_by_filter_for_seven_days_of_linux_and_follows_
     zones = [{"ZoneName": "us-east-2a", "ZoneId": "use2-az1", "State": "available"}]
     stub.add_response("describe_availability_zones", {"AvailabilityZones": zones}, {"Filters": ANY})
     with stub:
-        (found,) = spot_history.read(ec2, ["g6.xlarge", "g5.2xlarge"], NOW)
+        (found,) = spot_history.read(ec2, ["g6.xlarge", "g5.2xlarge"], NOW).prices
     assert (found.zone, found.low, found.high) == ("az1", Decimal("0.5"), Decimal("0.7"))
     stub.assert_no_pending_responses()
 
