@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What every run must hold. None, or false: no such rule. Patterns know * and ?."""
+    """What every run must hold. None (no such key) or false: no such rule. Patterns know * and ?."""
 
     max_usd_per_run: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 1_000_000})
     allowed_types: tuple[str, ...] | None = None  # patterns: g5.*
@@ -78,7 +78,7 @@ def broken(policy: Policy, found: Facts) -> tuple[Broken, ...]:
     said: list[Broken] = []
     cap = policy.max_usd_per_run
     if cap is not None and found.usd_p90 is not None and found.usd_p90 > cap:
-        said.append(Broken(rule="max_usd_per_run", message=f"p90 is {found.usd_p90:.2f} USD, allowed are {cap}"))
+        said.append(Broken(rule="max_usd_per_run", message=f"p90 is {found.usd_p90:f} USD, allowed are {cap:f}"))
     if policy.allowed_types is not None:
         others = [type_ for type_ in found.instance_types if not _matches(type_, policy.allowed_types)]
         if others:
@@ -113,6 +113,8 @@ def parse(raw: bytes, source: str) -> Policy:
     for key, node in tree.entries.items():
         if key not in names:
             findings.add(key, f"the keys {', '.join(names)}", nearest(key, names), value=key or "''", node=node)
+        elif isinstance(node, Scalar) and node.is_null:  # a rule whose value was deleted must not be taken for none
+            findings.add(key, "a value", "Leave the key out for no such rule.", node=node)
     owner = tree.entries.get("required_owner")
     if isinstance(owner, Scalar) and not owner.is_null:  # one pattern needs no brackets
         alone = Items(path=owner.path, line=owner.line, items=[owner])

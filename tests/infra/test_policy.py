@@ -32,6 +32,7 @@ def rules(text: str) -> Policy:
     ("text", "said"),
     [
         ("max_usd_per_run: 4", None),
+        ("max_usd_per_run: 1e2", None),
         ("max_usd_per_run: 3.99", "max_usd_per_run: p90 is 4.00 USD, allowed are 3.99"),
         ("allowed_types: [g5.*, g6.xlarge]", None),
         ("allowed_types: [g5.*]", "allowed_types: instance types g6.xlarge, allowed: g5.*"),
@@ -94,6 +95,8 @@ def test_every_rule_is_a_key_of_the_file_and_has_its_words() -> None:
         ("max_usd_per_run: 0", "a number from 0.01 to 1,000,000"),
         ("allowed_types: g5.xlarge", r"Write \[g5.xlarge\]"),
         ("allowed_regions: []", "at least one name or pattern"),
+        ("max_usd_per_run:", "max_usd_per_run: missing; allowed: a value. Leave the key out for no such rule"),
+        ("required_owner: null", "'null' is not accepted; allowed: a value"),
         ("spot_only: true\nspot_only: false", "each key once"),
         ("- spot_only", "sections"),
         ("spot_only: [", "YAML"),
