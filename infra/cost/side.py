@@ -18,7 +18,8 @@ from infra.cost.runtime import Runtime
 from infra.definition import StackDefinition
 
 Hazards = Mapping[Key, Hazard]  # as infra.cost.hazard.learn gives them
-_FEW = 2_000  # simulated runs behind a figure that is only a comparison
+_FEW = 2_000  # simulated runs behind a figure that is only a comparison,
+_ATTEMPTS_OF_FEW = 64  # and nodes of such a run before it is carried on as it went so far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,10 +118,8 @@ def price_side(
     if prepared is None:
         return None
     runs = 1 if capacity == "on-demand" else runs  # nothing is drawn
-    outcome = needed = risk.simulate(prepared.exposure, runs=runs)
-    if outcome.stopped.any():
-        needed = risk.simulate(prepared.unlimited, runs=runs)
-    return settle(prepared, outcome, needed)
+    outcome, needed = risk.simulate_each([prepared.exposure, prepared.unlimited], runs=runs)
+    return settle(prepared, outcome, needed if outcome.stopped.any() else outcome)
 
 
 def settle(prepared: Prepared, outcome: risk.Outcome, needed: risk.Outcome) -> Side:
@@ -180,14 +179,14 @@ def half_speed(side: Side) -> Quantiles:
     """USD to finish if every step takes twice as long."""
     ends = tuple(2 * end for end in side.exposure.phase_ends_h)
     slow = replace(side.exposure, phase_ends_h=ends, max_usd=None, max_hours=None)
-    outcome = risk.simulate(slow, runs=min(_FEW, side.runs))
+    outcome = risk.simulate(slow, runs=min(_FEW, side.runs), attempts=_ATTEMPTS_OF_FEW)
     return _figures(outcome, side.exposure, side.total)[0]
 
 
 def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
     """(word, interruptions per node-hour, mean USD to finish)."""
     fixed = [replace(side.exposure, hazard=hazard, max_usd=None, max_hours=None) for _, hazard in risk.HAZARD_WORDS]
-    outcomes = risk.simulate_each(fixed, runs=min(_FEW, side.runs))
+    outcomes = risk.simulate_each(fixed, runs=min(_FEW, side.runs), attempts=_ATTEMPTS_OF_FEW)
     means = [_figures(outcome, side.exposure, side.total)[0].mean for outcome in outcomes]
     return tuple((word, hazard, mean) for (word, hazard), mean in zip(risk.HAZARD_WORDS, means, strict=True))
 
