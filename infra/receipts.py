@@ -8,7 +8,7 @@ and of the others only those of runs that did what the bill priced: finished, or
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal, InvalidOperation
@@ -16,10 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from infra.errors import GpufleetError
+
 if TYPE_CHECKING:
     from infra.cost.hazard import Observation
 
-FOLDER = "receipts"
+FOLDER, TRACES = "receipts", "traces"
 CAUSES = ("price", "runtime", "interruptions", "other")
 COUNTED = ("finished", "max_usd", "max_hours")  # reasons of runs that the bill's p10 and p90 speak of
 TARGET = 0.8  # share of runs that should end between p10 and p90
@@ -158,11 +160,15 @@ def grade(receipts: Sequence[Receipt]) -> Score | None:
     )
 
 
-def observations(root: Path) -> list[Observation]:
-    """What all spot runs saw of interruptions, one observation per run, type and zone, for infra.cost.hazard.learn."""
+def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:
+    """What is known of interruptions, for infra.cost.hazard.learn: one observation per spot run, type and zone, and one
+    per trace in `traces/` (docs/risk.md), except those of the files `but`.
+
+    Raises GpufleetError for a file in traces/ that is no trace, or one that names no type.
+    """
     from infra.cost.hazard import Observation  # here: numpy, for those who learn only
 
-    found = []
+    found = _of_traces(root / TRACES, {path.resolve() for path in but})
     for receipt in read(root)[0]:
         if receipt.rehearsal:
             continue
@@ -180,6 +186,20 @@ def observations(root: Path) -> list[Observation]:
                         as_of=date.fromisoformat(receipt.at[:10]),
                     )
                 )
+    return found
+
+
+def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
+    found = []
+    for path in sorted(path for path in folder.glob("*") if path.suffix in (".csv", ".json")):
+        if path.resolve() in but:
+            continue
+        from infra.cost.replay import read as read_trace  # here: most projects have no traces
+
+        trace = read_trace(path)
+        if not trace.type:
+            raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
+        found.append(trace.observation())
     return found
 
 

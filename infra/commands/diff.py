@@ -15,6 +15,7 @@ from infra import policy, receipts
 from infra.calibration import FOLDER, RECEIPTS
 from infra.catalog import Catalog
 from infra.cost.hazard import learn
+from infra.cost.side import Hazards
 from infra.errors import GpufleetError
 from infra.loader import project_root
 from infra.review import commits
@@ -67,11 +68,20 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
         notes = [f"{side}: {note}" for side, note in (("BASE", old_note), ("HEAD", new_note)) if note]
         if rules is None and _bytes(folders[0] / "policy.yaml") != _bytes(folders[1] / "policy.yaml"):
             notes.append("**policy.yaml itself changes**; the rules here are HEAD's.")
-        known = tuple(_known(folder, catalog) for folder, catalog in zip(folders, (old, new), strict=True))
+        try:
+            hazards = learn(receipts.observations(folders[1]))
+        except GpufleetError as error:
+            raise GpufleetError(str(error).replace(f"{scratch}/", "")) from None
+        known_new = _known(folders[1], new, hazards)
+        try:
+            hazards = learn(receipts.observations(folders[0]))
+        except GpufleetError:
+            notes.append("BASE: its traces cannot be read; HEAD's hazards stand in")
+        known_old = _known(folders[0], old, hazards)
         if left_out := len(receipts.read(folders[1])[1]):
             notes.append(f"HEAD: damaged receipts, left out: {left_out}; `gpufleet receipts` says which and why")
         rules_held = chosen or policy.Policy()
-        stacks = compare(_texts(folders[0]), _texts(folders[1]), (known[0], known[1]), rules_held, now)
+        stacks = compare(_texts(folders[0]), _texts(folders[1]), (known_old, known_new), rules_held, now)
     return Review(
         base=hashes[0],
         head=hashes[1],
@@ -83,13 +93,13 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
     )
 
 
-def _known(folder: Path, catalog: Catalog) -> Known:
+def _known(folder: Path, catalog: Catalog, hazards: Hazards) -> Known:
     """What the extracted commit in `folder` knows."""
     digest = hashlib.sha256()
-    for path in sorted(path for kind in (FOLDER, RECEIPTS) for path in (folder / kind).glob("*/*.json")):
+    measured = (path for kind in (FOLDER, RECEIPTS, receipts.TRACES) for path in (folder / kind).rglob("*"))
+    for path in sorted(path for path in measured if path.is_file()):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
-    hazards = learn(receipts.observations(folder))
     return Known(catalog=catalog, measured=digest.hexdigest(), folder=folder, hazards=hazards)
 
 

@@ -64,7 +64,7 @@ def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
         as_prepared(definition, root),
         catalog,
         calibrations=find_all(definition, catalog.instances, root),
-        hazards=hazard.learn(observations(root)),
+        hazards=hazard.learn(observations(root, but=args.traces)),  # a trace must not grade what it taught
     ).spot
     if side is None:
         raise GpufleetError(f"{definition.source}: no listed type has a spot price here; there is nothing to replay")

@@ -1,6 +1,6 @@
 """Two commits of the project as folders: only what a bill stands on, read from git's own store, no checkout touched.
 
-That is stacks, policy, prices, and what was measured: calibrations and receipts.
+That is stacks, policy, prices, and what was measured: calibrations, receipts and traces.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from infra.errors import GpufleetError
 _WANTED = re.compile(
     r"stacks/[^/]+\.yaml|policy\.yaml|prices/[^/]+/(on_demand|spot|services)\.csv"
     r"|infra/catalog/(gpus|instances|on_demand|spot|services)\.csv|(calibrations|receipts)/[^/]+/[^/]+\.json"
+    r"|traces/[^/]+\.(csv|json)"
 )
 _REGULAR = ("100644", "100755")  # no links, no submodules
 

@@ -1,6 +1,6 @@
 """What changed between two commits, in dollars and by setting.
 
-Both sides are priced with the code that runs, each with its own commit's prices, calibrations and receipts. The
+Both sides are priced with the code that runs, each with its own commit's prices and measurements. The
 difference of a stack is taken apart from BASE to HEAD: the prices first, then what was measured, then each changed key
 in the file's order, applied on top of those before. A key that cannot stand alone waits for the next ones; what never
 stands alone is one step together. So the steps of a stack sum to its difference exactly, and a key's dollars depend on
@@ -37,9 +37,9 @@ class Known:
     """What a commit knows: its prices, and what was measured."""
 
     catalog: Catalog
-    measured: str  # a name for the content of calibrations/ and receipts/
+    measured: str  # a name for the content of calibrations/, receipts/ and traces/
     folder: Path = field(compare=False)  # with them in it
-    hazards: Hazards = field(compare=False)  # learned from the receipts
+    hazards: Hazards = field(compare=False)  # learned from receipts and traces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -135,6 +135,30 @@ def test_receipts_of_the_commit_teach_its_hazard_and_damaged_ones_are_counted(
     assert "- HEAD: damaged receipts, left out: 1" in run(capsys, base, head)[1]
 
 
+def test_traces_of_a_commit_are_its_own_and_a_broken_one_is_an_error_of_head_only(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {"calibrations/growth/nvidia-a10g.json": calibration(9_000.0)}
+    bad = project.commit({"stacks/growth.yaml": STACK, "traces/a.csv": "at_h\n", **measured})
+    rows = "".join(f"{2 * hour},1\n{2 * hour + 1},0\n" for hour in range(500))
+    (project.folder / next(iter(measured))).unlink()
+    good = project.commit({"traces/a.csv": f"# type=g5.2xlarge\nat_h,available\n{rows}"})
+    with pytest.raises(GpufleetError, match=r"^HEAD/traces/a\.csv: no trace"):
+        diff.make(project.folder, good, bad)
+    code, out = run(capsys, bad, good)
+    assert code == 0
+    assert "- BASE: its traces cannot be read; HEAD's hazards stand in" in out
+    (step,) = reviewed(capsys, bad, good)[1]["growth"]["steps"]
+    assert step["keys"] == ["measurements"]
+    assert Decimal(step["p50"]) < 0
+    spot = project.stack(("capacity: on-demand", "capacity: spot"))
+    (stack,) = diff.make(project.folder, good, spot).stacks
+    assert stack.head
+    assert stack.head.bill
+    assert stack.head.bill.chance
+    assert stack.head.bill.chance.source == "499 interruptions in 500 node-hours seen"
+
+
 def test_a_type_that_only_head_knows_is_priced_at_head_and_unknown_at_base(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:

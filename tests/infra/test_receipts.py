@@ -15,6 +15,7 @@ from commands_world import definition, project
 from infra import receipts
 from infra.cli import main
 from infra.commands import results
+from infra.errors import GpufleetError
 
 
 def receipt(actual: str = "1.10", *, run: str = "r1", stack: str = "small-growth", **changes: Any) -> dict[str, Any]:
@@ -156,6 +157,29 @@ def test_spot_runs_teach_the_hazard_by_type_and_zone(tmp_path: Path) -> None:
     assert (second.zone, second.node_hours, second.interruptions) == ("us-east-2b", 1.0, 0)
     assert first.source == "receipt of small-growth r1"
     assert first.as_of == date(2026, 11, 21)
+
+
+def test_traces_of_the_project_teach_the_hazard_too(tmp_path: Path) -> None:
+    place(tmp_path, receipt())
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    path = folder / "a.csv"
+    path.write_text("# type=g5.2xlarge, zone=us-east-2c\nat_h,available\n0,1\n5,0\n6,1\n10,0\n")
+    (folder / "readme.md").write_text("where these come from")
+    trace, *runs = receipts.observations(tmp_path)
+    assert (trace.type, trace.zone, trace.node_hours, trace.interruptions) == ("g5.2xlarge", "us-east-2c", 9.0, 1)
+    assert len(runs) == 2
+    assert receipts.observations(tmp_path, but=[path]) == runs
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("at_h,available\n0,1\n5,0\n", "names no type"), ("at_h\n", "needs the columns at_h")]
+)
+def test_a_trace_that_teaches_nothing_is_an_error_and_not_ignored(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "a.csv").write_text(text)
+    with pytest.raises(GpufleetError, match=words):
+        receipts.observations(tmp_path)
 
 
 def test_a_receipt_is_kept_by_stack_and_run(tmp_path: Path) -> None:

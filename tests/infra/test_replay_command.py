@@ -136,3 +136,20 @@ def test_the_interval_is_the_one_that_the_projects_receipts_make_the_bill_state(
     main(["cost", "growth", "--json"])
     bill = json.loads(capsys.readouterr().out)
     assert f"stated ${float(bill['needed']['usd']['p10']):.2f} to ${float(bill['needed']['usd']['p90']):.2f}" in out
+
+
+def test_a_trace_does_not_grade_what_it_taught(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("stacks", "traces"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "stacks" / "growth.yaml").write_text(Path(STACK).read_text())
+    monkeypatch.chdir(tmp_path)
+    mine = written(tmp_path / "traces", markov(0.1, seed=1, zone="mine"), type="g5.2xlarge", zone="us-east-2a")
+    main(["cost", "growth", "--json"])
+    assert "node-hours seen" in json.loads(capsys.readouterr().out)["hazard"]["source"]
+    main(["replay", mine, "growth"])
+    assert "log-normal of nine zones" in capsys.readouterr().out
+    other = written(tmp_path, markov(0.1, seed=2, zone="other"), type="g5.2xlarge", zone="us-east-2b")
+    main(["replay", other, "growth"])
+    assert "node-hours seen" in capsys.readouterr().out
