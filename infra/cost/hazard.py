@@ -31,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Nine zones of public spot traces (p3.2xlarge, 2023-02-15 to 2023-04): 0.10 to 1.39 losses per node-hour. A fixed 0.2
-# covers only 60 % of replayed 24 h bills; bench/results/risk.md has what this covers.
+# covers 42 % of replayed 24 h bills (bench/results/risk.md, which has what this covers). Median, sigma and ZONE_SIGMA
+# are of these zones, so on them alone they are no forecast; the table has each zone left out, too.
 HAZARD_MEDIAN = 0.3
 HAZARD_SIGMA = 0.9
 HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
