@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.attention import varlen as _registers_its_operator  # noqa: F401
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
@@ -18,6 +19,7 @@ KEPT = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,  # packed rows on CUDA
     aten.topk.default,  # recomputed, a tie could route a token elsewhere than forward did
 }
 
