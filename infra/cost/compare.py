@@ -25,7 +25,7 @@ from job.config import JobConfig
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
 RUNS_EACH = 250  # simulated runs behind a row of `options`; the rows shown first are simulated again with risk.RUNS
 ATTEMPTS_EACH = 24  # nodes of such a run before it is carried on as it went so far
-REFINED = 24
+REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those that the table shows
 SURE = 0.5  # an option that misses the deadline more often than this is none
 
 
@@ -86,13 +86,13 @@ def every_option(
 
 
 def refined(rows: Sequence[Row], *, hours_left: float | None = None, runs: int = risk.RUNS) -> list[Row]:
-    """The same, the first REFINED of each work simulated with more runs, so that what is read is not noise."""
+    """The same, the first ones of each work simulated with more runs, so that what is read is not noise."""
     seen = Counter[str]()
     first: dict[int, Row] = {}
-    works = len({row.scenario for row in rows})
+    each = max(REFINED_EACH, REFINED // len({row.scenario for row in rows}))
     for row in rows:
         seen[row.scenario] += 1
-        if seen[row.scenario] <= max(1, REFINED // works) and row.ranked and row.side is not None and row.side.runs > 1:
+        if seen[row.scenario] <= each and row.ranked and row.side is not None and row.side.runs > 1:
             first[id(row)] = row
     better = dict(zip(first, again(list(first.values()), hours_left, runs=runs), strict=True))
     return _ranked([better.get(id(row), row) for row in rows], hours_left)

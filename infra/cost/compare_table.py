@@ -136,7 +136,8 @@ def _losers(rows: Sequence[Row]) -> Iterator[str]:
         return
     groups: dict[str, Counter[str]] = {}
     for row in rows:
-        groups.setdefault(row.lost, Counter())[row.type] += 1
+        reason = row.lost.replace(f"{row.type}: ", "").replace(row.type, "it")
+        groups.setdefault(reason, Counter())[row.type] += 1
     yield f"Cannot be run ({len(rows)} options):"
     for reason, types in sorted(groups.items(), key=lambda pair: -sum(pair[1].values()))[:_REASONS]:
         names = ", ".join(sorted(types))

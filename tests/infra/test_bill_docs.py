@@ -1,0 +1,60 @@
+"""docs/bill.md and docs/compare.md name every key that programs get, and no command pulls in what a bill must not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cost_definitions import definition
+
+from infra.catalog import load_catalog
+from infra.commands.compare import _row
+from infra.cost import compare, deadline
+from infra.cost.bill import price
+
+ROOT = Path(__file__).parents[2]
+CATALOG = load_catalog()
+
+
+def documented(page: str) -> set[str]:
+    """Every word in backticks, `a.b` as both and `x[]` as x."""
+    text = (ROOT / "docs" / page).read_text()
+    return {part for words in re.findall(r"`([^`\n]+)`", text) for part in re.split(r"[.\[\] ]+", words) if part}
+
+
+def test_each_key_of_the_bill_is_in_its_page() -> None:
+    tree = price(definition(), CATALOG, runs=100).to_json()
+    keys = set(tree)
+    for name in ("cadence", "hazard", "reclaimed_a_month", "cap", "kept", "spot"):
+        keys |= set(tree[name])
+    for name in ("lines", "types", "fits", "notice", "phases"):
+        keys |= set(tree[name][0])
+    assert keys - documented("bill.md") == set()
+
+
+def test_each_key_of_a_comparison_is_in_its_page() -> None:
+    plan = definition()
+    (row,) = compare.scenarios(plan, [], CATALOG, runs=100)
+    tree = _row(row)
+    keys = set(tree) | set(tree["claim"]) | set(deadline.Policy.__dataclass_fields__)
+    assert keys - documented("compare.md") == set()
+
+
+def test_each_option_of_the_comparison_is_in_its_page() -> None:
+    page = (ROOT / "docs" / "compare.md").read_text()
+    for option in ("--scenario", "--within", "--matrix", "--all", "--plot", "--json"):
+        assert f"`{option}" in page
+
+
+@pytest.mark.parametrize("module", ["infra.cost.bill", "infra.cost.compare", "infra.cost.table", "infra.cost.replay"])
+def test_the_cost_package_imports_no_torch_no_pulumi_no_boto3_and_no_http(module: str) -> None:
+    code = (
+        f"import sys, {module}\n"
+        "heavy = {'torch', 'pulumi', 'pulumi_aws', 'boto3', 'botocore', 'grpc', 'http.client', 'matplotlib'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
