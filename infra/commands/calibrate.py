@@ -23,6 +23,7 @@ from infra.loader import load, project_root
 from job import atomic, measured, probe, sizing
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.supervisor import machine
+from job.train.metrics import WARM_UP
 
 LINES = 10  # of metrics.jsonl per phase, at least: each is one figure of the spread
 EVALUATIONS = 3  # per phase, where the run evaluates at all
@@ -68,6 +69,12 @@ def calibrate(
             " with the GPU that the bill is for, or use --rehearsal"
         )
     plan, ranks = shorten(config, steps), sizing.ranks(config, len(gpus))
+    too_short = [size for size in sizing.phases(config) if 0 < size.steps <= WARM_UP]
+    if too_short:
+        raise GpufleetError(
+            f"{definition.source}: phase {too_short[0].name} has {too_short[0].steps} optimizer steps, and the first"
+            f" {WARM_UP} of a phase count in no figure: this run cannot be measured, its bill stays uncalibrated"
+        )
     with tempfile.TemporaryDirectory(prefix="gpufleet-probe-") as scratch:
         workdir = keep or Path(scratch)
         place(definition, plan, root, workdir)

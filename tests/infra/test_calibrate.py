@@ -123,6 +123,16 @@ def test_a_probe_of_the_rehearsal_promises_no_bill(
     assert "commit it" not in said
 
 
+def test_a_run_with_too_few_steps_is_told_that_no_probe_can_measure_it(
+    path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
+    path.write_text(path.read_text().replace("amzn2023}", "amzn2023, parameters: {steps_per_phase: 10}}"))
+    assert main(["calibrate", "small-growth"]) == 2
+    assert "phase dense has 10 optimizer steps" in capsys.readouterr().err
+    assert not probed
+
+
 def test_cuda_without_a_gpu_says_where_to_run_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = definition(path)
     config = replace(wanted.job.parameters, device="cuda")
