@@ -31,6 +31,7 @@ from job.kernels.catalog import TASKS
 from job.models import decoder, hf
 from job.models.decoder import Decoder
 from job.train import optimizer, parallel
+from job.train import step as training
 from job.train.experiment import Experiment, Phase, Session, Work
 from job.train.packed_rows import PackedBatches
 
@@ -124,7 +125,8 @@ class Kernel(Experiment):
         done = self._step + 1
         if self.config.data.curriculum and done < phase.last:
             assert isinstance(module, Decoder)
-            rates = kernel_stages.pass_rates(self, module)
+            with training.as_written(module):
+                rates = kernel_stages.pass_rates(self, module)
             module.train()
             self.progress["evaluations"].append([done, rates])
             half = sorted(task for task, rate in rates.items() if curriculum.LOW <= rate <= curriculum.HIGH)

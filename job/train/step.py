@@ -72,3 +72,17 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
             del block.forward
         if blocks:
             torch.compiler.reset()  # graphs of all phases share one cache: more than 8 (12 + 4 windows) are an error
+
+
+@contextlib.contextmanager
+def as_written(module: nn.Module) -> Iterator[None]:
+    """Within `compiled`, for a while without it: generation has another shape at every token, and a graph for each."""
+    blocks = [block for block in getattr(module, "blocks", ()) if "forward" in vars(block)]
+    forwards = [block.forward for block in blocks]
+    for block in blocks:
+        del block.forward
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, forwards, strict=True):
+            block.forward = forward
