@@ -77,7 +77,9 @@ class Score:
 def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]]:
     """Every receipt under `root` (the project), by stack and oldest first, and a sentence for each that is none."""
     found, damaged = [], []
-    for path in sorted((root / FOLDER).glob(f"{stack or '*'}/*.json")):
+    for path in sorted((root / FOLDER).glob("*/*.json")):
+        if stack not in (None, path.parent.name):
+            continue
         try:
             receipt = parse(path.read_bytes())
             if receipt.stack != path.parent.name:

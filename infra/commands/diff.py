@@ -166,7 +166,11 @@ def _bytes(path: Path) -> bytes:
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all: a workflow that posts a half review would be believed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     building = path.with_name(f".{path.name}.{os.getpid()}")
-    building.write_text(text, encoding="utf-8")
-    building.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        building.write_text(text, encoding="utf-8")
+        building.replace(path)
+    except OSError as error:
+        building.unlink(missing_ok=True)
+        raise GpufleetError(f"--out {path} cannot be written: {error.strerror}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,6 +62,11 @@ def refresh(catalog: Catalog, regions: list[str], to: Path, *, pricing: Any, ec2
     types = [name for name, each in catalog.instances.items() if each.left_ec2 is None or each.left_ec2 >= now.date()]
     found = files.folders(to)
     old = files.newer(files.read(SHIPPED), files.read(found[-1])) if found else files.read(SHIPPED)
+    near = next(path for path in (to.absolute(), *to.absolute().parents) if path.exists())
+    if not near.is_dir() or not os.access(near, os.W_OK):  # before hundreds of questions
+        raise GpufleetError(
+            f"{to} is no folder that prices can go into: {near} is no folder, or must not be written to"
+        )
     print(f"Asking AWS for {len(types)} GPU types and the service prices in {', '.join(regions)} ...")
     done = read_anew(old, types, regions, pricing=pricing, ec2_in=ec2_in, now=now)
     if not done.read:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 import review_world
 from review_world import Project, reviewed, run
 
+from infra.commands import diff
+from infra.errors import GpufleetError
 from infra.review.markdown import MARKER
 
 
@@ -73,6 +76,14 @@ def test_out_writes_the_file_and_keeps_the_exit_code(project: Project, capsys: p
     assert (code, out) == (1, "")
     assert (project.folder / "review" / "comment.md").read_text().startswith(MARKER)
     assert [path.name for path in (project.folder / "review").iterdir()] == ["comment.md"]
+
+
+def test_an_out_that_cannot_be_written_is_an_error_and_not_exit_1(project: Project) -> None:
+    head = project.stack()
+    (project.folder / "folder").mkdir()
+    with pytest.raises(GpufleetError, match="--out folder cannot be written"):
+        diff.run(argparse.Namespace(base=head, head=head, policy=None, json=False, out=Path("folder")))
+    assert not list(project.folder.glob(".folder*"))
 
 
 def test_the_page_documents_every_key_of_the_json(project: Project, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,12 @@ def test_an_embedded_aws_makes_prices_up_and_is_not_asked(project: Path, monkeyp
     assert not (project / "prices").exists()
 
 
+def test_a_place_that_no_folder_can_have_is_an_error_before_anything_is_asked(project: Path) -> None:
+    (project / "file").write_text("")
+    with pytest.raises(GpufleetError, match="no folder that prices can go into"):
+        prices.refresh(load_catalog(), ["us-east-2"], project / "file", pricing=None, ec2_in=None, now=NOW)
+
+
 def test_two_refreshes_of_a_day_are_two_folders_and_the_second_counts(refresh: Refresh, project: Path) -> None:
     first = listed()
     first.nodes["g5.2xlarge", "us-east-2"] = "1.30"

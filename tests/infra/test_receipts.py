@@ -146,6 +146,7 @@ def test_runs_are_seen_oldest_first_and_one_stack_alone(tmp_path: Path) -> None:
     place(tmp_path, receipt(run="c", stack="two-tower"), "c", stack="two-tower")
     assert [each.run for each in receipts.read(tmp_path)[0]] == ["b", "a", "c"]
     assert [each.run for each in receipts.read(tmp_path, "two-tower")[0]] == ["c"]
+    assert [receipts.read(tmp_path, other) for other in ("/etc", "*", "")] == [([], [])] * 3
 
 
 def test_spot_runs_teach_the_hazard_by_type_and_zone(tmp_path: Path) -> None:
