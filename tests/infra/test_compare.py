@@ -12,7 +12,9 @@ import pytest
 
 from infra.catalog import load_catalog
 from infra.cost import compare, compare_table, criteria
+from infra.cost.bill import price
 from infra.cost.compare_rows import Row
+from infra.cost.hazard import Hazard, Key
 from infra.definition import StackDefinition
 from infra.loader import load
 from infra.scenarios import scenarios
@@ -269,3 +271,25 @@ def test_a_scenario_lies_over_the_file_and_leaves_the_rest() -> None:
     assert deep.limits == definition.limits
     own = next(variant for variant in variants if variant.scenario == "m44x2816-5000")
     assert replace(own, scenario="", variant=definition.variant) == definition
+
+
+def test_a_scenario_costs_in_the_comparison_what_its_own_bill_says_it_takes_to_finish() -> None:
+    plan, _ = stack("tinystories-growth")
+    (row,) = compare.scenarios(plan, [plan], load_catalog(), runs=1000)
+    found = price(plan, load_catalog(), runs=1000).chosen
+    assert (row.usd, row.hours, row.interruptions) == (found.needed_usd, found.needed_hours, found.interruptions)
+
+
+def test_what_was_learned_of_a_type_moves_its_spot_rows_alone() -> None:
+    rough = {Key("g5.2xlarge", None): Hazard(median=3.0, sigma=0.1, source="a test")}
+    plan, _ = stack("tinystories-growth")
+    plain, learned = (
+        {
+            (row.type, row.capacity): row
+            for row in compare.every_option(plan, [plan], load_catalog(), hazards=hazards, runs=100)
+        }
+        for hazards in (None, rough)
+    )
+    moved = {key for key in plain if plain[key].usd != learned[key].usd}
+    assert moved == {("g5.2xlarge", "spot")}
+    assert learned["g5.2xlarge", "spot"].interruptions > plain["g5.2xlarge", "spot"].interruptions
