@@ -54,8 +54,11 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
     now = commits.moment(project, hashes[1])
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as scratch:
         folders = [Path(scratch) / side for side in ("BASE", "HEAD")]
-        for commit, folder in zip(hashes, folders, strict=True):
-            commits.extract(project, commit, folder)
+        links = [commits.extract(project, commit, folder) for commit, folder in zip(hashes, folders, strict=True)]
+        if links[1]:  # what it leads to would be run, and would be in no review
+            raise GpufleetError(
+                f"HEAD has {links[1][0]} as a link, which a review does not follow: commit the file itself"
+            )
         try:
             new, new_note = commits.catalog(folders[1])
             chosen = _policy(folders[1], rules)

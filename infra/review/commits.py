@@ -38,24 +38,31 @@ def moment(project: Path, commit: str) -> datetime:
     return datetime.fromtimestamp(int(_git(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)), UTC)
 
 
-def extract(project: Path, commit: str, folder: Path) -> None:
-    """Writes the commit's stacks, policy and prices into `folder`, laid out as in the project."""
+def extract(project: Path, commit: str, folder: Path) -> list[str]:
+    """Writes what a bill of the commit stands on into `folder`, laid out as in the project. Gives the paths that are
+    links there: they are not followed."""
     top = Path(_git(project, "rev-parse", "--show-toplevel").decode().strip())
     prefix = project.resolve().relative_to(top.resolve()).as_posix()
     prefix = "" if prefix == "." else f"{prefix}/"
     listed = _git(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "backslashreplace")
     blobs: dict[str, str] = {}
+    links: list[str] = []
     for entry in filter(None, listed.split("\0")):
         facts, _, path = entry.partition("\t")
         mode, _, blob = facts.split(" ")
         inside = path.removeprefix(prefix)
-        if mode in _REGULAR and path.startswith(prefix) and _WANTED.fullmatch(inside):
+        if not path.startswith(prefix) or not _WANTED.fullmatch(inside):
+            continue
+        if mode in _REGULAR:
             blobs[inside] = blob
+        else:
+            links.append(inside)
     (folder / "stacks").mkdir(parents=True)
     for path, content in zip(blobs, _contents(top, list(blobs.values())), strict=True):
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
+    return links
 
 
 def catalog(folder: Path) -> tuple[Catalog, str]:

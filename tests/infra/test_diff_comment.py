@@ -62,11 +62,17 @@ def test_it_works_where_the_project_is_a_folder_of_the_repository(
     assert stacks["growth"]["steps"][0]["keys"] == ["storage.keep.days"]
 
 
-def test_links_in_the_tree_are_not_followed(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    base = project.stack()
-    (project.folder / "stacks" / "linked.yaml").symlink_to("/etc/hostname")
-    head = project.commit({})
-    _, out = run(capsys, base, head)
+@pytest.mark.parametrize("name", ["stacks/linked.yaml", "policy.yaml"])
+def test_a_link_is_not_followed_and_head_may_not_have_one(
+    project: Project, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    good = project.stack()
+    (project.folder / name).symlink_to("/etc/hostname")
+    linked = project.commit({})
+    with pytest.raises(GpufleetError, match=f"HEAD has {name} as a link"):
+        run(capsys, good, linked)
+    code, out = run(capsys, linked, good)
+    assert code == 0
     assert "linked" not in out
 
 
