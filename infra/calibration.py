@@ -256,7 +256,7 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
     if int(tree["device"]["ranks"]) != ranks:
         return f"it was measured with {tree['device']['ranks']} processes, {instance.type} would run {ranks}"
     if tree["code_sha256"] != _code():
-        return "the code that trains (job/train, job/models, job/experiments) has changed"
+        return "the code that trains (job/train, job/models, job/experiments, job/sizing) has changed"
     known = {phase["name"] for phase in tree["phases"]}
     lacking = [size.name for size in sizing.phases(config) if size.steps and size.name not in known]
     return f"it did not reach phase {lacking[0]}" if lacking else ""

@@ -51,7 +51,7 @@ _FREE = (
     "optim",
 )
 _COUNTS = ("optim.kind",)  # although its section is free
-_CODE = ("train", "models", "experiments")  # folders of job/ that decide how long a step takes
+_CODE = ("train", "models", "experiments", "sizing")  # folders of job/ that decide how long a step takes
 _SAVED = re.compile(r"saved (\d+) \(\w+, ([0-9.]+) MB, blocked ([0-9.]+) s\)")
 
 
