@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from job import atomic, sizing
+from job.config import KEEPS_BEST
 from job.dataset.prepare import read_manifest
 from job.train import device, metrics, optimizer, step
 from job.train.checkpoint import Commit, Found, Reason, Saved, State
@@ -28,7 +29,9 @@ from job.train.guard import SpikeGuard
 from job.train.journal import Journal
 
 REASON_CHARACTERS = 200  # of a stop request, so that it fits the message in which ranks agree
-BEST_SPACING = 0.1  # of the cadence: an improvement sooner than this after the last save is not saved by itself
+BEST_SPACING = (
+    0.1  # of the cadence: an improvement sooner than this after a save is not saved, unless it is exported
+)
 
 
 class Loop:
@@ -173,6 +176,8 @@ class Loop:
         since, interval = time.monotonic() - self._saved_at, self.config.checkpoint.interval_s
         improved = val_loss is not None and val_loss < self._best
         wished = self.session.requests.save()
+        if improved and isinstance(self.config, KEEPS_BEST):
+            return "best"  # what the run leaves are these very weights: worth waiting for a save under way
         if self.session.checkpoints.busy:
             if wished:
                 self._journal.event("a save is on its way already")

@@ -26,7 +26,6 @@ import os, sys, warnings
 from pathlib import Path
 import torch
 import job.experiments.pretrain as pretrain
-import job.train.loop as loop
 from job.train import __main__ as trainer
 from train_world import StopAt
 torch.set_num_threads(1)
@@ -37,7 +36,7 @@ class Rising(pretrain.Pretrain):
 for work in sys.argv[1:]:
     folder, _, look = work.partition(":")
     if folder.endswith("rising"):
-        pretrain.Pretrain, loop.BEST_SPACING = Rising, 0.0
+        pretrain.Pretrain = Rising
     code = trainer.train(Path(folder), 0, StopAt(Path(folder), int(look) if look else None))
     assert code == 0, code
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)

@@ -112,7 +112,6 @@ def test_a_rising_validation_ends_the_run_and_the_best_weights_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
-    monkeypatch.setattr("job.train.loop.BEST_SPACING", 0.0)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
     written: dict[int, Any] = {}
     schedule = Rising.schedule
@@ -138,7 +137,6 @@ def test_an_end_by_early_stop_is_repeated_without_a_step_when_it_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
-    monkeypatch.setattr("job.train.loop.BEST_SPACING", 0.0)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
     assert world.train(workdir, world.StopAt(workdir, 30)) == trainer.STOPPED  # behind the last step
     assert max(world.committed(workdir)) == 28
@@ -150,7 +148,6 @@ def test_where_the_best_checkpoint_is_gone_what_is_exported_is_said_to_be_what_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
-    monkeypatch.setattr("job.train.loop.BEST_SPACING", 0.0)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
     assert world.train(workdir, world.StopAt(workdir, 22)) == trainer.STOPPED
     shutil.rmtree(workdir / "ckpt" / "step_00000012")  # as on another node, which has the newest alone
