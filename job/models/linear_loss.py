@@ -60,8 +60,8 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_x_Nd, grad_weight_Vd = ctx.saved_tensors
         return (
-            None if grad_x_Nd is None else grad_x_Nd * slope.to(grad_x_Nd.dtype),
-            None if grad_weight_Vd is None else grad_weight_Vd * slope.to(grad_weight_Vd.dtype),
+            None if grad_x_Nd is None else grad_x_Nd * slope,
+            None if grad_weight_Vd is None else grad_weight_Vd * slope,
             None,
             None,
         )

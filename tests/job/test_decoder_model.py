@@ -205,6 +205,17 @@ def test_the_chunked_loss_and_its_gradients_equal_torchs(dtype: torch.dtype) -> 
     torch.testing.assert_close(our_weight, weight.grad, **tight)
 
 
+def test_the_size_of_a_batch_scales_the_gradient_without_being_rounded() -> None:
+    x = torch.randn(4, 8, generator=generator()).to(torch.bfloat16).requires_grad_()
+    weight = torch.eye(8, dtype=torch.bfloat16) * 2
+    loss = linear_loss(x, weight, torch.arange(4))
+    (whole,) = torch.autograd.grad(loss, x, retain_graph=True)
+    share = 1 / 255  # 0.4 % below the next number in bf16
+    (loss * share).backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, (whole.float() * share).to(torch.bfloat16))
+
+
 def test_a_frozen_head_gets_no_gradient_and_evaluation_makes_none() -> None:
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
     linear_loss(x, weight, torch.arange(5)).backward()
