@@ -11,6 +11,7 @@ from job.dataset.characters import SYMBOLS
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
+ADAMW_LR = 0.01  # of hidden matrices; AdamW moves every weight by about that much at each step, whatever the gradient
 BACKWARD = 10  # tensors of the width that one block's backward pass holds besides (counted on the CPU, 2026-11-21)
 
 
@@ -22,6 +23,10 @@ def problems(config: PretrainConfig) -> list[tuple[str, str]]:
         found.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
     if m.kv_heads is not None and heads(m) % m.kv_heads:
         found.append(("model.kv_heads", f"a divisor of the number of heads, {heads(m)}"))
+    if config.optim.kind == "adamw" and config.optim.lr > ADAMW_LR:
+        found.append(
+            ("optim.lr", f"at most {ADAMW_LR:g} with kind: adamw, not {config.optim.lr:g}: 0.02 is Muon's, try 3e-4")
+        )
     for name, values in (("optim.betas", config.optim.betas), ("optim.momentum", config.optim.momentum)):
         if len(values) != 2:
             found.append((name, f"two numbers, not {len(values)}"))

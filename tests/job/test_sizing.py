@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from job import sizing
-from job.config import Batch, GrowthConfig, GrowthModel, KernelConfig, Precision, SftConfig, TextData
+from job.config import Batch, GrowthConfig, GrowthModel, KernelConfig, Precision, PretrainConfig, SftConfig, TextData
+from job.config.pretrain import MuonAdamW
 
 FULL = GrowthConfig()
 SMALL = replace(
@@ -159,3 +160,10 @@ def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
     assert sizing.phases(sizing.with_facts(kernel, rows))[0].steps == -(-150 * 8192 // kernel.batch.tokens)
     assert sizing.with_facts(config, {}) == config
     assert sizing.with_facts(FULL, facts) == FULL
+
+
+def test_muons_rate_is_refused_for_adamw() -> None:
+    assert sizing.problems(PretrainConfig()) == []
+    ((path, text),) = sizing.problems(replace(PretrainConfig(), optim=MuonAdamW(kind="adamw")))
+    assert path == "optim.lr"
+    assert "0.02 is Muon's" in text
