@@ -18,11 +18,11 @@ SHAPE = Shape(
 )
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """How often each operator ran."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
