@@ -168,9 +168,8 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
     name, timeline = rehearsal.name, rehearsal.timeline
     if not rehearsal.definition.storage.dataset.startswith("s3://"):
         with step(rehearsal, "prepare"):
-            timeline.add(
-                "prepared", _last_line(command(rehearsal, "prepare", name)).replace(f"{rehearsal.project}/", "")
-            )
+            for line in command(rehearsal, "prepare", name).strip().splitlines()[-2:]:  # the dataset, the prediction
+                timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
         said = command(rehearsal, "doctor", name, "--pin")
         for line in said.splitlines():
@@ -303,11 +302,6 @@ def _ok(result: Result) -> Result:
 
 def _changes(result: Result) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(result.changes.items())) or "nothing"
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else "done"
 
 
 def _logger(path: Path) -> Callable[[str], None]:
