@@ -23,7 +23,8 @@ from infra.definition import StackDefinition
 from job.config import JobConfig
 
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
-RUNS_EACH = 250  # simulated runs behind a row of `options`; the rows shown first are simulated again with risk.RUNS
+RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
+RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these
 ATTEMPTS_EACH = 24  # nodes of such a run before it is carried on as it went so far
 REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those that the table shows
 SURE = 0.5  # an option that misses the deadline more often than this is none
@@ -85,16 +86,18 @@ def every_option(
     return _ranked(filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH), hours_left)
 
 
-def refined(rows: Sequence[Row], *, hours_left: float | None = None, runs: int = risk.RUNS) -> list[Row]:
+def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:
     """The same, the first ones of each work simulated with more runs, so that what is read is not noise."""
     seen = Counter[str]()
-    first: dict[int, Row] = {}
+    shown: dict[int, list[Row]] = {risk.RUNS: [], RUNS_SHOWN: []}
     each = max(REFINED_EACH, REFINED // len({row.scenario for row in rows}))
     for row in rows:
         seen[row.scenario] += 1
         if seen[row.scenario] <= each and row.ranked and row.side is not None and row.side.runs > 1:
-            first[id(row)] = row
-    better = dict(zip(first, again(list(first.values()), hours_left, runs=runs), strict=True))
+            shown[risk.RUNS if seen[row.scenario] == 1 else RUNS_SHOWN].append(row)
+    better: dict[int, Row] = {}
+    for runs, some in shown.items():
+        better.update(zip(map(id, some), again(some, hours_left, runs=runs), strict=True))
     return _ranked([better.get(id(row), row) for row in rows], hours_left)
 
 

@@ -233,7 +233,7 @@ def test_the_frontier_falls_in_dollars_only_where_hours_rise() -> None:
 
 
 def test_refining_keeps_the_order_by_mean_dollars() -> None:
-    again = compare.refined(options(), runs=2000)
+    again = compare.refined(options())
     means = [row.usd.mean for row in again if row.ranked and row.usd]
     assert means == sorted(means)
     first = next(row for row in again if row.ranked and row.capacity == "spot")
