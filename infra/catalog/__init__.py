@@ -18,19 +18,21 @@ from __future__ import annotations
 
 import csv
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from infra.catalog import files
 from infra.catalog.files import ZONES, Price, SpotPrice, Status
-from infra.errors import PriceMissing
+from infra.errors import GpufleetError, PriceMissing
 
 __all__ = ["Catalog", "Gpu", "Instance", "Price", "SpotPrice", "Status", "load_catalog", "project_prices"]
 
 SHIPPED = Path(__file__).parent
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +155,7 @@ def project_prices(start: Path) -> Path:
 @cache
 def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
     """The facts in `shipped`, with the prices of `refreshed` where these are not older."""
-    gpus = {row["gpu"]: _gpu(row) for row in _rows(shipped / "gpus.csv")}
+    gpus = _table(shipped / "gpus.csv", "gpu", _gpu)
     prices, name = files.read(shipped), "shipped"
     if refreshed is not None:
         over = files.read(refreshed)
@@ -162,16 +164,28 @@ def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
     return Catalog(
         as_of=prices.newest,
         name=name,
-        instances={row["type"]: _instance(row, gpus) for row in _rows(shipped / "instances.csv")},
+        instances=_table(shipped / "instances.csv", "type", lambda row: _instance(row, gpus)),
         services=prices.services,
         on_demand_prices=prices.on_demand,
         spot_prices=prices.spot,
     )
 
 
-def _rows(path: Path) -> Iterator[dict[str, str]]:
+def _table(path: Path, key: str, make: Callable[[dict[str, str]], _T]) -> dict[str, _T]:
+    """Rows by `key`. Raises GpufleetError, with file and line, for one that says no such thing."""
+    found: dict[str, _T] = {}
     with path.open(encoding="utf-8", newline="") as lines:
-        yield from csv.DictReader(lines)
+        reader = csv.DictReader(lines, restval="")
+        for row in reader:
+            try:
+                if row[key] in found:
+                    raise ValueError(f"{row[key]} is there twice")
+                found[row[key]] = make(row)
+            except KeyError as error:
+                raise GpufleetError(f"{path}, line {reader.line_num}: {error} is not known") from None
+            except ValueError as error:
+                raise GpufleetError(f"{path}, line {reader.line_num}: {error}") from None
+    return found
 
 
 def _gpu(row: dict[str, str]) -> Gpu:
@@ -186,13 +200,16 @@ def _gpu(row: dict[str, str]) -> Gpu:
 
 
 def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
+    count, share = int(row["gpu_count"]), float(row["gpu_share"])
+    if count < 1 or not 0 < share <= 1 or (share < 1 and count > 1):
+        raise ValueError(f"{count} GPUs with a share of {share:g}: allowed: 1 or more whole ones, or a share of one")
     return Instance(
         type=row["type"],
         vcpu=int(row["vcpu"]),
         memory_gib=float(row["memory_gib"]),
         gpu=gpus[row["gpu"]],
-        gpu_count=int(row["gpu_count"]),
-        gpu_share=float(row["gpu_share"]),
+        gpu_count=count,
+        gpu_share=share,
         nvme_gb=float(row["nvme_gb"]),
         network_gbps=float(row["network_gbps"]),
         ebs_gbps=float(row["ebs_gbps"]),

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import infra.catalog
-from infra.catalog import load_catalog
-from infra.errors import PriceMissing
+from infra.catalog import SHIPPED, load_catalog, read_catalog
+from infra.errors import GpufleetError, PriceMissing
 
 FILES = sorted(Path(infra.catalog.__file__).parent.glob("*.csv"))
 CATALOG = load_catalog()
@@ -135,3 +135,23 @@ def test_zones_are_names_of_their_region() -> None:
 def test_loading_the_catalog_imports_nothing_heavy() -> None:
     code = "import sys, infra.catalog as c; c.load_catalog(); print(*{'numpy', 'yaml', 'boto3'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("g9.xlarge,4,16,NoGpu,1,1,0,5,1,1,unknown,,a test,2026-01-01", "'NoGpu' is not known"),
+        ("g9.xlarge,4", "invalid literal"),
+        ("g9.xlarge,4,16,L4,0,1,0,5,1,1,unknown,,a test,2026-01-01", "0 GPUs with a share of 1"),
+        ("g9.xlarge,4,16,L4,1,0,0,5,1,1,unknown,,a test,2026-01-01", "1 GPUs with a share of 0"),
+        ("g5.xlarge,4,16,A10G,1,1,0,5,1,1,unknown,,a test,2026-01-01", "g5.xlarge is there twice"),
+    ],
+)
+def test_a_broken_row_of_the_types_is_an_error_with_its_line(tmp_path: Path, row: str, said: str) -> None:
+    for path in SHIPPED.glob("*.csv"):
+        (tmp_path / path.name).write_text(path.read_text())
+    types = tmp_path / "instances.csv"
+    types.write_text(types.read_text() + row + "\n")
+    line = len(types.read_text().splitlines())
+    with pytest.raises(GpufleetError, match=rf"instances\.csv, line {line}: .*{said}"):
+        read_catalog(tmp_path, None)
