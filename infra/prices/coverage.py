@@ -38,7 +38,7 @@ def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
     days = found["catalog"]["age_days"]
     age = f"{days} days old" if days >= 0 else f"{-days} days in the future: it cannot have been read"
     lines = [
-        f"Prices: {catalog.name}; the newest is of {catalog.as_of}, {age}. * = inferred, not read at AWS.",
+        f"Prices: {catalog.name}; the newest is of {catalog.as_of}, {age}. * = inferred, not read in any source.",
         "",
     ]
     lines += _types(catalog, regions[0], today) if len(regions) == 1 else _counts(found["regions"])
