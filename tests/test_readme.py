@@ -1,34 +1,92 @@
-"""The README cannot rot: every command block is run here, or is marked as needing AWS (```sh aws)."""
+"""The README and the pages cannot rot: commands are run, shown outputs are compared, every command and page is there.
+
+```sh          run here, in the checkout
+```console     `$ command` and what it prints, compared with what it prints now; `...` stands for lines left out
+```sh setup    the two make commands; CI runs them
+```sh aws      needs an account: only checked to name commands that exist
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
+from infra.cli import COMMANDS
+
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```sh([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text()
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+STACKS = sorted(path.stem for path in (ROOT / "stacks").glob("*.yaml"))
+BLOCK = re.compile(r"^```(sh|console)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)\s]*\)")
+CODE = re.compile(r"`([^`\n]+)`")
 MAKE_COMMANDS = ("make rehearse", "make test")
+BRANCH = (("steps_per_phase: 1000", "steps_per_phase: 4000"), ("capacity: spot", "capacity: on-demand"))
 
 
-def blocks() -> list[tuple[str, str]]:
-    """(marker, commands) of each shell block of the README, in order."""
-    return [(marker.strip(), body) for marker, body in BLOCK.findall((ROOT / "README.md").read_text())]
+def blocks(kind: str, marker: str = "") -> list[str]:
+    """The README's blocks of that kind and marker, in order."""
+    return [body for name, more, body in BLOCK.findall(README) if (name, more.strip()) == (kind, marker)]
 
 
 def commands(marker: str) -> list[str]:
-    """The lines of the blocks with that marker, comments and blank lines left out."""
-    lines = [line.strip() for found, body in blocks() if found == marker for line in body.splitlines()]
+    """The lines of the `sh` blocks with that marker, comments and blank lines left out."""
+    lines = [line.strip() for body in blocks("sh", marker) for line in body.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
+def shown() -> dict[str, list[str]]:
+    """Command -> the lines that the README shows of its output."""
+    found = {}
+    for body in blocks("console"):
+        first, *lines = body.splitlines()
+        found[first.removeprefix("$ ")] = lines
+    return found
+
+
+def ran(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """The command as a user types it in `folder`: no credentials, nothing of this session's environment."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    bare = {"PATH": path, "HOME": str(home), "LANG": "C.UTF-8"}
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=bare, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stacks and nothing prepared, measured or refreshed, in a repository with the branches main and longer."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(ROOT / "stacks", folder / "stacks")
+    git = "git -c user.name=me -c user.email=me@example.org -c commit.gpgsign=false"
+    begin = f"git init -q && git checkout -q -b main && git add -A && {git} commit -qm one && git checkout -q -b longer"
+    assert ran(begin, folder, folder).returncode == 0
+    growth = folder / "stacks" / "tinystories-growth.yaml"
+    text = growth.read_text()
+    for before, after in BRANCH:
+        assert before in text
+        text = text.replace(before, after, 1)
+    growth.write_text(text)
+    assert ran(f"{git} commit -qam two && git checkout -q main", folder, folder).returncode == 0
+    return folder
+
+
+def same(line: str) -> str:
+    """Without what every day changes."""
+    return re.sub(r"\d+ days old", "N days old", line.rstrip())
+
+
 def test_every_block_is_run_here_or_marked_as_needing_aws() -> None:
-    assert blocks(), "the README has no command blocks"
-    assert {marker for marker, _ in blocks()} <= {"", "aws", "setup"}
+    marked = {(name, marker.strip()) for name, marker, _ in BLOCK.findall(README)}
+    assert marked == {("sh", ""), ("sh", "setup"), ("sh", "aws"), ("console", "")}
 
 
 def test_the_two_make_commands_are_what_ci_runs() -> None:
@@ -40,15 +98,83 @@ def test_the_two_make_commands_are_what_ci_runs() -> None:
 
 @pytest.mark.parametrize("command", commands(""))
 def test_command_of_the_readme_runs(command: str, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    bare = {"PATH": path, "HOME": str(tmp_path), "LANG": "C.UTF-8"}
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=bare, capture_output=True, text=True, timeout=120)
+    done = ran(command, ROOT, tmp_path)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert done.stdout, f"{command} printed nothing"
 
 
+@pytest.mark.parametrize("command", shown())
+def test_an_output_shown_is_what_the_command_prints(command: str, project: Path, tmp_path: Path) -> None:
+    done = ran(command, project, tmp_path)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    printed = [same(line) for line in done.stdout.splitlines()]
+    at, skipping = 0, False
+    for line in shown()[command]:
+        if line == "...":
+            skipping = True
+            continue
+        place = printed.index(same(line), at) if same(line) in printed[at:] else -1
+        assert place >= 0, f"`{command}` no longer prints, or not in this place:\n{line}\n\n{done.stdout}"
+        assert skipping or place == at, f"`{command}` prints more before this line; show it or write `...`:\n{line}"
+        at, skipping = place + 1, False
+    assert skipping or at == len(printed), f"`{command}` prints more after what is shown: write `...`"
+
+
+def test_the_table_has_every_stack_with_its_node_bound_and_todays_p50(project: Path, tmp_path: Path) -> None:
+    row = r"^\| `([a-z0-9-]+)` \|[^|]*\| ([a-z0-9.]+), \d x [^|,]+, (spot|on demand) \| ([0-9.]+) \| ([0-9.]+) \|"
+    rows = re.findall(row, README, re.MULTILINE)
+    assert sorted(stack for stack, *_ in rows) == STACKS
+    for stack, node, capacity, p50, bound in rows:
+        bill = json.loads(ran(f"gpufleet cost {stack} --json", project, tmp_path).stdout)
+        assert (bill["type"], bill["capacity"].replace("-", " ")) == (node, capacity), stack
+        assert Decimal(bill["usd"]["p50"]).quantize(Decimal("0.01")) == Decimal(p50), stack
+        assert Decimal(bill["cap"]["max_usd"]) == Decimal(bound), stack
+
+
 def test_commands_that_need_aws_name_commands_that_exist() -> None:
-    known = {path.stem for path in (ROOT / "infra" / "commands").glob("*.py")}
     used = {line.split()[1] for line in commands("aws") if line.startswith("gpufleet ")}
     assert used, "the README shows no gpufleet command on real AWS"
-    assert used <= known
+    assert used <= set(COMMANDS)
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(LINK.findall(README))
+    assert {f"docs/{page.name}" for page in PAGES} <= linked
+    assert {f"docs/workflows/{path.name}" for path in (ROOT / "docs" / "workflows").iterdir()} <= linked
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))])
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if "://" not in link:
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_every_file_and_command_a_page_names_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for code in CODE.findall(page.read_text()):
+        path = code.partition("::")[0]
+        if re.fullmatch(r"(infra|job|rehearsal|stacks|tests|bench|policy|docs)/(?:[\w-][\w.-]*/?)*", path):
+            assert (ROOT / path).exists(), f"{page.name}: `{code}`"
+        if match := re.match(r"make ([a-z-]+)", code):
+            assert match[1] in targets, f"{page.name}: `{code}`"
+        if match := re.match(r"gpufleet ([a-z]+)", code):
+            assert match[1] in COMMANDS, f"{page.name}: `{code}`"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_and_option_is_explained_somewhere(command: str) -> None:
+    text = README + "".join(page.read_text() for page in PAGES)
+    assert re.search(rf"gpufleet {command}\b", text), f"no page shows gpufleet {command}"
+    parser = argparse.ArgumentParser(add_help=False)
+    importlib.import_module(f"infra.commands.{command}").arguments(parser)
+    for action in parser._actions:
+        for option in action.option_strings:
+            if option.startswith("--"):
+                assert re.search(rf"{option}\b", text), f"no page says what gpufleet {command} {option} does"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_no_page_names_a_place_of_one_machine(page: Path) -> None:
+    assert not re.search(r"(?<![\w.])/(home|root|Users|work)/", page.read_text())
