@@ -79,6 +79,10 @@ class RunFile:
     estimate: dict[str, Any]
     tree: dict[str, Any]
 
+    def gpus(self, instance_type: str) -> int:
+        """Of a node of this type, as the bill knows it; 0: unknown."""
+        return int(self.tree["rates"].get(instance_type, {}).get("gpus", 0))
+
     def rates(self, instance_type: str, zone: str) -> Rates:
         """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed."""
         table, extras = self.tree["rates"], self.tree["extras"]

@@ -121,7 +121,9 @@ def outputs(bill: Bill) -> dict[str, str]:
 
 
 def rates(bill: Bill) -> dict[str, Any]:
-    """Only types with an on-demand price: the meter falls back to it, a spot-only type meters at spot."""
+    """Only types with an on-demand price: the meter falls back to it, a spot-only type meters at spot. `gpus`: of a
+    node; one with fewer is refused.
+    """
     found: dict[str, Any] = {}
     for option in bill.types:
         spot = option.hourly("spot")
@@ -130,6 +132,8 @@ def rates(bill: Bill) -> dict[str, Any]:
             continue
         by_zone = {zone: str(spot.amount) for zone in bill.zones} if spot else {}
         found[option.type] = {"on_demand": str(fallback.amount), "spot": by_zone}
+        if option.instance is not None:
+            found[option.type]["gpus"] = option.instance.gpu_count
     return found
 
 

@@ -70,6 +70,8 @@ class Supervisor:
                 self.say(f"the run is over already: {over.get('reason')}")
                 return FAILED if over.get("reason") in ("failed", "boot-loop") else FINISHED
             self._open()
+            if lacking := self._lacking():
+                return endings.crashed(self, f"node refused: {lacking}", code=endings.REFUSED)
             try:
                 self._stage()
                 self.rung = self._first_rung()
@@ -139,6 +141,19 @@ class Supervisor:
         self._check_early()
         self._look()
 
+    def _lacking(self) -> str | None:
+        """Why this node is refused before anything is staged: the trainer would make do with the GPUs it finds."""
+        config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
+        if config.device != "cuda" or self._refused >= REFUSALS:
+            return None
+        found, needed = len(self.world.gpus()), sizing.ranks(config, listed) if listed else 0
+        return None if found >= needed else f"{found} working GPUs, this run uses {needed} of {self.node.type}'s"
+
+    @property
+    def _refused(self) -> int:
+        """Nodes that earlier attempts refused."""
+        return sum((attempt.exit or {}).get("code") == endings.REFUSED for attempt in self.earlier)
+
     def _check_early(self) -> None:
         if self.world.metadata.notice is not None or self.world.terminated() is not None:
             raise InterruptedEarlyError
@@ -151,9 +166,8 @@ class Supervisor:
 
     def _train(self) -> int:
         """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
-        refused = sum((attempt.exit or {}).get("code") == endings.REFUSED for attempt in self.earlier)
-        if refused >= REFUSALS:
-            self._tell("accept.json", {"refused": refused})
+        if self._refused >= REFUSALS:
+            self._tell("accept.json", {"refused": self._refused})
         while self.cause is None:
             self.record.update(floor=self.rung)
             self._child = self.world.start(self.rung)

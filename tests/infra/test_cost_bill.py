@@ -192,7 +192,7 @@ def test_outputs_are_dollars_per_line() -> None:
 def test_the_meter_gets_rates_by_zone_name_at_the_dearest_zone_and_the_fixed_dollars() -> None:
     found = bill()
     spot = {"us-east-2a": "0.3739", "us-east-2b": "0.3739", "us-east-2c": "0.3739"}
-    assert found.rates() == {"g5.2xlarge": {"on_demand": "1.212", "spot": spot}}
+    assert found.rates() == {"g5.2xlarge": {"on_demand": "1.212", "spot": spot, "gpus": 1}}
     per_node = Decimal("0.0049") + Decimal("0.0022") + Decimal("0.1678")
     assert Decimal(found.extras()["fixed_usd"]) == found.chosen.total - per_node
     assert found.extras()["disk_usd_per_hour"] == "0.010959"  # 100 GiB x 0.08 / 730

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 import train_world as world
 from supervisor_world import Bench, FakeTrainer
 
 from job import atomic
+from job.config import from_json
 from job.supervisor import endings
+from job.supervisor.machine import Gpu
 from job.train import preflight
 from job.train.device import Device, choose
 from job.train.parallel import World
@@ -141,3 +145,24 @@ def test_refused_nodes_end_their_attempt_and_the_third_trains(tmp_path: Path) ->
         bench.clock.sleep(600)
     assert bench.attempt("i-3", script={1: refuse}).run() == 0
     assert bench.json("done.json")["reason"] == "finished"
+
+
+def test_a_node_that_lost_a_gpu_is_refused_before_anything_is_staged(tmp_path: Path) -> None:
+    config = from_json("pretrain-d64", {"steps": 12})
+    tree = runs.tree(runs.TINY, job={"experiment": "pretrain-d64", "parameters": asdict(config)})
+    tree["rates"] = {"p5.48xlarge": {"on_demand": "55.04", "spot": {}, "gpus": 8}}
+    bench, gpu = Bench(tmp_path), Gpu(name="NVIDIA H100 80GB HBM3", memory_gb=85.5, driver="580.1")
+    bench.tree = json.loads(json.dumps({**tree, "inputs": bench.tree["inputs"]}))
+    codes = []
+    for number, found in enumerate((7, 0, 7, 8)):  # none: nvidia-smi did not answer
+        attempt = bench.attempt(f"i-{number}")
+        attempt.node = replace(attempt.node, type="p5.48xlarge")
+        attempt.world = replace(attempt.world, gpus=partial(lambda count: (gpu,) * count, found), ranks=max(1, found))
+        codes.append(attempt.run())
+        bench.clock.sleep(600)
+    assert codes == [71, 71, 0, 0]  # the third goes on with what it has, so the fourth finds the run over
+    assert bench.json("attempts/i-0.json")["exit"]["reason"] == (
+        "node refused: 7 working GPUs, this run uses 8 of p5.48xlarge's"
+    )
+    assert not (tmp_path / "i-0" / "data").exists()
+    assert len(bench.trainers) == 1
