@@ -28,8 +28,7 @@ class Journal:
         """Goes on after `step`; what is there beyond it will be repeated. Raises ValueError."""
         if not self._session.world.first:
             return
-        if step:
-            self._session.metrics.resume(step)
+        self._session.metrics.resume(step)
         if self._session.config.log.tensorboard:
             self._scalars = Scalars(self._session.workdir, step)
 

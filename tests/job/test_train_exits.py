@@ -220,6 +220,25 @@ def test_running_out_of_memory_has_its_own_code_and_names_the_next_rung(
     assert not (workdir / "fatal.json").exists()
 
 
+def test_a_restart_without_a_checkpoint_leaves_no_step_twice_in_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, workdir = step.update, world.make(tmp_path)
+
+    def full(experiment: Any, module: Any, opt: Any, work: Any, at: int) -> step.StepResult:
+        if at == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(experiment, module, opt, work, at)
+
+    monkeypatch.setattr(step, "update", full)
+    assert world.train(workdir) == 69
+    assert [record["step"] for record in world.records(workdir)] == [1, 2]
+    monkeypatch.setattr(step, "update", real)
+    assert world.train(workdir, rung=1) == 0
+    steps = [record["step"] for record in world.records(workdir)]
+    assert steps == list(range(1, len(steps) + 1))
+
+
 def test_another_error_of_the_device_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
