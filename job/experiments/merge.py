@@ -180,7 +180,14 @@ def _answers(sft: Sft, module: Decoder, done: Done) -> list[dict[str, Any]]:
 
         def answer(part: list[dict[str, Any]] = part) -> list[dict[str, Any]]:
             prompts = [item["tokens"] for item in part]
-            written = generate(module, prompts, config.eval.sample_tokens, stop=stop, heed=lambda: heed(session))
+            written = generate(
+                module,
+                prompts,
+                config.eval.sample_tokens,
+                stop=stop,
+                heed=lambda: heed(session),
+                agree=session.world.agree,
+            )
             return [
                 {"prompt": item["prompt"], "answer": tokenizer.decode(ids), "reference": item["reference"]}
                 for item, ids in zip(part, written, strict=True)

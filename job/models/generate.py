@@ -25,11 +25,13 @@ def generate(
     seeds: Sequence[int] = (),
     stop: Collection[int] = (),
     heed: Callable[[], None] = lambda: None,
+    agree: Callable[[bool], bool] = bool,
 ) -> list[list[int]]:
     """What follows each prompt: at most `max_tokens` ids, up to and without the first of `stop`.
 
     `temperature` 0 takes the likeliest token; above 0 one seed per prompt is needed. `heed` is called before every
-    token and may raise, e.g. on a stop request. Raises ValueError for an empty prompt. All prompts run as one batch.
+    token and may raise, e.g. on a stop request. `agree` makes one rank's word (nothing more is to be written) all ranks':
+    GPUs that differ in a last bit would otherwise part for ever at the next thing they do together. Raises ValueError for an empty prompt. All prompts run as one batch.
     """
     if not prompts or max_tokens < 1:
         return [[] for _ in prompts]
@@ -54,7 +56,7 @@ def generate(
                 open_.remove(row)
             elif row in open_:
                 written[row].append(token)
-        if not open_:
+        if agree(not open_):
             break
         tokens_BT = chosen_B[:, None]
     module.train(training)

@@ -288,6 +288,21 @@ def test_generation_ends_at_a_stop_token_and_leaves_it_out() -> None:
     assert stopped[1] == (free[1][: free[1].index(stop)] if stop in free[1] else free[1])
 
 
+def test_generation_ends_when_all_ranks_do_and_not_when_this_one_would() -> None:
+    module, calls = model("llama"), list[bool]()
+    stop = generate(module, [[5, 6, 7]], 6)[0][2]
+
+    def other(own: bool) -> bool:
+        calls.append(own)
+        return len(calls) == 5
+
+    written = generate(module, [[5, 6, 7]], 6, stop={stop}, agree=other)
+    assert stop not in written[0]
+    assert len(written[0]) <= 2
+    assert calls[-1]  # this rank had no more to write
+    assert len(calls) == 5
+
+
 def test_an_empty_prompt_and_missing_seeds_are_refused() -> None:
     module = model("llama")
     with pytest.raises(ValueError, match="prompt 1 is empty"):
