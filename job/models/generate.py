@@ -30,8 +30,9 @@ def generate(
     """What follows each prompt: at most `max_tokens` ids, up to and without the first of `stop`.
 
     `temperature` 0 takes the likeliest token; above 0 one seed per prompt is needed. `heed` is called before every
-    token and may raise, e.g. on a stop request. `agree` makes one rank's word (nothing more is to be written) all ranks':
-    GPUs that differ in a last bit would otherwise part for ever at the next thing they do together. Raises ValueError for an empty prompt. All prompts run as one batch.
+    token and may raise, e.g. on a stop request. `agree` turns this rank's word that nothing more is to be written into
+    that of all: ranks whose GPUs differ in a last bit would part, and wait for each other for ever. Raises ValueError
+    for an empty prompt. All prompts run as one batch.
     """
     if not prompts or max_tokens < 1:
         return [[] for _ in prompts]
