@@ -130,6 +130,7 @@ class Variant:
     reference: bool = False  # ran or was planned elsewhere: shown as claimed, never priced
     nodes: int = 1  # more than one is priced, not launchable: a run is one node
     hold_hours: Decimal | None = None  # each node is kept this long when its work is done sooner
+    buffer: Decimal = Decimal(0)  # share added to the work for what goes wrong
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,6 +62,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Claim, "hours"): Rule(minimum=0, maximum=100_000, unit="hours"),
     (Claim, "usd"): Rule(minimum=0, maximum=10_000_000, unit="USD"),
     (Variant, "nodes"): Rule(minimum=1, maximum=64),
+    (Variant, "buffer"): Rule(minimum=0, maximum=10, unit="share of the work"),
     (Variant, "hold_hours"): Rule(minimum=0.01, maximum=720, unit="hours"),
     (Interruptions, "seed"): Rule(minimum=0, maximum=2**31 - 1),
     (Interruptions, "with_notice"): Rule(minimum=0, maximum=10),

@@ -46,8 +46,13 @@ def scenario(path: Path, name: str, *, now: datetime, past_deadline: bool = Fals
             + (f" Nearest: {close[0]}." if close else "")
         )
     variant = found[name].variant
-    if variant.reference or variant.nodes > 1 or variant.hold_hours is not None:
-        why = "ran elsewhere" if variant.reference else "is several nodes" if variant.nodes > 1 else "holds its node"
+    only_priced = {
+        "ran elsewhere": variant.reference,
+        "is several nodes": variant.nodes > 1,
+        "holds its node": variant.hold_hours is not None,
+        "adds a buffer": bool(variant.buffer),
+    }
+    if why := next((word for word, true in only_priced.items() if true), None):
         raise GpufleetError(f"{path.name}: scenario {name} {why}: it is there for `gpufleet compare`, not to be run")
     text, tree = open_file(path)
     section = tree.entries["scenarios"]  # `found` came from it

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from infra.calibration import Calibration, Refused, find_all
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost import compare, compare_table, deadline
@@ -44,10 +45,15 @@ def run(args: argparse.Namespace) -> int:
     definition = load(path, now=now, past_deadline=True)
     variants = scenarios(path, now=now)
     left = _hours_left(args.within, definition, now)
-    hazards = learn(observations(project_root(Path.cwd())))
-    listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards)
+    root = project_root(Path.cwd())
+    hazards = learn(observations(root))
+
+    def measured(work: StackDefinition) -> dict[str, Calibration | Refused]:
+        return find_all(work, catalog.instances, root)
+
+    listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, measured=measured)
     asked = _chosen(variants, args.scenario)
-    rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards)
+    rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards, measured=measured)
     rows = compare.refined(rows, hours_left=left)
     edge = compare.frontier(rows)
     default = _default(definition, listed)
@@ -151,6 +157,8 @@ def _row(row: Row) -> dict[str, Any]:
         },
         "reference": row.reference,
         "tokens": row.tokens,
+        "gpu_hours": None if row.billed_gpu_h is None else round(row.billed_gpu_h, 4),
+        "gpu_hours_used": None if row.used_gpu_h is None else round(row.used_gpu_h, 4),
         "compute_hours": None if row.compute_h is None else round(row.compute_h, 6),
         "rates": {
             rate.region: {

@@ -9,7 +9,7 @@ here, since one that is stopped early is cheap and not done: rows beyond them ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from decimal import Decimal
 from typing import Any
@@ -20,7 +20,6 @@ from infra.cost.compare_rows import UNBOUND, Draft, Row, again, draft, filled, r
 from infra.cost.options import Capacity
 from infra.cost.side import Hazards
 from infra.definition import StackDefinition
-from job.config import JobConfig
 
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
@@ -28,6 +27,9 @@ RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these
 ATTEMPTS_EACH = 24  # nodes of such a run before it is carried on as it went so far
 REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those that the table shows
 SURE = 0.5  # an option that misses the deadline more often than this is none
+
+
+Measured = Callable[[StackDefinition], options.Calibrations]  # what has been measured of a definition, by type
 
 
 def scenarios(
@@ -38,6 +40,7 @@ def scenarios(
     hours_left: float | None = None,
     runs: int = risk.RUNS,
     hazards: Hazards | None = None,
+    measured: Measured | None = None,
 ) -> list[Row]:
     """Each scenario on the first type of its own fleet, in the file's order. Without any, the file as it is."""
     regions = [definition.fleet.region, *(r for r in catalog.regions() if r != definition.fleet.region)]
@@ -57,7 +60,8 @@ def scenarios(
             )
             drafts.append(Draft(row=row, prepared=None, limits=variant.limits))
             continue
-        option = options.type_costs(_alone(variant, fleet.instance_types[0]), catalog)[0]
+        alone = _alone(variant, fleet.instance_types[0])
+        option = options.type_costs(alone, catalog, measured(alone) if measured else None)[0]
         drafted = draft(variant, name, option, fleet.capacity, catalog, hazards or {})
         rates = tuple(rate(drafted.row, option, region, catalog) for region in regions)
         drafts.append(replace(drafted, row=replace(drafted.row, rates=rates, settings=settings(variant))))
@@ -73,13 +77,16 @@ def every_option(
     types: Sequence[str] | None = None,
     runs: int = RUNS_EACH,
     hazards: Hazards | None = None,
+    measured: Measured | None = None,
 ) -> list[Row]:
     """Every (work, type, capacity), the best first; those that cannot run come last with the reason."""
     drafts = []
     for work, name in _works(definition, variants):
         holder = fit.cheapest_holder(work.job.parameters, catalog, work.fleet.region)
         for type_ in types or catalog.instance_types():
-            option = options.type_cost(_alone(work, type_), catalog, type_, nearest=holder)
+            alone = _alone(work, type_)
+            found = measured(alone) if measured else None
+            option = options.type_cost(alone, catalog, type_, nearest=holder, calibrations=found)
             if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                 option = replace(option, why="")
             drafts += [draft(work, name, option, capacity, catalog, hazards or {}) for capacity in CAPACITIES]
@@ -133,12 +140,12 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
-    """The distinct (parameters, estimate, held hours) among the scenarios on one node, with the names sharing each."""
-    found: dict[tuple[JobConfig, object, object], tuple[StackDefinition, list[str]]] = {}
+    """The distinct (parameters, estimate, held hours, buffer) among the scenarios on one node, each with its names."""
+    found: dict[tuple[object, ...], tuple[StackDefinition, list[str]]] = {}
     for variant in variants or (definition,):
         if variant.variant.reference or variant.nodes > 1:
             continue
-        key = (variant.job.parameters, variant.estimate, variant.variant.hold_hours)
+        key = (variant.job.parameters, variant.estimate, variant.variant.hold_hours, variant.variant.buffer)
         found.setdefault(key, (variant, []))[1].append(variant.scenario or definition.name)
     # Where a scenario asks for another region, the stack's own is what is compared.
     return [

@@ -18,6 +18,7 @@ import numpy as np
 from infra.catalog import Catalog
 from infra.cost import risk, side
 from infra.cost.options import Capacity, TypeCost
+from infra.cost.runtime import Runtime
 from infra.cost.side import Prepared, Quantiles, Side
 from infra.definition import Claim, Limits, StackDefinition
 from infra.errors import PriceMissing
@@ -44,12 +45,16 @@ class Row:
     capacity: Capacity
     region: str
     gpus: str = ""
+    gpu_count: int = 0  # of one node
     ranks: int = 0  # GPUs used, of all nodes
     nodes: int = 1
     note: str = ""
     claim: Claim = field(default_factory=Claim)
     reference: bool = False
     tokens: int = 0  # trained on
+    used_gpu_h: float | None = None  # GPUs used x hours of work, without set-up and idling
+    billed_gpu_h: float | None = None  # all GPUs of the nodes x node-hours, p50
+    work: str = ""  # phases, their hours, the GPUs they use
     compute_h: float | None = None  # optimizer steps alone; a held node's hours where they are longer
     hours: Quantiles | None = None  # node-hours
     wall_hours: Quantiles | None = None
@@ -105,12 +110,15 @@ def draft(
         capacity=capacity,
         region=fleet.region,
         gpus="" if instance is None else instance.gpus,
+        gpu_count=0 if instance is None else instance.gpu_count,
         ranks=runtime.ranks if runtime else 0,
         nodes=definition.nodes,
         note=variant.note,
         claim=variant.claim,
         tokens=sum(phase.steps * phase.tokens_per_step for phase in sizing.phases(config)),
         compute_h=_compute_h(definition, option),
+        used_gpu_h=None if runtime is None else runtime.ranks * sum(p.seconds for p in runtime.phases) / 3600,
+        work="" if runtime is None else _work(runtime),
         fits=instance is not None and unfit is None,
         launchable=instance is not None and not why,
         why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.why),
@@ -167,6 +175,7 @@ def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
     return replace(
         row,
         hours=_times(found.hours, row.nodes),
+        billed_gpu_h=float(found.hours.p50) * row.nodes * row.gpu_count,
         wall_hours=found.wall_hours,
         usd=found.usd,
         free_usd=_free(found, outcome),
@@ -183,6 +192,14 @@ def _compute_h(definition: StackDefinition, option: TypeCost) -> float | None:
         return None
     held = definition.variant.hold_hours
     return option.runtime.compute_s / 3600 if held is None else max(float(held), option.runtime.compute_s / 3600)
+
+
+def _work(runtime: Runtime) -> str:
+    """`sft 0.05 h, generate 0.01 h, each on 8 GPUs`."""
+    phases = ", ".join(f"{phase.name} {phase.seconds / 3600:.2g} h" for phase in runtime.phases)
+    spare = f", {runtime.held_s / 3600:.2g} h held or spare" if runtime.held_s else ""
+    gpus = f"{runtime.ranks} GPUs" if runtime.ranks > 1 else "one GPU"
+    return f"{phases} on {gpus}{spare}"
 
 
 def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:

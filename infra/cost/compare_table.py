@@ -24,7 +24,8 @@ def scenarios(rows: Sequence[Row]) -> str:
     regions = next(([rate.region for rate in row.rates] for row in rows if row.rates), [])
     heads = [
         "scenario", "type", "capacity", "claimed h", "USD", "compute h", *(f"OD {SHORT.get(r, r)}" for r in regions),
-        *(f"spot {SHORT.get(r, r)}" for r in regions), "h p50", "h p90", "USD p50", "USD p90", "basis", "",
+        *(f"spot {SHORT.get(r, r)}" for r in regions), "h p50", "h p90", "GPU-h", "used",
+        "USD p50", "USD p90", "basis", "",
     ]  # fmt: skip
     cells = []
     for row in rows:
@@ -40,6 +41,8 @@ def scenarios(rows: Sequence[Row]) -> str:
                 *(_number(rates[r].on_demand) if r in rates else "" for r in regions),
                 *(_number(rates[r].spot) if r in rates else "" for r in regions),
                 *_pair(row.hours),
+                _hours(row.billed_gpu_h),
+                _hours(row.used_gpu_h),
                 *_pair(row.usd),
                 row.basis,
                 ", ".join(_marks(row)),
@@ -53,7 +56,8 @@ def scenarios(rows: Sequence[Row]) -> str:
         *_wrap(
             "compute h: optimizer steps alone, or the hours a node is held; OD and spot: those hours at the region's"
             " on-demand and median-zone spot price. h and USD: node-hours and everything the bill counts, to the end,"
-            " interruptions included, at the dearest zone, whatever the limits. basis: claim = somebody's word,"
+            " interruptions included, at the dearest zone, whatever the limits. GPU-h: every GPU of the node, as billed"
+            " (p50); used: those the job works on, without set-up and idling. basis: claim = somebody's word,"
             " target = roofline at a stated efficiency, measured = from a measurement."
         ),
         *(line for note in notes for line in _wrap(note)),
@@ -161,7 +165,7 @@ def _marks(row: Row) -> Iterator[str]:
 
 
 def _note(row: Row) -> str:
-    parts = [part for part in (row.note, row.why, f"nearest: {row.nearest}" if row.nearest else "") if part]
+    parts = [part for part in (row.note, row.work, row.why, f"nearest: {row.nearest}" if row.nearest else "") if part]
     if row.tokens and not row.reference:
         parts.append(f"{row.tokens / 1e6:,.0f} M tokens")
     return "; ".join(parts)

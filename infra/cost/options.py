@@ -130,6 +130,7 @@ def type_cost(
             estimate,
             root,
             nodes=definition.nodes,
+            buffer=float(definition.variant.buffer),
             hold_hours=None if definition.variant.hold_hours is None else float(definition.variant.hold_hours),
             calibration=calibration if isinstance(calibration, Calibration) else None,
         )

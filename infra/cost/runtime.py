@@ -66,7 +66,7 @@ class Runtime:
     stalls_s: float  # checkpoint stalls
     growth_s: float
     upload_s: float  # final save, hash and upload
-    held_s: float  # idle at the end, for a node that is kept longer than its work
+    held_s: float  # at the end: a buffer, or a node that is kept longer than its work
     basis: str
     measured: bool  # step times come from a measurement, not from a roofline
     calibrated: bool  # from one of this job on this device, not from the definition
@@ -95,9 +95,11 @@ def hours(
     *,
     nodes: int = 1,
     hold_hours: float | None = None,
+    buffer: float = 0.0,
     calibration: Calibration | None = None,
 ) -> Runtime:
-    """The run on `nodes` nodes of `instance`, each kept for `hold_hours` when that is longer than the work.
+    """The run on `nodes` nodes of `instance`, each kept for `hold_hours` when that is longer than the work; the
+    work grows by the share `buffer`, at its end.
 
     `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it.
     Raises GpufleetError when its speed can be derived from nothing.
@@ -149,6 +151,7 @@ def hours(
         growth_s += growth
 
     setup_s = _setup_s(instance, estimate, calibration)
+    spare_s = buffer * sum(phase.seconds for phase in phases)
     worked_s = setup_s + sum(phase.seconds for phase in phases)
     restart = estimate.restart_minutes
     return Runtime(
@@ -160,7 +163,7 @@ def hours(
         stalls_s=stalls_s,
         growth_s=growth_s,
         upload_s=upload_s,
-        held_s=0.0 if hold_hours is None else max(0.0, hold_hours * 3600 - worked_s),
+        held_s=max(spare_s, 0.0 if hold_hours is None else hold_hours * 3600 - worked_s),
         basis=calibration.basis if calibration else _basis(config, estimate),
         measured=estimate.step_ms is not None or calibration is not None,
         calibrated=calibration is not None,

@@ -130,7 +130,10 @@ def test_growth_takes_twice_its_limit_at_an_efficiency_of_a_half(scenario: str) 
         ("tinystories-growth", {*GROWTH_LIMIT_MINUTES, "mac-100-b8", "mac-1000-b8", "g5-100-b8-amp"}),
         ("sft-h100", {*SFT, "validation"}),
         ("pretrain-d64", {*PRETRAIN, "plan-as-written", "b2", "gqa"}),
-        ("kernel-sft", {*KERNEL, "aggressive", "spot-10h", "opt-small-model", "opt-small-test", "ours"}),
+        (
+            "kernel-sft",
+            {*KERNEL, "aggressive", "spot-10h", "opt-small-model", "opt-small-test", "ours", "ours-30-percent-more"},
+        ),
         ("two-tower", {"mac-o", "o", "o-p3.8x", "o-p4d", "p", "q", "weak-2m", "r", "full", "sweep"}),
     ],
 )
@@ -176,6 +179,29 @@ def test_a_held_node_is_billed_for_its_hours_and_not_for_its_work() -> None:
     assert row.side is not None
     assert row.side.runtime.held_s > 9 * 3600
     assert row.side.lines[0].quantity == Decimal(10)
+
+
+def test_gpu_hours_billed_are_those_of_the_whole_node_and_those_used_are_the_work() -> None:
+    held, ours, half = (rows(name)[row] for name, row in GPU_HOURS)
+    assert held.billed_gpu_h == pytest.approx(80.0)
+    assert held.used_gpu_h == pytest.approx(ours.used_gpu_h)
+    assert half.side is not None
+    assert half.hours is not None
+    assert half.billed_gpu_h == pytest.approx(8 * float(half.hours.p50))  # four of its eight GPUs work
+    work_s = sum(phase.seconds for phase in half.side.runtime.phases)
+    assert half.used_gpu_h == pytest.approx(4 * work_s / 3600)
+
+
+def test_a_buffer_adds_its_share_of_the_work_and_nothing_else() -> None:
+    plain, more = rows("kernel-sft")["ours"], rows("kernel-sft")["ours-30-percent-more"]
+    assert plain.side is not None
+    assert more.side is not None
+    work_s = sum(phase.seconds for phase in plain.side.runtime.phases)
+    assert more.side.runtime.total_s - plain.side.runtime.total_s == pytest.approx(0.3 * work_s)
+    assert more.used_gpu_h == plain.used_gpu_h
+
+
+GPU_HOURS = (("kernel-sft", "conservative"), ("kernel-sft", "ours"), ("sft-h100", "zero3-4xa100"))
 
 
 @cache
