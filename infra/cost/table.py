@@ -60,7 +60,7 @@ def _lines(bill: Bill) -> Iterator[str]:
     rows.append(("total = p50", "", "", "", f"{bill.usd.p50:.4f}"))
     yield from table(("line", "quantity", "unit", "USD each", "USD"), rows, right=(1, 3, 4))
     if any(line.inferred for line in bill.lines):
-        yield f"* price inferred, not read from AWS for {bill.region}"
+        yield f"* price inferred, not read in any source for {bill.region}"
 
 
 def _totals(bill: Bill) -> Iterator[str]:
@@ -181,7 +181,8 @@ def price_age(bill: Bill, today: date) -> str:
 
     The share is of the uninterrupted run's dollars: the line `interruptions` has no price of its own.
     """
-    said = f"compute is {(today - bill.chosen.price.as_of).days} days old"
+    age = (today - bill.chosen.price.as_of).days
+    said = f"compute is {age} days old" if age >= 0 else f"compute is of {-age} days from now, which cannot be"
     old = [line for line in bill.chosen.lines if (today - line.as_of).days > bill.max_price_age_days]
     if not old or not bill.chosen.total:
         return said

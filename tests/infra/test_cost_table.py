@@ -86,7 +86,7 @@ def test_a_missing_price_on_the_other_side_is_said_not_zero() -> None:
 def test_prices_that_nobody_read_from_aws_carry_a_mark_and_its_meaning() -> None:
     inferred, read = text(), text(region="us-east-1")
     assert "S3 storage *" in inferred
-    assert "* price inferred, not read from AWS for us-east-2" in inferred
+    assert "* price inferred, not read in any source for us-east-2" in inferred
     assert "*" not in read
 
 
