@@ -22,11 +22,11 @@ from pathlib import Path
 import pytest
 
 from infra.cli import COMMANDS
+from job.config import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-STACKS = sorted(path.stem for path in (ROOT / "stacks").glob("*.yaml"))
 BLOCK = re.compile(r"^```(sh|console)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)\s]*\)")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -120,10 +120,10 @@ def test_an_output_shown_is_what_the_command_prints(command: str, project: Path,
     assert skipping or at == len(printed), f"`{command}` prints more after what is shown: write `...`"
 
 
-def test_the_table_has_every_stack_with_its_node_bound_and_todays_p50(project: Path, tmp_path: Path) -> None:
+def test_the_table_has_every_experiment_with_its_node_bound_and_todays_p50(project: Path, tmp_path: Path) -> None:
     row = r"^\| `([a-z0-9-]+)` \|[^|]*\| ([a-z0-9.]+), \d x [^|,]+, (spot|on demand) \| ([0-9.]+) \| ([0-9.]+) \|"
     rows = re.findall(row, README, re.MULTILINE)
-    assert sorted(stack for stack, *_ in rows) == STACKS
+    assert sorted(stack for stack, *_ in rows) == sorted(EXPERIMENTS)
     for stack, node, capacity, p50, bound in rows:
         bill = json.loads(ran(f"gpufleet cost {stack} --json", project, tmp_path).stdout)
         assert (bill["type"], bill["capacity"].replace("-", " ")) == (node, capacity), stack
