@@ -62,6 +62,24 @@ class Rung:
     checkpointing: bool = False
 
 
+def in_gb(*, weights: float, gradients: float, moments: float, activations: float, logits: float) -> Memory:
+    """Bytes that are all alive at the peak."""
+    return Memory(
+        weights_gb=weights / GB,
+        gradients_gb=gradients / GB,
+        moments_gb=moments / GB,
+        activations_gb=activations / GB,
+        logits_gb=logits / GB,
+        total_gb=(weights + gradients + moments + activations + logits) / GB,
+    )
+
+
+def processes(device: str, gpus: int | None, gpu_count: int, most: int) -> int:
+    """One per GPU used; on a CPU as many as asked for; never more than there are pieces of a batch."""
+    wanted = (gpus or 1) if device == "cpu" else min(gpus or gpu_count, gpu_count)
+    return max(1, min(wanted, most))
+
+
 def cuts(whole: int, start: int | None, plain: list[int]) -> tuple[Rung, ...]:
     """A ladder from its micro-batches without activation checkpointing, `start` first when it is not among them; then
     checkpointing from the last of these down to one, halving.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from job.config.common import Decoder
+from job.config.common import Decoder, TokenBatch
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
@@ -65,6 +65,37 @@ def layer_activation_bytes(m: Decoder, compute: int, *, checkpointing: bool, ada
 def loss_bytes(m: Decoder, tokens: int) -> int:
     """Logits of one chunk, and the hidden states whose gradient the chunks add up."""
     return min(tokens, LOSS_CHUNK) * m.vocab * LOGIT_BYTES + tokens * m.width * 4
+
+
+def whole_state(m: Decoder, compute: int, ranks: int, *, reshard: bool) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and moments on one rank when all weights are trained: fp32 state cut over the ranks,
+    and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2, and the tables).
+    """
+    total, layer = parameters(m), layer_parameters(m) * compute
+    gathered = 2 * layer if reshard else m.layers * layer
+    tables = m.vocab * m.width * compute * (1 if m.tied else 2)
+    copies = gathered + tables if ranks > 1 else total * compute if compute < 4 else 0
+    return total * 4 / ranks + copies, total * 4 / ranks, total * 8 / ranks
+
+
+def activations(m: Decoder, tokens: int, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:
+    """Bytes of what all layers keep of `tokens` tokens; with checkpointing one layer is whole again in backward."""
+    kept = layer_activation_bytes(m, compute, checkpointing=checkpointing, adapters=adapters)
+    again = layer_activation_bytes(m, compute, checkpointing=False, adapters=adapters) if checkpointing else 0.0
+    return tokens * (m.layers * kept + again + 2 * m.width * compute)
+
+
+def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> list[tuple[str, str]]:
+    """Batches that are no whole rows, and AdamW's pair of betas, as (path, sentence)."""
+    found = []
+    if batch.tokens % row:
+        found.append(("batch.tokens", f"a multiple of data.row, {row}: a step takes whole rows"))
+    micro = batch.micro_tokens
+    if micro is not None and (micro % row or micro > batch.tokens):
+        found.append(("batch.micro_tokens", f"a multiple of data.row, {row}, up to batch.tokens"))
+    if len(betas) != 2:
+        found.append(("optim.betas", "two numbers, beta1 and beta2"))
+    return found
 
 
 def problems(m: Decoder) -> list[tuple[str, str]]:

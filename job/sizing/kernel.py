@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from job.config.kernel import KernelConfig
 from job.sizing import decoder
-from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
+from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts, in_gb, processes
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 CANDIDATE_GPU_S = 4.0  # tiny and full run
@@ -20,23 +20,16 @@ ABLATION_ROWS = 5  # the funnel and four rows without one or all of its extensio
 
 def problems(config: KernelConfig) -> list[tuple[str, str]]:
     found = decoder.problems(config.model)
-    if config.batch.tokens % config.data.row:
-        found.append(("batch.tokens", f"a multiple of data.row, {config.data.row}: a step takes whole rows"))
-    micro = config.batch.micro_tokens
-    if micro is not None and (micro % config.data.row or micro > config.batch.tokens):
-        found.append(("batch.micro_tokens", f"a multiple of data.row, {config.data.row}, up to batch.tokens"))
+    found += decoder.batch_problems(config.batch, config.data.row, config.optim.betas)
     if config.generate.tasks > TASKS:
         found.append(("generate.tasks", f"at most {TASKS}: there are no more tasks"))
     if config.funnel.planted > PLANTED:
         found.append(("funnel.planted", f"at most {PLANTED}: {TASKS} tasks x 5 kinds x 2"))
-    if len(config.optim.betas) != 2:
-        found.append(("optim.betas", "two numbers, beta1 and beta2"))
     return found
 
 
 def ranks(config: KernelConfig, gpu_count: int) -> int:
-    wanted = (config.gpus or 1) if config.device == "cpu" else min(config.gpus or gpu_count, gpu_count)
-    return max(1, min(wanted, config.batch.tokens // config.data.row))
+    return processes(config.device, config.gpus, gpu_count, config.batch.tokens // config.data.row)
 
 
 def candidates(config: KernelConfig) -> int:
@@ -86,15 +79,9 @@ def memory(
     total = decoder.parameters(m)
     weights = gradients = moments = activations = logits = 0.0
     if phase_index == 0:
-        tables = m.vocab * m.width * compute * (1 if m.tied else 2)
-        layer = decoder.layer_parameters(m) * compute
-        gathered = 2 * layer if config.reshard_after_forward else m.layers * layer
-        copies = (gathered + tables) if ranks > 1 else total * compute if compute < 4 else 0
-        weights, gradients, moments = total * 4 / ranks + copies, total * 4 / ranks, total * 8 / ranks
+        weights, gradients, moments = decoder.whole_state(m, compute, ranks, reshard=config.reshard_after_forward)
         tokens = micro_batch * config.data.row
-        per_layer = tokens * decoder.layer_activation_bytes(m, compute, checkpointing=checkpointing)
-        recompute = tokens * decoder.layer_activation_bytes(m, compute, checkpointing=False) if checkpointing else 0
-        activations = m.layers * per_layer + recompute + tokens * 2 * m.width * compute
+        activations = decoder.activations(m, tokens, compute, checkpointing=checkpointing)
         logits = decoder.loss_bytes(m, tokens)
     elif phase_index == 1:
         weights = total * compute
@@ -104,14 +91,7 @@ def memory(
         logits = sequences * m.vocab * 8
     else:
         activations = config.funnel.memory_gb * GB
-    return Memory(
-        weights_gb=weights / GB,
-        gradients_gb=gradients / GB,
-        moments_gb=moments / GB,
-        activations_gb=activations / GB,
-        logits_gb=logits / GB,
-        total_gb=(weights + gradients + moments + activations + logits) / GB,
-    )
+    return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
 
 def ladder(config: KernelConfig, ranks: int = 1) -> tuple[Rung, ...]:

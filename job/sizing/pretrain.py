@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from job.config.pretrain import CharModel, PretrainConfig
 from job.dataset.characters import SYMBOLS
-from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
+from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts, processes
 
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
 ADAMW_LR = 0.01  # of hidden matrices; AdamW moves every weight by about that much at each step, whatever the gradient
@@ -61,8 +61,7 @@ def flops_per_token(config: PretrainConfig) -> int:
 
 
 def ranks(config: PretrainConfig, gpu_count: int) -> int:
-    wanted = (config.gpus or 1) if config.device == "cpu" else min(config.gpus or gpu_count, gpu_count)
-    return max(1, min(wanted, config.batch.rows))
+    return processes(config.device, config.gpus, gpu_count, config.batch.rows)
 
 
 def phases(config: PretrainConfig) -> tuple[PhaseSize, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from job.config.sft import SftConfig
 from job.sizing import decoder
-from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
+from job.sizing.common import Memory, PhaseSize, Rung, cuts, in_gb, processes
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
@@ -18,20 +18,13 @@ def problems(config: SftConfig) -> list[tuple[str, str]]:
     found = decoder.problems(config.model)
     if config.data.longest > config.data.row:
         found.append(("data.longest", f"at most data.row, {config.data.row}: examples are packed whole"))
-    if config.batch.tokens % config.data.row:
-        found.append(("batch.tokens", f"a multiple of data.row, {config.data.row}: a step takes whole rows"))
-    micro = config.batch.micro_tokens
-    if micro is not None and (micro % config.data.row or micro > config.batch.tokens):
-        found.append(("batch.micro_tokens", f"a multiple of data.row, {config.data.row}, up to batch.tokens"))
-    if len(config.optim.betas) != 2:
-        found.append(("optim.betas", "two numbers, beta1 and beta2"))
+    found += decoder.batch_problems(config.batch, config.data.row, config.optim.betas)
     return found
 
 
 def ranks(config: SftConfig, gpu_count: int) -> int:
     """Never more than there are rows in a step."""
-    wanted = (config.gpus or 1) if config.device == "cpu" else min(config.gpus or gpu_count, gpu_count)
-    return max(1, min(wanted, config.batch.tokens // config.data.row))
+    return processes(config.device, config.gpus, gpu_count, config.batch.tokens // config.data.row)
 
 
 def trained(config: SftConfig) -> int:
@@ -104,31 +97,18 @@ def memory(
         weights, gradients, moments = float(total * compute + own * 4), float(own * 4), float(own * 8)
         rank = config.lora.rank
     else:
-        layer = decoder.layer_parameters(m) * compute
-        gathered = 2 * layer if config.reshard_after_forward else m.layers * layer
-        tables = m.vocab * m.width * compute * (1 if m.tied else 2)
-        copies = (gathered + tables) if ranks > 1 else total * compute if compute < 4 else 0
-        weights, gradients, moments = total * 4 / ranks + copies, total * 4 / ranks, total * 8 / ranks
+        weights, gradients, moments = decoder.whole_state(m, compute, ranks, reshard=config.reshard_after_forward)
         rank = 0
     tokens = micro_batch * config.data.row if phase_index == 0 else config.data.row
-    per_layer = tokens * decoder.layer_activation_bytes(m, compute, checkpointing=checkpointing, adapters=rank)
-    recompute = (
-        tokens * decoder.layer_activation_bytes(m, compute, checkpointing=False, adapters=rank) if checkpointing else 0
-    )
-    activations = m.layers * per_layer + recompute + tokens * 2 * m.width * compute
+    activations = decoder.activations(m, tokens, compute, checkpointing=checkpointing, adapters=rank)
     if phase_index == 1:
         gradients = moments = 0.0
-        activations = per_layer
+        activations = tokens * decoder.layer_activation_bytes(  # of one layer at a time
+            m, compute, checkpointing=checkpointing, adapters=rank
+        )
         weights = total * compute + own * 4 if config.method == "lora" else total * compute
     logits = decoder.loss_bytes(m, tokens)
-    return Memory(
-        weights_gb=weights / GB,
-        gradients_gb=gradients / GB,
-        moments_gb=moments / GB,
-        activations_gb=activations / GB,
-        logits_gb=logits / GB,
-        total_gb=(weights + gradients + moments + activations + logits) / GB,
-    )
+    return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
 
 def ladder(config: SftConfig, ranks: int = 1) -> tuple[Rung, ...]:
