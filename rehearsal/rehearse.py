@@ -6,18 +6,15 @@ can do is stood in for by rehearsal.cloud; what only a GPU can do is made small 
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.cost.text import table
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import find, load, project_root, rehearsal_text
@@ -118,48 +115,6 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
         return 130
     shutil.rmtree(project)
     return 0
-
-
-def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say) -> int:
-    """Every stack in turn, then one table. 0 when all of them held, 1 otherwise, 130 on Ctrl-C."""
-    root = root or project_root(Path.cwd())
-    rows, failed = [], False
-    for path in sorted((root / "stacks").glob("*.yaml")):
-        began = time.monotonic()
-        try:
-            code = rehearse(str(path), root=root, out=out)
-        except GpufleetError as error:
-            out(str(error))
-            code = 1
-        if code == 130:
-            return code
-        failed |= bool(code)
-        rows.append(_row(root, path, code, time.monotonic() - began))
-    out("")
-    heads = ("stack", "held", "seconds", "steps", "nodes", "taken away", "lost", "repeated", "val loss", "USD")
-    for line in table(heads, rows, right=(2, 3, 4, 6, 7, 8, 9)):
-        out(line)
-    return int(failed)
-
-
-def _row(root: Path, path: Path, code: int, seconds: float) -> tuple[str, ...]:
-    found = root / "rehearsals" / path.stem / load(path, now=datetime.now(UTC), rehearsal=True).run.id / "summary.json"
-    if code or not found.exists():
-        return (path.stem, "NO", f"{seconds:.0f}", "", "", "", "", "", "", "")
-    told = json.loads(found.read_text(encoding="utf-8"))
-    loss = told["val_loss"]
-    return (
-        path.stem,
-        "yes",
-        f"{seconds:.0f}",
-        str(told["steps"]),
-        str(told["nodes"]),
-        ", ".join(told["interruptions"]),
-        str(told["lost_on_notice"]),
-        str(told["repeated_after_loss"]),
-        "-" if loss is None else f"{loss:.4f}",
-        str(told["spent_usd"]),
-    )
 
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:

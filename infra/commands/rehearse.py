@@ -18,7 +18,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when everything held, 1 when a step did not, 130 on Ctrl-C."""
     try:
-        from rehearsal.rehearse import rehearse, rehearse_all
+        from rehearsal.every import rehearse_all
+        from rehearsal.rehearse import rehearse
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install -e '.[job,rehearsal]'") from error
 
