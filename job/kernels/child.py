@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import types
 import warnings
@@ -173,7 +174,8 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
     scratch, device = Path(asked["scratch"]), asked["device"]
     isolated = asked["confined"] and sandbox.confine(scratch, namespaces=namespaces)
     os.chdir(scratch)
-    os.environ.update(TMPDIR=str(scratch), HOME=str(scratch), CUDA_CACHE_PATH=str(scratch))
+    os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
+    tempfile.tempdir = str(scratch)  # what was imported has looked at TMPDIR, as at HOME, already
     output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,3 +85,39 @@ def test_where_no_namespaces_are_allowed_the_guard_and_the_limits_hold(
     assert {verdict.isolated for verdict in found.values()} == {False}
     assert (honest.passed, honest.isolated) == (True, False)
     assert {label for label, verdict in found.items() if verdict.reason.startswith("forbidden: ")} == set(labels[:5])
+
+
+BUILDS = '''
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.build import compile_module_from_src
+
+@triton.jit
+def double(x, n, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + place, 2 * tl.load(x + place, mask=place < n), mask=place < n)
+
+kernel = ASTSource(double, signature={"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, constexprs={"BLOCK": 128})
+assert triton.compile(kernel, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+LAUNCHER = """
+#include <Python.h>
+static struct PyModuleDef made = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, NULL};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&made); }
+"""
+if %s:
+    assert compile_module_from_src(LAUNCHER, "launcher").__name__ == "launcher"
+
+def kernel_function(x):
+    return x
+'''
+
+
+def test_a_gpus_compiler_works_within_the_confinement(tmp_path: Path) -> None:
+    """For sm_90, which needs no GPU: Triton's cache, ptxas and the launcher that the C compiler makes."""
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists() and shutil.which("gcc") is not None
+    with Workers(scratch(tmp_path), gpus=True) as workers, workers.start(memory_bytes=4e9) as process:
+        reply, _ = process.ask({"do": "load"}, [(BUILDS % headers).encode()], limit_s=60.0)
+    assert "error" not in reply, reply
