@@ -51,6 +51,10 @@ def lambdarank_missing() -> str | None:
     """Why there is no LambdaRank; None where there is."""
     if importlib.util.find_spec("lightgbm") is None:
         return "not installed (pip install 'gpufleet[ranking]')"
+    try:
+        importlib.import_module("lightgbm")
+    except (ImportError, OSError) as error:  # scipy or a system library that it needs
+        return f"cannot be imported: {error}"
     return None
 
 

@@ -28,10 +28,10 @@ def test_every_requirement_has_one_version_and_a_hash_per_platform() -> None:
     named = [line for line in REQUIREMENTS.splitlines() if line and line[0] not in "# "]
 
     universal = {"absl-py", "tensorboard"}  # one wheel for every platform
-    assert len(pins) == len(named) == 5
+    assert len(pins) == len(named) == 6
     assert all(hashes.count("--hash") == (1 if name in universal else 2) for name, _, hashes in pins)
 
 
-@pytest.mark.parametrize("name", ["absl-py", "protobuf", "safetensors", "tensorboard", "tokenizers"])
+@pytest.mark.parametrize("name", ["absl-py", "lightgbm", "protobuf", "safetensors", "tensorboard", "tokenizers"])
 def test_the_container_and_the_rehearsal_run_the_same_version(name: str) -> None:
     assert f"{name}=={version(name)} " in REQUIREMENTS

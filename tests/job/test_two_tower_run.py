@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,16 @@ def test_without_lightgbm_the_table_says_so(tmp_path: Path, monkeypatch: pytest.
     assert methods["LambdaRank"]["note"] == "not installed"
     assert methods["LambdaRank"]["ndcg@10"] is None
     assert "Not compared: LambdaRank" in world.read(workdir, "results.json")["verdict"]["tower"]
+
+
+def test_a_lightgbm_that_cannot_be_imported_is_said_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lightgbm.py").write_text('raise OSError("libgomp.so.1: cannot open shared object file")\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "lightgbm", raising=False)
+    why = two_tower_baselines.lambdarank_missing()
+    assert why == "cannot be imported: libgomp.so.1: cannot open shared object file"
 
 
 def test_a_config_that_does_not_fit_the_data_is_refused_before_training(tmp_path: Path) -> None:
