@@ -103,7 +103,8 @@ def prepare_characters(
     ids = encode(source.characters(), source.name)
     cut = len(ids) - round(len(ids) * held_out)
     parts = {TRAIN: ids[:cut], VALIDATION: ids[cut:]}
-    for name, least in ((TRAIN, 2 * sequence + 1), (VALIDATION, sequence + 1)):
+    least = 2 * sequence + 1  # what the trainer asks of each part (job/train/rows.py)
+    for name in (TRAIN, VALIDATION):
         if len(parts[name]) < least:
             raise ValueError(
                 f"{source.name}: {len(parts[name])} characters in {name}, at least {least} are needed for rows of "

@@ -72,7 +72,7 @@ def test_the_same_text_gives_the_same_dataset_and_another_seed_another(tmp_path:
 
 def test_a_text_has_to_be_named_once_and_then_no_more(tmp_path: Path) -> None:
     data, text = replace(DATA, source="text"), tmp_path / "numbers.txt"
-    text.write_text("1+1\n2\n\n" * 50)
+    text.write_text("1+1\n2\n\n" * 100)
     with pytest.raises(ValueError, match="gpufleet prepare STACK TEXT"):
         prepare_characters(tmp_path / "data", data, seed=1)
     made = prepare_characters(tmp_path / "data", data, seed=1, text=text)
@@ -86,6 +86,20 @@ def test_a_text_too_short_for_a_row_is_refused(tmp_path: Path, held_out: float, 
     data = CharData(source="text", sequence=16, held_out=held_out)
     with pytest.raises(ValueError, match=short):
         prepare_characters(tmp_path / "data", data, seed=1, text=text)
+
+
+@pytest.mark.parametrize("held_out", [31, 32, 33, 34])  # of 100 characters; rows of 16 need 33
+def test_what_is_prepared_the_trainer_opens(tmp_path: Path, held_out: int) -> None:
+    text = tmp_path / "numbers.txt"
+    text.write_text("1" * 100)
+    data = CharData(source="text", sequence=16, held_out=held_out / 100)
+    if held_out < 33:
+        with pytest.raises(ValueError, match=f"{held_out} characters in validation.bin"):
+            prepare_characters(tmp_path / "data", data, seed=1, text=text)
+        return
+    prepare_characters(tmp_path / "data", data, seed=1, text=text)
+    for name in (characters.TRAIN, characters.VALIDATION):
+        assert Rows(tmp_path / "data" / name, sequence=16, device=CPU).per_epoch >= 1
 
 
 def test_generated_sums_are_right() -> None:
