@@ -3,7 +3,7 @@
     python bench/sft_step.py [--layers 32] [--rows 2] [--row 4096] [--steps 20] [--device cuda] [--eager] [--mask]
 
 Random weights and lengths (log-normal, mean 361, as the real data). MFU counts 4 FLOP per base parameter and token, 6
-per adapter parameter, and attention within each example (workloads.md 2.3). `--mask`: the masked attention instead of
+per adapter parameter, and attention within each example. `--mask`: the masked attention instead of
 the varlen kernel. On a CPU only to see that it runs: give it few layers and a short row.
 """
 

@@ -11,24 +11,22 @@ import pulumi
 from infra.cost.table import render
 from infra.errors import GpufleetError
 from infra.plan import make
+from infra.previous import previous
 from infra.receipts import score
-from infra.run_guard import Previous
 
 SHOWN = 32  # tells the engine that the message is out, so that it adds none of its own
 
 
 def main() -> None:
     stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
-    # What a StackReference calls, asked about this very stack: {} before its first update. Declares no resource.
-    outputs = pulumi.runtime.invoke("pulumi:pulumi:readStackOutputs", {"name": stack}).value["outputs"]
-    there = pulumi.runtime.invoke("pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}).value["outputs"]
+    before = previous(stack, lambda token, arguments: pulumi.runtime.invoke(token, arguments).value)
     root, now = Path(pulumi.runtime.get_root_directory()), datetime.now(UTC)
     try:
         plan = make(
             root,
             pulumi.Config().get("definition") or pulumi.get_stack(),
             now=now,
-            previous=Previous(outputs=outputs, types=frozenset(resource["type"] for resource in there.values())),
+            previous=before,
             preview=pulumi.runtime.is_dry_run(),
             scenario=pulumi.Config().get("scenario"),
         )

@@ -95,13 +95,14 @@ class Estimate:
     max_price_age_days: int = 90  # a bill from older prices says so; changes no figure
 
 
-Place = Literal["step", "boundary", "save", "stage"]
+Place = Literal["step", "first", "boundary", "save", "stage"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interruptions:
     """The rehearsal's interruptions, drawn from `seed`: how many with a notice and how many without, and when: at a
-    training step, between two phases, while a checkpoint is being written, or in a stage after training.
+    training step after the first phase or in it, between two phases, while a checkpoint is written, or in a stage
+    after training.
     """
 
     seed: int = 7

@@ -24,9 +24,10 @@ class Planned:
 def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:
     """In the order in which they come, a node each.
 
-    At a step, or while saving: spread over all phases but the first, so that a phase boundary has been crossed, each in
-    the second to fourth fifth of its share of the steps: there is something to lose before it, and something to do
-    after it. Between phases: at the last step of a phase. In a stage: after the last step.
+    In the first phase: in its second to fourth fifth. At a step, or while saving: spread over all phases but the first,
+    so that a phase boundary has been crossed, each in the second to fourth fifth of its share of the steps: there is
+    something to lose before it, and something to do after it. Between phases: at the last step of a phase. In a stage:
+    after the last step.
     """
     seeded = random.Random(interruptions.seed)
     places: list[tuple[Kind, Place]] = [("notice", interruptions.notice_at)] * interruptions.with_notice
@@ -40,6 +41,8 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
         Planned(step=max(1, round(first + share * (number + seeded.uniform(0.2, 0.6)))), kind=kind, place=place)
         for number, (kind, place) in enumerate(drawn)
     ]
+    early = [(kind, place) for kind, place in places if place == "first"]
+    planned += [Planned(step=max(1, round(steps[0] * seeded.uniform(0.3, 0.7))), kind=k, place=p) for k, p in early]
     ends = [sum(steps[: place + 1]) for place in range(len(steps) - 1)] or [total]
     between = [(kind, place) for kind, place in places if place == "boundary"]
     planned += [

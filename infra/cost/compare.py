@@ -190,7 +190,7 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
     price = float(row.side.price.amount / best.side.price.amount)
     again = row.side.usd.mean - row.side.total - (best.side.usd.mean - best.side.total)
     words = [f"+{row.usd.mean - best.usd.mean:.2f} USD: {hours:.2f}x the hours at {price:.2f}x the price"]
-    if again >= Decimal("0.01"):
+    if row.capacity == "spot" and again >= Decimal("0.01"):
         words.append(f"interruptions cost {again:.2f} more")
     if row.late >= 0.1:
         words.append(f"late in {row.late:.0%} of runs")

@@ -93,7 +93,8 @@ def variants(config: TwoTowerConfig) -> tuple[tuple[str, TwoTowerConfig], ...]:
     """(name, config) of each model family that a run trains, in order: the sweep's, or the config's own as `tower`.
 
     `o` changes nothing. p and q are the records' towers, r, weak-2m and full their counts of weak labels in queries of
-    1131 models (workloads.md 5.2, 2026-11-21); the thresholds of r and weak-2m are ours, between those of o and full.
+    1131 models (public record of the runs, read 2026-11-21); the thresholds of r and weak-2m are ours, between those of
+    o and full.
     """
     if not config.sweep:
         return (("tower", config),)

@@ -22,7 +22,7 @@ from job.config.pretrain import CharData
 from job.dataset import prepare
 from job.dataset.shards import HEADER, MAGIC, VERSION, read_header
 
-SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the fork's tokenizer (workloads.md 3.3, 2026-11-21)
+SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 BOS = len(SYMBOLS)  # <|bos|>, never in a text
 VOCAB = BOS + 1
 TRAIN, VALIDATION = "train.bin", "validation.bin"

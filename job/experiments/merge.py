@@ -43,7 +43,7 @@ from job.train.export import META
 if TYPE_CHECKING:
     from job.experiments.sft import Sft
 
-MATCH = 1e-5  # nats: the fp32 merge against the adapter (workloads.md 2.3)
+MATCH = 1e-5  # nats: the fp32 merge against the adapter
 CLOSE = 0.002  # nats: the bf16 merge against the adapter (the same)
 ANSWERS_AT_ONCE = 20
 STAGES = Path("stages") / "sft.jsonl"

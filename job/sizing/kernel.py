@@ -13,6 +13,7 @@ from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts, in_gb, processe
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 CANDIDATE_GPU_S = 4.0  # tiny and full run
 TIMING_GPU_S = 2.0  # of a correct one
+INTERPRETED_S = 0.13  # of a candidate in Triton's interpreter, all stages: 7.5 a second on two cores (bench/funnel.py)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
 TASKS, PLANTED = 20, 200  # job/kernels/catalog.py and planted.py
 ABLATION_ROWS = 5  # the funnel and four rows without one or all of its extensions, on the same candidates
@@ -54,15 +55,15 @@ def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
         "sharded": True,
     }
     count = candidates(config)
-    rows = ABLATION_ROWS if config.funnel.ablations else 1
+    rows, on_gpu = ABLATION_ROWS if config.funnel.ablations else 1, config.device == "cuda"
     return (
         PhaseSize(name="sft", steps=decoder.steps(tokens, config.batch.tokens), **sizes),  # type: ignore[arg-type]
         PhaseSize(name="generate", steps=0, decode_steps=config.generate.max_tokens, **sizes),  # type: ignore[arg-type]
         PhaseSize(
             name="verify",
             steps=0,
-            cpu_core_s=count * COMPILE_CORE_S,  # compiled once: the ablations share the cache
-            gpu_s=rows * count * (CANDIDATE_GPU_S + CORRECT_SHARE * TIMING_GPU_S),
+            cpu_core_s=count * COMPILE_CORE_S if on_gpu else 0.0,  # once: the ablations share the cache
+            gpu_s=rows * count * (CANDIDATE_GPU_S + CORRECT_SHARE * TIMING_GPU_S if on_gpu else INTERPRETED_S),
             **sizes,  # type: ignore[arg-type]
         ),
     )

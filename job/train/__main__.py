@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """One start of the trainer."""
     parser = argparse.ArgumentParser(prog="python -m job.train", description=__doc__)
     parser.add_argument("workdir", type=Path)
-    parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/sizing.py)")
+    parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/sizing)")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what is meant
     if "OMP_NUM_THREADS" not in os.environ:  # one core for the supervisor and for saves: threads that wait spin

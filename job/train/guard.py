@@ -17,7 +17,7 @@ from job.train.experiment import Phase
 # distribution; the nat keeps a quiet late window (MAD 0.01) from calling an ordinary bump a spike. Our choice, 2026-11.
 WINDOW, LEAST, MADS, NATS, IN_A_ROW = 50, 10, 10.0, 1.0, 2
 
-# Warnings, workloads.md 0.11: below or above these a run costs more than its bill says, or is about to fail.
+# Warnings: below or above these a run costs more than its bill says, or is about to fail.
 UTILIZATION, MEMORY, PACE, MFU = 80.0, 0.95, 0.6, 0.6
 
 

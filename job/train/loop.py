@@ -29,9 +29,7 @@ from job.train.guard import SpikeGuard
 from job.train.journal import Journal
 
 REASON_CHARACTERS = 200  # of a stop request, so that it fits the message in which ranks agree
-BEST_SPACING = (
-    0.1  # of the cadence: an improvement sooner than this after a save is not saved, unless it is exported
-)
+BEST_SPACING = 0.1  # of the cadence: an improvement sooner than this after a save is not saved, unless it is exported
 
 
 class Loop:

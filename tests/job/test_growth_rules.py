@@ -1,4 +1,4 @@
-"""Every row of workloads.md 1.5: right growths pass in fp32 and fp64, and each wrong one fails where it must.
+"""Every row of the table of growth rules: right growths pass in fp32 and fp64, and each wrong one fails where it must.
 
 The wrong variants are written here, on purpose, and nowhere else.
 """

@@ -1,4 +1,4 @@
-"""What kernel-sft's bill stands on, against workloads.md section 4 (2026-11-21)."""
+"""What kernel-sft's bill stands on, against figures worked out by hand."""
 
 from __future__ import annotations
 

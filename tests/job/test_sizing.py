@@ -1,4 +1,4 @@
-"""The numbers the bill and the trainer stand on, against workloads.md section 1 (2026-11-21)."""
+"""The numbers the bill and the trainer stand on, against figures worked out by hand."""
 
 from dataclasses import replace
 

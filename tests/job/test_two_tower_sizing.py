@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and bytes of two-tower, against workloads.md section 5 (2026-11-21)."""
+"""Parameters, FLOPs and bytes of two-tower, against figures worked out by hand."""
 
 from __future__ import annotations
 

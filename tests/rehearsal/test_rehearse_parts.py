@@ -46,6 +46,13 @@ def test_a_boundary_is_the_last_step_of_a_phase_and_a_stage_comes_after_the_last
     assert (staged.kind, staged.place, staged.step) == ("notice", "stage", 40)
 
 
+def test_the_first_phase_can_be_interrupted_too() -> None:
+    notice, loss = plan(Interruptions(notice_at="first", loss_at="step"), [100, 100])
+    assert (notice.kind, loss.kind) == ("notice", "loss")
+    assert 30 <= notice.step <= 70
+    assert loss.step > 100
+
+
 def test_no_interruptions_are_none() -> None:
     assert plan(Interruptions(with_notice=0, without_notice=0), [30, 30]) == ()
 

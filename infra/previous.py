@@ -1,0 +1,41 @@
+"""What the stack's last update left, as the engine tells it to the program.
+
+The engine writes the state of a file backend while the program starts, in place: a read that meets the write finds a
+file cut short. It is asked again; any other refusal is passed on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from infra.run_guard import Previous
+
+TRIES = 20
+PAUSE_S = 0.25
+_CUT_SHORT = ("failed to load checkpoint", "unexpected end of JSON input")
+
+Invoke = Callable[[str, dict[str, Any]], Mapping[str, Any]]
+
+
+def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = time.sleep) -> Previous:
+    """Outputs and resource types of `stack`, empty before its first update. `invoke` calls a function of the engine.
+
+    What a StackReference calls, asked about this very stack; it declares no resource.
+    """
+    outputs = _asked(invoke, "pulumi:pulumi:readStackOutputs", {"name": stack}, pause)
+    there = _asked(invoke, "pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}, pause)
+    types = frozenset(str(resource["type"]) for resource in there["outputs"].values())
+    return Previous(outputs=outputs["outputs"], types=types)
+
+
+def _asked(invoke: Invoke, token: str, arguments: dict[str, Any], pause: Callable[[float], None]) -> Mapping[str, Any]:
+    for attempt in range(1, TRIES + 1):
+        try:
+            return invoke(token, arguments)
+        except Exception as error:
+            if attempt == TRIES or not any(words in str(error) for words in _CUT_SHORT):
+                raise
+            pause(PAUSE_S)
+    raise AssertionError

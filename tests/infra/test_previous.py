@@ -1,0 +1,50 @@
+"""The stack's own state, read while the engine writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from infra import previous
+
+ANSWERS: dict[str, Mapping[str, Any]] = {
+    "pulumi:pulumi:readStackOutputs": {"outputs": {"run": {"id": "r1"}}},
+    "pulumi:pulumi:readStackResourceOutputs": {"outputs": {"a": {"type": "aws:ec2/fleet:Fleet"}}},
+}
+
+
+class Engine:
+    """Refuses the first `refusals` questions in these words."""
+
+    def __init__(self, refusals: int, words: str) -> None:
+        self.refusals, self.words, self.asked = refusals, words, 0
+
+    def __call__(self, token: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
+        self.asked += 1
+        if self.asked <= self.refusals:
+            raise Exception(self.words)
+        assert set(arguments.values()) == {"org/gpufleet/growth"}
+        return ANSWERS[token]
+
+
+def test_a_state_that_is_just_being_written_is_read_again() -> None:
+    engine, pauses = Engine(3, "rpc error: failed to load checkpoint: EOF"), list[float]()
+    found = previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
+    assert (found.outputs, found.types) == ({"run": {"id": "r1"}}, {"aws:ec2/fleet:Fleet"})
+    assert len(pauses) == 3
+
+
+def test_a_state_that_stays_unreadable_is_an_error() -> None:
+    engine, pauses = Engine(1000, "failed to load checkpoint: EOF"), list[float]()
+    with pytest.raises(Exception, match="failed to load checkpoint"):
+        previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
+    assert engine.asked == previous.TRIES
+
+
+def test_any_other_refusal_is_passed_on_at_once() -> None:
+    engine = Engine(1000, "access denied")
+    with pytest.raises(Exception, match="access denied"):
+        previous.previous("org/gpufleet/growth", engine, pause=lambda seconds: None)
+    assert engine.asked == 1
