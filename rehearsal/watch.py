@@ -163,6 +163,7 @@ class Watch:
         instance = view.node.instance
         where = {
             "step": f"at step {view.last_step}",
+            "first": f"in the first phase, at step {view.last_step}",
             "boundary": f"between phases, after step {view.last_step}",
             "save": f"while a checkpoint is written, at step {view.last_step}",
             "stage": f"after training, with {self._written(view)} results of a stage",
