@@ -15,16 +15,13 @@ from typing import Any
 
 import job
 from infra.boot import archive, run_config, user_data
-from infra.calibration import find_all
 from infra.catalog import load_catalog
-from infra.cost.bill import Bill, price, problems
-from infra.cost.hazard import learn
+from infra.cost.bill import Bill, problems
 from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find, load, not_ready
-from infra.prepared import as_prepared
-from infra.receipts import observations
+from infra.pricing import bill_of
 from infra.run_guard import Previous, Verdict, judge, timer_seconds
 from infra.scenarios import scenario as one_scenario
 from job.dataset.prepare import DatasetManifest, read_manifest, verify
@@ -114,14 +111,7 @@ def make(
         previous=previous,
         now=now,
     )
-    catalog = load_catalog(root)
-    bill = price(
-        as_prepared(definition, root),
-        catalog,
-        inputs=inputs if dataset else None,
-        calibrations=find_all(definition, catalog.instances, root),
-        hazards=learn(observations(root)),
-    )
+    bill = bill_of(definition, root, load_catalog(root))
     found = problems(definition, bill)
     if found and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), found)

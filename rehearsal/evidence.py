@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.errors import GpufleetError
-from infra.prepared import as_prepared
+from infra.pricing import as_prepared
 from job import sizing
 from job.config import PretrainConfig, TwoTowerConfig
 from rehearsal.account import Resource

@@ -18,7 +18,7 @@ from pathlib import Path
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import find, load, project_root, rehearsal_text
-from infra.prepared import as_prepared
+from infra.pricing import as_prepared
 from job import sizing
 from rehearsal import evidence, report, scratch
 from rehearsal.cloud import Cloud

@@ -8,17 +8,14 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.calibration import find_all
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost.bill import price, problems
-from infra.cost.hazard import learn
+from infra.cost.bill import problems
 from infra.cost.table import render
-from infra.definition import StackDefinition
 from infra.errors import DefinitionError
 from infra.loader import find, load, not_ready, project_root
-from infra.prepared import as_prepared
-from infra.receipts import observations, score
+from infra.pricing import bill_of
+from infra.receipts import score
 from infra.scenarios import scenario
 
 
@@ -36,15 +33,7 @@ def run(args: argparse.Namespace) -> int:
     path = find(args.stack, root)
     definition = scenario(path, args.scenario, now=now) if args.scenario else load(path, now=now)
     missing = not_ready(definition, root)
-    catalog = load_catalog()
-    bill = price(
-        as_prepared(definition, root),
-        catalog,
-        dataset_bytes=_dataset_bytes(definition, root),
-        not_ready=missing,
-        calibrations=find_all(definition, catalog.instances, root),
-        hazards=learn(observations(root)),
-    )
+    bill = bill_of(definition, root, load_catalog(), not_ready=missing)
     if args.json:
         sys.stdout.write(json.dumps(bill.to_json(), indent=2) + "\n")
     else:
@@ -53,13 +42,3 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         raise DefinitionError(str(definition.source), found)
     return 0
-
-
-def _dataset_bytes(definition: StackDefinition, root: Path) -> int | None:
-    """Of the prepared dataset; None where there is none yet, or it lies in S3."""
-    folder = root / definition.storage.dataset
-    if definition.storage.dataset.startswith("s3://") or not (folder / "dataset.json").is_file():
-        return None
-    from job.dataset.prepare import read_manifest  # here: without a dataset there is nothing to read
-
-    return sum(file.bytes for file in read_manifest(folder).files)

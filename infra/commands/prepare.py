@@ -9,11 +9,11 @@ from pathlib import Path
 
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost.bill import price, problems
+from infra.cost.bill import problems
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import load, project_root
-from infra.prepared import as_prepared
+from infra.pricing import bill_of
 from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, sources, weights
 
@@ -53,7 +53,7 @@ def predict(definition: StackDefinition, root: Path) -> None:
     """Says what the run will take with this dataset, before a GPU starts. Raises DefinitionError when the bill's p50
     passes a limit; the dataset stays.
     """
-    bill = price(as_prepared(definition, root), load_catalog(root))
+    bill = bill_of(definition, root, load_catalog(root))
     usd, hours = bill.chosen.needed_usd, bill.chosen.needed_hours
     steps = sum(phase.steps for phase in bill.chosen.runtime.phases)
     _say(

@@ -12,17 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infra.calibration import find_all
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost import hazard, replay
-from infra.cost.bill import price
 from infra.cost.replay import Replayed
 from infra.cost.risk import Exposure
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
-from infra.prepared import as_prepared
-from infra.receipts import observations
+from infra.pricing import bill_of
 
 HELD = 0.75  # of replayed bills inside the stated p10-p90, which eight in ten are to be
 WIDE = 0.9
@@ -59,13 +56,7 @@ def contained(found: Sequence[Replayed]) -> float:
 def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
     """The type that the bill stands on and its spot side, with the hours of work that were asked for."""
     definition, root = load(stack.path_of(args), now=datetime.now(UTC), past_deadline=True), project_root(Path.cwd())
-    catalog = load_catalog()
-    side = price(
-        as_prepared(definition, root),
-        catalog,
-        calibrations=find_all(definition, catalog.instances, root),
-        hazards=hazard.learn(observations(root, but=args.traces)),  # a trace must not grade what it taught
-    ).spot
+    side = bill_of(definition, root, load_catalog(), but=args.traces).spot  # a trace must not grade what it taught
     if side is None:
         raise GpufleetError(f"{definition.source}: no listed type has a spot price here; there is nothing to replay")
     if args.work_hours is None:

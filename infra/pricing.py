@@ -1,0 +1,64 @@
+"""The bill of a definition as this project knows it: its prepared dataset, calibrations, receipts, traces and prices.
+
+One way for every command and the program, so that all of them say the same. For the bill alone: what a run is told, and
+what its identity is, stays what the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from infra.calibration import find_all
+from infra.catalog import Catalog
+from infra.cost.bill import Bill, price
+from infra.cost.hazard import learn
+from infra.definition import StackDefinition
+from infra.receipts import observations
+from job import sizing
+from job.dataset.prepare import DatasetManifest, read_manifest
+
+
+def bill_of(
+    definition: StackDefinition,
+    root: Path,
+    catalog: Catalog,
+    *,
+    not_ready: Sequence[str] = (),
+    but: Sequence[Path] = (),
+) -> Bill:
+    """The bill, with what lies under `root`. `but`: traces that must not teach it. Raises as infra.cost.bill.price."""
+    dataset = _dataset(definition, root)
+    return price(
+        _counted(definition, dataset),
+        catalog,
+        dataset_bytes=None if dataset is None else sum(file.bytes for file in dataset.files),
+        not_ready=not_ready,
+        calibrations=find_all(definition, catalog.instances, root),
+        hazards=learn(observations(root, but=but)),
+    )
+
+
+def as_prepared(definition: StackDefinition, root: Path) -> StackDefinition:
+    """With what the dataset folder under `root` counts instead of what `job.parameters.data` expects; as it is where
+    there is none, or the dataset lies in S3.
+    """
+    return _counted(definition, _dataset(definition, root))
+
+
+def _counted(definition: StackDefinition, dataset: DatasetManifest | None) -> StackDefinition:
+    if dataset is None:
+        return definition
+    parameters = sizing.with_facts(definition.job.parameters, dataset.facts)
+    return replace(definition, job=replace(definition.job, parameters=parameters))
+
+
+def _dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
+    """None also for a damaged one: not_ready says so."""
+    if definition.storage.dataset.startswith("s3://"):
+        return None
+    try:
+        return read_manifest(root / definition.storage.dataset)
+    except ValueError:
+        return None
