@@ -59,22 +59,13 @@ def uploads(plan: Plan) -> list[Upload]:
         ),
         Upload(name="run-config", key=f"{run}/run.json", text=plan.run_config, belongs_to_run=True),
     ]
-    if plan.dataset and plan.dataset_folder:
-        files += [
-            Upload(
-                name=f"dataset-{file.name}",
-                key=input_key(plan.dataset.sha256, file.name),
-                file=plan.dataset_folder / file.name,
-            )
-            for file in plan.dataset.files
-        ]
-    if plan.weights and plan.weights_folder:
-        files += [
-            Upload(
-                name=f"weights-{file.name}",
-                key=input_key(plan.weights.sha256, file.name),
-                file=plan.weights_folder / file.name,
-            )
-            for file in plan.weights.files
-        ]
+    for what, manifest, folder in (
+        ("dataset", plan.dataset, plan.dataset_folder),
+        ("weights", plan.weights, plan.weights_folder),
+    ):
+        if manifest and folder:
+            files += [
+                Upload(name=f"{what}-{file.name}", key=input_key(manifest.sha256, file.name), file=folder / file.name)
+                for file in manifest.files
+            ]
     return files

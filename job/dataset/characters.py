@@ -91,10 +91,7 @@ def prepare_characters(
     elif data.source == "generated-sums":
         source = Sums(count=data.characters, seed=seed)
     elif (folder / prepare.MANIFEST).is_file():
-        manifest = prepare.read_manifest(folder)
-        prepare.verify(folder, manifest)
-        say(f"{folder} is prepared already: {prepare.describe(manifest)}")
-        return manifest
+        return prepare.as_found(folder, say)
     else:
         raise ValueError(
             f"{folder}: not prepared, and job.parameters.data.source is text: name the file of characters (gpufleet "

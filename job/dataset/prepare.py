@@ -111,6 +111,14 @@ def verify(folder: Path, manifest: DatasetManifest) -> None:
             raise ValueError(f"{path}: not the file that {MANIFEST} names; prepare the dataset again")
 
 
+def as_found(folder: Path, say: Callable[[str], None]) -> DatasetManifest:
+    """The dataset that is there, every file of it checked. Raises ValueError when it is none, or damaged."""
+    manifest = read_manifest(folder)
+    verify(folder, manifest)
+    say(f"{folder} is prepared already: {describe(manifest)}")
+    return manifest
+
+
 def prepare(
     folder: Path, source: Source, *, model_vocab: int, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:

@@ -80,10 +80,7 @@ def prepare_ranking(
         made = read_folder(text, chosen, say)
         source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {chosen.name}"
     elif (folder / prepare.MANIFEST).is_file():
-        manifest = prepare.read_manifest(folder)
-        prepare.verify(folder, manifest)
-        say(f"{folder} is prepared already: {prepare.describe(manifest)}")
-        return manifest
+        return prepare.as_found(folder, say)
     else:
         raise ValueError(
             f"{folder}: not prepared, and job.parameters.data.source is million-llms: name the folder that holds "

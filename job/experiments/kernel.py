@@ -44,8 +44,7 @@ class Kernel(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, KernelConfig)
         self.session, self.config = session, session.config
-        if problems := sizing.problems(self.config):
-            raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))
+        sizing.require(self.config)
         self.manifest = read_manifest(session.data)
         self.batches = PackedBatches(session.data, self.manifest, session.world, session.device.torch)
         self._check_dataset()

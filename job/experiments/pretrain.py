@@ -37,8 +37,7 @@ class Pretrain(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, PretrainConfig)
         self.session, self.config = session, session.config
-        if problems := sizing.problems(self.config):
-            raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))
+        sizing.require(self.config)
         self.manifest = read_manifest(session.data)
         if self.manifest.kind != "characters":
             raise ValueError(

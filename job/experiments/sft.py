@@ -39,8 +39,7 @@ class Sft(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, SftConfig)
         self.session, self.config = session, session.config
-        if problems := sizing.problems(self.config):
-            raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))
+        sizing.require(self.config)
         self.manifest = read_manifest(session.data)
         self.batches = self._opened()
         self.per_step = self.config.batch.tokens // self.config.data.row

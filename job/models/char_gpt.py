@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from job.config.pretrain import CharModel
 from job.models.blocks import Linear, at_least_fp32, rotate, rotations
-from job.models.selective import keep_products
+from job.models.selective import Checkpointed, keep_products
 
 
 class Output(NamedTuple):
@@ -130,7 +130,7 @@ class Block(nn.Module):
         return x_BTd
 
 
-class CharGpt(nn.Module):
+class CharGpt(Checkpointed):
     """The whole model. Raises ValueError when the shape cannot be."""
 
     def __init__(self, model: CharModel, compute_dtype: torch.dtype = torch.float32) -> None:
@@ -165,16 +165,6 @@ class CharGpt(nn.Module):
             return Output(logits_BTV, None, {}, None)
         loss_sum = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
         return Output(None, loss_sum, {}, None)
-
-    @property
-    def checkpointing(self) -> bool:
-        """Activation checkpointing in training mode: products and attention are kept, the rest is recomputed."""
-        return bool(self.blocks[0].checkpointing)
-
-    @checkpointing.setter
-    def checkpointing(self, on: bool) -> None:
-        for block in self.blocks:
-            block.checkpointing = on  # type: ignore[assignment]
 
 
 def norm(x: Tensor) -> Tensor:

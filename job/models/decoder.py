@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from job.config.common import Decoder as Shape
 from job.models.blocks import Linear, at_least_fp32, rotate
 from job.models.linear_loss import linear_loss
-from job.models.selective import keep_products
+from job.models.selective import Checkpointed, keep_products
 
 INIT_STD = 0.02
 # Llama-3.1's rope_scaling, from the config.json of its published weights (2024-07-23).
@@ -120,7 +120,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
-class Decoder(nn.Module):
+class Decoder(Checkpointed):
     """The whole model. `compute_dtype` and `checkpointing` may be changed at any time."""
 
     def __init__(self, shape: Shape, compute: torch.dtype) -> None:
@@ -200,17 +200,6 @@ class Decoder(nn.Module):
         angle = torch.cat([angle, angle], dim=-1).unsqueeze(2)
         wide = at_least_fp32(self.compute_dtype)
         return angle.cos().to(wide), angle.sin().to(wide)
-
-    @property
-    def checkpointing(self) -> bool:
-        """Activation checkpointing in training mode: products and attention are kept, the rest is recomputed."""
-        return bool(self.blocks[0].checkpointing)
-
-    @checkpointing.setter
-    def checkpointing(self, on: bool) -> None:
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            block.checkpointing = on
 
 
 class Block(nn.Module):

@@ -32,6 +32,7 @@ from job import sizing
 from job.config import GrowthConfig
 from job.models.blocks import Block, Dispatch, Experts, Norm, at_least_fp32, rotations
 from job.models.routing import Routing
+from job.models.selective import Checkpointed
 
 INIT_STD = 0.02
 
@@ -108,13 +109,12 @@ def parameter_groups(module: nn.Module, config: GrowthConfig) -> list[dict[str, 
     return [{"params": decayed, "weight_decay": config.optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
-class Growth(nn.Module):
+class Growth(Checkpointed):
     """One phase's model. `compute_dtype`, `checkpointing` and the dispatch may be changed at any time."""
 
     def __init__(self, config: GrowthConfig, phase_index: int) -> None:
         super().__init__()
-        if problems := sizing.problems(config):
-            raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))
+        sizing.require(config)
         self.shape = s = sizing.shape(config.model, phase_index)
         self.compute_dtype = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
         self.embed = nn.Embedding(s.vocab, s.width)
@@ -152,17 +152,6 @@ class Growth(nn.Module):
         """
         logits = F.linear(x_BTd, self.embed.weight.to(x_BTd.dtype)).flatten(0, 1)
         return F.cross_entropy(logits.to(at_least_fp32(logits.dtype)), targets_BT.flatten(), reduction="sum")
-
-    @property
-    def checkpointing(self) -> bool:
-        """Activation checkpointing in training mode: products and attention are kept, the rest is recomputed."""
-        return bool(self.blocks[0].checkpointing)
-
-    @checkpointing.setter
-    def checkpointing(self, on: bool) -> None:
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            block.checkpointing = on
 
     @property
     def capacity(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import varlen as _registers_its_operator  # noqa: F401
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -22,6 +23,22 @@ KEPT = {
     torch.ops.torch_attn._varlen_attn.default,  # packed rows on CUDA
     aten.topk.default,  # recomputed, a tie could route a token elsewhere than forward did
 }
+
+
+class Checkpointed(nn.Module):
+    """A model of `blocks`, each with a flag `checkpointing`, that are switched together."""
+
+    blocks: nn.ModuleList
+
+    @property
+    def checkpointing(self) -> bool:
+        """Activation checkpointing in training mode: products and attention are kept, the rest is recomputed."""
+        return bool(self.blocks[0].checkpointing)
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        for block in self.blocks:
+            block.checkpointing = on  # type: ignore[assignment]
 
 
 def keep_products() -> Any:

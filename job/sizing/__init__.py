@@ -42,6 +42,7 @@ __all__ = [
     "phases",
     "problems",
     "ranks",
+    "require",
     "shape",
     "state_dtype",
     "total_steps",
@@ -104,6 +105,12 @@ def with_facts(config: JobConfig, facts: Mapping[str, Any]) -> JobConfig:
 def problems(config: JobConfig) -> list[tuple[str, str]]:
     """What no field's own range can say, as (path under job.parameters, sentence)."""
     return _MODULES[type(config)].problems(config)
+
+
+def require(config: JobConfig) -> None:
+    """Raises ValueError with every problem, for who is about to build the model."""
+    if found := problems(config):
+        raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in found))
 
 
 @_remembered

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from infra import pricing
+from infra.catalog import load_catalog
 from infra.cli import main
+from infra.commands import prepare as prepare_command
+from infra.cost.bill import price
+from infra.cost.hazard import Observation
+from infra.loader import load
 from job.dataset.prepare import read_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -46,3 +53,18 @@ def test_a_dataset_in_s3_is_prepared_already(project: Path, capsys: pytest.Captu
     file.write_text(file.read_text().replace("dataset: data/tinystories", "dataset: s3://bucket/stories"))
     assert main(["prepare", STACK]) == 2
     assert "storage.dataset is s3://bucket/stories" in capsys.readouterr().err
+
+
+def test_what_it_predicts_is_what_the_bill_says_with_all_that_the_project_knows(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = Observation(type="g5.2xlarge", zone=None, node_hours=1e6, interruptions=0, source="planted", as_of=None)
+    monkeypatch.setattr(pricing, "observations", lambda root, but=(): [calm])
+    definition = load(project / "stacks" / f"{STACK}.yaml", now=datetime.now(UTC))
+    prepare_command.predict(definition, project)
+    said = capsys.readouterr().out
+    told = pricing.bill_of(definition, project, load_catalog()).chosen
+    assert f"{told.needed_hours.p90:.2f} and {told.needed_usd.p90:.2f} at p90" in said
+    alone = price(definition, load_catalog()).chosen
+    assert alone.interruptions > 1.5 * told.interruptions  # without the project's knowledge it is another bill
+    assert alone.needed_hours.p90 != told.needed_hours.p90

@@ -42,6 +42,18 @@ def test_it_prints_the_bill(project: Path, capsys: pytest.CaptureFixture[str]) -
     assert "the size of the dataset is assumed" in printed
 
 
+def test_a_damaged_dataset_is_said_and_does_not_stop_the_bill(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = project / "data" / "tinystories"
+    folder.mkdir(parents=True)
+    (folder / "dataset.json").write_text("{")
+    assert run(STACK) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "storage.dataset, data/tinystories, is damaged" in printed
+    assert "the size of the dataset is assumed" in printed
+
+
 def test_it_finds_the_project_from_a_folder_inside_it(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
