@@ -1,18 +1,42 @@
-"""`python -m job <workdir>/run.json`: the supervisor, with its packages and its places."""
+"""`python -m job WORKDIR/run.json`: the supervisor. It starts the trainer, watches it, and alone writes to the bucket.
+
+Everything else of the run lies in WORKDIR: data/, ckpt/, job.log, packages/ (what the image lacks, installed first).
+
+environment, set by the node script; without it a run of this machine alone:
+  GPUFLEET_RUN_URI         s3://BUCKET/RUN or a folder, for what is kept (default: store/RUN beside WORKDIR)
+  GPUFLEET_INSTANCE_ID, GPUFLEET_INSTANCE_TYPE, GPUFLEET_ZONE, GPUFLEET_LAUNCHED_AT
+                           the machine, for its price and its record (default: one called local, started now)
+  AWS_ENDPOINT_URL, AWS_EC2_METADATA_SERVICE_ENDPOINT
+                           where AWS is, when it is the embedded one
+
+exit codes:
+  0   the run is over: finished, or a limit was reached; done.json says which
+  70  it failed for good: run.json is not accepted, or the trainer's fatal.json says why
+  71  the pre-flight refused this machine: another may go on
+  75  interrupted, the newest checkpoint published where there was time: go on elsewhere, not here
+  any other: a crash; the next attempt goes on from the newest checkpoint
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from job.supervisor import bootstrap
 
 
-def main() -> int:
-    run_json = Path(sys.argv[1]).resolve()
+def main(argv: Sequence[str] | None = None) -> int:
+    """One attempt at the run."""
+    summary, _, epilog = (__doc__ or "").partition("\n\n")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m job", description=summary, epilog=epilog, formatter_class=layout)
+    parser.add_argument("run_json", metavar="RUN_JSON", type=Path, help="the run config, as the program declares it")
+    run_json: Path = parser.parse_args(argv).run_json.resolve()
     try:
         bootstrap.ensure(run_json.parent / "packages")
     except RuntimeError as error:
