@@ -104,8 +104,8 @@ def clip_each(module: nn.Module, limit: float) -> Tensor:
     """
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     count = gradients[0].shape[0]
-    squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
-    norms_K = count * squares.sum(0).sqrt()
+    norms = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients]
+    norms_K: Tensor = count * torch.linalg.vector_norm(torch.stack(norms), dim=0)
     factors_K = torch.full_like(norms_K, float(count))
     if limit:
         factors_K *= (limit / (norms_K + 1e-6)).clamp(max=1.0)

@@ -71,14 +71,14 @@ class TwoTower(nn.Module):
         """`noise` None: no dropout."""
         t = self.towers
         query_bits, model_bits = _split(noise, t)
-        hidden_QHh = self._hidden(self._linear(self.head_in, x_QS), query_bits).view(-1, t.heads, t.head)
+        hidden_QHh = self._hidden(self.head_in, x_QS, query_bits).view(-1, t.heads, t.head)
         heads_HQh = torch.baddbmm(
             self.head_bias.to(self.compute),
             hidden_QHh.transpose(0, 1).to(self.compute),
             self._kept(self.head_out, noise).to(self.compute),
         )
         heads_QHh = heads_HQh.transpose(0, 1)
-        fused_QF = self._hidden(self._linear(self.fusion, heads_QHh.flatten(1)), query_bits)
+        fused_QF = self._hidden(self.fusion, heads_QHh.flatten(1), query_bits)
         query_Qd = self._tower(self.query, fused_QF, query_bits, noise, first=True)
         model_Md = self._tower(self.model, self.embedding, model_bits, noise, first=False)
         return Towered(unit(query_Qd) / t.temperature, unit(model_Md), heads_QHh.float())
@@ -86,23 +86,24 @@ class TwoTower(nn.Module):
     def _tower(self, layers: nn.ModuleList, x: Tensor, bits: list[Tensor], noise: Noise | None, first: bool) -> Tensor:
         """`first`: the tower's input has gone through dropout itself."""
         for index, layer in enumerate(layers):
-            x = self._linear(layer, x, noise if first or index else None)
-            if index < len(layers) - 1:
-                x = self._hidden(x, bits)
+            dropped = noise if first or index else None
+            x = self._hidden(layer, x, bits, dropped) if index < len(layers) - 1 else self._linear(layer, x, dropped)
         return x
 
     def _linear(self, layer: nn.Module, x: Tensor, dropped: Noise | None = None) -> Tensor:
         """`dropped` not None: `x` has gone through dropout."""
+        return F.linear(*self._cast(layer, x, dropped))
+
+    def _hidden(self, layer: nn.Module, x: Tensor, bits: list[Tensor], dropped: Noise | None = None) -> Tensor:
+        """The layer, ReLU, then dropout by the next of the bits, not yet scaled."""
+        taken = (bits.pop(0), _threshold(self.towers)) if bits else (None, 0)
+        hidden: Tensor = _Hidden.apply(*self._cast(layer, x, dropped), *taken)  # type: ignore[no-untyped-call]
+        return hidden
+
+    def _cast(self, layer: nn.Module, x: Tensor, dropped: Noise | None) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(layer, nn.Linear)
         weight = self._kept(layer.weight, dropped)
-        return F.linear(x.to(self.compute), weight.to(self.compute), layer.bias.to(self.compute))
-
-    def _hidden(self, x: Tensor, bits: list[Tensor]) -> Tensor:
-        """ReLU, then dropout by the next of the bits, not yet scaled."""
-        if not bits:
-            return F.relu(x)
-        dropped: Tensor = _DroppedRelu.apply(x, bits.pop(0), _threshold(self.towers))  # type: ignore[no-untyped-call]
-        return dropped
+        return x.to(self.compute), weight.to(self.compute), layer.bias.to(self.compute)
 
     def _kept(self, weight: Tensor, dropped: Noise | None) -> Tensor:
         """The weight of a layer whose input was dropped, times 1 / keep."""
@@ -231,23 +232,39 @@ class _SoftmaxLoss(torch.autograd.Function):
         return grad_query_KQd * upstream, grad_model_KMd * upstream, None, None
 
 
-class _DroppedRelu(torch.autograd.Function):
-    """relu(x) where bits >= threshold, else 0. Keeps its output for the backward pass, no mask."""
-
-    generate_vmap_rule = True
+class _Hidden(torch.autograd.Function):
+    """relu(x @ weight.T + bias), and 0 where bits < threshold. One output and no mask: bias, ReLU and dropout are done
+    in place, and the backward pass reads off the output what was kept. [R, out], or [K, R, out] for members together.
+    """
 
     @staticmethod
-    def forward(x: Tensor, bits: Tensor, threshold: int) -> Tensor:
-        return F.relu(x).mul_(bits >= threshold)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, bits: Tensor | None, threshold: int) -> Tensor:
+        hidden = torch.matmul(x, weight.mT).add_(bias.unsqueeze(-2)).relu_()
+        return hidden if bits is None else hidden.mul_(bits >= threshold)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(output)
+        ctx.save_for_backward(*inputs[:2], output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        return torch.ops.aten.threshold_backward(grads[0], kept, 0.0), None, None
+        x, weight, kept = ctx.saved_tensors
+        grad = torch.ops.aten.threshold_backward(grads[0], kept, 0.0)
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        return grad_x, grad.mT @ x, grad.sum(-2), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        members = [
+            value
+            if not isinstance(value, Tensor)
+            else value.expand(info.batch_size, *value.shape)
+            if dim is None
+            else value.movedim(dim, 0)
+            for value, dim in zip(inputs, in_dims, strict=True)
+        ]
+        hidden: Tensor = _Hidden.apply(*members)  # type: ignore[no-untyped-call]
+        return hidden, 0
 
 
 def _bits(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
