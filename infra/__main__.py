@@ -28,7 +28,7 @@ def main() -> None:
             now=now,
             previous=before,
             preview=pulumi.runtime.is_dry_run(),
-            scenario=pulumi.Config().get("scenario"),
+            scenario=pulumi.Config().get("scenario") or "",
         )
     except GpufleetError as error:
         pulumi.log.error(str(error))

@@ -20,10 +20,10 @@ from infra.cost.bill import Bill, problems
 from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import find, load, not_ready
+from infra.loader import find, not_ready
 from infra.pricing import bill_of
 from infra.run_guard import Previous, Verdict, judge, timer_seconds
-from infra.scenarios import scenario as one_scenario
+from infra.selected import Selected
 from job.dataset.prepare import DatasetManifest, read_manifest, verify
 from job.dataset.weights import WeightsManifest
 from job.dataset.weights import read as read_weights
@@ -80,14 +80,12 @@ class Plan:
         }
 
 
-def make(
-    root: Path, name: str, *, now: datetime, previous: Previous, preview: bool, scenario: str | None = None
-) -> Plan:
+def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: bool, scenario: str = "") -> Plan:
     """The plan for the definition `name`, or for one of its scenarios. Raises GpufleetError; in a preview, what `up`
     still needs is a warning.
     """
     over = bool(previous.outputs.get("run"))
-    definition = _load(find(name, root), scenario, now=now, past_deadline=over)
+    definition = Selected(path=find(name, root), scenario=scenario).load(now=now, past_deadline=over)
     folder = None if definition.storage.dataset.startswith("s3://") else root / definition.storage.dataset
     missing = not_ready(definition, root)
     if missing and not preview:
@@ -127,12 +125,6 @@ def make(
         run_config=run_config.encode(run_config.run_config(definition, bill, inputs)).decode(),
         warnings=(*missing, *map(str, found), *verdict.warnings),
     )
-
-
-def _load(path: Path, name: str | None, *, now: datetime, past_deadline: bool) -> StackDefinition:
-    if name is None:
-        return load(path, now=now, past_deadline=past_deadline)
-    return one_scenario(path, name, now=now, past_deadline=past_deadline)
 
 
 def dataset_entry(definition: StackDefinition, dataset: DatasetManifest | None) -> dict[str, Any]:

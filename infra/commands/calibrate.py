@@ -39,10 +39,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError, also when the job fails."""
-    plain, definition = (
-        load(stack.path_of(args), now=datetime.now(UTC), rehearsal=rehearsal, past_deadline=True)
-        for rehearsal in (False, args.rehearsal)
-    )
+    plain = definition = stack.definition_of(args)
+    if args.rehearsal:
+        definition = load(plain.source, now=datetime.now(UTC), rehearsal=True, past_deadline=True)
     root = project_root(Path.cwd())
     tree = calibrate(definition, root, steps=args.steps, gpus=machine.gpus())
     path = calibration.path_for(root, definition.name, tree["device"]["name"])

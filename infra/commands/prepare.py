@@ -39,8 +39,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepares, or says that it is prepared already."""
-    path = stack.path_of(args)
-    definition = load(path, now=datetime.now(UTC), rehearsal=args.rehearsal, past_deadline=True)
+    if args.rehearsal:
+        definition = load(stack.path_of(args), now=datetime.now(UTC), rehearsal=True, past_deadline=True)
+    else:
+        definition = stack.definition_of(args)
     root = project_root(Path.cwd())
     prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
     listed(definition, root)

@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from infra.cost import hazard, replay
 from infra.cost.replay import Replayed
 from infra.cost.risk import Exposure
 from infra.errors import GpufleetError
-from infra.loader import load, project_root
+from infra.loader import project_root
 from infra.pricing import bill_of
 
 HELD = 0.75  # of replayed bills inside the stated p10-p90, which eight in ten are to be
@@ -55,7 +54,7 @@ def contained(found: Sequence[Replayed]) -> float:
 
 def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
     """The type that the bill stands on and its spot side, with the hours of work that were asked for."""
-    definition, root = load(stack.path_of(args), now=datetime.now(UTC), past_deadline=True), project_root(Path.cwd())
+    definition, root = stack.definition_of(args), project_root(Path.cwd())
     side = bill_of(definition, root, load_catalog(), but=args.traces).spot  # a trace must not grade what it taught
     if side is None:
         raise GpufleetError(f"{definition.source}: no listed type has a spot price here; there is nothing to replay")

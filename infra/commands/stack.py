@@ -1,14 +1,16 @@
-"""The STACK argument that most commands take."""
+"""The STACK argument that most commands take, and the definition it leads to."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.definition import StackDefinition
-from infra.loader import find, load, project_root
+from infra.loader import project_root
+from infra.selected import SCENARIO, selected
 
 
 def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> None:
@@ -22,11 +24,17 @@ def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> 
 
 def path_of(args: argparse.Namespace) -> Path:
     """The definition file that STACK names."""
-    return find(args.stack, project_root(Path.cwd()))
+    return selected(args.stack, project_root(Path.cwd())).path
 
 
-def definition_of(args: argparse.Namespace) -> StackDefinition:
-    """The definition. A deadline may have passed: the run it belongs to can still be looked at and swept."""
-    definition = load(path_of(args), now=datetime.now(UTC), past_deadline=True)
+def definition_of(args: argparse.Namespace, *, past_deadline: bool = True) -> StackDefinition:
+    """The definition that the stack runs; its scenario, if it runs one, is named on standard error.
+
+    A deadline may have passed: the run it belongs to can still be looked at and swept.
+    """
+    chosen = selected(args.stack, project_root(Path.cwd()))
+    definition = chosen.load(now=datetime.now(UTC), past_deadline=past_deadline)
+    if chosen.scenario:
+        print(f"gpufleet: {definition.name}'s scenario {chosen.scenario}, as {SCENARIO} says", file=sys.stderr)
     run = getattr(args, "run_id", None)
     return replace(definition, run=replace(definition.run, id=run)) if run else definition

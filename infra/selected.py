@@ -1,0 +1,71 @@
+"""Which definition a stack runs, said once: by its Pulumi configuration, which program and commands read alike.
+
+`gpufleet:definition` names the file of a stack that is not called like it, `gpufleet:scenario` one of the file's
+scenarios. The engine keeps both in Pulumi.STACK.yaml, so the commands need no engine to know them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import yaml
+
+from infra.definition import StackDefinition
+from infra.errors import GpufleetError
+from infra.loader import find, load
+from infra.scenarios import scenario as one_scenario
+
+DEFINITION, SCENARIO = "gpufleet:definition", "gpufleet:scenario"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selected:
+    """A definition file, and the scenario of it that is run; empty: the file as it is."""
+
+    path: Path
+    scenario: str = ""
+
+    def load(self, *, now: datetime, past_deadline: bool = False) -> StackDefinition:
+        """The definition, judged as something to run. Raises as infra.loader.load and infra.scenarios.scenario."""
+        if not self.scenario:
+            return load(self.path, now=now, past_deadline=past_deadline)
+        return one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
+
+
+def selected(stack: str, root: Path) -> Selected:
+    """What the program would run as `stack`: a stack's name, or the path of its file.
+
+    A path names that very file; the stack called like it has a say where it runs the same one. Raises GpufleetError.
+    """
+    is_path = stack.endswith((".yaml", ".yml")) or "/" in stack
+    name = Path(stack).stem if is_path else stack
+    config = _config(root / f"Pulumi.{name}.yaml")
+    theirs = config.get(DEFINITION) or name
+    if not is_path:
+        return Selected(path=find(theirs, root), scenario=config.get(SCENARIO, ""))
+    path = find(stack, root)
+    with suppress(GpufleetError):
+        if path.samefile(find(theirs, root)):
+            return Selected(path=path, scenario=config.get(SCENARIO, ""))
+    return Selected(path=path)
+
+
+def _config(path: Path) -> dict[str, str]:
+    """Definition and scenario, as far as the engine's file names them."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # all of it as text
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise GpufleetError(f"{path} cannot be read: {error}") from None
+    config = tree.get("config") if isinstance(tree, dict) else None
+    if not isinstance(config, dict):
+        return {}
+    found = {key: config[key] for key in (DEFINITION, SCENARIO) if key in config}
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise GpufleetError(f"{path}: {key} is no plain text; `pulumi config set {key} NAME` writes one")
+    return found
