@@ -133,6 +133,17 @@ class Variant:
     hold_hours: Decimal | None = None  # each node is kept this long when its work is done sooner
     buffer: Decimal = Decimal(0)  # share added to the work for what goes wrong
 
+    @property
+    def only_priced(self) -> str:
+        """Why it is there to be priced and cannot be run; empty when it can."""
+        reasons = {
+            "ran elsewhere": self.reference,
+            "is several nodes, and a run is one": self.nodes > 1,
+            "holds its node beyond its work": self.hold_hours is not None,
+            "adds a buffer to its work": bool(self.buffer),
+        }
+        return next((reason for reason, true in reasons.items() if true), "")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackDefinition:

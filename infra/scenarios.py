@@ -33,10 +33,12 @@ def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
     return tuple(made)
 
 
-def scenario(path: Path, name: str, *, now: datetime, past_deadline: bool = False) -> StackDefinition:
-    """One entry as something to run: judged like the file itself.
+def scenario(
+    path: Path, name: str, *, now: datetime, past_deadline: bool = False, to_run: bool = True
+) -> StackDefinition:
+    """One entry as something to run: judged like the file itself. Without `to_run` also one that is only priced.
 
-    Raises GpufleetError when it is not there or is only there to be priced, DefinitionError for what is wrong in it.
+    Raises GpufleetError when it is not there or cannot be run, DefinitionError for what is wrong in it.
     """
     found = {made.scenario: made for made in scenarios(path, now=now)}
     if name not in found:
@@ -46,14 +48,13 @@ def scenario(path: Path, name: str, *, now: datetime, past_deadline: bool = Fals
             + (f" Nearest: {close[0]}." if close else "")
         )
     variant = found[name].variant
-    only_priced = {
-        "ran elsewhere": variant.reference,
-        "is several nodes": variant.nodes > 1,
-        "holds its node": variant.hold_hours is not None,
-        "adds a buffer": bool(variant.buffer),
-    }
-    if why := next((word for word, true in only_priced.items() if true), None):
-        raise GpufleetError(f"{path.name}: scenario {name} {why}: it is there for `gpufleet compare`, not to be run")
+    if variant.only_priced:
+        if not to_run:
+            return found[name]
+        raise GpufleetError(
+            f"{path.name}: scenario {name} {variant.only_priced}: it cannot be run; "
+            f"`gpufleet cost {path.stem} --scenario {name}` prices it"
+        )
     text, tree = open_file(path)
     section = tree.entries["scenarios"]  # `found` came from it
     assert isinstance(section, Mapping)

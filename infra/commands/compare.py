@@ -106,6 +106,12 @@ def _chosen(variants: tuple[StackDefinition, ...], name: str | None) -> tuple[St
     found = tuple(variant for variant in variants if variant.scenario == name)
     if not found:
         raise GpufleetError(f"no scenario {name!r}; there are {', '.join(v.scenario for v in variants) or 'none'}")
+    (variant,) = (work.variant for work in found)
+    if variant.reference or variant.nodes > 1:
+        raise GpufleetError(
+            f"scenario {name} {variant.only_priced}: its work is taken to no other type; without --scenario its own row"
+            " is there"
+        )
     return found
 
 

@@ -1,4 +1,8 @@
-"""`gpufleet cost STACK`: the bill of a definition, without Pulumi, credentials or network."""
+"""`gpufleet cost STACK`: the bill of a definition, without Pulumi, credentials or network.
+
+A scenario that cannot be launched (several nodes, held beyond its work, with a buffer) has a bill too, which says so;
+one that ran elsewhere has its plan's claim alone.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,9 @@ from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost.bill import problems
 from infra.cost.table import render
-from infra.errors import DefinitionError
-from infra.loader import find, load, not_ready, project_root
+from infra.definition import StackDefinition
+from infra.errors import DefinitionError, GpufleetError
+from infra.loader import not_ready, project_root
 from infra.pricing import bill_of
 from infra.receipts import score
 from infra.scenarios import scenario
@@ -30,9 +35,17 @@ def run(args: argparse.Namespace) -> int:
     """Prints the bill. A definition that its own bill forbids is shown first and then raised as DefinitionError."""
     root = project_root(Path.cwd())
     now = datetime.now(UTC)
-    path = find(args.stack, root)
-    definition = scenario(path, args.scenario, now=now) if args.scenario else load(path, now=now)
-    missing = not_ready(definition, root)
+    if args.scenario:
+        definition = scenario(stack.path_of(args), args.scenario, now=now, to_run=False)
+    else:
+        definition = stack.definition_of(args, past_deadline=False)
+    if definition.variant.reference:
+        said = _claim(definition)
+        if args.json:
+            raise GpufleetError(said)
+        print(said)
+        return 0
+    missing = [] if definition.variant.only_priced else not_ready(definition, root)
     bill = bill_of(definition, root, load_catalog(), not_ready=missing)
     if args.json:
         sys.stdout.write(json.dumps(bill.to_json(), indent=2) + "\n")
@@ -42,3 +55,13 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         raise DefinitionError(str(definition.source), found)
     return 0
+
+
+def _claim(definition: StackDefinition) -> str:
+    claim = definition.variant.claim
+    words = [f"{claim.hours} h" if claim.hours is not None else "", f"{claim.usd} USD" if claim.usd is not None else ""]
+    claimed = " and ".join(filter(None, words)) or "nothing"
+    return (
+        f"{definition.name}, scenario {definition.scenario}: ran elsewhere, so there is nothing to price or to launch;"
+        f" its plan claims {claimed}."
+    )

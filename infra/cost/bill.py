@@ -21,7 +21,7 @@ from infra.cost.fit import Fit, Notice
 from infra.cost.hazard import Hazard
 from infra.cost.lines import Line
 from infra.cost.options import Capacity, TypeCost
-from infra.cost.side import Hazards, Quantiles, Side, cadence, exact, half_speed, price_side, usd_at_hazards
+from infra.cost.side import UNBOUND, Hazards, Quantiles, Side, cadence, exact, half_speed, price_side, usd_at_hazards
 from infra.definition import StackDefinition
 from infra.errors import Problem
 
@@ -53,6 +53,8 @@ class Bill:
     """Everything a researcher may ask before spending a cent."""
 
     stack: str
+    scenario: str  # of the stack's file; empty: the file as it is
+    only_priced: str  # why this scenario cannot be run; empty when it can
     run: str
     region: str
     zones: tuple[str, ...]  # the definition's, by name
@@ -73,7 +75,7 @@ class Bill:
     types: tuple[TypeCost, ...]  # every listed type, in the file's order
     fits: tuple[Fit, ...]
     notice: tuple[Notice, ...]
-    cap: Cap
+    cap: Cap | None  # None: no limit is held against what is only priced
     kept: Kept
     not_priced: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -127,6 +129,9 @@ def price(
     from infra.cost.hazard.learn, and count where the definition fixes none. Raises PriceMissing when a needed price is
     not in the catalog, DefinitionError when the job fits no listed type.
     """
+    only_priced = definition.variant.only_priced
+    if only_priced:
+        definition = replace(definition, limits=UNBOUND)
     if dataset_bytes is None and inputs and inputs.get("dataset"):
         dataset_bytes = sum(int(file["bytes"]) for file in inputs["dataset"]["files"])
     types, capacity = options.type_costs(definition, catalog, calibrations), definition.fleet.capacity
@@ -139,6 +144,8 @@ def price(
     disk, ipv4 = lines.per_hour(definition, catalog)
     bill = Bill(
         stack=definition.name,
+        scenario=definition.scenario,
+        only_priced=only_priced,
         run=definition.run.id,
         region=definition.fleet.region,
         zones=definition.fleet.zones,
@@ -154,12 +161,12 @@ def price(
         reclaimed=reclaimed(chosen.type, definition.fleet.region) if capacity == "spot" else None,
         cadence=cadence(chosen) if capacity == "spot" else None,
         usd_at_hazard=usd_at_hazards(chosen) if capacity == "spot" else (),
-        half_speed=half_speed(chosen),
+        half_speed=half_speed(chosen, definition.variant),
         break_even_hazard=_break_even(spot, on_demand),
         types=types,
         fits=tuple(phase for option in types for phase in option.fits),
         notice=tuple(phase for option in types for phase in option.notices),
-        cap=_cap(definition, chosen),
+        cap=None if only_priced else _cap(definition, chosen),
         kept=_kept(definition, catalog),
         not_priced=lines.NOT_PRICED,
         warnings=(),
@@ -181,6 +188,8 @@ def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
         if option.why:
             path, allowed = f"fleet.instance_types[{index}]", "types with a known price and speed"
             found.append(Problem(path=path, value=option.type, allowed=allowed, hint=option.why))
+    if bill.only_priced:
+        return found
     limits, usd, hours = definition.limits, bill.chosen.metered_usd, bill.chosen.needed_hours
     if limits.max_usd < usd.p50:
         allowed = f"at least the p50 of the bill as the job's meter counts it, {usd.p50:.2f}"

@@ -16,9 +16,9 @@ from typing import Any
 
 from infra.catalog import Catalog
 from infra.cost import fit, options, risk
-from infra.cost.compare_rows import UNBOUND, Draft, Row, again, draft, filled, rate
+from infra.cost.compare_rows import Draft, Row, again, draft, filled, rate
 from infra.cost.options import Capacity
-from infra.cost.side import Hazards
+from infra.cost.side import UNBOUND, Hazards
 from infra.definition import StackDefinition
 
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
@@ -97,7 +97,7 @@ def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row
     """The same, the first ones of each work simulated with more runs, so that what is read is not noise."""
     seen = Counter[str]()
     shown: dict[int, list[Row]] = {risk.RUNS: [], RUNS_SHOWN: []}
-    each = max(REFINED_EACH, REFINED // len({row.scenario for row in rows}))
+    each = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
     for row in rows:
         seen[row.scenario] += 1
         if seen[row.scenario] <= each and row.ranked and row.side is not None and row.side.runs > 1:

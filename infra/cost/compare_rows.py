@@ -19,12 +19,10 @@ from infra.catalog import Catalog
 from infra.cost import risk, side
 from infra.cost.options import Capacity, TypeCost
 from infra.cost.runtime import Runtime
-from infra.cost.side import Prepared, Quantiles, Side
+from infra.cost.side import UNBOUND, Prepared, Quantiles, Side
 from infra.definition import Claim, Limits, StackDefinition
 from infra.errors import PriceMissing
 from job import sizing
-
-UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,15 +27,7 @@ def warnings(
     for type_, calibration in calibrations.items():
         if isinstance(calibration, Refused):
             yield f"{type_}: {calibration.why}"
-    cap = bill.cap
-    needed = bill.chosen.metered_usd
-    if needed.p50 <= cap.max_usd < needed.p90:
-        yield (
-            f"limits.max_usd {cap.max_usd} lies between p50 {needed.p50:.2f} and p90 {needed.p90:.2f}: "
-            f"{cap.probability:.0%} of runs stop before they are done"
-        )
-    elif cap.probability >= 0.01:
-        yield f"{cap.probability:.0%} of runs stop at {cap.first} before they are done"
+    yield from _limits(bill)
     yield from _types(definition, bill)
     for notice in bill.notice:
         if not notice.fits:
@@ -51,6 +43,19 @@ def warnings(
         )
     if dataset_bytes is None and not definition.storage.dataset.startswith("s3://"):
         yield "the size of the dataset is assumed from what job.parameters.data says of it"
+
+
+def _limits(bill: Bill) -> Iterator[str]:
+    cap, needed = bill.cap, bill.chosen.metered_usd
+    if cap is None:
+        return
+    if needed.p50 <= cap.max_usd < needed.p90:
+        yield (
+            f"limits.max_usd {cap.max_usd} lies between p50 {needed.p50:.2f} and p90 {needed.p90:.2f}: "
+            f"{cap.probability:.0%} of runs stop before they are done"
+        )
+    elif cap.probability >= 0.01:
+        yield f"{cap.probability:.0%} of runs stop at {cap.first} before they are done"
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infra.catalog.reclaim import Reclaimed
-    from infra.cost.bill import Bill
+    from infra.cost.bill import Bill, Cap
     from infra.cost.cadence import Cadence
     from infra.cost.hazard import Hazard
     from infra.cost.side import Quantiles, Side
@@ -23,6 +23,8 @@ def to_json(bill: Bill) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "stack": bill.stack,
+        "scenario": bill.scenario or None,
+        "only_priced": bill.only_priced or None,
         "run": bill.run,
         "region": bill.region,
         "capacity": bill.capacity,
@@ -95,13 +97,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "phases": predicted(bill),
         "basis": bill.chosen.runtime.basis,
         "calibrated": bill.calibrated,
-        "cap": {
-            "max_usd": str(bill.cap.max_usd),
-            "max_hours": str(bill.cap.max_hours),
-            "probability": round(bill.cap.probability, 4),
-            "first": bill.cap.first,
-            "at_hours": str(bill.cap.at_hours),
-        },
+        "cap": _cap(bill.cap),
         "kept": {
             "what": bill.kept.what,
             "gb": str(bill.kept.gb),
@@ -167,6 +163,18 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
 
 def _quantiles(values: Quantiles) -> dict[str, str]:
     return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}
+
+
+def _cap(cap: Cap | None) -> dict[str, Any] | None:
+    if cap is None:
+        return None
+    return {
+        "max_usd": str(cap.max_usd),
+        "max_hours": str(cap.max_hours),
+        "probability": round(cap.probability, 4),
+        "first": cap.first,
+        "at_hours": str(cap.at_hours),
+    }
 
 
 def _hazard(chance: Hazard | None) -> dict[str, Any] | None:

@@ -15,8 +15,9 @@ from infra.cost.hazard import Hazard, Key, find
 from infra.cost.lines import Line
 from infra.cost.options import Capacity, TypeCost
 from infra.cost.runtime import Runtime
-from infra.definition import StackDefinition
+from infra.definition import Limits, StackDefinition, Variant
 
+UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
 Hazards = Mapping[Key, Hazard]  # as infra.cost.hazard.learn gives them
 _FEW = 2_000  # simulated runs behind a figure that is only a comparison,
 _ATTEMPTS_OF_FEW = 64  # and nodes of such a run before it is carried on as it went so far
@@ -175,10 +176,13 @@ def cadence(side: Side) -> Cadence | None:
     return optimal(side.exposure, side.runtime.stalls_s / saves)
 
 
-def half_speed(side: Side) -> Quantiles:
-    """USD to finish if every step takes twice as long."""
-    ends = tuple(2 * end for end in side.exposure.phase_ends_h)
-    slow = replace(side.exposure, phase_ends_h=ends, max_usd=None, max_hours=None)
+def half_speed(side: Side, variant: Variant) -> Quantiles:
+    """USD to finish if every step takes twice as long. A node that is held waits that much less afterwards."""
+    *ends, last = (2 * end for end in side.exposure.phase_ends_h)
+    if variant.hold_hours is not None:
+        held = side.runtime.held_s / 3600
+        last = max((last - 2 * held) * float(1 + variant.buffer), last / 2)
+    slow = replace(side.exposure, phase_ends_h=(*ends, last), max_usd=None, max_hours=None)
     outcome = risk.simulate(slow, runs=min(_FEW, side.runs), attempts=_ATTEMPTS_OF_FEW)
     return _figures(outcome, side.exposure, side.total)[0]
 

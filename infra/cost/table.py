@@ -35,14 +35,13 @@ def _head(bill: Bill) -> Iterator[str]:
     if side.zone:
         spot = next(option.spot for option in bill.types if option.type == side.type)
         price += " (dearest zone)" if len(spot) > 1 else ""
-    yield from _wrap(f"{bill.stack}, run {bill.run}: {_nodes(bill)} in {bill.region}, {dearest}{side.type} at {price}")
+    name = f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
+    yield from _wrap(f"{name}, run {bill.run}: {_nodes(bill)} in {bill.region}, {dearest}{side.type} at {price}")
 
 
 def _nodes(bill: Bill) -> str:
     nodes = bill.chosen.exposure.nodes
-    if nodes == 1:
-        return f"one {bill.capacity} node"
-    return f"{nodes} {bill.capacity} nodes (priced only: a run is one node)"
+    return f"one {bill.capacity} node" if nodes == 1 else f"{nodes} {bill.capacity} nodes"
 
 
 def _lines(bill: Bill) -> Iterator[str]:
@@ -217,7 +216,7 @@ def _negative(bill: Bill) -> str:
     """Why the line `interruptions` takes dollars away, when it does."""
     if bill.lines[-1].amount >= 0:
         return ""
-    if bill.usd.p50 < bill.chosen.needed_usd.p50:
+    if bill.cap is not None and bill.usd.p50 < bill.chosen.needed_usd.p50:
         return f" Their line is negative: {bill.cap.first} ends the run before its work is done."
     return " Their line is negative: AWS does not charge an interrupted first hour."
 
@@ -236,6 +235,8 @@ def _hazard(bill: Bill) -> str:
 
 def _limits(bill: Bill) -> str:
     cap = bill.cap
+    if cap is None:
+        return f"Cannot be launched: it {bill.only_priced}. Only priced, so no limit of the file is held against it."
     money, hours = f"{cap.max_usd} USD", f"{cap.max_hours} node-hours"
     if cap.first == "limits.max_usd":
         money += f" (comes first, at {cap.at_hours:.2f} node-hours)"

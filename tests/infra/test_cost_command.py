@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.commands import cost
-from infra.errors import DefinitionError
+from infra.commands import compare, cost
+from infra.errors import DefinitionError, GpufleetError
 
 ROOT = Path(__file__).parents[2]
 STACK = "tinystories-growth"
@@ -23,6 +23,13 @@ def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
     cost.arguments(parser)
     return cost.run(parser.parse_args(words))
+
+
+@pytest.fixture
+def every_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with all definitions, and nothing prepared."""
+    shutil.copytree(ROOT / "stacks", tmp_path / "stacks")
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -84,6 +91,48 @@ def test_a_cap_below_the_bill_shows_the_bill_and_is_then_an_error(
     with pytest.raises(DefinitionError, match=r"limits\.max_usd"):
         run(STACK)
     assert "total = p50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("stack", "scenario", "why"),
+    [
+        ("pretrain-d64", "31h-p5", "it holds its node beyond its work"),
+        ("sft-h100", "fsdp-2xh100", "it is several nodes, and a run is one"),
+        ("kernel-sft", "ours-30-percent-more", "it adds a buffer to its work"),
+    ],
+)
+@pytest.mark.usefixtures("every_stack")
+def test_a_scenario_that_cannot_be_launched_is_priced_as_compare_prices_it(
+    stack: str, scenario: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(stack, "--scenario", scenario) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith(f"{stack}, scenario {scenario}, run ")
+    assert f"Cannot be launched: {why}. Only priced, so no limit of the file is held against it." in printed
+    assert run(stack, "--scenario", scenario, "--json") == 0
+    bill = json.loads(capsys.readouterr().out)
+    parser = argparse.ArgumentParser()
+    compare.arguments(parser)
+    compare.run(parser.parse_args([stack, "--json"]))
+    (row,) = [row for row in json.loads(capsys.readouterr().out)["scenarios"] if row["scenario"] == scenario]
+    assert bill["usd"] == row["usd"]
+    assert bill["cap"] is None
+
+
+@pytest.mark.usefixtures("every_stack")
+def test_half_the_speed_of_a_node_that_is_held_anyway_costs_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("kernel-sft", "--scenario", "plan-8.5h", "--json") == 0
+    bill = json.loads(capsys.readouterr().out)
+    assert bill["half_speed"]["usd"]["p50"] == bill["usd"]["p50"]
+
+
+@pytest.mark.usefixtures("every_stack")
+def test_a_scenario_that_ran_elsewhere_has_its_plans_claim_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pretrain-d64", "--scenario", "plan-as-written") == 0
+    assert "ran elsewhere, so there is nothing to price" in (printed := capsys.readouterr().out)
+    assert "claims 31 h and 992 USD" in printed
+    with pytest.raises(GpufleetError, match="nothing to price"):
+        run("pretrain-d64", "--scenario", "plan-as-written", "--json")
 
 
 def test_it_imports_no_torch_no_pulumi_and_no_boto3() -> None:

@@ -143,7 +143,7 @@ def test_the_break_even_hazard_of_two_nodes_is_per_node() -> None:
 
 
 def test_two_nodes_are_said_to_be_priced_only() -> None:
-    assert "2 spot nodes (priced only: a run is one node) in us-east-2" in flat(bill(nodes(2)))
+    assert "2 spot nodes in us-east-2" in flat(bill(nodes(2)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""What `pulumi config` says a stack runs: one answer for the program and for every command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from commands_world import NAME, account, project
+
+from infra.cli import main
+from infra.commands import stack
+from infra.errors import GpufleetError
+from infra.plan import make
+from infra.run_guard import Previous
+from infra.selected import selected
+from rehearsal.cloud import Cloud
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+SCENARIOS = """
+scenarios:
+  west:
+    fleet: {region: us-west-2, zones: [us-west-2a], instance_types: [g6e.2xlarge]}
+  held: {hold_hours: 3}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A definition whose scenario runs elsewhere, and the current directory in its project."""
+    path = project(tmp_path, monkeypatch)
+    path.write_text(path.read_text() + SCENARIOS)
+    return path
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    with account(tmp_path, monkeypatch) as cloud:
+        yield cloud
+
+
+def configure(text: str, name: str = NAME) -> None:
+    """As `pulumi config set` leaves it, beside Pulumi.yaml."""
+    Path(f"Pulumi.{name}.yaml").write_text(text)
+
+
+def region(word: str) -> str:
+    return stack.definition_of(argparse.Namespace(stack=word)).fleet.region
+
+
+@pytest.mark.parametrize("command", ["doctor", "wait", "status", "sweep"])
+def test_a_command_looks_where_the_scenario_runs(
+    command: str, path: Path, cloud: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("config:\n  gpufleet:scenario: west\n")
+    main([command, NAME])
+    said = capsys.readouterr()
+    assert f"{NAME} in us-west-2" in said.out + said.err
+    assert f"{NAME}'s scenario west, as gpufleet:scenario says" in said.err
+
+
+def test_the_bill_is_the_one_that_the_program_shows(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure("config:\n  gpufleet:scenario: west\n")
+    assert main(["cost", NAME, "--json"]) == 0
+    bill = json.loads(capsys.readouterr().out)
+    plan = make(
+        Path.cwd(), NAME, now=NOW, previous=Previous(outputs={}, types=frozenset()), preview=True, scenario="west"
+    )
+    assert (bill["scenario"], bill["region"], bill["type"]) == ("west", "us-west-2", "g6e.2xlarge")
+    assert bill["usd"]["p50"] == str(plan.bill.usd.p50)
+
+
+def test_a_scenario_asked_for_goes_before_the_stacks_own(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure("config:\n  gpufleet:scenario: west\n")
+    assert main(["cost", NAME, "--scenario", "held", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scenario"] == "held"
+
+
+@pytest.mark.parametrize("text", ["", "encryptionsalt: v1:x\n", "config:\n  aws:region: us-west-2\n", "config: {}\n"])
+def test_without_a_word_in_the_configuration_it_is_the_file_as_it_is(
+    text: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(text)
+    assert region(NAME) == "us-east-2"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stack_of_another_name_runs_the_definition_it_names(path: Path) -> None:
+    configure(f"config:\n  gpufleet:definition: {NAME}\n  gpufleet:scenario: west\n", "second")
+    assert selected("second", Path.cwd()).path == path
+    assert region("second") == "us-west-2"
+    assert region(NAME) == "us-east-2"  # its own stack says nothing
+
+
+def test_a_path_names_that_very_file(path: Path, tmp_path: Path) -> None:
+    configure("config:\n  gpufleet:scenario: west\n")
+    assert region(f"stacks/{NAME}.yaml") == "us-west-2"  # the stack of that name runs it
+    copy = tmp_path / f"{NAME}.yaml"
+    copy.write_text(path.read_text())
+    assert region(str(copy)) == "us-east-2"
+
+
+def test_a_scenario_that_cannot_be_run_is_refused_with_the_command_that_prices_it(path: Path) -> None:
+    configure("config:\n  gpufleet:scenario: held\n")
+    with pytest.raises(GpufleetError, match=f"holds its node.*gpufleet cost {NAME} --scenario held"):
+        region(NAME)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("config:\n  gpufleet:scenario:\n    secure: v1:abc\n", "is no plain text"), ("config: [\n", "cannot be read")],
+)
+def test_a_configuration_that_tells_no_name_is_an_error(text: str, said: str, path: Path) -> None:
+    configure(text)
+    with pytest.raises(GpufleetError, match=f"Pulumi.{NAME}.yaml.*{said}"):
+        region(NAME)
