@@ -3,8 +3,9 @@
     python bench/dense_step.py [--nanogpt PATH_OF_A_CHECKOUT] [--layers 7] [--sequences 2] [--pairs 7] [--device cpu]
 
 - dense against nanoGPT of the same shape (nanoGPT has learned positions and a fused q, k, v; we rotate);
-- the mixture's FFN with its routing against a dense FFN of equal active size, forward and backward: no whole step,
-  because a mixture has more weights to update.
+- the mixture's whole step against that of a dense model with as many active parameters, forward, loss and backward;
+  the optimizer apart, because a mixture has more weights to update;
+- the mixture's FFN with its routing alone, against a dense FFN of equal active size.
 
 The ratio is the median over pairs timed one after the other, so that a noisy machine disturbs both alike.
 """
@@ -47,6 +48,8 @@ def main() -> int:
     if a.nanogpt:
         ours = our_step(config, tokens)
         report("dense step / nanoGPT's", *paired(ours, nanogpt_step(a.nanogpt, config, tokens), a.pairs, a.device))
+    steps = passes_of_models(config, tokens)
+    report("mixture's step / dense model's of equal active size", *paired(*steps, a.pairs, a.device))
     x = torch.randn(a.sequences, 256, config.model.width, device=a.device)
     x = x if compute == "fp32" else x.bfloat16()
     for dispatch in ("grouped", "padded"):
@@ -89,6 +92,25 @@ def nanogpt_step(folder: Path, config: GrowthConfig, tokens: Tensor) -> Callable
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def passes_of_models(config: GrowthConfig, tokens: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Forward, loss and backward of phase 2's mixture, and of a dense model as wide as its active experts."""
+    wide = replace(config, model=replace(config.model, ffn=config.model.top_k * config.model.ffn))
+    modules = build(config, 1, device=tokens.device), build(wide, 0, device=tokens.device)
+
+    def passes(module: nn.Module) -> Callable[[], None]:
+        for p in module.parameters():
+            p.grad = torch.zeros_like(p)  # as between two micro-batches: no memory is asked for in the timed part
+
+        def run() -> None:
+            out = module(tokens[:, :-1], tokens[:, 1:])
+            loss = out.loss_sum / tokens[:, 1:].numel()
+            (loss if out.aux_loss is None else loss + config.optim.load_balance * out.aux_loss).backward()
+
+        return run
+
+    return passes(modules[0]), passes(modules[1])
 
 
 def ffns(config: GrowthConfig, x_BTd: Tensor, dispatch: str) -> tuple[Callable[[], None], Callable[[], None]]:
