@@ -161,6 +161,7 @@ class StackDefinition:
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
     scenario: str = ""  # its name; empty for the file as it is
     variant: Variant = Variant()
+    own_data: bool = False  # a scenario that says itself what its data counts (job.parameters.data)
 
     @property
     def nodes(self) -> int:

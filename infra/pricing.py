@@ -14,6 +14,7 @@ from infra.calibration import find_all
 from infra.catalog import Catalog
 from infra.cost.bill import Bill, price
 from infra.cost.hazard import learn
+from infra.cost.options import Footing
 from infra.definition import StackDefinition
 from infra.receipts import observations
 from job import sizing
@@ -29,14 +30,27 @@ def bill_of(
     but: Sequence[Path] = (),
 ) -> Bill:
     """The bill, with what lies under `root`. `but`: traces that must not teach it. Raises as infra.cost.bill.price."""
-    dataset = _dataset(definition, root)
+    found = footing(definition, root, catalog)
     return price(
-        _counted(definition, dataset),
+        found.definition,
         catalog,
-        dataset_bytes=None if dataset is None else sum(file.bytes for file in dataset.files),
+        dataset_bytes=found.dataset_bytes,
         not_ready=not_ready,
-        calibrations=find_all(definition, catalog.instances, root),
+        calibrations=found.calibrations,
         hazards=learn(observations(root, but=but)),
+    )
+
+
+def footing(definition: StackDefinition, root: Path, catalog: Catalog) -> Footing:
+    """What lies under `root` of this definition: the prepared dataset, and calibrations of its types.
+
+    A scenario that is only priced and says what its data counts keeps its word: it is of no dataset that there is.
+    """
+    dataset = None if definition.own_data and definition.variant.only_priced else _dataset(definition, root)
+    return Footing(
+        definition=_counted(definition, dataset),
+        dataset_bytes=None if dataset is None else sum(file.bytes for file in dataset.files),
+        calibrations=find_all(definition, catalog.instances, root),
     )
 
 

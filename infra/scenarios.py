@@ -12,7 +12,7 @@ from infra.definition import StackDefinition, Variant
 from infra.errors import DefinitionError, GpufleetError, Problem
 from infra.loader import OVERLAID, definition, in_order, load, open_file, over
 from infra.schema import Findings, build, check_keys
-from infra.yaml_tree import Mapping, Node, Scalar
+from infra.yaml_tree import Mapping, Node, Scalar, at
 
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
@@ -92,5 +92,6 @@ def _made(
         sections = {key: node for key, node in entries.items() if key in OVERLAID}
         merged, found = definition(over(tree, sections), path, text, now, True, launchable=False)
         problems += found
-        made.append(replace(merged, scenario=name, variant=variant))
+        own_data = at(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
+        made.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
     return made, findings.problems + problems

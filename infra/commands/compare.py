@@ -10,16 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infra.calibration import Calibration, Refused, find_all
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost import compare, compare_table, deadline
 from infra.cost.compare_rows import Row
 from infra.cost.hazard import learn
+from infra.cost.options import Footing
 from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
+from infra.pricing import footing
 from infra.receipts import observations
 from infra.scenarios import scenarios
 
@@ -48,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
     root = project_root(Path.cwd())
     hazards = learn(observations(root))
 
-    def measured(work: StackDefinition) -> dict[str, Calibration | Refused]:
-        return find_all(work, catalog.instances, root)
+    def found(work: StackDefinition) -> Footing:
+        return footing(work, root, catalog)
 
-    listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, measured=measured)
+    listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=found)
     asked = _chosen(variants, args.scenario)
-    rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards, measured=measured)
+    rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards, found=found)
     rows = compare.refined(rows, hours_left=left)
     edge = compare.frontier(rows)
     default = _default(definition, listed)
@@ -163,6 +164,7 @@ def _row(row: Row) -> dict[str, Any]:
         },
         "reference": row.reference,
         "tokens": row.tokens,
+        "dataset": row.dataset or None,
         "gpu_hours": None if row.billed_gpu_h is None else round(row.billed_gpu_h, 4),
         "gpu_hours_used": None if row.used_gpu_h is None else round(row.used_gpu_h, 4),
         "compute_hours": None if row.compute_h is None else round(row.compute_h, 6),

@@ -17,7 +17,7 @@ from typing import Any
 from infra.catalog import Catalog
 from infra.cost import fit, options, risk
 from infra.cost.compare_rows import Draft, Row, again, draft, filled, rate
-from infra.cost.options import Capacity
+from infra.cost.options import Capacity, Footing
 from infra.cost.side import UNBOUND, Hazards
 from infra.definition import StackDefinition
 
@@ -29,7 +29,12 @@ REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those t
 SURE = 0.5  # an option that misses the deadline more often than this is none
 
 
-Measured = Callable[[StackDefinition], options.Calibrations]  # what has been measured of a definition, by type
+Found = Callable[[StackDefinition], Footing]  # what lies here of a definition: infra.pricing.footing
+
+
+def nothing(definition: StackDefinition) -> Footing:
+    """No prepared dataset, no calibrations."""
+    return Footing(definition=definition)
 
 
 def scenarios(
@@ -40,7 +45,7 @@ def scenarios(
     hours_left: float | None = None,
     runs: int = risk.RUNS,
     hazards: Hazards | None = None,
-    measured: Measured | None = None,
+    found: Found = nothing,
 ) -> list[Row]:
     """Each scenario on the first type of its own fleet, in the file's order. Without any, the file as it is."""
     regions = [definition.fleet.region, *(r for r in catalog.regions() if r != definition.fleet.region)]
@@ -60,9 +65,9 @@ def scenarios(
             )
             drafts.append(Draft(row=row, prepared=None, limits=variant.limits))
             continue
-        alone = _alone(variant, fleet.instance_types[0])
-        option = options.type_costs(alone, catalog, measured(alone) if measured else None)[0]
-        drafted = draft(variant, name, option, fleet.capacity, catalog, hazards or {})
+        footing = found(_of(variant, fleet.instance_types[:1]))
+        option = options.type_costs(_unbound(footing.definition), catalog, footing.calibrations)[0]
+        drafted = draft(footing, name, option, fleet.capacity, catalog, hazards or {})
         rates = tuple(rate(drafted.row, option, region, catalog) for region in regions)
         drafts.append(replace(drafted, row=replace(drafted.row, rates=rates, settings=settings(variant))))
     return filled(drafts, hours_left, runs=runs, attempts=risk.MAX_ATTEMPTS)
@@ -77,19 +82,20 @@ def every_option(
     types: Sequence[str] | None = None,
     runs: int = RUNS_EACH,
     hazards: Hazards | None = None,
-    measured: Measured | None = None,
+    found: Found = nothing,
 ) -> list[Row]:
     """Every (work, type, capacity), the best first; those that cannot run come last with the reason."""
     drafts = []
     for work, name in _works(definition, variants):
-        holder = fit.cheapest_holder(work.job.parameters, catalog, work.fleet.region)
-        for type_ in types or catalog.instance_types():
-            alone = _alone(work, type_)
-            found = measured(alone) if measured else None
-            option = options.type_cost(alone, catalog, type_, nearest=holder, calibrations=found)
+        listed = tuple(types or catalog.instance_types())
+        footing = found(_of(work, listed))
+        unbound, measured = _unbound(footing.definition), footing.calibrations
+        holder = fit.cheapest_holder(unbound.job.parameters, catalog, work.fleet.region)
+        for type_ in listed:
+            option = options.type_cost(unbound, catalog, type_, nearest=holder, calibrations=measured)
             if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                 option = replace(option, why="")
-            drafts += [draft(work, name, option, capacity, catalog, hazards or {}) for capacity in CAPACITIES]
+            drafts += [draft(footing, name, option, capacity, catalog, hazards or {}) for capacity in CAPACITIES]
     return _ranked(filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH), hours_left)
 
 
@@ -140,12 +146,18 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
-    """The distinct (parameters, estimate, held hours, buffer) among the scenarios on one node, each with its names."""
+    """The distinct (parameters, estimate, what it is held, dataset) among the scenarios on one node, each with its
+    names.
+    """
     found: dict[tuple[object, ...], tuple[StackDefinition, list[str]]] = {}
     for variant in variants or (definition,):
         if variant.variant.reference or variant.nodes > 1:
             continue
-        key = (variant.job.parameters, variant.estimate, variant.variant.hold_hours, variant.variant.buffer)
+        held, dataset = (
+            (variant.variant.hold_hours, variant.variant.buffer),
+            (variant.storage.dataset, variant.own_data),
+        )
+        key = (variant.job.parameters, variant.estimate, held, dataset)
         found.setdefault(key, (variant, []))[1].append(variant.scenario or definition.name)
     # Where a scenario asks for another region, the stack's own is what is compared.
     return [
@@ -154,9 +166,14 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
     ]
 
 
-def _alone(definition: StackDefinition, type_: str) -> StackDefinition:
-    """The same with one type and without limits."""
-    return replace(definition, fleet=replace(definition.fleet, instance_types=(type_,)), limits=UNBOUND)
+def _of(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:
+    """The same on these types."""
+    return replace(definition, fleet=replace(definition.fleet, instance_types=types))
+
+
+def _unbound(definition: StackDefinition) -> StackDefinition:
+    """The same without limits."""
+    return replace(definition, limits=UNBOUND)
 
 
 def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from infra.catalog import Catalog
 from infra.cost import risk, side
-from infra.cost.options import Capacity, TypeCost
+from infra.cost.options import Capacity, Footing, TypeCost
 from infra.cost.runtime import Runtime
 from infra.cost.side import UNBOUND, Prepared, Quantiles, Side
 from infra.definition import Claim, Limits, StackDefinition
@@ -50,6 +50,7 @@ class Row:
     claim: Claim = field(default_factory=Claim)
     reference: bool = False
     tokens: int = 0  # trained on
+    dataset: str = ""  # the prepared one whose counts and size these are; empty: as job.parameters.data says
     used_gpu_h: float | None = None  # GPUs used x hours of work, without set-up and idling
     billed_gpu_h: float | None = None  # all GPUs of the nodes x node-hours, p50
     work: str = ""  # phases, their hours, the GPUs they use
@@ -90,7 +91,7 @@ class Draft:
 
 
 def draft(
-    definition: StackDefinition,
+    footing: Footing,
     name: str,
     option: TypeCost,
     capacity: Capacity,
@@ -98,6 +99,7 @@ def draft(
     hazards: side.Hazards,
 ) -> Draft:
     """What can be said of the row before anything is simulated. The definition's limits are marked, never applied."""
+    definition = footing.definition
     fleet, instance, runtime = definition.fleet, option.instance, option.runtime
     config, variant = definition.job.parameters, definition.variant
     unfit = next((phase for phase in option.fits if not phase.fits), None)
@@ -114,6 +116,7 @@ def draft(
         note=variant.note,
         claim=variant.claim,
         tokens=sum(phase.steps * phase.tokens_per_step for phase in sizing.phases(config)),
+        dataset="" if footing.dataset_bytes is None else definition.storage.dataset,
         compute_h=_compute_h(definition, option),
         used_gpu_h=None if runtime is None else runtime.ranks * sum(p.seconds for p in runtime.phases) / 3600,
         work="" if runtime is None else _work(runtime),
@@ -127,7 +130,8 @@ def draft(
     prepared = None
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:
         unbound = replace(definition, limits=UNBOUND)
-        prepared = side.prepare(unbound, catalog, [option], capacity, dataset_bytes=None, hazards=hazards)
+        size = footing.dataset_bytes
+        prepared = side.prepare(unbound, catalog, [option], capacity, dataset_bytes=size, hazards=hazards)
     return Draft(row=row, prepared=prepared, limits=definition.limits)
 
 

@@ -60,9 +60,20 @@ def scenarios(rows: Sequence[Row]) -> str:
             " (p50); used: those the job works on, without set-up and idling. basis: claim = somebody's word,"
             " target = roofline at a stated efficiency, measured = from a measurement."
         ),
+        *_wrap(_counted(rows)),
         *(line for note in notes for line in _wrap(note)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    """Whose counts the rows stand on; nothing where no dataset is prepared."""
+    prepared = list(dict.fromkeys(row.dataset for row in rows if row.dataset))
+    if not prepared:
+        return ""
+    own = [row.scenario for row in rows if not row.dataset and not row.reference]
+    but = f", but for {', '.join(own)}" if own else ""
+    return f"Counted from {', '.join(prepared)} as prepared, not as job.parameters.data expects{but}."
 
 
 def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -> str:

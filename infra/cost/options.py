@@ -6,7 +6,7 @@ The fleet may pick any listed type in any listed zone, so the bill stands on the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from infra.calibration import Calibration, Refused
@@ -18,6 +18,15 @@ from infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
 
 Capacity = Literal["spot", "on-demand"]
 Calibrations = Mapping[str, Calibration | Refused]  # by instance type, as infra.calibration.find_all gives them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footing:
+    """What a bill of a definition stands on beside the catalog, as infra.pricing.footing finds it."""
+
+    definition: StackDefinition  # with what its prepared dataset counts
+    dataset_bytes: int | None = None  # None: not prepared, assumed
+    calibrations: Calibrations = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

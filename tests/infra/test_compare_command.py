@@ -1,0 +1,91 @@
+"""`gpufleet compare` in a project: what lies there enters its rows as it enters the bill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.cli import main
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = 60_000  # a tenth of what sft-h100 expects
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The definitions, and nothing prepared."""
+    shutil.copytree(ROOT / "stacks", tmp_path / "stacks")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def prepare(project: Path) -> None:
+    """The list of a dataset of sft-h100; nothing here reads its files."""
+    folder = project / "data" / "sft"
+    folder.mkdir(parents=True)
+    facts = {"examples": EXAMPLES, "held_out_examples": 600, "tokens": 20_000_000, "rows": 5_000, "row": 4096}
+    files = [{"name": "train_00000.bin", "bytes": 40_000_000, "sha256": "0" * 64}]
+    tree = {"schema": 1, "kind": "packed", "source": "a test", "files": files, "facts": facts}
+    (folder / "dataset.json").write_text(json.dumps(tree))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    main([*words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    return {row["scenario"]: row for row in printed(capsys, "compare", "sft-h100")["scenarios"]}
+
+
+def test_a_prepared_datasets_counts_enter_every_row_as_they_enter_the_bill(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = rows(capsys)
+    prepare(project)
+    counted = rows(capsys)
+    for scenario in ("h100-optimized", "p5-8xh100", "fsdp-2xh100"):
+        assert expected[scenario]["dataset"] is None
+        assert counted[scenario]["dataset"] == "data/sft"
+        assert counted[scenario]["tokens"] < expected[scenario]["tokens"] / 10
+        assert counted[scenario]["usd"] == printed(capsys, "cost", "sft-h100", "--scenario", scenario)["usd"]
+
+
+def test_the_options_of_a_work_are_counted_alike(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(project)
+    found = printed(capsys, "compare", "sft-h100", "--scenario", "l40s-1")["options"]
+    assert {row["dataset"] for row in found} == {"data/sft"}
+    assert len({row["tokens"] for row in found}) == 1
+
+
+def test_a_scenario_that_says_what_its_data_counts_keeps_its_word(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = rows(capsys)["validation"]
+    prepare(project)
+    assert rows(capsys)["validation"] == expected
+
+
+def test_the_page_says_whose_counts_it_used(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compare", "sft-h100"])
+    assert "as prepared" not in capsys.readouterr().out
+    prepare(project)
+    main(["compare", "sft-h100"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Counted from data/sft as prepared, not as job.parameters.data expects, but for validation." in said
+
+
+@pytest.mark.parametrize(
+    ("stack", "scenario", "why"),
+    [("sft-h100", "fsdp-2xh100", "is several nodes"), ("pretrain-d64", "plan-as-written", "ran elsewhere")],
+)
+@pytest.mark.usefixtures("project")
+def test_a_scenario_whose_work_goes_nowhere_else_is_said_to_have_no_options(
+    stack: str, scenario: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", stack, "--scenario", scenario]) == 2
+    assert f"scenario {scenario} {why}" in capsys.readouterr().err
