@@ -145,7 +145,6 @@ def test_utilisation_is_a_mean_over_five_minutes_once_they_are_over() -> None:
     assert utilization.mean() == pytest.approx(51.0)
 
 
-@pytest.mark.filterwarnings("default")  # tensorboard's reader
 def test_tensorboard_has_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
     workdir = world.make(tmp_path, log={"tensorboard": True})
     assert world.train(workdir, StopAt(workdir, 7)) == 75
