@@ -52,7 +52,8 @@ _FREE = (
 )
 _COUNTS = ("optim.kind",)  # although its section is free
 _CODE = ("train", "models", "experiments", "sizing")  # folders of job/ that decide how long a step takes
-_SAVED = re.compile(r"saved (\d+) \(\w+, ([0-9.]+) MB, blocked ([0-9.]+) s\)")
+# One beside the steps, as most are: that at a phase's end has no moments and keeps no step waiting.
+_SAVED = re.compile(r"saved (\d+) \((?:timed|best|stop), ([0-9.]+) MB, blocked ([0-9.]+) s\)")
 
 
 def settings(parameters: Mapping[str, Any]) -> dict[str, Any]:

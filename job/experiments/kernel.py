@@ -41,6 +41,8 @@ Rows = NDArray[np.int64]
 class Kernel(Experiment):
     """The experiment as the training loop asks it."""
 
+    saves_improvements = False  # 98 GB each, and only the last weights are used
+
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, KernelConfig)
         self.session, self.config = session, session.config

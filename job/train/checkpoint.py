@@ -132,7 +132,8 @@ class Checkpoints:
         self._stage(state)
         self.saved_step = commit.step
         blocking = time.perf_counter() - began
-        self._future = self._thread.submit(self._write, self._host, commit, progress, size, blocking)
+        host = {kind: self._host[kind] for kind in state}
+        self._future = self._thread.submit(self._write, host, commit, progress, size, blocking)
         return ended
 
     def poll(self) -> list[Saved]:

@@ -111,6 +111,7 @@ class Experiment(ABC):
     phases: Sequence[Phase]
     progress: dict[str, Any]
     aux_weight: float = 0.0  # of Output.aux_loss in the objective
+    saves_improvements: bool = True  # each at exactly its step; False: the cadence and stops are enough
 
     @abstractmethod
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:

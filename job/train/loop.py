@@ -2,7 +2,8 @@
 
 An experiment says which phases there are, where each one's model comes from and what is left behind at its end. The
 loop does the rest and knows nothing of models but their `Output`. The checkpoint at the end of a phase holds that
-phase's model: resuming from it repeats what turns it into the next one.
+phase's model and no moments: resuming from it repeats what turns it into the next one, which begins with moments of
+its own, or what follows training.
 
 Every rank runs this loop. What depends on time, on the supervisor or on the disk is decided by rank 0 and agreed upon
 once per optimizer step, so no rank ever stops or saves alone.
@@ -27,9 +28,10 @@ from job.train.checkpoint import Commit, Found, Reason, Saved, State
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
 from job.train.guard import SpikeGuard
 from job.train.journal import Journal
+from job.train.stall import Stall
 
 REASON_CHARACTERS = 200  # of a stop request, so that it fits the message in which ranks agree
-BEST_SPACING = 0.1  # of the cadence: an improvement sooner than this after a save is not saved, unless it is exported
+STALL = 0.01  # of the time since a save: what it may have cost when an improvement asks for the next one
 
 
 class Loop:
@@ -49,7 +51,7 @@ class Loop:
         self._journal = Journal(session, experiment.phases)
         self._guard = SpikeGuard()
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._stall = time.monotonic(), Stall()
 
     def run(self) -> None:
         """To the end."""
@@ -96,6 +98,9 @@ class Loop:
     def _phase(self, phase: Phase, module: nn.Module, found: Found | None) -> None:
         """The steps of one phase that are left."""
         rung = self._choose_rung(phase)
+        if found is not None and self._over(phase):
+            self.session.checkpoints.load(found, {"model": self.experiment.weights(module)})
+            return
         opt = self.experiment.optimizer(phase, module)
         self.session.checkpoints.release()
         state: State = {"model": self.experiment.weights(module), **optimizer.moments(opt, module)}
@@ -105,7 +110,7 @@ class Loop:
         self.session.checkpoints.prepare(state)
         self.session.device.tidy()
         self._clock.restart()
-        self._saved_at, self._guard = time.monotonic(), SpikeGuard()
+        self._saved_at, self._stall, self._guard = time.monotonic(), Stall(), SpikeGuard()
         module.train()
         if hasattr(module, "checkpointing"):
             setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
@@ -119,9 +124,12 @@ class Loop:
                     self._note(self.session.checkpoints.poll())
                 due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
                 if due is not None:
+                    began = time.monotonic()
                     self._save(phase, state, due, val_loss if due == "best" else None)
                     if measures is not None and not measures.async_checkpoints:
                         self._note(self.session.checkpoints.wait())
+                    self._saved_at = time.monotonic()
+                    self._stall.begin(self._saved_at - began)
                 self._heed(phase, state, stop)
                 if self.step == started + 1:
                     gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
@@ -153,7 +161,9 @@ class Loop:
                 self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
         if values is not None:
             self._require_finite()
-            values["val_loss"], step_s = val_loss, self._clock.read()
+            steps, step_s = self._clock.steps, self._clock.read()
+            self._stall.see(step_s, steps, busy=self.session.checkpoints.busy)
+            values["val_loss"] = val_loss
             self._journal.write(phase, self.step, values, lr=lr, step_s=step_s, shown_val_loss=self.val_loss)
             self._guard.see(values["loss"], self.step, self.session.checkpoints.saved_step)
         return val_loss
@@ -168,11 +178,15 @@ class Loop:
         }
 
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
-        """An improvement, the cadence or a wish of the supervisor's. One save at a time. Rank 0's word counts."""
+        """An improvement, the cadence or a wish of the supervisor's. One save at a time. Rank 0's word counts.
+
+        An improvement is saved at once, unless the last save cost more than STALL of the time since: then the next
+        improvement or the cadence has its turn, so that frequent evaluations never make a run that only saves.
+        """
         if not self.world.first or self._over(phase) or self._guard.suspicious:
             return None
         since, interval = time.monotonic() - self._saved_at, self.config.checkpoint.interval_s
-        improved = val_loss is not None and val_loss < self._best
+        improved = self.experiment.saves_improvements and val_loss is not None and val_loss < self._best
         wished = self.session.requests.save()
         if improved and isinstance(self.config, KEEPS_BEST):
             return "best"  # what the run leaves are these very weights: worth waiting for a save under way
@@ -180,9 +194,12 @@ class Loop:
             if wished:
                 self._journal.event("a save is on its way already")
             return None
-        if improved and since >= BEST_SPACING * interval:
+        timed = wished or since >= interval
+        if improved and (timed or self._stall.seconds <= STALL * since):
             return "best"
-        return "timed" if wished or since >= interval else None
+        if improved:
+            self._journal.event(f"an improvement not saved: {self._stall.seconds:.2f} s of a save {since:.1f} s ago")
+        return "timed" if timed else None
 
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
         """Starts a save of this step, unless it is saved already."""
@@ -192,6 +209,8 @@ class Loop:
         self._require_finite()
         if val_loss is not None:
             self._best = min(self._best, val_loss)
+        if self._over(phase):
+            state = {"model": state["model"]}
         commit = Commit(
             step=self.step,
             phase=phase.name,
@@ -211,7 +230,6 @@ class Loop:
             "experiment": copy.deepcopy(self.experiment.progress),
         }
         self._note(checkpoints.save(state, commit, progress))
-        self._saved_at = time.monotonic()
 
     def _note(self, ended: list[Saved]) -> None:
         """Says what became of a save. One that failed costs a checkpoint, never the run."""

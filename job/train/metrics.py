@@ -31,12 +31,12 @@ class StepClock:
         self._clock = clock
         self._warm = 0
         self._seconds = 0.0
-        self._steps = 0
+        self.steps = 0  # that the next reading is the mean of
         self._began = 0.0
 
     def restart(self) -> None:
         """A new warm-up."""
-        self._warm, self._seconds, self._steps = 0, 0.0, 0
+        self._warm, self._seconds, self.steps = 0, 0.0, 0
 
     def start(self) -> None:
         """A step begins."""
@@ -51,12 +51,12 @@ class StepClock:
             self._warm += 1
             return
         self._seconds += self._clock() - self._began
-        self._steps += 1
+        self.steps += 1
 
     def read(self) -> float | None:
         """Seconds per step since the last reading; None within the warm-up."""
-        seconds, steps = self._seconds, self._steps
-        self._seconds, self._steps = 0.0, 0
+        seconds, steps = self._seconds, self.steps
+        self._seconds, self.steps = 0.0, 0
         return seconds / steps if steps else None
 
 

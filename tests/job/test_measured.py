@@ -31,7 +31,7 @@ def test_time_is_told_apart_into_steps_evaluations_saves_and_what_lies_between_p
     dense, moe = measured.phases(RECORDS)
     assert dense["step_ms"] == {"median": 100.0, "q1": 100.0, "q3": 100.0}
     assert dense["evaluation_s"] == pytest.approx(2.0)  # 3.5 s less ten steps and the save
-    assert dense["save"] == {"bytes": 12_000_000, "blocks_s": pytest.approx(0.4)}
+    assert dense["save"] == {"bytes": 12_000_000, "blocks_s": 0.5}
     assert dense["boundary_s"] is None
     assert moe["boundary_s"] == pytest.approx(7.0)  # 7.2 s less the first step
     assert moe["memory_gb"] == 2.0

@@ -160,14 +160,14 @@ class Trainer(threading.Thread):
 
 
 def test_the_real_trainer_leaves_all_that_a_probe_looks_for(tmp_path: Path) -> None:
-    workdir = train_world.make(tmp_path, steps_per_phase=16, eval={"every": 4, "sample_tokens": 1})
+    workdir = train_world.make(tmp_path, steps_per_phase=32, eval={"every": 4, "sample_tokens": 1})
     thread = Trainer(workdir)
 
     def start(rung: int) -> Trainer:
         thread.start()
         return thread
 
-    found = probe.run(workdir, start=start, sleep=thread.join, save_at={"dense": 4, "moe": 20, "grown": 36})
+    found = probe.run(workdir, start=start, sleep=thread.join, save_at={"dense": 4, "moe": 36, "grown": 68})
     assert [phase["name"] for phase in found.phases] == ["dense", "moe", "grown"]
     for phase in found.phases:
         assert phase["steps"] >= 5

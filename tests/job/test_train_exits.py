@@ -99,7 +99,7 @@ def test_a_checkpoint_requires_the_exports_of_the_boundaries_behind_it(tmp_path:
 
 
 def test_a_stop_without_a_save_commits_nothing(tmp_path: Path) -> None:
-    workdir = world.make(tmp_path)
+    workdir = world.make(tmp_path, eval={"every": 100})
     assert world.train(workdir, StopAt(workdir, 2, save=False)) == 75
     assert world.committed(workdir) == []
 

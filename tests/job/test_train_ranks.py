@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_a_run_goes_from_two_ranks_to_one_to_four_as_if_it_had_always_been_one(
     assert world.train(4, workdir) == 0
     assert losses(workdir) == pytest.approx(losses(alone), rel=1e-6)
     assert [commit(workdir, step)["world_size"] for step in committed(workdir)] == [1, 4]
+
+
+def test_what_two_ranks_left_at_the_end_is_finished_by_another_number_without_a_step(
+    pair: tuple[bool, Path], tmp_path: Path
+) -> None:
+    sharded, whole = pair
+    workdir = tmp_path / "again"
+    shutil.copytree(whole, workdir, ignore=shutil.ignore_patterns("final"))
+    assert world.train(4 if sharded else 1, workdir) == 0
+    assert final_hash(workdir) == final_hash(whole)
+    assert losses(workdir) == losses(whole)
 
 
 def test_every_rank_of_a_sharded_model_writes_its_own_part_and_the_commit_names_all(pair: tuple[bool, Path]) -> None:

@@ -1,0 +1,177 @@
+"""When the loop saves, and what: improvements at exactly their step, as far as a save's stall allows; no moments at a
+phase's end.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pretrain_world as pretrain
+import pytest
+import train_world as world
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from train_world import STEPS, StopAt
+
+from job.experiments.kernel import Kernel
+from job.experiments.pretrain import Pretrain
+from job.experiments.tinystories_growth import TinystoriesGrowth
+from job.train import metrics, step
+from job.train.checkpoint import Checkpoints, Commit, Saved, State
+from job.train.stall import Stall
+
+EVALUATION_S = 10.0  # on the world's clock
+
+
+class World:
+    """A clock that only evaluations, steps and saves move. Every evaluation is better than the one before."""
+
+    def __init__(self) -> None:
+        self.now, self.step_s, self.blocked_s, self.beside_s = 0.0, 0.0, 0.0, 0.0
+        self.busy = False
+        self.fresh = False  # no step was done since the last save
+        self.evaluations = 0
+        self.saves: list[tuple[int, str]] = []  # step and reason of those that began
+
+    def evaluate(self, *given: Any) -> float:
+        self.now += EVALUATION_S
+        self.evaluations += 1
+        return -float(self.evaluations)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> World:
+    found, update, save = World(), step.update, Checkpoints.save
+
+    def updated(*given: Any) -> step.StepResult:
+        found.now += found.step_s + (found.beside_s if found.fresh else 0.0)
+        found.fresh = False
+        return update(*given)
+
+    def saving(self: Checkpoints, state: State, commit: Commit, progress: dict[str, Any]) -> list[Saved]:
+        found.now += found.blocked_s
+        found.fresh = True
+        found.saves.append((commit.step, commit.reason))
+        return save(self, state, commit, progress)
+
+    monkeypatch.setattr("job.train.loop.time", SimpleNamespace(monotonic=lambda: found.now))
+    monkeypatch.setattr(metrics, "StepClock", partial(metrics.StepClock, clock=lambda: found.now))
+    monkeypatch.setattr(step, "update", updated)
+    monkeypatch.setattr(Checkpoints, "save", saving)
+    monkeypatch.setattr(Checkpoints, "busy", property(lambda self: found.busy))
+    monkeypatch.setattr(TinystoriesGrowth, "evaluate", found.evaluate)
+    return found
+
+
+def best(*steps: int) -> list[tuple[int, str]]:
+    return [(number, "best") for number in steps]
+
+
+def run(told: World, workdir: Path, steps: int = 20, **changed: Any) -> list[tuple[int, str]]:
+    """The saves of a phase of `steps` steps before its end, evaluated at every second one."""
+    made = world.make(workdir, steps_per_phase=steps, **changed)
+    assert world.train(made, StopAt(made, steps + 1)) == 75
+    *found, last = told.saves
+    assert last == (steps, "boundary")
+    return found
+
+
+def kinds(workdir: Path, number: int) -> set[str]:
+    reader = FileSystemReader(workdir / "ckpt" / f"step_{number:08d}")
+    return {name.split(".")[0] for name in reader.read_metadata().state_dict_metadata}
+
+
+def test_every_improvement_is_saved_while_saves_cost_next_to_nothing(told: World, tmp_path: Path) -> None:
+    told.blocked_s = 0.05  # of the 10 s to the next evaluation
+    assert run(told, tmp_path) == best(2, 4, 6, 8, 10, 12, 14, 16, 18)
+
+
+def test_an_improvement_waits_where_the_last_save_cost_over_a_hundredth_of_the_time_since(
+    told: World, tmp_path: Path
+) -> None:
+    told.blocked_s = 0.35  # 35 s
+    assert run(told, tmp_path) == best(2, 10, 18)
+    events = [record["event"] for record in world.records(tmp_path) if record["step"] == 5]
+    assert events == ["an improvement not saved: 0.35 s of a save 10.0 s ago"]
+
+
+def test_slower_steps_beside_a_save_count_as_its_cost(told: World, tmp_path: Path) -> None:
+    told.step_s, told.beside_s = 1.0, 0.5  # no step before the eleventh is timed
+    found = run(told, tmp_path, steps=40)
+    assert found == best(2, 4, 6, 8, 10, 20, 30)  # at least 50 s apart once it is known
+
+
+def test_a_save_that_the_cadence_asks_for_is_the_improvements_where_there_is_one(told: World, tmp_path: Path) -> None:
+    told.blocked_s = 0.35
+    assert run(told, tmp_path, checkpoint={"interval_s": 25.0}) == best(2, 8, 14)
+
+
+def test_an_improvement_during_a_save_waits_for_the_next_one(
+    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(*given: Any) -> float:
+        told.busy = told.evaluations == 2  # at step 6
+        return told.evaluate()
+
+    monkeypatch.setattr(TinystoriesGrowth, "evaluate", evaluate)
+    assert run(told, tmp_path, steps=10) == best(2, 4, 8)
+
+
+def test_what_a_run_exports_is_saved_during_a_save_and_whatever_it_costs(
+    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pretrain, "evaluate", told.evaluate)
+    told.busy, told.blocked_s = True, 5.0
+    assert world.train(pretrain.make(tmp_path, steps=16)) == 0
+    assert told.saves == [*best(4, 8, 12), (16, "final")]
+
+
+def test_an_experiment_may_do_without_saves_of_improvements(
+    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TinystoriesGrowth, "saves_improvements", Kernel.saves_improvements)
+    assert run(told, tmp_path, checkpoint={"interval_s": 65.0}) == [(14, "timed")]
+
+
+def test_what_steps_lost_is_measured_against_those_alone() -> None:
+    stall = Stall()
+    assert stall.seconds == 0.0
+    stall.see(None, 0, busy=False)  # the warm-up
+    stall.see(1.0, 10, busy=False)
+    stall.begin(0.25)
+    assert stall.seconds == 0.25
+    stall.see(1.5, 4, busy=True)
+    stall.see(1.25, 4, busy=False)  # it ended in this stretch
+    stall.see(1.0, 10, busy=False)
+    assert stall.seconds == 0.25 + 4 * 0.5 + 4 * 0.25
+    stall.begin(0.5)
+    assert stall.seconds == 0.5
+
+
+def test_the_end_of_a_phase_is_saved_without_moments_and_what_lies_before_it_with_them(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, STEPS + 2 + 1)) == 75  # after a step of the second phase
+    assert kinds(workdir, STEPS) == {"model"}
+    assert kinds(workdir, STEPS + 1) == {"model", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_run_cut_after_its_last_save_trains_nothing_and_makes_no_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir) == 0
+    assert kinds(workdir, 3 * STEPS) == {"model"}
+    before, lines = world.final_hash(workdir), len(world.records(workdir))
+    for name in ("final", "exports"):
+        shutil.rmtree(workdir / name)
+
+    def never(*given: Any) -> None:
+        raise AssertionError("no step is left")
+
+    monkeypatch.setattr(TinystoriesGrowth, "optimizer", never)
+    monkeypatch.setattr(step, "update", never)
+    assert world.train(workdir) == 0
+    assert (world.final_hash(workdir), len(world.records(workdir))) == (before, lines)
