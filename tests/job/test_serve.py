@@ -1,75 +1,28 @@
-"""The inference server, on a free port of the loopback address."""
+"""The inference server's answers, on a free port of the loopback address."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
-import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from serve_world import ask, exported, generate, served
 
-from job.config.pretrain import CharModel
-from job.models.char_gpt import CharGpt
-from job.serve import main
-from job.serving import request
 from job.serving import server as serving
 from job.serving.model import open_model
-from job.serving.request import Generation
 from job.serving.server import Server
-from job.train.export import export
-
-SHAPE = CharModel(layers=2, width=32, head_dim=16)
-ROOT = Path(__file__).parents[2]
-
-
-def exported(folder: Path, **changed: Any) -> Path:
-    """A final/ folder as a run leaves it, with random weights."""
-    module = CharGpt(SHAPE)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    meta = {"experiment": "pretrain-d64", "step": 24, "tokens": 99, "val_loss": 1.5, "sequence": 64}
-    export(folder, module, {**meta, "shape": asdict(SHAPE), **changed})
-    return folder
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(("127.0.0.1", 0), open_model(exported(tmp_path_factory.mktemp("run") / "final")))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    """Status and parsed JSON."""
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
-    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    try:
-        connection.request(method, path, content, headers)
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
-
-
-def generate(server: Server, **body: Any) -> tuple[int, Any]:
-    return ask(server, "POST", "/generate", body)
+    with served(tmp_path_factory.mktemp("run") / "final") as server:
+        yield server
 
 
 def test_health_and_info_say_what_is_served(running: Server) -> None:
@@ -253,33 +206,6 @@ def test_many_clients_at_once_get_their_own_answers(running: Server, monkeypatch
     assert [found[i] for i in range(8)] == alone
 
 
-def test_the_command_serves_from_the_folder_alone_and_ends_at_sigterm(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "job.serve", str(exported(tmp_path / "final")), "--port", "0", "--device", "cpu"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert "http://127.0.0.1:" in line  # nobody outside by default
-        port = int(line.split("127.0.0.1:")[1].split()[0])
-        idle = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        idle.request("POST", "/generate", json.dumps({"prompt": "1+1", "max_tokens": 5, "temperature": 0}))
-        assert json.loads(idle.getresponse().read())["tokens_generated"] == 5
-        process.send_signal(signal.SIGTERM)  # the connection is still open
-        assert process.wait(timeout=20) == 0
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-        idle.close()
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_a_generation_under_way_is_told_that_the_server_ends(tmp_path: Path) -> None:
     server = Server(("127.0.0.1", 0), open_model(exported(tmp_path / "final")))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -294,52 +220,3 @@ def test_a_generation_under_way_is_told_that_the_server_ends(tmp_path: Path) -> 
     last = response.read().decode().strip().split("\n\n")[-1]
     assert json.loads(last.removeprefix("data: ")) == {"error": "the server is ending"}
     connection.close()
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"experiment": "tinystories-growth"}, "only the character models of pretrain-d64 can be served"),
-        ({"shape": {"layers": 2}}, "damaged export"),
-        ({"shape": {**asdict(SHAPE), "width": 64}}, "damaged export"),
-        ({"shape": {**asdict(SHAPE), "layers": 3}}, "damaged export"),
-        ({"sequence": None}, "damaged export"),
-    ],
-    ids=str,
-)
-def test_what_is_no_character_model_is_refused(
-    tmp_path: Path, changed: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(exported(tmp_path / "final", **changed)), "--port", "0", "--device", "cpu"]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_missing_or_cut_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "--port", "0"]) == 2
-    assert "no exported model" in capsys.readouterr().err
-    folder = exported(tmp_path / "final")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    assert main([str(folder), "--port", "0"]) == 2
-    assert "copy it again" in capsys.readouterr().err
-
-
-def test_the_page_names_every_option_route_field_and_limit() -> None:
-    page = (ROOT / "docs/serve.md").read_text()
-    for word in ("--port 8000", "--host 127.0.0.1", "--device", *serving.ROUTES):
-        assert word in page
-    for field in fields(Generation):
-        default = "null" if field.default is None else str(field.default).lower()
-        shown = "needed" if field.default is MISSING else default
-        assert re.search(rf"^\| `{field.name}` \| .* \| {re.escape(shown)} \|$", page, re.MULTILINE), field.name
-    assert f"1 to {request.MAX_TOKENS} characters" in page
-    assert f"to {request.MAX_TEMPERATURE:g} |" in page
-    assert f"1 to {request.MAX_TOP_K}, or null" in page
-    assert f"{serving.BODY_BYTES // 1024} KiB" in page
-    assert f"when {serving.AT_ONCE} generations" in page
-
-
-def test_a_taken_port_is_said(running: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    port = running.server_address[1]
-    assert main([str(exported(tmp_path / "final")), "--port", str(port)]) == 2
-    assert "in use" in capsys.readouterr().err

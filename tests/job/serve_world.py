@@ -1,0 +1,64 @@
+"""What the tests of the inference server stand on: an export with random weights, a server of it, a client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from job.config.pretrain import CharModel
+from job.models.char_gpt import CharGpt
+from job.serving.model import open_model
+from job.serving.server import Server
+from job.train.export import export
+
+SHAPE = CharModel(layers=2, width=32, head_dim=16)
+
+
+def exported(folder: Path, **changed: Any) -> Path:
+    """A final/ folder as a run leaves it, with random weights."""
+    module = CharGpt(SHAPE)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    meta = {"experiment": "pretrain-d64", "step": 24, "tokens": 99, "val_loss": 1.5, "sequence": 64}
+    export(folder, module, {**meta, "shape": asdict(SHAPE), **changed})
+    return folder
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[Server]:
+    """A server of an export made in `folder`, on a free port; ended afterwards."""
+    server = Server(("127.0.0.1", 0), open_model(exported(folder)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """Status and parsed JSON."""
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    try:
+        connection.request(method, path, content, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def generate(server: Server, **body: Any) -> tuple[int, Any]:
+    return ask(server, "POST", "/generate", body)
