@@ -6,8 +6,6 @@ import csv
 import json
 import os
 import signal
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,12 @@ import pytest
 import torch
 import train_world as world
 from safetensors.torch import load_file
-from torch import nn
 from train_world import STEPS, StopAt
 
 from job import atomic
 from job.config import from_json
 from job.models import growing
 from job.train import metrics, step
-from job.train.device import Device, DeviceRefusedError, Utilization, choose, peak_tflops, pin_exactly
 from job.train.requests import Requests
 
 
@@ -142,35 +138,6 @@ def test_cuda_without_a_cuda_device_is_fatal_and_says_what_to_do(
     assert not (workdir / "metrics.jsonl").exists()
 
 
-def test_a_gpu_without_bf16_is_refused_when_bf16_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = type("P", (), {"name": "Tesla T4", "major": 7, "minor": 5, "total_memory": 16e9})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    with pytest.raises(DeviceRefusedError, match=r"Tesla T4 has no bf16 .*set precision"):
-        choose("cuda", bf16=True)
-
-
-def test_the_peak_is_found_by_the_gpus_own_word() -> None:
-    assert peak_tflops("NVIDIA A10G") == 70
-    assert peak_tflops("NVIDIA H100 80GB HBM3") == 989.5
-    assert peak_tflops("NVIDIA A100-SXM4-40GB") == 312
-    assert peak_tflops("NVIDIA L4") == 121
-    assert peak_tflops("NVIDIA GeForce RTX 4090") is None
-
-
-def test_utilisation_comes_from_nvidia_smi_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '[N/A]'\necho 93\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    gpu = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24, driver=None, peak_tflops=70)
-    utilization = Utilization(gpu)
-    utilization._reader.join()
-    utilization.close()
-    assert utilization.percent == 93.0
-    assert Utilization(replace(gpu, torch=torch.device("cpu"))).percent is None
-
-
 def test_a_vocabulary_smaller_than_the_datasets_is_fatal(tmp_path: Path) -> None:
     workdir = world.make(tmp_path)
     tree = json.loads((workdir / "run.json").read_text())
@@ -249,28 +216,6 @@ def test_another_error_of_the_device_is_a_crash(tmp_path: Path, monkeypatch: pyt
         world.train(workdir)
 
 
-def test_this_torch_pins_memory_in_the_sizes_asked_for() -> None:
-    assert pin_exactly()
-
-
-def test_no_number_of_shapes_over_all_phases_is_too_many_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Block(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block()])
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    shapes = iter(range(2, 100))
-    for _ in range(3):  # phases
-        with step.compiled(model := Model(), torch.device("cuda")):
-            for rows in (next(shapes) for _ in range(4)):  # 12 + 4 windows, in training and evaluation
-                assert model.blocks[0](torch.zeros(rows)).sum() == rows
-
-
 def test_a_lower_rung_trains_the_same_batches_in_smaller_pieces(finished: Path, tmp_path: Path) -> None:
     workdir = world.make(tmp_path, batch={"micro": 3})
     assert world.train(workdir, rung=2) == 0
@@ -320,53 +265,6 @@ def test_bf16_state_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert world.final_hash(stopped) == world.final_hash(whole)
     weights = load_file(whole / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-
-
-def test_the_console_line_reads_as_the_specification_shows_it() -> None:
-    line = metrics.Line(
-        step=120,
-        steps=1000,
-        loss=2.7902,
-        val_loss=2.8310,
-        lr=3e-4,
-        step_s=0.0401,
-        tokens_per_s=51072.0,
-        mfu=0.444,
-        memory_gb=9.8,
-        memory_total_gb=24.0,
-        gpu_util=93.0,
-        spent_usd=0.021,
-        eta_s=35.3,
-    )
-    assert str(line) == (
-        "step 000120/001000 | loss 2.7902 | val 2.8310 | lr 3.00e-04 | 40.1 ms | 51,072 tok/s | mfu 44.4% | "
-        "mem 9.8/24.0 GB | gpu 93% | $0.021 | eta 0:00:35"
-    )
-
-
-def test_timing_skips_the_first_ten_steps_and_what_is_between_steps() -> None:
-    now, waits = [0.0], []
-    clock = metrics.StepClock(lambda: waits.append(now[0]), clock=lambda: now[0])
-
-    def steps(count: int, seconds: float) -> None:
-        for _ in range(count):
-            now[0] += 100.0  # an evaluation, a save
-            clock.start()
-            now[0] += seconds
-            clock.stop()
-
-    steps(10, 50.0)
-    assert clock.read() is None
-    steps(3, 2.0)
-    assert clock.read() == 2.0
-    assert len(waits) == 1
-
-
-def test_a_metrics_file_is_cut_to_the_resumed_step_and_to_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    metrics.MetricsFile(path).resume(2)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_an_unknown_key_in_the_run_config_is_fatal(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""What the trainer makes of the device it finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from job.train import step
+from job.train.device import Device, DeviceRefusedError, Utilization, choose, peak_tflops, pin_exactly
+
+
+def test_a_gpu_without_bf16_is_refused_when_bf16_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = type("P", (), {"name": "Tesla T4", "major": 7, "minor": 5, "total_memory": 16e9})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    with pytest.raises(DeviceRefusedError, match=r"Tesla T4 has no bf16 .*set precision"):
+        choose("cuda", bf16=True)
+
+
+def test_the_peak_is_found_by_the_gpus_own_word() -> None:
+    assert peak_tflops("NVIDIA A10G") == 70
+    assert peak_tflops("NVIDIA H100 80GB HBM3") == 989.5
+    assert peak_tflops("NVIDIA A100-SXM4-40GB") == 312
+    assert peak_tflops("NVIDIA L4") == 121
+    assert peak_tflops("NVIDIA GeForce RTX 4090") is None
+
+
+def test_utilisation_comes_from_nvidia_smi_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '[N/A]'\necho 93\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gpu = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24, driver=None, peak_tflops=70)
+    utilization = Utilization(gpu)
+    utilization._reader.join()
+    utilization.close()
+    assert utilization.percent == 93.0
+    assert Utilization(replace(gpu, torch=torch.device("cpu"))).percent is None
+
+
+def test_this_torch_pins_memory_in_the_sizes_asked_for() -> None:
+    assert pin_exactly()
+
+
+def test_no_number_of_shapes_over_all_phases_is_too_many_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block()])
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    shapes = iter(range(2, 100))
+    for _ in range(3):  # phases
+        with step.compiled(model := Model(), torch.device("cuda")):
+            for rows in (next(shapes) for _ in range(4)):  # 12 + 4 windows, in training and evaluation
+                assert model.blocks[0](torch.zeros(rows)).sum() == rows
