@@ -16,7 +16,7 @@ class KernelData:
     samples: int = bounded(1000, 1, 10_000_000)
     tokens_per_sample: float = bounded(8192.0, 1.0, 131072.0)  # expected; the prepared dataset's own replaces it
     row: int = bounded(8192, 8, 131072)
-    curriculum: bool = True  # draw more from tasks whose pass rate is between 20 and 80 %
+    curriculum: Literal["off", "on", "compare"] = "off"  # later epochs draw more of what is half mastered; or both ways
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,55 +1,59 @@
 """What follows kernel-sft's training: weights to keep, candidates, verdicts, and the table that judges the judging.
 
-    final/                    bf16 weights as published ones look, the tokenizer, meta.json
+    final/                    bf16 weights of the last phase as published ones look, the tokenizer, meta.json
     stages/candidates.jsonl   one generated program a line (candidates-R.jsonl: rank R's share)
     stages/verdicts.jsonl     one verdict a line: row of the ablation, stage reached, reason, seconds, times
-    ablation.json             five rows: the full funnel, and without one or all of its extensions
+    ablation.json             five rows: the full funnel, and without one or all of its extensions; and, compared, one
+                              row with the curriculum and one without, over the same tasks and seeds
     results.json
 
-Each rank reads the finished weights whole, in the compute dtype, and generates its share; rank 0 judges.
+Each rank takes the trained weights whole, rounded to bf16 as they are kept, and generates its share of the candidates
+on its own, so it heeds a stop at the next token; then all agree. Rank 0 judges.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from job import atomic
 from job.dataset.chat import Turn
-from job.experiments.merge import heed
-from job.experiments.sft import COMPUTE
+from job.experiments import tuning
 from job.kernels import ablation, adversarial, planted
 from job.kernels.catalog import TASKS, Task
 from job.kernels.funnel import Judge, Switches, Verdict
 from job.kernels.ledger import Ledger
 from job.kernels.planted import Candidate
 from job.kernels.worker import Workers
-from job.models import decoder, hf
+from job.models import decoder
 from job.models.decoder import Decoder
 from job.models.generate import generate
+from job.sizing.kernel import AT_ONCE, TRIED
 from job.train import parallel
-from job.train.experiment import Stopped
-from job.train.export import META
+from job.train.experiment import Phase, Stopped
 
 if TYPE_CHECKING:
     from job.experiments.kernel import Kernel
 
-AT_ONCE = 32  # sequences of a rank generated together, and lost together when it is killed
-TRIED = 4  # candidates per task of a curriculum's evaluation
+Pair = tuple[Task, int]  # what is asked for, and for the how-manieth time
 FENCE = re.compile(r"```(?:python)?\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def finish(kernel: Kernel, module: Decoder) -> None:
-    """All of it. Raises Stopped between two tokens or candidates."""
-    session = kernel.session
-    digest = _export(kernel, module)
-    made = _candidates(kernel)
+    """All of it. Raises Stopped between two tensors, tokens or candidates."""
+    session, phase = kernel.session, kernel.phases[-1]
+    tensors = tuning.gathered(session, module)
+    val_loss = kernel.progress["val_loss"][phase.name]
+    meta = {"experiment": "kernel-sft", "phase": phase.name, "step": phase.last, "val_loss": val_loss}
+    digest = tuning.deliver(session, kernel.manifest, kernel.config, tensors, torch.bfloat16, meta)
+    session.world.barrier()
+    made = {each.name: candidates(kernel, module if each is phase else None, each) for each in kernel.phases}
     found = _verified(kernel, made) if session.world.first else None
     if session.world.agree(session.world.first and found is None):
         raise Stopped("in the funnel")
@@ -57,25 +61,67 @@ def finish(kernel: Kernel, module: Decoder) -> None:
         _report(kernel, found, digest)
 
 
-def pass_rates(kernel: Kernel, module: Decoder) -> dict[str, float]:
-    """Per task, of a few candidates of the present weights. Every rank generates the same, so that sharded weights are
-    gathered by all together; rank 0 judges.
+def candidates(kernel: Kernel, module: Decoder | None, phase: Phase) -> list[Candidate]:
+    """Every candidate of the weights that `phase` ends with, in order; the missing ones are written now, by `module`.
+    Raises Stopped, and ValueError where some are missing and the weights are gone.
     """
-    tasks = TASKS[: kernel.config.generate.tasks]
-    made = [(task, number) for task in tasks for number in range(TRIED)]
-    texts = _generate(kernel, module, made, salt="curriculum", stop=False)
-    passed: list[int] = []
-    if kernel.session.world.first:
-        sources = [_as_candidate(task, number, text) for (task, number), text in zip(made, texts, strict=True)]
-        verdicts: dict[str, Verdict] = {}
-        with _workers(kernel) as workers:
-            _judge(kernel, workers).all(sources, Switches(), "curriculum", lambda v: verdicts.update({v.candidate: v}))
-        passed = [
-            sum(verdicts[c.name].stage > 4 for c in sources if c.task == task.name)  # correct, however fast
-            for task in tasks
-        ]
-    counts = kernel.session.world.agree(passed)
-    return {task.name: count / TRIED for task, count in zip(tasks, counts, strict=True)}
+    session, config = kernel.session, kernel.config.generate
+    folder, rank = session.workdir / "stages", session.world.rank
+    wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(config.candidates)]
+    ledger = Ledger(folder / ("candidates.jsonl" if rank == 0 else f"candidates-{rank}.jsonl"))
+    session.world.barrier()  # nobody's last line is half written now
+    known = _known(folder)
+    session.world.barrier()
+    missing = [pair for pair in wanted if _name(phase.name, *pair) not in known]
+
+    def keep(part: list[Pair], texts: list[str]) -> None:
+        for pair, text in zip(part, texts, strict=True):
+            entry = {"name": _name(phase.name, *pair), "task": pair[0].name, "source": code(text), "answer": text}
+            ledger.append(entry)
+
+    if missing:
+        if module is None:
+            raise ValueError(
+                f"{folder}: {len(missing)} candidates of {phase.name} are missing and its weights are gone: "
+                "start the run anew, under another run id"
+            )
+        session.say(
+            f"{phase.name}: generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} "
+            "tokens each"
+        )
+        _generate_share(kernel, module, missing, "", keep)
+        known = _known(folder)
+    return [known[_name(phase.name, *pair)] for pair in wanted]
+
+
+def pass_rates(kernel: Kernel, module: Decoder) -> dict[str, float] | None:
+    """Per task, of a few candidates of the present weights; None when a stop was asked for. All ranks generate."""
+    session, tasks = kernel.session, TASKS[: kernel.config.generate.tasks]
+    own: list[tuple[str, int, str]] = []
+
+    def keep(part: list[Pair], texts: list[str]) -> None:
+        own.extend((task.name, number, text) for (task, number), text in zip(part, texts, strict=True))
+
+    passed: list[int] | None = [0] * len(tasks)
+    try:
+        _generate_share(
+            kernel, module, [(task, number) for task in tasks for number in range(TRIED)], "curriculum", keep
+        )
+    except Stopped:
+        return None
+    written = [one for share in session.world.every(own) for one in share]
+    if session.world.first:
+        sources = [_candidate(f"tried-{task}-{number}", task, code(text)) for task, number, text in written]
+        verdicts: list[Verdict] = []
+        try:
+            with _workers(kernel) as workers:
+                _judge(kernel, workers).all(sources, Switches(), "curriculum", verdicts.append, partial(_look, kernel))
+            correct = [verdict.task for verdict in verdicts if verdict.stage > 4]  # however fast
+            passed = [correct.count(task.name) for task in tasks]
+        except Stopped:
+            passed = None
+    counts = session.world.agree(passed)
+    return None if counts is None else {task.name: n / TRIED for task, n in zip(tasks, counts, strict=True)}
 
 
 def code(text: str) -> str:
@@ -84,136 +130,92 @@ def code(text: str) -> str:
     return (fenced[1] if fenced else text).strip() + "\n"
 
 
-def _export(kernel: Kernel, module: Decoder) -> str:
-    """final/. Gives the (first) weights file's sha256, on rank 0."""
-    session, folder = kernel.session, kernel.session.workdir / "final"
-    tensors = (
-        pair
-        for name, parameter in module.named_parameters()
-        for pair in parallel.gather({name: parameter}, session.world).items()
-    )
-    facts = kernel.manifest.facts
-    files: list[dict[str, Any]] = []
-    if session.world.first:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / META).unlink(missing_ok=True)
-        paths = hf.write(folder, tensors, kernel.config.model, torch.bfloat16)
-        for name in ("tokenizer.json", "words.json"):
-            if (session.data / name).exists():
-                shutil.copyfile(session.data / name, folder / name)
-        files = [{"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths]
-        tree = {
-            "schema": 1,
-            "experiment": "kernel-sft",
-            "step": kernel.phases[0].last,
-            "val_loss": kernel.val_loss,
-            "dtype": "bfloat16",
-            "tokenizer": {key: facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},
-            "dataset_sha256": kernel.manifest.sha256,
-            "config_sha256": session.config_sha256,
-            "files": files,
-        }
-        atomic.write_json(folder / META, tree)
-    else:
-        for _ in tensors:  # gathered by all ranks together
-            pass
-    session.world.barrier()
-    return str(files[0]["sha256"]) if files else ""
-
-
-def _candidates(kernel: Kernel) -> list[Candidate]:
-    """Every generated candidate, in order; the missing ones are generated now."""
-    session, config = kernel.session, kernel.config.generate
-    folder, rank = session.workdir / "stages", session.world.rank
-    wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(config.candidates)]
-    ledger = Ledger(folder / ("candidates.jsonl" if rank == 0 else f"candidates-{rank}.jsonl"))
-    session.world.barrier()  # nobody's last line is half written now
-    known = _known(folder)
-    session.world.barrier()
-    missing = [pair for pair in wanted if _name(*pair) not in known]
-    own = missing[rank :: session.world.size]
-    if missing:
-        session.say(f"generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} tokens each")
-    if own:
-        model = decoder.build(
-            kernel.config.model,
-            compute=COMPUTE[kernel.config.precision.compute],
-            dtype=COMPUTE[kernel.config.precision.compute],
-            device=session.device.torch,
-        )
-        hf.load(session.workdir / "final", model)
-        for start in range(0, len(own), AT_ONCE):
-            part = own[start : start + AT_ONCE]
-            for pair, text in zip(part, _generate(kernel, model, part, salt="", stop=True), strict=True):
-                made = _as_candidate(*pair, text)
-                ledger.append({"name": made.name, "task": made.task, "source": made.source, "answer": text})
-        del model
-        session.device.tidy()
-    heed(session)
-    session.world.barrier()
-    known = _known(folder)
-    return [known[_name(*pair)] for pair in wanted]
-
-
 def _known(folder: Path) -> dict[str, Candidate]:
     """From the files of all ranks."""
     entries = [entry for path in sorted(folder.glob("candidates*.jsonl")) for entry in Ledger(path).entries]
-    return {
-        entry["name"]: Candidate(
-            name=entry["name"], task=entry["task"], source=entry["source"], origin="generated", label=""
-        )
-        for entry in entries
-    }
+    return {entry["name"]: _candidate(entry["name"], entry["task"], entry["source"]) for entry in entries}
 
 
-def _generate(kernel: Kernel, module: Decoder, wanted: list[tuple[Task, int]], *, salt: str, stop: bool) -> list[str]:
-    """Answers, sampled with a seed by (seed, task, number). Without `stop` all ranks take the same number of steps."""
-    session, config = kernel.session, kernel.config.generate
-    renderer = kernel.renderer
+def _candidate(name: str, task: str, source: str) -> Candidate:
+    return Candidate(name=name, task=task, source=source, origin="generated", label="")
+
+
+def _generate_share(
+    kernel: Kernel, module: Decoder, wanted: list[Pair], salt: str, keep: Callable[[list[Pair], list[str]], None]
+) -> None:
+    """This rank's share of `wanted`, a batch at a time; `keep` gets each batch that is finished. Raises Stopped on all
+    ranks when any of them heeded a stop: within a batch none waits for another, after the last all meet.
+    """
+    session, world = kernel.session, kernel.session.world
+    model = _as_kept(kernel, module)
+    own, reason = wanted[world.rank :: world.size], None
+    try:
+        for start in range(0, len(own), AT_ONCE):
+            part = own[start : start + AT_ONCE]
+            keep(part, _generate(kernel, model, part, salt))
+    except Stopped as error:
+        reason = str(error)
+    del model
+    session.device.tidy()
+    heeded = [each for each in world.every(reason) if each is not None]
+    if heeded:
+        session.say(f"stopped while generating: {heeded[0]}")
+        raise Stopped(heeded[0])
+
+
+@torch.no_grad()
+def _as_kept(kernel: Kernel, module: Decoder) -> Decoder:
+    """A whole decoder on this rank's device with the weights of `module` as final/ holds them, in the compute dtype."""
+    compute = tuning.COMPUTE[kernel.config.precision.compute]
+    model = decoder.build(kernel.config.model, compute=compute, dtype=compute, device=kernel.session.device.torch)
+    for name, parameter in module.named_parameters():
+        model.get_parameter(name).copy_(parallel.whole(parameter).to(torch.bfloat16))
+    return model
+
+
+def _generate(kernel: Kernel, model: Decoder, wanted: list[Pair], salt: str) -> list[str]:
+    """Answers, sampled with a seed by (seed, task, number). Raises Stopped between two tokens."""
+    config, renderer = kernel.config.generate, kernel.renderer
     asked = [renderer.prompt([Turn("user", task.prompt), Turn("assistant", "")]) for task, _ in wanted]
     seeds = [
         int.from_bytes(hashlib.sha256(f"{kernel.config.seed} {task.name} {number}{salt}".encode()).digest()[:8], "big")
         for task, number in wanted
     ]
-    requests = session.requests
-
-    def look() -> None:
-        if stop and (asked_to := requests.stop()) is not None and session.world.size == 1:
-            raise Stopped(asked_to.reason)
-
-    ends = {renderer.end} if stop else set()
-    written = generate(module, asked, config.max_tokens, config.temperature, seeds, ends, look)
-    texts = []
-    for ids in written:
-        until = ids.index(renderer.end) if renderer.end in ids else len(ids)
-        texts.append(renderer.tokenizer.decode(ids[:until]))
-    return texts
+    look = partial(_look, kernel)
+    written = generate(model, asked, config.max_tokens, config.temperature, seeds, {renderer.end}, look)
+    return [renderer.tokenizer.decode(ids) for ids in written]
 
 
-def _verified(kernel: Kernel, generated: list[Candidate]) -> dict[str, list[Verdict]] | None:
-    """Verdicts of every row; None when a stop was asked for."""
-    session, funnel = kernel.session, kernel.config.funnel
-    made = [*generated, *planted.candidates(funnel.planted)]
+def _verified(kernel: Kernel, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]] | None:
+    """Verdicts of every row of the ablation, on the last phase's candidates and those that are known, and by the name
+    of an earlier phase the full funnel's on that one's. None when a stop was asked for.
+    """
+    session, funnel, kept = kernel.session, kernel.config.funnel, kernel.phases[-1].name
+    judged = [*made[kept], *planted.candidates(funnel.planted)]
     if funnel.ablations:
-        made += adversarial.candidates(gpus=session.device.torch.type == "cuda")
+        judged += adversarial.candidates(gpus=session.device.torch.type == "cuda")
     rows = list(ablation.ROWS) if funnel.ablations else [ablation.FULL]
     ledger = Ledger(session.workdir / "stages" / "verdicts.jsonl")
-
-    def check() -> None:
-        if (stop := session.requests.stop()) is not None:
-            raise Stopped(stop.reason)
-
     with _workers(kernel) as workers:
         judge = _judge(kernel, workers)
         session.say(
-            f"funnel: {len(made)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
-            f"at most {judge.bound_s(len(made)) / 60:.0f} min a row"
+            f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
+            f"at most {judge.bound_s(len(judged)) / 60:.0f} min a row"
         )
+        verify = partial(ablation.verify, judge, ledger=ledger, check=partial(_look, kernel), say=session.say)
         try:
-            return ablation.verify(judge, made, ledger, rows=rows, check=check, say=session.say)
+            found = verify(judged, rows=rows)
+            others = [(name, verify(own, rows=[ablation.FULL])) for name, own in made.items() if name != kept]
         except Stopped as error:
             session.say(f"stopped in the funnel: {error}")
             return None
+    return found | {name: verdicts[ablation.FULL] for name, verdicts in others}
+
+
+def _look(kernel: Kernel) -> None:
+    """For one rank alone. Raises Stopped."""
+    if (stop := kernel.session.requests.stop()) is not None:
+        raise Stopped(stop.reason)
 
 
 def _workers(kernel: Kernel) -> Workers:
@@ -227,58 +229,54 @@ def _judge(kernel: Kernel, workers: Workers) -> Judge:
 
 def _report(kernel: Kernel, found: dict[str, list[Verdict]], digest: str) -> None:
     """ablation.json, results.json and a few lines."""
-    session, config = kernel.session, kernel.config
+    session, config, phase = kernel.session, kernel.config, kernel.phases[-1]
     full = found[ablation.FULL]
-    table = [ablation.line(row, verdicts, full, seed=config.seed) for row, verdicts in found.items()]
+    table = [ablation.line(row, found[row], full, seed=config.seed) for row in ablation.ROWS if row in found]
     generated = [verdict for verdict in full if verdict.origin == "generated"]
-    own = ablation.line(ablation.FULL, generated, generated, seed=config.seed)
-    own = {key: own[key] for key in (*OWN, "pass@1_interval")}
+    own = ablation.figures(phase.name, generated, seed=config.seed)
     low, high = own["pass@1_interval"]
-    steps = kernel.phases[0].last
     statement = (
         f"{own['candidates']} candidates of {own['tasks']} tasks: pass@1 {own['pass@1']:.3f}, 95 % interval over tasks "
-        f"{low:.3f} to {high:.3f}. Only {steps} optimizer steps on {kernel.manifest.facts['examples']} pairs were "
-        "trained: expect the answers' format from that, not skill."
+        f"{low:.3f} to {high:.3f}. Only {phase.steps} optimizer steps on {kernel.manifest.facts['examples']} pairs "
+        "were trained: expect the answers' format from that, not skill."
     )
-    atomic.write_json(session.workdir / "ablation.json", {"schema": 1, "rows": table})
+    trained = {each.name: found.get(each.name, generated) for each in kernel.phases}
+    val_loss = kernel.progress["val_loss"]
+    compared = ablation.compared(trained, seed=config.seed) if len(trained) > 1 else []
+    compared = [{**row, "val_loss": val_loss[row["row"]]} for row in compared]
+    atomic.write_json(session.workdir / "ablation.json", {"schema": 1, "rows": table, "curriculum": compared})
     results = {
         "schema": 1,
         "experiment": "kernel-sft",
         "statement": statement,
-        "steps": steps,
-        "val_loss": kernel.val_loss,
+        "steps": phase.steps,
+        "val_loss": val_loss[phase.name],
         "generated": own,
         "stages_reached": {str(stage): sum(v.stage == stage for v in full) for stage in range(1, 7)},
         "isolated": all(v.isolated for v in full if v.isolated is not None),
-        "curriculum": kernel.progress["evaluations"],
+        "curriculum": {
+            "mode": config.data.curriculum,
+            "evaluations": kernel.progress["evaluations"],
+            "compared": compared,
+        },
         "ablation": table,
         "device": session.device.name,
         "ranks": session.world.size,
         "torch": torch.__version__,
         "dataset": {"sha256": kernel.manifest.sha256, **kernel.manifest.facts},
-        "predicted": next((p for p in session.predicted if p.get("phase") == kernel.phases[0].name), None),
+        "predicted": next((p for p in session.predicted if p.get("phase") == phase.name), None),
+        "final": phase.name,
         "weights_sha256": digest,
     }
     atomic.write_json(session.workdir / "results.json", results)
     session.say(statement)
-    for text in ablation.text(table):
+    for text in (*ablation.text(table), *ablation.text(compared)):
         session.say(text)
+    if compared:
+        session.say(f"final/ holds the weights of {phase.name}")
     if not results["isolated"]:
         session.say("this machine allows no namespaces: candidates ran with static rules, guard and limits alone")
 
 
-OWN = ("candidates", "tasks", "pass@1", "pass@10", "fast_1", "fast_1.2", "timing_refused", "seconds_per_candidate")
-
-
-def _name(task: Task, number: int) -> str:
-    return f"generated-{task.name}-{number}"
-
-
-def _as_candidate(task: Task, number: int, text: str) -> Candidate:
-    return Candidate(name=_name(task, number), task=task.name, source=code(text), origin="generated", label="")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _name(phase: str, task: Task, number: int) -> str:
+    return f"{phase}-{task.name}-{number}"

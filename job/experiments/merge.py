@@ -17,28 +17,24 @@ answer. With `method: full` there is nothing to merge: one loss, answers, weight
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from job import atomic, sizing
 from job.dataset.packed import PROMPTS
 from job.dataset.rendering import open_chat_tokenizer
+from job.experiments import tuning
 from job.models import hf, lora
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.sft import VALIDATION_ROWS
-from job.train import parallel
-from job.train.experiment import Session, Stopped
-from job.train.export import META
+from job.train.experiment import Session
 
 if TYPE_CHECKING:
     from job.experiments.sft import Sft
@@ -103,18 +99,23 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
     for variant in VARIANTS if adapter else ():
         losses[variant.name] = done.get(f"loss {variant.name}", partial(_loss, sft, module, variant))
     answers = _answers(sft, module, done)
-    tensors = lora.merged_weights(module) if adapter else _gathered(sft, module)
-    if not session.world.first:
-        for _ in tensors:  # sharded ones are gathered by all ranks together
-            pass
-        return {}
-    if adapter:
-        report, dtype = _judge(losses, session.say)
-    else:
+    if not adapter:
         report, dtype = None, torch.bfloat16
         losses = {"trained": {"loss": sft.val_loss, "rows": len(sft.batches.fixed(sft.config.eval.rows))}}
+        tensors = tuning.gathered(session, module)
+    elif session.world.first:
+        report, dtype = _judge(losses, session.say)
+        tensors = lora.merged_weights(module)
+        hf.write_adapter(
+            session.workdir / "final" / "adapter", module, sft.config.lora, str(session.inputs or "random")
+        )
+    else:
+        return {}  # every rank has it all, and the first one writes it
     found = {"losses": losses, "merge": report}
-    digest = _write(sft, module, tensors, dtype, {"trained": trained, **found})
+    phase = sft.phases[0]
+    meta = {"experiment": "sft-h100", "phase": phase.name, "step": phase.last, "val_loss": sft.val_loss}
+    meta |= {"trained": trained, **found}
+    digest = tuning.deliver(session, sft.manifest, sft.config, tensors, dtype, meta)
     return {**found, "answers": answers, "weights_sha256": digest}
 
 
@@ -131,7 +132,7 @@ def _loss(sft: Sft, module: Decoder, variant: Variant) -> dict[str, Any]:
     lora.set_mode(module, variant.mode, variant.merged)
     try:
         for micro in work.micros:
-            heed(sft.session)
+            tuning.heed(sft.session)
             loss_sum = module(*micro.inputs).loss_sum
             assert loss_sum is not None
             total += loss_sum.double()
@@ -185,7 +186,7 @@ def _answers(sft: Sft, module: Decoder, done: Done) -> list[dict[str, Any]]:
                 prompts,
                 config.eval.sample_tokens,
                 stop=stop,
-                heed=lambda: heed(session),
+                heed=lambda: tuning.heed(session),
                 agree=session.world.agree,
             )
             return [
@@ -197,59 +198,3 @@ def _answers(sft: Sft, module: Decoder, done: Done) -> list[dict[str, Any]]:
     for item in found[:3]:
         session.say(f"  {item['prompt']!r} -> {item['answer']!r}")
     return found
-
-
-def _gathered(sft: Sft, module: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a sharded decoder, one at a time; on rank 0."""
-    for name, parameter in module.named_parameters():
-        heed(sft.session)
-        yield from parallel.gather({name: parameter}, sft.session.world).items()
-
-
-def _write(
-    sft: Sft, module: Decoder, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, meta: dict[str, Any]
-) -> str:
-    """final/: weights, tokenizer, adapter/ and, last, meta.json. Gives the (first) weights file's sha256."""
-    session, folder = sft.session, sft.session.workdir / "final"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / META).unlink(missing_ok=True)
-    paths = hf.write(folder, tensors, sft.config.model, dtype)
-    if sft.config.method == "lora":
-        hf.write_adapter(folder / "adapter", module, sft.config.lora, str(session.inputs or "random"))
-    for name in ("tokenizer.json", "words.json"):
-        if (session.data / name).exists():
-            shutil.copyfile(session.data / name, folder / name)
-    listed = [*paths, *sorted((folder / "adapter").glob("adapter*"))]
-    files = [
-        {"name": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": _sha256(p)} for p in listed
-    ]
-    tree = {
-        "schema": 1,
-        "experiment": "sft-h100",
-        "phase": sft.phases[0].name,
-        "step": sft.phases[0].last,
-        "val_loss": sft.val_loss,
-        "dtype": str(dtype).removeprefix("torch."),
-        "tokenizer": {key: sft.manifest.facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},
-        "dataset_sha256": sft.manifest.sha256,
-        "config_sha256": session.config_sha256,
-        **meta,
-        "files": files,
-    }
-    atomic.write_json(folder / META, tree)
-    return str(files[0]["sha256"])
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def heed(session: Session) -> None:
-    """All ranks together. Raises Stopped."""
-    stop = session.requests.stop() if session.world.first else None
-    reason = session.world.agree(None if stop is None else stop.reason[:200])
-    if reason is not None:
-        session.say(f"stopped after training: {reason}")
-        raise Stopped(reason)

@@ -7,9 +7,7 @@ The base is frozen in bf16 and only the adapter is trained, checkpointed and red
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -18,19 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import atomic, sizing
-from job.config.common import CosineAdamW
 from job.config.sft import SftConfig
 from job.dataset.prepare import read_manifest
-from job.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
-from job.experiments import merge
-from job.models import decoder, hf, lora
+from job.experiments import merge, tuning
+from job.models import decoder, lora
 from job.models.decoder import Decoder
 from job.train import optimizer, parallel
 from job.train.experiment import Experiment, Phase, Session, Work
 from job.train.packed_rows import PackedBatches
 
 EXPERIMENT = "sft-h100"
-COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Sft(Experiment):
@@ -43,18 +38,8 @@ class Sft(Experiment):
         self.manifest = read_manifest(session.data)
         self.batches = self._opened()
         self.per_step = self.config.batch.tokens // self.config.data.row
-        measured = replace(self.config.data, tokens_per_example=float(self.manifest.facts["mean_tokens"]))
-        self.size = sizing.phases(replace(self.config, data=measured))[0]
-        self.phases = [
-            Phase(
-                index=0,
-                name=self.size.name,
-                first=0,
-                steps=self.batches.steps(self.per_step, self.config.epochs),
-                flops_per_token=self.size.flops_per_token,
-                tokens_per_step=self.config.batch.tokens,
-            )
-        ]
+        self.size = sizing.phases(sizing.with_facts(self.config, self.manifest.facts))[0]
+        self.phases = [Phase.of(self.size, steps=self.batches.steps(self.per_step, self.config.epochs))]
         self.progress: dict[str, Any] = {}
         self.module: Decoder | None = None
         self.val_loss: float | None = None
@@ -81,7 +66,7 @@ class Sft(Experiment):
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
         """Linear warm-up, then a cosine."""
-        lr = cosine(self.config.optim, step, phase.steps)
+        lr = tuning.cosine(self.config.optim, step, phase.steps)
         optimizer.set_lr(opt, lr)
         return lr
 
@@ -115,57 +100,20 @@ class Sft(Experiment):
     def _make(self, *, fresh: bool) -> Decoder:
         """On the device, replicated or sharded."""
         config, session = self.config, self.session
-        adapter = config.method == "lora"
-        module = self.base(torch.bfloat16 if adapter else torch.float32, written=adapter or fresh)
-        if adapter:
-            drawn = torch.Generator().manual_seed(config.seed + 1) if fresh else None
-            parallel.replicate(lora.attach(module, config.lora, drawn), session.world)
-        else:
-            compute = COMPUTE[config.precision.compute]
-            parallel.shard(module, session.world, module.blocks, compute=compute, reshard=config.reshard_after_forward)
-        return module
-
-    def base(self, dtype: torch.dtype, *, written: bool = True) -> Decoder:
-        """The weights to start from: published ones, or drawn from the seed for generated pairs, which need none.
-        Unless `written`, only their room. Raises ValueError.
-        """
-        config, session = self.config, self.session
-        published = session.inputs is not None and (session.inputs / hf.CONFIG).exists()
-        if not published and config.data.source != "generated-pairs":
-            raise ValueError(
-                "no base weights: storage.base_weights must name a folder with config.json and safetensors "
-                "(only data.source: generated-pairs starts from random ones)"
-            )
-        drawn = torch.Generator().manual_seed(config.seed) if written and not published else None
-        compute, device = COMPUTE[config.precision.compute], session.device.torch
-        module = decoder.build(config.model, compute=compute, dtype=dtype, device=device, generator=drawn)
-        if written and published:
-            assert session.inputs is not None
-            hf.load(session.inputs, module)
+        if config.method == "full":
+            return tuning.trained_whole(session, config, written=fresh)
+        module = tuning.base(session, config, torch.bfloat16)
+        drawn = torch.Generator().manual_seed(config.seed + 1) if fresh else None
+        parallel.replicate(lora.attach(module, config.lora, drawn), session.world)
         return module
 
     def _opened(self) -> PackedBatches:
         """The dataset. Raises ValueError where the prepared rows are not those of the run config."""
         session, data, measures = self.session, self.config.data, self.config.measures
-        facts = self.manifest.facts
-        if self.manifest.kind != "packed":
-            raise ValueError(f"{session.data}: a dataset of {self.manifest.kind}, {EXPERIMENT} needs packed rows")
-        if facts["vocab"] > self.config.model.vocab:
-            raise ValueError(
-                f"{self.session.data}: {facts['vocab']} ids, the model's vocabulary (model.vocab) is "
-                f"{self.config.model.vocab}; prepare the dataset with the tokenizer of the base weights"
-            )
         wanted = {"row": data.row, "loss_on": data.loss_on, "packing": measures.packing}
         wanted |= {} if measures.pretokenised else {"texts": True}
-        differing = [
-            f"{key} {facts[key]}, the run config {value}" for key, value in wanted.items() if facts[key] != value
-        ]
-        if differing:
-            raise ValueError(f"{session.data} was prepared with {'; '.join(differing)}: prepare it again")
-        renderer = None
-        if not measures.pretokenised:
-            tokenizer = open_chat_tokenizer(facts["tokenizer"], session.data)
-            renderer = Renderer(TEMPLATES[self.config.model.family], tokenizer)
+        tuning.check_dataset(session, self.manifest, self.config, **wanted)
+        renderer = None if measures.pretokenised else tuning.renderer(session, self.manifest, self.config)
         return PackedBatches(session.data, self.manifest, session.world, session.device.torch, renderer)
 
     def _announce(self, phase: Phase) -> None:
@@ -220,11 +168,3 @@ class Sft(Experiment):
             ],
             **found,
         }
-
-
-def cosine(config: CosineAdamW, step: int, steps: int) -> float:
-    """The rate of the step that follows `step` steps: up over `warmup`, then a cosine that ends at floor x lr."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    share = (step - config.warmup) / max(1, steps - config.warmup)
-    return config.lr * (config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * share)))

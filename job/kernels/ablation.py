@@ -1,12 +1,13 @@
 """The same candidates with each extension left out: five rows, and what each lets through.
 
 A row differs from the full one only from the stage that its extension is in, so a verdict that fell earlier is carried
-over with its seconds. Without the funnel nothing is alike, and everything is judged anew.
+over with its seconds. Without the funnel nothing is alike, and everything is judged anew. Two trainings are compared in
+rows of the full funnel, over the same tasks and seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +24,9 @@ ROWS: dict[str, Switches] = {
     "without calibrated timing": Switches(timing=False),
     "without any": Switches(funnel=False, multi_input=False, timing=False),
 }
-SPEEDS = (1.0, 1.2)
+PASSES, SPEEDS = (1, 10), (1.0, 1.2)
+RATES = (*(f"pass@{k}" for k in PASSES), *(f"fast_{p:g}" for p in SPEEDS))
+SHOWN = ("pass@1", "pass@10", "fast 1.0", "fast 1.2", "s/candidate")
 SPOKEN = 10  # verdicts between two lines of the log
 
 
@@ -50,12 +53,13 @@ def verify(
     """Verdicts per row, in the order of `candidates`. Those in the ledger are taken from it, new ones appended as they
     fall. `check` is called between candidates and may raise. `rows` begins with the full one.
     """
+    names = {candidate.name for candidate in candidates}
     known = {(v.row, v.candidate, v.source_sha256): v for v in map(Verdict.from_json, ledger.entries)}
 
     def keep(verdict: Verdict) -> None:
         ledger.append(verdict.to_json())
         known[verdict.row, verdict.candidate, verdict.source_sha256] = verdict
-        there = sum(row == verdict.row for row, _, _ in known)
+        there = sum(row == verdict.row and name in names for row, name, _ in known)
         if there % SPOKEN == 0 or there == len(candidates):  # a silent job is taken for a stuck one
             say(f"funnel, {verdict.row}: {there} of {len(candidates)} judged")
 
@@ -74,48 +78,85 @@ def verify(
 
 def line(row: str, verdicts: Sequence[Verdict], full: Sequence[Verdict], *, seed: int) -> dict[str, Any]:
     """One row of the table: false accepts are adversarial candidates that passed, the rest is of the others. Correct
-    is what the row itself takes for correct. The interval is of pass@1 minus the full row's, over the same tasks.
+    is what the row itself takes for correct. The last interval is of pass@1 minus the full row's, over the same tasks.
     """
     cheats = [v for v in verdicts if v.origin == "adversarial"]
-    tasks, own = _by_task(verdicts), _by_task(full)
-    counts = [(len(task), sum(v.passed for v in task)) for task in tasks]
-    speeds = [[v.speedup if v.passed else None for v in task] for task in tasks]
-    rates = [c / n for n, c in counts]
-    whole = [sum(v.passed for v in task) / len(task) for task in own]
+    one, other = _rates(verdicts)["pass@1"], _rates(full)["pass@1"]
     return {
-        "row": row,
-        "candidates": sum(n for n, _ in counts),
-        "tasks": len(tasks),
+        **figures(row, verdicts, seed=seed),
         "false_accepts": sum(v.passed for v in cheats),
         "adversarial": len(cheats),
         "accepted": sorted(v.label for v in cheats if v.passed),
-        "pass@1": statistics.pass_at_k(counts, 1),
-        "pass@10": statistics.pass_at_k(counts, 10),
-        **{f"fast_{p:g}": statistics.fast_p(speeds, p) for p in SPEEDS},
-        "timing_refused": sum(v.passed and v.speedup is None for task in tasks for v in task),
         "seconds_per_candidate": fmean(sum(v.seconds.values()) for v in verdicts) if verdicts else None,
-        "pass@1_interval": statistics.interval(rates, seed=seed) if rates else None,
-        "pass@1_minus_full": statistics.paired_interval(rates, whole, seed=seed) if rates else None,
+        "pass@1_minus_full": statistics.paired_interval(one, other, seed=seed) if one and other else None,
     }
 
 
+def figures(row: str, verdicts: Sequence[Verdict], *, seed: int) -> dict[str, Any]:
+    """What candidates are worth that were judged alike; those meant to cheat are left out."""
+    own = [v for v in verdicts if v.origin != "adversarial"]
+    rates = _rates(own)
+    return {
+        "row": row,
+        "candidates": len(own),
+        "tasks": len(_by_task(own)),
+        **{key: fmean(values) if values else None for key, values in rates.items()},
+        "timing_refused": sum(v.passed and v.speedup is None for v in own),
+        "seconds_per_candidate": fmean(sum(v.seconds.values()) for v in own) if own else None,
+        "pass@1_interval": statistics.interval(rates["pass@1"], seed=seed) if rates["pass@1"] else None,
+    }
+
+
+def compared(trained: Mapping[str, Sequence[Verdict]], *, seed: int) -> list[dict[str, Any]]:
+    """A row for each of several trainings whose candidates share tasks and seeds. `minus_first`: 95 % intervals of what
+    is gained over the first, paired by task; None where a task has too few candidates.
+    """
+    first = _rates(next(iter(trained.values())))
+    found = []
+    for row, verdicts in trained.items():
+        pairs = {key: (values, first[key]) for key, values in _rates(verdicts).items()}
+        gained = {
+            key: statistics.paired_interval(one, other, seed=seed) if one and other else None
+            for key, (one, other) in pairs.items()
+        }
+        found.append({**figures(row, verdicts, seed=seed), "minus_first": gained})
+    return found
+
+
 def text(table: Sequence[dict[str, Any]]) -> list[str]:
-    """The table for people."""
-    head = ("row", "false accepts", "pass@1", "pass@10", "fast 1.0", "fast 1.2", "s/candidate")
-    keys = ("pass@1", "pass@10", "fast_1", "fast_1.2", "seconds_per_candidate")
+    """A table of `line` or of `compared` for people; nothing of an empty one."""
+    if not table:
+        return []
+    keys = (*RATES, "seconds_per_candidate")
+    own = "minus_first" if "minus_first" in table[0] else "false_accepts"
+    head = ("row", "pass@1 gained" if own == "minus_first" else "false accepts", *SHOWN)
     lines = [
-        (
-            row["row"],
-            f"{row['false_accepts']} of {row['adversarial']}",
-            *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys),
-        )
-        for row in table
+        (row["row"], _own(row), *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys)) for row in table
     ]
     widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
     return [
         "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(line, widths, strict=True)) for line in (head, *lines))
     ]
+
+
+def _own(row: dict[str, Any]) -> str:
+    if "minus_first" not in row:
+        return f"{row['false_accepts']} of {row['adversarial']}"
+    low, high = row["minus_first"]["pass@1"]
+    return f"{low:+.3f} to {high:+.3f}"
+
+
+def _rates(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
+    """Per task, in the order of their names; empty where a task has fewer than ten candidates and ten are asked of."""
+    found: dict[str, list[float | None]] = {key: [] for key in RATES}
+    for task in _by_task(verdicts):
+        count, speeds = (len(task), sum(v.passed for v in task)), [v.speedup if v.passed else None for v in task]
+        for k in PASSES:
+            found[f"pass@{k}"].append(statistics.pass_at_k([count], k))
+        for p in SPEEDS:
+            found[f"fast_{p:g}"].append(statistics.fast_p([speeds], p))
+    return {key: [] if None in values else [v for v in values if v is not None] for key, values in found.items()}
 
 
 def _by_task(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:

@@ -8,24 +8,39 @@ task weighs 1.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from job.kernels.catalog import TASKS
 
 LOW, HIGH, WEIGHT = 0.2, 0.8, 3.0
+CALLED = re.compile(r"torch\.(?:nn\.functional\.)?(\w+)")
 
 
-def weights(tasks: Sequence[str], pass_rates: Mapping[str, float]) -> list[float]:
-    """Per sample, from its task's pass rate in the last evaluation; 1 where there is none."""
-    return [WEIGHT if LOW <= pass_rates.get(task, -1.0) <= HIGH else 1.0 for task in tasks]
-
-
-def order(count: int, weight: Sequence[float] | None, *, seed: int, epoch: int) -> list[int]:
-    """`count` sample indices for one epoch, a pure function of its arguments. Without weights, or with equal ones: each
-    once, shuffled. Otherwise drawn in proportion, with replacement, hardest-to-place (the heavier) first.
+def tasks_of(question: str) -> frozenset[str]:
+    """The tasks that a pair is practice for: the one whose prompt the question is, else those that it names, or of
+    which it names all torch functions, as words of any case (`nn.ReLU` is practice for relu).
     """
-    draw = random.Random(f"{seed} {epoch}")
-    if weight is None or len(set(weight)) <= 1:
-        indices = list(range(count))
-        draw.shuffle(indices)
-        return indices
-    drawn = draw.choices(range(len(weight)), weights=weight, k=count)
+    same = [task for task in TASKS if task.prompt.strip() in question]
+    if same:
+        return frozenset({max(same, key=lambda task: len(task.prompt)).name})  # one may begin like another
+    words = set(re.findall(r"\w+", question.lower()))
+    found = set()
+    for task in TASKS:
+        called = set(CALLED.findall(task.reference))
+        if task.name in words or (called and called <= words):
+            found.add(task.name)
+    return frozenset(found)
+
+
+def weights(tasks: Sequence[Collection[str]], pass_rates: Mapping[str, float]) -> list[float]:
+    """Per sample, from its tasks' pass rates in the last evaluation; 1 where there are none."""
+    return [WEIGHT if any(LOW <= pass_rates.get(task, -1.0) <= HIGH for task in own) else 1.0 for own in tasks]
+
+
+def order(weight: Sequence[float], *, seed: int, epoch: int) -> list[int]:
+    """As many sample indices as there are weights, for one epoch, drawn in proportion to them, with replacement,
+    hardest-to-place (the heavier) first. A pure function of its arguments.
+    """
+    drawn = random.Random(f"{seed} {epoch}").choices(range(len(weight)), weights=weight, k=len(weight))
     return sorted(drawn, key=lambda index: -weight[index])

@@ -17,11 +17,16 @@ INTERPRETED_S = 0.13  # of a candidate in Triton's interpreter, all stages: 7.5 
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
 TASKS, PLANTED = 20, 200  # job/kernels/catalog.py and planted.py
 ABLATION_ROWS = 5  # the funnel and four rows without one or all of its extensions, on the same candidates
+AT_ONCE = 32  # sequences of a rank generated together, and lost together when it is stopped
+TRIED = 4  # candidates per task of a curriculum's evaluation
+HELD_OUT = 0.02  # share of the pairs that each evaluation runs over (job/dataset/kernel_pairs.py)
 
 
 def problems(config: KernelConfig) -> list[tuple[str, str]]:
     found = decoder.problems(config.model)
     found += decoder.batch_problems(config.batch, config.data.row, config.optim.betas)
+    if config.data.curriculum != "off" and config.epochs < 2:
+        found.append(("data.curriculum", "off unless epochs is 2 or more: it acts upon what is tried between them"))
     if config.generate.tasks > TASKS:
         found.append(("generate.tasks", f"at most {TASKS}: there are no more tasks"))
     if config.funnel.planted > PLANTED:
@@ -38,8 +43,13 @@ def candidates(config: KernelConfig) -> int:
     return config.generate.tasks * config.generate.candidates + config.funnel.planted
 
 
+def trainings(config: KernelConfig) -> tuple[str, ...]:
+    """Names of the phases that train, each from the base weights. The last one's are kept."""
+    return ("sft-uniform", "sft-adaptive") if config.data.curriculum == "compare" else ("sft",)
+
+
 def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
-    """`sft`, `generate`, `verify`."""
+    """`sft`, or `sft-uniform` and `sft-adaptive`; `generate`, `verify`. A run generates at the end of each training."""
     m = config.model
     total = decoder.parameters(m)
     context = min(config.data.tokens_per_sample, config.data.row)
@@ -54,16 +64,35 @@ def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
         "tokens_per_step": config.batch.tokens,
         "sharded": True,
     }
-    count = candidates(config)
-    rows, on_gpu = ABLATION_ROWS if config.funnel.ablations else 1, config.device == "cuda"
+    names, on_gpu = trainings(config), config.device == "cuda"
+    compile_s = COMPILE_CORE_S if on_gpu else 0.0  # once: the ablations share the cache
+    judge_s = CANDIDATE_GPU_S + CORRECT_SHARE * TIMING_GPU_S if on_gpu else INTERPRETED_S
+    rows = ABLATION_ROWS if config.funnel.ablations else 1
+    others = (len(names) - 1) * config.generate.tasks * config.generate.candidates  # judged in one row
+
+    def training(name: str) -> PhaseSize:
+        adaptive = config.data.curriculum != "off" and name == names[-1]
+        tries = config.epochs - 1 if adaptive else 0
+        tried = tries * config.generate.tasks * TRIED
+        return PhaseSize(
+            name=name,
+            steps=decoder.steps(tokens, config.batch.tokens),
+            forward_tokens=int(HELD_OUT * tokens),  # an evaluation after each epoch
+            decode_steps=tries * config.generate.max_tokens,
+            cpu_core_s=tried * compile_s,
+            gpu_s=tried * judge_s,
+            **sizes,  # type: ignore[arg-type]
+        )
+
+    decoded = len(names) * config.generate.max_tokens
     return (
-        PhaseSize(name="sft", steps=decoder.steps(tokens, config.batch.tokens), **sizes),  # type: ignore[arg-type]
-        PhaseSize(name="generate", steps=0, decode_steps=config.generate.max_tokens, **sizes),  # type: ignore[arg-type]
+        *map(training, names),
+        PhaseSize(name="generate", steps=0, decode_steps=decoded, **sizes),  # type: ignore[arg-type]
         PhaseSize(
             name="verify",
             steps=0,
-            cpu_core_s=count * COMPILE_CORE_S if on_gpu else 0.0,  # once: the ablations share the cache
-            gpu_s=rows * count * (CANDIDATE_GPU_S + CORRECT_SHARE * TIMING_GPU_S if on_gpu else INTERPRETED_S),
+            cpu_core_s=(candidates(config) + others) * compile_s,
+            gpu_s=(rows * candidates(config) + others) * judge_s,
             **sizes,  # type: ignore[arg-type]
         ),
     )
@@ -72,21 +101,22 @@ def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
 def memory(
     config: KernelConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
 ) -> Memory:
-    """sft: fp32 state cut over the ranks, gathered weights of two layers. generate: bf16 weights on each GPU and the
-    cache of its share of the sequences. verify: what a candidate may take.
+    """Training: fp32 state cut over the ranks, gathered weights of two layers. generate: the trained weights still cut,
+    whole ones of the compute dtype on each GPU, and the cache of its share of the sequences. verify: what a candidate
+    may take.
     """
-    m = config.model
+    m, first = config.model, len(trainings(config))
     compute = 2 if config.precision.compute == "bf16" else 4
     total = decoder.parameters(m)
     weights = gradients = moments = activations = logits = 0.0
-    if phase_index == 0:
+    if phase_index < first:
         weights, gradients, moments = decoder.whole_state(m, compute, ranks, reshard=config.reshard_after_forward)
         tokens = micro_batch * config.data.row
         activations = decoder.activations(m, tokens, compute, checkpointing=checkpointing)
         logits = decoder.loss_bytes(m, tokens)
-    elif phase_index == 1:
-        weights = total * compute
-        sequences = -(-config.generate.tasks * config.generate.candidates // ranks)
+    elif phase_index == first:
+        weights = total * (compute + 4 / ranks)
+        sequences = min(AT_ONCE, -(-config.generate.tasks * config.generate.candidates // ranks))
         cache = 2 * m.layers * m.kv_heads * m.head_dim * compute
         activations = sequences * cache * (config.generate.max_tokens + 1024)
         logits = sequences * m.vocab * 8
@@ -105,7 +135,12 @@ def ladder(config: KernelConfig, ranks: int = 1) -> tuple[Rung, ...]:
 
 def checkpoint_bytes(config: KernelConfig, phase_index: int) -> int:
     """Full state while training; afterwards nothing but results, which are small."""
-    return 12 * decoder.parameters(config.model) if phase_index == 0 else 0
+    return 12 * decoder.parameters(config.model) if phase_index < len(trainings(config)) else 0
+
+
+def end_bytes(config: KernelConfig, phase_index: int) -> int:
+    """fp32 weights, which the stages after training start from again."""
+    return checkpoint_bytes(config, phase_index) // 3
 
 
 def export_bytes(config: KernelConfig) -> dict[str, int]:

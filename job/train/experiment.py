@@ -76,6 +76,18 @@ class Phase:
     flops_per_token: float  # training, forward and backward
     tokens_per_step: int  # of the global batch: what tok/s and MFU count
 
+    @classmethod
+    def of(cls, size: sizing.PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
+        """As it was sized, but for the steps where the data knows better."""
+        return cls(
+            index=index,
+            name=size.name,
+            first=first,
+            steps=size.steps if steps is None else steps,
+            flops_per_token=size.flops_per_token,
+            tokens_per_step=size.tokens_per_step,
+        )
+
     @property
     def last(self) -> int:
         """The number of steps after it."""
@@ -177,7 +189,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
-        """Exports and samples. Repeated when a run resumes from the end of a phase."""
+        """Exports and samples. Repeated when a run resumes from the end of a phase. May raise Stopped."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -58,31 +58,18 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
 
 
 @contextlib.contextmanager
-def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[None]:
+def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[bool]:
     """Within it, each block's forward runs compiled on CUDA, where wanted: one graph for all blocks, static shapes;
-    FSDP2's hooks around it, which no graph can hold, do not. Outside, and on a CPU, the module runs as written.
+    FSDP2's hooks around it, which no graph can hold, do not. Outside, and on a CPU, the module runs as written. Gives
+    whether anything is compiled.
     """
     blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     try:
-        yield
+        yield bool(blocks)
     finally:
         for block in blocks:
             del block.forward
         if blocks:
             torch.compiler.reset()  # graphs of all phases share one cache: more than 8 (12 + 4 windows) are an error
-
-
-@contextlib.contextmanager
-def as_written(module: nn.Module) -> Iterator[None]:
-    """Within `compiled`, for a while without it: generation has another shape at every token, and a graph for each."""
-    blocks = [block for block in getattr(module, "blocks", ()) if "forward" in vars(block)]
-    forwards = [block.forward for block in blocks]
-    for block in blocks:
-        del block.forward
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, forwards, strict=True):
-            block.forward = forward

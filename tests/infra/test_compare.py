@@ -132,7 +132,8 @@ def test_growth_takes_twice_its_limit_at_an_efficiency_of_a_half(scenario: str) 
         ("pretrain-d64", {*PRETRAIN, "plan-as-written", "b2", "gqa"}),
         (
             "kernel-sft",
-            {*KERNEL, "aggressive", "spot-10h", "opt-small-model", "opt-small-test", "ours", "ours-30-percent-more"},
+            {*KERNEL, "aggressive", "spot-10h", "opt-small-model", "opt-small-test", "ours", "curriculum"}
+            | {"ours-30-percent-more"},
         ),
         ("two-tower", {"mac-o", "o", "o-p3.8x", "o-p4d", "p", "q", "weak-2m", "r", "full", "sweep"}),
     ],

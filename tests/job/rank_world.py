@@ -157,14 +157,26 @@ def make(workdir: Path, *, sharded: bool) -> Path:
     return workdir
 
 
-def train(size: int, workdir: Path, look: int | None = None, *, saves: tuple[int, ...] = (), broken: str = "") -> int:
-    """One start of `size` ranks; the run's exit code. `look`, `saves`: train_world.StopAt, on rank 0."""
+def train(
+    size: int,
+    workdir: Path,
+    look: int | None = None,
+    *,
+    saves: tuple[int, ...] = (),
+    broken: str = "",
+    others: int | None = 0,
+) -> int:
+    """One start of `size` ranks; the run's exit code. `look`, `saves`: train_world.StopAt, on rank 0; `others`: what
+    the other ranks see, which counts only where each of them is on its own.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (workdir / "ended.json").unlink(missing_ok=True)
     ranks = [
-        CONTEXT.Process(target=one, args=(rank, size, port, workdir, look, saves, broken), daemon=True)
+        CONTEXT.Process(
+            target=one, args=(rank, size, port, workdir, others if rank else look, saves, broken), daemon=True
+        )
         for rank in range(size)
     ]
     for process in ranks:
@@ -207,7 +219,7 @@ def one(rank: int, size: int, port: int, workdir: Path, look: int | None, saves:
         torch.compile = lambda *given, **named: real(*given, **{**named, "backend": "eager"})  # type: ignore[assignment]
         within = step.compiled
         step.compiled = lambda module, device, **named: within(module, torch.device("cuda"), **named)
-    sys.exit(trainer.train(workdir, 0, StopAt(workdir, look if rank == 0 else 0, saves=saves)))
+    sys.exit(trainer.train(workdir, 0, StopAt(workdir, look, saves=saves)))
 
 
 if __name__ == "__main__":  # under torchrun

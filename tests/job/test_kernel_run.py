@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import kernel_world as kernel
@@ -21,10 +19,8 @@ from train_world import StopAt
 from job import atomic
 from job.config import from_json
 from job.experiments import kernel_stages
-from job.kernels import curriculum
 from job.kernels.ledger import Ledger
 from job.kernels.worker import Workers
-from job.train import step
 
 GENERATED, PLANTED = 4, 4
 
@@ -178,58 +174,9 @@ def _some_planted(everyone: list[Any]) -> Any:
     return lambda count: chosen
 
 
-def test_the_second_epoch_draws_more_of_what_is_half_mastered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates, order, seen = {"leaky_relu": 0.5, "relu": 0.0}, curriculum.order, list[list[float]]()
-
-    def watched(count: int, weight: list[float], *, seed: int, epoch: int) -> list[int]:
-        seen.append(weight)
-        return order(count, weight, seed=seed, epoch=epoch)
-
-    monkeypatch.setattr(curriculum, "order", watched)
-    monkeypatch.setattr(kernel_stages, "pass_rates", lambda kernel, module: rates)
-    workdir = kernel.make(tmp_path, epochs=2, generate={"candidates": 1}, funnel={"planted": 0})
-    assert world.train(workdir, StopAt(workdir, 7)) == 75  # after the evaluation
-    assert world.train(workdir) == 0
-    assert kernel.results(workdir)["curriculum"] == [[4, rates]]
-    assert len(seen) > 1
-    assert all(weight == seen[0] for weight in seen)  # also after the restart
-    assert sorted(seen[0]) == [1.0] * 10 + [3.0]  # one of eleven rows holds that task
-
-
-def test_pass_rates_are_measured_between_epochs(tmp_path: Path) -> None:
-    workdir = kernel.make(tmp_path, epochs=2, generate={"tasks": 1, "candidates": 1}, funnel={"planted": 0})
-    assert world.train(workdir) == 0
-    assert kernel.results(workdir)["curriculum"] == [[4, {"relu": 0.0}]]
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
-def test_between_epochs_the_model_generates_outside_of_compiled_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, where each block has one graph for each shape, and more than eight of them are an error."""
-    within = step.compiled
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(step, "compiled", lambda module, device, **named: within(module, torch.device("cuda"), **named))
-    monkeypatch.setattr(kernel_stages, "_judge", lambda kernel, workers: _Nobody())
-    workdir = kernel.make(
-        tmp_path, epochs=2, generate={"tasks": 1, "candidates": 1, "max_tokens": 12}, funnel={"planted": 0}
-    )
-    assert world.train(workdir, StopAt(workdir, 6)) == 75  # after the evaluation
-    assert [record["step"] for record in world.records(workdir)][-1] > 4
-
-
-class _Nobody:
-    """Judges no candidate: none passes."""
-
-    def all(self, candidates: list[Any], *given: Any) -> None:
-        report = given[-1]
-        for candidate in candidates:
-            report(SimpleNamespace(candidate=candidate.name, stage=1))
-
-
 def test_two_ranks_train_share_the_generation_and_judge_once(finished: Path, tmp_path: Path) -> None:
     workdir = kernel.make(tmp_path, gpus=2)
-    assert rank_world.train(2, workdir) == 0
+    assert rank_world.train(2, workdir, others=None) == 0
     assert len(kernel.lines(workdir, "candidates")) == len(kernel.lines(workdir, "candidates-1")) == GENERATED // 2
     assert len(kernel.lines(workdir, "verdicts")) == GENERATED + PLANTED
     one, two = ([record["loss"] for record in world.records(folder)] for folder in (finished, workdir))

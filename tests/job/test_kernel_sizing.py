@@ -10,6 +10,7 @@ import pytest
 from job import sizing
 from job.config import KernelConfig
 from job.config.common import Decoder
+from job.dataset import kernel_pairs
 from job.kernels import planted
 from job.kernels.catalog import TASKS
 from job.sizing import kernel
@@ -76,3 +77,35 @@ def test_the_test_worlds_parameters_are_counted() -> None:
 def test_rows_must_divide_the_batch() -> None:
     (problem,) = sizing.problems(replace(FULL, batch=replace(FULL.batch, tokens=10_000)))
     assert problem[0] == "batch.tokens"
+
+
+def test_a_comparison_trains_and_generates_twice_and_judges_the_first_in_one_row() -> None:
+    once = replace(FULL, epochs=2)
+    twice = replace(once, data=replace(FULL.data, curriculum="compare"))
+    plain, generate, verify = sizing.phases(once)
+    uniform, adaptive, both, judged = sizing.phases(twice)
+    assert (uniform.name, adaptive.name) == ("sft-uniform", "sft-adaptive")
+    assert uniform == replace(plain, name="sft-uniform")
+    assert adaptive.steps == uniform.steps == 32
+    assert both.decode_steps == 2 * generate.decode_steps
+    assert judged.cpu_core_s == 2 * verify.cpu_core_s
+    assert judged.gpu_s == pytest.approx(verify.gpu_s * 6 / 5)
+    for old, new in ((0, 0), (0, 1), (1, 2), (2, 3)):
+        assert sizing.memory(twice, new, 1, ranks=8) == sizing.memory(once, old, 1, ranks=8)
+        assert sizing.checkpoint_bytes(twice, new) == sizing.checkpoint_bytes(once, old)
+    assert sizing.export_bytes(twice) == sizing.export_bytes(once)  # one of the two is left
+
+
+def test_each_evaluation_between_two_epochs_writes_four_candidates_per_task_and_judges_them() -> None:
+    on = replace(FULL, epochs=3, data=replace(FULL.data, curriculum="on"))
+    sft = sizing.phases(on)[0]
+    assert sft.decode_steps == 2 * FULL.generate.max_tokens
+    assert sft.cpu_core_s == 2 * 20 * 4 * kernel.COMPILE_CORE_S
+    assert sft.gpu_s == pytest.approx(2 * 20 * 4 * (4.0 + 0.2 * 2.0))
+    off = sizing.phases(replace(FULL, epochs=3))[0]
+    assert (off.decode_steps, off.cpu_core_s, off.gpu_s) == (0, 0, 0)
+
+
+def test_the_share_held_out_is_what_is_prepared() -> None:
+    assert kernel.HELD_OUT == kernel_pairs.HELD_OUT
+    assert sizing.phases(replace(FULL, epochs=2))[0].forward_tokens == int(2 * 0.02 * 1000 * 8192)

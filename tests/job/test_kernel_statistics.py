@@ -107,22 +107,43 @@ def test_a_verdict_is_carried_over_where_the_extension_had_not_begun(row: str, s
     assert all(same is None or (same.row, same.stage) == (row, stage) for stage, same in found.items())
 
 
-def test_without_an_evaluation_each_sample_comes_once() -> None:
-    assert sorted(curriculum.order(20, None, seed=1, epoch=0)) == list(range(20))
-    assert sorted(curriculum.order(20, [1.0] * 20, seed=1, epoch=0)) == list(range(20))
-    assert curriculum.order(20, None, seed=1, epoch=0) != curriculum.order(20, None, seed=1, epoch=1)
-
-
 def test_half_mastered_tasks_are_drawn_three_times_as_often() -> None:
-    names = ["never", "half", "always", "unknown"] * 250
+    names = [{"never"}, {"half"}, {"always"}, {"unknown"}] * 1500
     weights = curriculum.weights(names, {"never": 0.1, "half": 0.5, "always": 0.9})
-    drawn = Counter(names[index] for index in curriculum.order(6000, weights, seed=1, epoch=1))
+    drawn = Counter(min(names[index]) for index in curriculum.order(weights, seed=1, epoch=1))
     assert drawn["half"] == pytest.approx(3000, rel=0.1)
     assert all(drawn[name] == pytest.approx(1000, rel=0.15) for name in ("never", "always", "unknown"))
-    assert curriculum.weights(["a", "b"], {"a": 0.2, "b": 0.8}) == [3.0, 3.0]  # the ends belong to it
+    assert curriculum.weights([{"a"}, {"b"}], {"a": 0.2, "b": 0.8}) == [3.0, 3.0]  # the ends belong to it
+    assert curriculum.weights([{"a", "b"}, set()], {"a": 0.0, "b": 0.5}) == [3.0, 1.0]  # one of several is enough
 
 
-def test_the_drawn_order_is_a_function_of_seed_and_epoch() -> None:
+def test_the_drawn_order_is_a_function_of_seed_and_epoch_with_the_heavier_first() -> None:
     weights = [1.0, 3.0] * 10
-    assert curriculum.order(20, weights, seed=1, epoch=1) == curriculum.order(20, weights, seed=1, epoch=1)
-    assert curriculum.order(20, weights, seed=1, epoch=1) != curriculum.order(20, weights, seed=2, epoch=1)
+    drawn = curriculum.order(weights, seed=1, epoch=1)
+    assert drawn == curriculum.order(weights, seed=1, epoch=1)
+    assert drawn not in (curriculum.order(weights, seed=2, epoch=1), curriculum.order(weights, seed=1, epoch=2))
+    assert [weights[index] for index in drawn] == sorted((weights[index] for index in drawn), reverse=True)
+
+
+def test_two_trainings_are_compared_task_by_task() -> None:
+    def judged(*stages: tuple[int, int]) -> list[Verdict]:
+        """Two candidates of each of two tasks."""
+        return [
+            verdict(f"{task} {number}", stage, task=task, speedup=1.1 if stage == 6 else None)
+            for task, pair in zip(("add", "relu"), stages, strict=True)
+            for number, stage in enumerate(pair)
+        ]
+
+    table = ablation.compared({"uniform": judged((3, 6), (3, 3)), "adaptive": judged((6, 6), (6, 3))}, seed=1)
+    assert [(row["row"], row["pass@1"], row["fast_1"], row["fast_1.2"]) for row in table] == [
+        ("uniform", 0.25, 0.25, 0.0),
+        ("adaptive", 0.75, 0.75, 0.0),
+    ]
+    zero, gained = (0.0, 0.0), (0.5, 0.5)  # each task gains one half: pairing leaves no doubt
+    assert table[0]["minus_first"] == {"pass@1": zero, "pass@10": None, "fast_1": zero, "fast_1.2": zero}
+    assert table[1]["minus_first"] == {"pass@1": gained, "pass@10": None, "fast_1": gained, "fast_1.2": zero}
+    low, high = table[1]["pass@1_interval"]
+    assert (low, high) == (0.5, 1.0)
+    said = [" ".join(line.split()) for line in ablation.text(table)]
+    assert said[0] == "row pass@1 gained pass@1 pass@10 fast 1.0 fast 1.2 s/candidate"
+    assert said[2] == "adaptive +0.500 to +0.500 0.750 - 0.750 0.000 2.000"

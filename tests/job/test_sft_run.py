@@ -20,9 +20,9 @@ from train_world import StopAt
 from job import atomic, sizing
 from job.config import from_json
 from job.config.common import CosineAdamW, Decoder
-from job.experiments import merge
-from job.experiments.sft import Sft, cosine
-from job.models import hf
+from job.experiments import merge, tuning
+from job.experiments.sft import Sft
+from job.models import decoder, hf
 from job.models.decoder import build
 from job.train import __main__ as trainer
 
@@ -35,6 +35,13 @@ def losses(workdir: Path) -> list[tuple[float, float | None]]:
 
 def stages(workdir: Path) -> list[str]:
     return [json.loads(line)["name"] for line in (workdir / merge.STAGES).read_text().splitlines()]
+
+
+def base_of(workdir: Path, dtype: torch.dtype) -> decoder.Decoder:
+    """The weights that the run starts from."""
+    found = world.experiment(workdir)
+    assert isinstance(found, Sft)
+    return tuning.base(found.session, found.config, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +103,7 @@ def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) 
 
 def test_the_exported_adapter_gives_the_merged_weights(finished: Path) -> None:
     adapter = load_file(finished / "final" / "adapter" / hf.ADAPTER)
-    base = world.experiment(finished).base(torch.bfloat16)  # type: ignore[attr-defined]
+    base = base_of(finished, torch.bfloat16)
     merged = load_file(finished / "final" / hf.WEIGHTS)
     scale = 8 / 4
     for name, layer in base.named_parameters():
@@ -215,7 +222,7 @@ def test_full_fine_tuning_moves_every_weight_and_learns(tmp_path: Path) -> None:
     workdir = sft.make(tmp_path, method="full", optim={"lr": 1e-3})
     assert world.train(workdir) == 0
     assert losses(workdir)[-1][0] < losses(workdir)[0][0] - 0.2
-    base = world.experiment(workdir).base(torch.float32)  # type: ignore[attr-defined]
+    base = base_of(workdir, torch.float32)
     trained = load_file(workdir / "final" / hf.WEIGHTS)
     assert all(
         not torch.equal(trained[hf.published(name)], p.detach().bfloat16())
@@ -231,7 +238,7 @@ def test_published_base_weights_are_what_training_starts_from(tmp_path: Path) ->
     assert isinstance(shape, Decoder)
     base = build(shape, compute=torch.float32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(99))
     hf.write(workdir / "inputs", base.named_parameters(), shape, torch.bfloat16)
-    module = world.experiment(workdir).base(torch.bfloat16)  # type: ignore[attr-defined]
+    module = base_of(workdir, torch.bfloat16)
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, base.get_parameter(name))
 
@@ -263,7 +270,7 @@ def test_a_run_that_cannot_succeed_says_what_to_do(changed: dict[str, Any], word
 
 def test_the_rate_warms_up_and_falls_to_its_floor() -> None:
     config = CosineAdamW(lr=2.0, warmup=4, floor=0.1)
-    rates = [cosine(config, step, 20) for step in range(21)]
+    rates = [tuning.cosine(config, step, 20) for step in range(21)]
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert rates[12] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))

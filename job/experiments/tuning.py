@@ -1,0 +1,148 @@
+"""Fine-tuning a published decoder on packed rows: what sft-h100 and kernel-sft do alike.
+
+Their dataset held against the run config, the weights to start from, the rate, stops after training, and final/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from job import atomic
+from job.config.common import CosineAdamW
+from job.config.kernel import KernelConfig
+from job.config.sft import SftConfig
+from job.dataset.prepare import DatasetManifest
+from job.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
+from job.models import decoder, hf
+from job.models.decoder import Decoder
+from job.train import parallel
+from job.train.experiment import Session, Stopped
+from job.train.export import META
+
+COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TOKENIZERS = ("tokenizer.json", "words.json")
+
+
+def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig, **wanted: Any) -> None:
+    """Raises ValueError where the prepared rows are not those of the run config; `wanted`: facts and their values."""
+    if manifest.kind != "packed":
+        raise ValueError(f"{session.data}: a dataset of {manifest.kind}, this experiment needs packed rows; prepare it")
+    facts = manifest.facts
+    if facts["vocab"] > config.model.vocab:
+        raise ValueError(
+            f"{session.data}: {facts['vocab']} ids, the model's vocabulary (model.vocab) is "
+            f"{config.model.vocab}; prepare the dataset with the tokenizer of the base weights"
+        )
+    differing = [f"{key} {facts[key]}, the run config {value}" for key, value in wanted.items() if facts[key] != value]
+    if differing:
+        raise ValueError(f"{session.data} was prepared with {'; '.join(differing)}: prepare it again")
+
+
+def renderer(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig) -> Renderer:
+    """The dataset's own tokenizer, the model's template."""
+    return Renderer(TEMPLATES[config.model.family], open_chat_tokenizer(manifest.facts["tokenizer"], session.data))
+
+
+def base(session: Session, config: SftConfig | KernelConfig, dtype: torch.dtype, *, written: bool = True) -> Decoder:
+    """The weights to start from, whole, on the device: published ones, or drawn from the seed for generated data,
+    which needs none. Unless `written`, only their room. Raises ValueError.
+    """
+    published = session.inputs is not None and (session.inputs / hf.CONFIG).exists()
+    if not published and not config.data.source.startswith("generated-"):
+        raise ValueError(
+            "no base weights: storage.base_weights must name a folder with config.json and safetensors "
+            "(only a data.source that is generated starts from random ones)"
+        )
+    drawn = torch.Generator().manual_seed(config.seed) if written and not published else None
+    compute, device = COMPUTE[config.precision.compute], session.device.torch
+    module = decoder.build(config.model, compute=compute, dtype=dtype, device=device, generator=drawn)
+    if written and published:
+        assert session.inputs is not None
+        hf.load(session.inputs, module)
+    return module
+
+
+def trained_whole(session: Session, config: SftConfig | KernelConfig, *, written: bool) -> Decoder:
+    """The base with fp32 weights, all of them trained, spread over the ranks."""
+    module = base(session, config, torch.float32, written=written)
+    compute = COMPUTE[config.precision.compute]
+    parallel.shard(module, session.world, module.blocks, compute=compute, reshard=config.reshard_after_forward)
+    return module
+
+
+def cosine(config: CosineAdamW, step: int, steps: int) -> float:
+    """The rate of the step that follows `step` steps: up over `warmup`, then a cosine that ends at floor x lr."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    share = (step - config.warmup) / max(1, steps - config.warmup)
+    return config.lr * (config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def heed(session: Session) -> None:
+    """All ranks together. Raises Stopped."""
+    stop = session.requests.stop() if session.world.first else None
+    reason = session.world.agree(None if stop is None else stop.reason[:200])
+    if reason is not None:
+        session.say(f"stopped after training: {reason}")
+        raise Stopped(reason)
+
+
+def gathered(session: Session, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a sharded module, one at a time; on rank 0. Every rank goes through it. Raises Stopped."""
+    for name, parameter in module.named_parameters():
+        heed(session)
+        yield from parallel.gather({name: parameter}, session.world).items()
+
+
+def deliver(
+    session: Session,
+    manifest: DatasetManifest,
+    config: SftConfig | KernelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    meta: Mapping[str, Any],
+) -> str:
+    """final/: weights, the dataset's tokenizer and, last, meta.json, which lists an adapter/ that is there too. Gives
+    the (first) weights file's sha256, on rank 0.
+    """
+    if not session.world.first:
+        for _ in tensors:  # sharded ones are gathered by all ranks together
+            pass
+        return ""
+    folder = session.workdir / "final"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / META).unlink(missing_ok=True)
+    paths = hf.write(folder, tensors, config.model, dtype)
+    for name in TOKENIZERS:
+        if (session.data / name).exists():
+            shutil.copyfile(session.data / name, folder / name)
+    files = [
+        {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in (*paths, *sorted((folder / "adapter").glob("adapter*")))
+    ]
+    tree = {
+        "schema": 1,
+        **meta,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokenizer": {key: manifest.facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},
+        "dataset_sha256": manifest.sha256,
+        "config_sha256": session.config_sha256,
+        "files": files,
+    }
+    atomic.write_json(folder / META, tree)
+    return str(files[0]["sha256"])
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,251 @@
+"""The adaptive curriculum of kernel-sft: what it acts on, its two trainings side by side, and stops in any of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import kernel_world as kernel
+import pytest
+import rank_world
+import torch
+import train_world as world
+from train_world import StopAt
+
+from job import atomic, sizing
+from job.config import from_json
+from job.experiments import kernel_stages
+from job.kernels import curriculum
+from job.kernels.catalog import BY_NAME, TASKS
+from job.kernels.worker import Workers
+from job.train import step
+from job.train.requests import Requests, Stop
+
+STEPS, GENERATED = 8, 4  # of one training of two epochs; two tasks, two candidates
+RATES = {"relu": 0.0, "leaky_relu": 0.5}
+
+
+def make(workdir: Path, mode: str = "compare", **changed: Any) -> Path:
+    return kernel.make(workdir, **{"epochs": 2, "data": {"curriculum": mode}, "funnel": {"planted": 0}, **changed})
+
+
+def losses(workdir: Path, phase: str) -> list[float]:
+    return [record["loss"] for record in world.records(workdir) if record["phase"] == phase]
+
+
+def told(workdir: Path) -> dict[str, Any]:
+    """Everything that no clock decides."""
+    found = kernel.results(workdir)
+    rows = [{**row, "seconds_per_candidate": None} for row in found["curriculum"]["compared"]]
+    return {
+        "losses": [(record["phase"], record["step"], record["loss"]) for record in world.records(workdir)],
+        "curriculum": {**found["curriculum"], "compared": rows},
+        "candidates": sorted(line["name"] + line["answer"] for line in kernel.lines(workdir, "candidates")),
+        "verdicts": sorted((line["candidate"], line["stage"]) for line in kernel.lines(workdir, "verdicts")),
+        "weights": found["weights_sha256"],
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every run of this file uses one fork server: importing torch takes seconds."""
+    with Workers(tmp_path_factory.mktemp("server"), gpus=False) as workers, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_stages, "_workers", lambda kernel: contextlib.nullcontext(workers))
+        yield
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of leaky_relu's attempts succeed after the first epoch, whatever was written."""
+    workdir = make(tmp_path_factory.mktemp("compared"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_stages, "pass_rates", lambda kernel, module: RATES)
+        assert world.train(workdir) == 0
+    return workdir
+
+
+def test_both_trainings_start_from_the_same_base_and_part_at_the_first_evaluation(compared: Path) -> None:
+    uniform, adaptive = losses(compared, "sft-uniform"), losses(compared, "sft-adaptive")
+    assert len(uniform) == len(adaptive) == STEPS
+    assert uniform[:4] == adaptive[:4]
+    assert all(one != other for one, other in zip(uniform[4:], adaptive[4:], strict=True))
+
+
+def test_without_the_curriculum_it_is_the_plain_training(compared: Path, tmp_path: Path) -> None:
+    plain = make(tmp_path, "off")
+    assert world.train(plain) == 0
+    assert losses(plain, "sft") == losses(compared, "sft-uniform")
+    answers = {line["name"].removeprefix("sft-"): line["answer"] for line in kernel.lines(plain, "candidates")}
+    mine = {line["name"]: line["answer"] for line in kernel.lines(compared, "candidates")}
+    assert {name: mine[f"sft-uniform-{name}"] for name in answers} == answers
+
+
+def test_the_table_has_a_row_for_each_over_the_same_tasks(compared: Path) -> None:
+    table = atomic.read_object(compared / "ablation.json")
+    assert table is not None
+    rows = table["curriculum"]
+    assert [row["row"] for row in rows] == ["sft-uniform", "sft-adaptive"]
+    assert [(row["candidates"], row["tasks"]) for row in rows] == [(GENERATED, 2)] * 2
+    assert rows[0]["val_loss"] != rows[1]["val_loss"]
+    assert rows[1]["minus_first"]["pass@1"] == [0.0, 0.0]
+    found = kernel.results(compared)
+    assert found["curriculum"] == {"mode": "compare", "evaluations": [[STEPS + 4, RATES]], "compared": rows}
+    assert found["generated"]["candidates"] == GENERATED  # the adaptive ones alone
+    assert len(kernel.lines(compared, "verdicts")) == 2 * GENERATED
+
+
+def test_final_holds_the_adaptive_weights_and_says_so(compared: Path) -> None:
+    meta = atomic.read_object(compared / "final" / "meta.json")
+    assert meta is not None
+    assert (meta["phase"], meta["step"]) == ("sft-adaptive", 2 * STEPS)
+    assert kernel.results(compared)["final"] == "sft-adaptive"
+    assert kernel.results(compared)["weights_sha256"] == meta["files"][0]["sha256"]
+
+
+class StopOnceExported(Requests):
+    """As soon as final/ is whole: how often the funnel looks before, a clock decides."""
+
+    def __init__(self, workdir: Path) -> None:
+        super().__init__(workdir)
+        self._meta = workdir / "final" / "meta.json"
+
+    def stop(self) -> Stop | None:
+        return Stop(reason="test", save=True) if self._meta.exists() else None
+
+
+# Looks: one before the first step of a phase and one after each, one at its end, one per token (six) of a batch. In
+# turn: the uniform training, its candidates, the adaptive one, its pass rates (after the fourth step). None: its
+# candidates.
+@pytest.mark.parametrize(
+    ("look", "place"),
+    [
+        (4, "stopped after step 4: test"),
+        (12, "sft-uniform: generating 4 of 4 candidates, at most 6 tokens each\nstopped while generating: test"),
+        (18, "stopped after step 10: test"),
+        (22, "stopped while generating: test\nstep 000012/000016"),
+        (None, "sft-adaptive: generating 4 of 4 candidates, at most 6 tokens each\nstopped while generating: test"),
+    ],
+)
+def test_a_comparison_stopped_anywhere_goes_on_where_it_was(
+    look: int | None, place: str, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = make(tmp_path)
+    capsys.readouterr()
+    requests = StopOnceExported(workdir) if look is None else StopAt(workdir, look)
+    assert world.train(workdir, requests) == 75
+    assert place in capsys.readouterr().out
+    steps = [record["step"] for record in world.records(workdir)]
+    assert world.committed(workdir)[-1] == steps[-1]  # no step was lost, nor is one repeated
+    assert world.train(workdir) == 0
+    assert told(workdir) == told(undisturbed)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = make(tmp_path_factory.mktemp("undisturbed"))
+    assert world.train(workdir) == 0
+    assert kernel.results(workdir)["curriculum"]["evaluations"] == [[STEPS + 4, {"relu": 0.0, "leaky_relu": 0.0}]]
+    return workdir
+
+
+def test_when_nothing_is_half_mastered_the_curriculum_changes_nothing(undisturbed: Path) -> None:
+    assert losses(undisturbed, "sft-uniform") == losses(undisturbed, "sft-adaptive")
+
+
+def test_lost_candidates_of_weights_that_are_gone_are_an_error(compared: Path, tmp_path: Path) -> None:
+    workdir = make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, 20)) == 75  # in the adaptive training
+    (workdir / "stages" / "candidates.jsonl").unlink()
+    assert world.train(workdir) == 65
+    assert "4 candidates of sft-uniform are missing" in (workdir / "fatal.json").read_text()
+
+
+def test_on_a_rank_that_stops_within_a_batch_all_stop_and_keep_what_is_finished(tmp_path: Path) -> None:
+    """Rank 1 alone sees the stop, at the second token of its second batch; rank 0 generates its share to the end."""
+    workdir = make(tmp_path, gpus=2, generate={"candidates": 33})
+    assert rank_world.train(2, workdir, others=7) == 75
+    assert len(kernel.lines(workdir, "candidates")) == 33
+    assert len(kernel.lines(workdir, "candidates-1")) == kernel_stages.AT_ONCE
+    before = kernel.lines(workdir, "candidates") + kernel.lines(workdir, "candidates-1")
+    assert rank_world.train(2, workdir, others=None) == 0
+    after = kernel.lines(workdir, "candidates") + kernel.lines(workdir, "candidates-1")
+    assert [line for line in before if line not in after] == []
+    names = [line["name"] for line in after]
+    assert len(names) == len(set(names)) == 2 * 66
+    uniform, adaptive = losses(workdir, "sft-uniform"), losses(workdir, "sft-adaptive")
+    assert uniform == pytest.approx(adaptive, rel=1e-6)  # nothing was half mastered
+
+
+def test_the_second_epoch_draws_more_of_what_is_half_mastered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, seen = curriculum.order, list[list[float]]()
+
+    def watched(weight: list[float], *, seed: int, epoch: int) -> list[int]:
+        seen.append(weight)
+        return order(weight, seed=seed, epoch=epoch)
+
+    monkeypatch.setattr(curriculum, "order", watched)
+    monkeypatch.setattr(kernel_stages, "pass_rates", lambda kernel, module: RATES)
+    workdir = make(tmp_path, "on", generate={"candidates": 1})
+    assert world.train(workdir, StopAt(workdir, 7)) == 75  # after the evaluation
+    assert world.train(workdir) == 0
+    assert kernel.results(workdir)["curriculum"]["evaluations"] == [[4, RATES]]
+    assert len(seen) > 1
+    assert all(weight == seen[0] for weight in seen)  # also after the restart
+    assert sorted(seen[0]) == [1.0] * 10 + [3.0]  # one of eleven rows holds that task
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+def test_between_epochs_the_model_generates_outside_of_compiled_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where each block has one graph for each shape, and more than eight of them are an error."""
+    within, tokens = step.compiled, 12
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(step, "compiled", lambda module, device, **named: within(module, torch.device("cuda"), **named))
+    workdir = make(tmp_path, "on", generate={"tasks": 1, "candidates": 1, "max_tokens": tokens})
+    assert world.train(workdir, StopAt(workdir, 6 + tokens + 2)) == 75  # after the evaluation
+    assert [record["step"] for record in world.records(workdir)][-1] > 4
+
+
+@pytest.mark.parametrize("mode", ["on", "compare"])
+def test_a_curriculum_of_one_epoch_is_refused(mode: str) -> None:
+    (problem,) = sizing.problems(from_json("kernel-sft", kernel.config(data={"curriculum": mode})))
+    assert problem[0] == "data.curriculum"
+    assert "2 or more" in problem[1]
+
+
+def refused(workdir: Path) -> str:
+    assert world.train(workdir) == 65
+    return (workdir / "fatal.json").read_text()
+
+
+def test_epochs_that_fit_in_one_step_are_refused(tmp_path: Path) -> None:
+    assert "make one step of 32" in refused(make(tmp_path, batch={"tokens": 32 * 1024}))
+
+
+def test_pairs_that_have_nothing_to_do_with_the_tasks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = make(tmp_path)
+    monkeypatch.setattr(curriculum, "TASKS", TASKS[12:])  # none of the pairs asks for the last ones
+    assert "there is nothing to draw more of" in refused(workdir)
+
+
+@pytest.mark.parametrize(
+    ("question", "tasks"),
+    [
+        (BY_NAME["relu_squared"].prompt, {"relu_squared"}),
+        (f"<user>\n{BY_NAME['silu'].prompt.strip()}<end>", {"silu"}),
+        ("class M(nn.Module):\n    act = nn.ReLU()", {"relu", "relu_squared"}),
+        ("return F.softplus(x) + torch.abs(y)", {"softplus", "absolute"}),
+        ("F.hardswish(x)", {"hardswish"}),
+        ("torch.nn.Linear(4, 4)", set()),
+    ],
+)
+def test_a_pair_is_practice_for_the_task_it_asks_for_or_whose_functions_it_names(
+    question: str, tasks: set[str]
+) -> None:
+    assert curriculum.tasks_of(question) == tasks
