@@ -230,8 +230,9 @@ def test_kernel_sft_with_phases_that_have_no_optimizer_steps() -> None:
     steps = ceil(1000 * 8192 / tokens)  # 16
     step_s = (tokens * flops / (8 * H100_TFLOPS) + parameters * 28 / 8 / H100_GB_S) / 0.4
     checkpoint_gb = 12 * parameters / 1e9
-    saves = steps * step_s / 300 + 0 + 1  # no evaluation
-    sft_s = steps * step_s + saves * (0.1 + checkpoint_gb / 4 / 8)
+    evaluated_s = 0.02 * 1000 * 8192 / tokens * step_s / 3  # once, forward: a fiftieth of the pairs is held out
+    saves = (steps * step_s + evaluated_s) / 300 + 1
+    sft_s = steps * step_s + evaluated_s + saves * (0.1 + checkpoint_gb / 4 / 8)
     generate_s = 2048 * 0.02  # all 200 sequences at once
     candidates = 20 * 10
     verify_s = candidates * 20 / 192 + 5 * candidates * (4 + 0.2 * 2) / 8  # 192 vCPUs; five rows of the ablation
