@@ -31,7 +31,8 @@ COMMANDS = {
     "sweep": "after pulumi destroy: what is left in the account, and what it costs",
     "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
 }
-EPILOG = """STACK is a file of stacks/ without its .yaml, or a path to such a file.
+EPILOG = """STACK is a file of stacks/ without its .yaml, or a path to such a file. Where the Pulumi stack of that name
+is configured to run another file or a scenario (gpufleet:definition, gpufleet:scenario), that is what is meant.
 Exit codes: 0 done, 1 the answer is no, 2 something has to be put right first."""
 
 

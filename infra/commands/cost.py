@@ -27,7 +27,7 @@ from infra.scenarios import scenario
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line arguments."""
     stack.argument(parser)
-    parser.add_argument("--scenario", metavar="NAME", help="one of the file's scenarios instead of the file as it is")
+    parser.add_argument("--scenario", metavar="NAME", help="this one of the file's scenarios, whatever the stack runs")
     parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/bill.md")
 
 
