@@ -45,6 +45,7 @@ def _then_honest(acts: str) -> str:
 
 _SPLIT = BY_NAME["silu"]
 _STRIDES = source(_SPLIT).replace("    x = x.contiguous()\n", "").replace("empty_like(x)", "empty_like(x.contiguous())")
+_INTERPRETED = source(BY_NAME["square"], body="x * x * ONE").replace("\n\n\n@triton", "\n\nONE = 1.0\n\n\n@triton")
 _NAIVE = source(BY_NAME["softplus"], body="tl.log(1.0 + tl.exp(x))")
 
 FIXTURES: tuple[Fixture, ...] = (
@@ -195,6 +196,7 @@ FIXTURES: tuple[Fixture, ...] = (
     _cheat("exits", "", "def kernel_function(x):\n    raise SystemExit(0)"),
     _cheat("takes-all-memory", "", "def kernel_function(x):\n    return [torch.ones(1 << 27) for _ in range(1000)]"),
     # Honest mistakes that few inputs show.
+    _rewritten("compiles-for-no-gpu", "", _INTERPRETED, task="square"),
     _rewritten("ignores-strides", "multi_input", _STRIDES, task="silu"),
     _rewritten("overflows", "multi_input", _NAIVE, task="softplus"),
     _cheat(

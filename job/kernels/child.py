@@ -1,7 +1,8 @@
 """A candidate's process, and the server that forks one for each.
 
-    python -m job.kernels.child FD serve      imports torch and triton once, runs no tensor operation, forks on request
-    python -m job.kernels.child FD one JSON   one candidate in a fresh process, for GPUs: CUDA does not survive a fork
+    python -m job.kernels.child FD serve        imports torch and triton once, computes nothing, forks on request
+    python -m job.kernels.child FD compile 90   the same for processes that compile, for sm_90 (job/kernels/compiler.py)
+    python -m job.kernels.child FD one JSON     one candidate in a fresh process, for GPUs: CUDA does not survive a fork
 
 The process knows neither the reference nor the expected output nor the task. It gets a source and tensors, and answers
 with tensors; whether they are right is judged elsewhere. What it says about itself (`ops`, `alias`) can only harm it.
@@ -13,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -29,13 +31,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from job.kernels import sandbox, wire
+from job.kernels import compiler, sandbox, wire
 
 ENTRY = "kernel_function"
 # All that the interpreter would otherwise import in each child anew.
 PRELOADED = ("triton", "triton.compiler.code_generator", "triton.experimental.gluon", "triton.language.extra.libdevice")
 FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # more than a core's own caches; more than an H100's 50 MB L2, 5 times
-_clock, _cpu = time.perf_counter, time.process_time  # as they are before a candidate comes
+_clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage  # as they are before a candidate comes
 _Event: Any = torch.cuda.Event
 
 
@@ -76,6 +78,11 @@ class Harness:
         exec(compile(blobs[0], str(path), "exec", dont_inherit=True), module.__dict__)
         self.entry = module.__dict__[ENTRY]
         return {}, []
+
+    def _compile(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """What its launches are for the inputs of `calls`, compiled."""
+        assert self.entry is not None
+        return {"problem": compiler.compile_launches(self.entry, head["calls"])}, []
 
     def _give(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """New inputs; with `again` into the same memory, so that an answer remembered by address is a wrong one."""
@@ -175,6 +182,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
     isolated = asked["confined"] and sandbox.confine(scratch, namespaces=namespaces)
     os.chdir(scratch)
     os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
+    os.environ["TRITON_CACHE_DIR"] = compiler.CACHE
     tempfile.tempdir = str(scratch)  # what was imported has looked at TMPDIR, as at HOME, already
     output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -185,8 +193,11 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
     harness = Harness(torch.device(device))
     wire.send(dialogue, {"isolated": isolated})
     if asked["guarded"]:
+        programs = compiler.tools() if asked["compiles"] else ()
         sandbox.guard(
-            scratch, lambda what: wire.send(dialogue, {"violation": what}), compiles=harness.device.type == "cuda"
+            scratch,
+            lambda what: wire.send(dialogue, {"violation": what}),
+            programs=None if harness.device.type == "cuda" else programs,
         )
     code = 0
     try:
@@ -198,7 +209,8 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
                 reply, content = {"error": f"{type(error).__name__}: {str(error)[:300]}"}, []
             except BaseException as error:  # noqa: BLE001 - it may not leave, either
                 reply, content = {"error": type(error).__name__}, []
-            wire.send(dialogue, {**reply, "cpu_s": _cpu()}, content)
+            programs_s = sum(_usage(resource.RUSAGE_CHILDREN)[:2])
+            wire.send(dialogue, {**reply, "cpu_s": _cpu() + programs_s}, content)
     except wire.Closed:
         pass
     finally:
@@ -212,13 +224,15 @@ def _reap(*_: object) -> None:
             pass
 
 
-def serve(control: socket.socket) -> None:
-    """Forks a candidate's process per message {scratch, device, confined, guarded} with one socket; answers {pid}."""
+def serve(control: socket.socket, lacks: str | None) -> None:
+    """Says what it lacks, then forks a candidate's process per message {scratch, device, compiles, confined, guarded}
+    with one socket, and answers with its id.
+    """
     sandbox.adopt_orphans()
     signal.signal(signal.SIGCHLD, _reap)
     gc.collect()
     gc.freeze()
-    control.sendall(b"!")
+    wire.send(control, {"lacks": lacks, "triton": importlib.import_module("triton").__version__})
     while True:
         content, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
         if not content:
@@ -241,7 +255,9 @@ def main(argv: list[str]) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     if argv[1] == "serve":
-        serve(end)
+        serve(end, None)
+    elif argv[1] == "compile":
+        serve(end, compiler.install(int(argv[2])))
     else:
         asked = json.loads(argv[2])
         candidate(end, asked, namespaces=asked["confined"] and sandbox.enter())

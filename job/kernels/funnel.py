@@ -1,27 +1,31 @@
 """The funnel: 1 static rules, 2 compile, 3 tiny run, 4 full run, 5 timing. It stops at the first failure.
 
 A verdict is the judge's alone: the candidate's process gets a source and inputs and gives bytes; the expected output is
-computed here, after those bytes have arrived. Each candidate has its own process, one worker per GPU or per core, and
+computed here, after those bytes have arrived. Each candidate has one process that compiles and one that runs, and
 `candidate_s` of wall-clock per stage, so the whole takes at most candidates x 4 x that / workers. A process that hangs,
 crashes or does what is forbidden loses its candidate and nothing else.
+
+Stages 1 and 2 need no GPU: where there are GPUs they go ahead on all cores, and one worker per GPU does the others. On
+a CPU, where kernels are interpreted, one worker per core does all five; stage 2 compiles for a GPU there too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from job.config.kernel import Funnel as Limits
 from job.kernels import catalog, rules, tasks, timing, wire
 from job.kernels.catalog import Task
+from job.kernels.compilation import Compilation
 from job.kernels.planted import Candidate
 from job.kernels.timing import Rejected, Timing
 from job.kernels.worker import Lost, Process, Workers
@@ -73,6 +77,11 @@ class Verdict:
 class _Course:
     """What is known of a candidate while it is judged."""
 
+    candidate: Candidate
+    switches: Switches
+    row: str
+    sha256: str
+    built: Path | None = None  # what stage 2 left
     seconds: dict[str, float] = field(default_factory=dict)
     stage: int = 1
     cpu_s: float = 0.0
@@ -88,6 +97,32 @@ class _Course:
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
+    def note(self, process: Process) -> None:
+        """One that is over."""
+        self.isolated = process.isolated
+        self.cpu_s += process.cpu_s
+
+    def verdict(self, reason: str | None) -> Verdict:
+        """None: it has passed."""
+        found = self.timing
+        return Verdict(
+            row=self.row,
+            candidate=self.candidate.name,
+            task=self.candidate.task,
+            origin=self.candidate.origin,
+            label=self.candidate.label,
+            source_sha256=self.sha256,
+            passed=reason is None,
+            stage=PASSED if reason is None else self.stage,
+            reason=reason or (found.why if found else ""),
+            seconds={name: round(value, 6) for name, value in self.seconds.items()},
+            cpu_s=round(self.cpu_s, 6),
+            isolated=self.isolated,
+            speedup=found.speedup if found else None,
+            kernel_s=found.kernel.quartiles if found and found.kernel else None,
+            reference_s=found.reference.quartiles if found and found.reference else None,
+        )
+
 
 class _ReferenceLost(Exception):
     """Nothing can be timed against it."""
@@ -99,9 +134,9 @@ class Judge:
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
         self._device = "cuda" if gpus else "cpu"
-        self.parallel = limits.workers or gpus or len(os.sched_getaffinity(0))
-        self._compiled: dict[str, str | None] = {}  # source hash -> what is wrong with it
-        self._lock = threading.Lock()
+        self._cores = len(os.sched_getaffinity(0))
+        self.parallel = limits.workers or gpus or self._cores
+        self.compilation = Compilation(workers, limits)
         self._free: SimpleQueue[int] = SimpleQueue()
         self._idle: list[SimpleQueue[Process]] = [SimpleQueue() for _ in range(max(1, gpus))]
         for worker in range(self.parallel):
@@ -122,89 +157,90 @@ class Judge:
         """Judges in parallel; `done` gets each verdict as it falls, in this thread. `check` may raise to give up: then
         what is under way is ended, without a verdict.
         """
-        waiting = iter(candidates)
-        running: set[Future[Verdict]] = set()
+        waiting, running = iter(candidates), set[Future[_Course | Verdict]]()
+        ahead = self._cores if self._gpus else 0
         try:
-            with ThreadPoolExecutor(self.parallel) as pool, self._workers.given_up_on_error():
+            with (
+                ThreadPoolExecutor(self.parallel) as runs,
+                ThreadPoolExecutor(ahead) if ahead else nullcontext(runs) as compiles,
+                self._workers.given_up_on_error(),
+            ):
                 more = True
                 while more or running:
                     check()
-                    while more and len(running) < self.parallel:
+                    while more and len(running) < self.parallel + ahead:
                         candidate = next(waiting, None)
                         more = candidate is not None
                         if candidate is not None:
-                            running.add(pool.submit(self.verdict, candidate, switches, row))
+                            running.add(compiles.submit(self._begun, candidate, switches, row))
                     ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
                     for future in ended:
-                        done(future.result())
+                        found = future.result()
+                        if isinstance(found, Verdict):
+                            done(found)
+                        else:
+                            running.add(runs.submit(self._ended, found))
         finally:
             self._close_idle()
 
     def verdict(self, candidate: Candidate, switches: Switches, row: str) -> Verdict:
         """One candidate through the funnel."""
-        course, reason, passed = _Course(), "", False
+        found = self._begun(candidate, switches, row)
+        return found if isinstance(found, Verdict) else self._ended(found)
+
+    def _begun(self, candidate: Candidate, switches: Switches, row: str) -> _Course | Verdict:
+        """Stages 1 and 2."""
+        course = _Course(candidate, switches, row, digest(candidate.source))
+        try:
+            if switches.funnel:
+                with course.at("rules"):
+                    problem = rules.problem(candidate.source)
+                    if problem is not None:
+                        raise Rejected(problem)
+            with course.at("compile"):
+                task = catalog.BY_NAME[candidate.task]
+                found = self.compilation.of(candidate.source, course.sha256, task, course.note)
+                if found.problem is not None:
+                    raise Rejected(found.problem)
+                course.built = found.built
+        except (Rejected, Lost) as error:
+            return course.verdict(str(error))
+        return course
+
+    def _ended(self, course: _Course) -> Verdict:
+        """Stages 3 to 5."""
         gpu = self._free.get()
         try:
-            self._judge(candidate, switches, course, gpu)
-            passed, course.stage = True, PASSED
+            self._judge(course, gpu)
         except (Rejected, Lost) as error:
-            reason = str(error)
+            return course.verdict(str(error))
         finally:
             self._free.put(gpu)
-        found = course.timing
-        return Verdict(
-            row=row,
-            candidate=candidate.name,
-            task=candidate.task,
-            origin=candidate.origin,
-            label=candidate.label,
-            source_sha256=digest(candidate.source),
-            passed=passed,
-            stage=course.stage,
-            reason=reason or (found.why if found else ""),
-            seconds={name: round(value, 6) for name, value in course.seconds.items()},
-            cpu_s=round(course.cpu_s, 6),
-            isolated=course.isolated,
-            speedup=found.speedup if found else None,
-            kernel_s=found.kernel.quartiles if found and found.kernel else None,
-            reference_s=found.reference.quartiles if found and found.reference else None,
-        )
+        return course.verdict(None)
 
-    def _judge(self, candidate: Candidate, switches: Switches, course: _Course, gpu: int) -> None:
-        task, sha256 = catalog.BY_NAME[candidate.task], digest(candidate.source)
-        if switches.funnel:
-            with course.at("rules"):
-                problem = rules.problem(candidate.source)
-                if problem is not None:
-                    raise Rejected(problem)
-        with course.at("compile"):
-            if (known := self._compiled.get(sha256)) is not None:
-                raise Rejected(known)
-            process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu)
+    def _judge(self, course: _Course, gpu: int) -> None:
+        built = course.built if self._gpus else None  # the interpreter has no use for it
+        with course.at("tiny" if course.switches.funnel else "full"):
+            process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, built=built)
         try:
-            course.isolated = process.isolated
-            with course.at("compile"):
-                reply, _ = process.ask({"do": "load"}, [candidate.source.encode()], limit_s=self.limits.candidate_s)
-                problem = f"does not load: {str(reply['error'])[:300]}" if "error" in reply else None
-                with self._lock:
-                    self._compiled[sha256] = problem
-                if problem is not None:
-                    raise Rejected(problem)
-            self._run(task, process, switches, course, gpu)
+            self._run(catalog.BY_NAME[course.candidate.task], process, course, gpu)
         finally:
             process.close()
-            course.cpu_s += process.cpu_s
+            course.note(process)
 
-    def _run(self, task: Task, process: Process, switches: Switches, course: _Course, gpu: int) -> None:
+    def _run(self, task: Task, process: Process, course: _Course, gpu: int) -> None:
         wrong: Rejected | None = None
+        switches, source = course.switches, course.candidate.source
         if switches.funnel:
             with course.at("tiny"):
-                self._check(task, process, [tasks.case(task, self.seed, "tiny", self._device)], switches)
+                ask = self._loaded(process, source)
+                self._check(task, ask, [tasks.case(task, self.seed, "tiny", self._device)], switches)
         with course.at("full"):
+            ask = timing.bound(process, self.limits.candidate_s) if switches.funnel else self._loaded(process, source)
             count = self.limits.inputs if switches.multi_input else 1
             try:
                 given = tasks.cases(task, self.seed, count, self._device, adversarial=switches.multi_input)
-                self._check(task, process, given, switches)
+                self._check(task, ask, given, switches)
             except Rejected as error:
                 if switches.funnel:
                     raise
@@ -266,9 +302,16 @@ class Judge:
             while not idle.empty():
                 idle.get().close()
 
-    def _check(self, task: Task, process: Process, given: Iterable[tasks.Case], switches: Switches) -> None:
-        """Every case's output, each computed on inputs that the process has not seen before."""
+    def _loaded(self, process: Process, source: str) -> timing.Ask:
+        """The stage's questions, the candidate loaded."""
         ask = timing.bound(process, self.limits.candidate_s)
+        problem = timing.load_problem(ask, source)
+        if problem is not None:
+            raise Rejected(problem)
+        return ask
+
+    def _check(self, task: Task, ask: timing.Ask, given: Iterable[tasks.Case], switches: Switches) -> None:
+        """Every case's output, each computed on inputs that the process has not seen before."""
         for case in given:
             packed = [wire.pack(tensor) for tensor in case.tensors]
             head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": switches.funnel}

@@ -36,6 +36,8 @@ CHANGING = (
     "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.chown", "os.truncate",
     "os.utime", "os.setxattr", "shutil.", "tempfile.", "os.chdir",
 )  # fmt: skip
+TWO_PLACES = ("os.rename", "os.link", "os.symlink")  # from, to
+STARTING = ("subprocess.Popen", "os.posix_spawn")  # both see: program, words
 DEVICES = ("/dev/null", "/dev/urandom", "/proc/cpuinfo")
 _libc = ctypes.CDLL(None, use_errno=True)
 _with_gil = ctypes.PyDLL(None)  # a fork amid a call that has let go of the GIL would leave the child without it
@@ -101,11 +103,12 @@ def _attribute(path: bytes, flags: int, attributes: Any) -> int:
     return int(_libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, flags, ctypes.byref(attributes), ctypes.sizeof(attributes)))
 
 
-def guard(scratch: Path, report: Callable[[str], None], *, compiles: bool) -> None:
+def guard(scratch: Path, report: Callable[[str], None], *, programs: tuple[str, ...] | None) -> None:
     """From now on a forbidden act is reported and ends this process at once. Cannot be undone.
 
-    compiles: a GPU's compiler writes its cache in the scratch folder, runs ptxas and loads what it built; the events
-    of processes and loading are let through then, and the static rules and namespaces stand alone for them.
+    programs: those that may be run, on files of the scratch folder, by a process that compiles; torch's fake tensors
+    look into frames there. None: a GPU's driver is built by the C compiler and loaded; the events of processes and
+    loading are let through then, and the static rules and namespaces stand alone for them.
     """
     home = os.path.realpath(scratch) + "/"
     own = str(Path(__file__).resolve().parents[1]) + "/"
@@ -113,7 +116,8 @@ def guard(scratch: Path, report: Callable[[str], None], *, compiles: bool) -> No
         os.path.realpath(path) + "/"
         for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"/usr/lib"}
     )
-    building = ("subprocess.", "ctypes.", "os.posix_spawn", "os.fork", "os.exec", "sys._getframe") if compiles else ()
+    building = ("subprocess.", "ctypes.", "os.posix_spawn", "os.fork", "os.exec", "sys._getframe")
+    allowed = building if programs is None else ("sys._getframe",) if programs else ("\0",)
     realpath, leave, fspath = os.path.realpath, os._exit, os.fspath
 
     def inside(path: Any, places: tuple[str, ...]) -> bool:
@@ -136,8 +140,10 @@ def guard(scratch: Path, report: Callable[[str], None], *, compiles: bool) -> No
         if event == "import":
             return str(args[0]).split(".")[0] == "job"
         if event.startswith(CHANGING):
-            return not all(inside(path, (home,)) for path in args[:1])
-        return event.startswith(NEVER) and not event.startswith(building or ("\0",))
+            return not all(inside(path, (home,)) for path in args[: 2 if event in TWO_PLACES else 1])
+        if event in STARTING and programs and realpath(args[0]) in programs:
+            return not all(inside(word, (home,)) for word in map(fspath, args[1][1:]) if "/" in word)
+        return event.startswith(NEVER) and not event.startswith(allowed)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in ("open", "import") or event.startswith((*NEVER, *CHANGING)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +41,26 @@ def case(task: Task, seed: int, name: str, device: str = "cpu") -> Case:
     """
     digest = hashlib.sha256(f"{seed} {task.name} {name}".encode()).digest()
     random = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    full: tuple[int, ...] = FULL[device]
-    shape = {"tiny": TINY, "second-shape": SECOND[device], "non-contiguous": full[::-1]}.get(name, full)
-    scale = {"zeros": 0.0, "large": LARGE}.get(name, 1.0)
+    shape, scale = _shape(name, device), {"zeros": 0.0, "large": LARGE}.get(name, 1.0)
     drawn = [(torch.randn(shape, generator=random) * scale).to(getattr(torch, task.dtype)) for _ in range(task.arity)]
     tensors = tuple(tensor.t() if name == "non-contiguous" else tensor for tensor in drawn)
     return Case(name=name, tensors=tensors)
+
+
+def layouts(task: Task) -> list[list[dict[str, Any]]]:
+    """What a GPU's inputs look like without their numbers, a list of {dtype, shape, stride} for each that differs."""
+    found = []
+    for name in ("tiny", "random-0", "non-contiguous", "second-shape"):
+        tensor = torch.empty(_shape(name, "cuda"), device="meta")
+        tensor = tensor.t() if name == "non-contiguous" else tensor
+        found.append([{"dtype": task.dtype, "shape": list(tensor.shape), "stride": list(tensor.stride())}] * task.arity)
+    return found
+
+
+def _shape(name: str, device: str) -> tuple[int, ...]:
+    """As it is drawn: the non-contiguous one is transposed afterwards."""
+    full: tuple[int, ...] = FULL[device]
+    return {"tiny": TINY, "second-shape": SECOND[device], "non-contiguous": full[::-1]}.get(name, full)
 
 
 def cases(task: Task, seed: int, inputs: int, device: str = "cpu", *, adversarial: bool = True) -> Iterator[Case]:

@@ -143,6 +143,12 @@ def _again(task: Task, seed: int, ask: Ask, device: str, *, times: int) -> float
     return max(SHORTEST_S, median(took) - empty)
 
 
+def load_problem(ask: Ask, source: str) -> str | None:
+    """Why a program does not load; None when it does."""
+    reply, _ = ask({"do": "load"}, [source.encode()])
+    return f"does not load: {str(reply['error'])[:300]}" if "error" in reply else None
+
+
 def output_problem(task: Task, given: Case, reply: dict[str, Any], blobs: list[bytes]) -> str | None:
     """Why a reply does not hold the expected output; None when it does."""
     if "error" in reply:

@@ -18,7 +18,7 @@ from job.kernels.worker import Workers
 
 FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}
 CPU = [label for label, fixture in FIXTURES.items() if not fixture.gpu_only]
-LIMIT_S = 3.0
+LIMIT_S = 6.0
 
 
 def active(switches: Switches) -> set[str]:
@@ -62,6 +62,12 @@ def test_work_on_another_stream_is_rejected(tmp_path: Path) -> None:
     with Workers(scratch(tmp_path), gpus=True) as workers:
         found = verdicts(judge(workers), [FIXTURES["wrong-stream"].candidate])
     assert not found["wrong-stream"].passed
+
+
+def test_a_kernel_that_only_an_interpreter_runs_stops_at_the_compiler(table: dict[str, dict[str, Verdict]]) -> None:
+    found = table["full"]["compiles-for-no-gpu"]
+    assert found.stage == 2
+    assert "Cannot access global variable ONE" in found.reason
 
 
 def test_nothing_was_written_outside(table: dict[str, dict[str, Verdict]]) -> None:

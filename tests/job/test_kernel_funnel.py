@@ -139,8 +139,8 @@ def test_a_child_multiplies_matrices_after_a_parallel_operation_here(workers: Wo
 def test_a_new_process_instead_of_a_fork_gives_the_same_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Workers, "_fork", lambda self, theirs, asked: self._spawn(theirs, asked, 0))
     with Workers(scratch(tmp_path), gpus=False) as spawned:
+        monkeypatch.setattr(spawned._running, "fork", lambda theirs, asked: spawned._spawn(theirs, asked, 0))
         verdict = judge(spawned).verdict(honest("square", lambda text: text.replace("x * x", "x")), Switches(), "full")
     assert (verdict.stage, verdict.passed) == (3, False)
 

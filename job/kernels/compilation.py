@@ -1,0 +1,114 @@
+"""Stage 2: each source is loaded and compiled once, and what came of it kept.
+
+    <folder>/<sha256 of the source>-<arguments>-<target>-<Triton's version>/
+        outcome.json    {"problem": why it does not load or compile, or null}
+        cache/          Triton's cache as the candidate's own process left it
+
+Files come from a candidate's process and go to processes of that same source alone: only plain ones are taken, into a
+folder of their own, after the process has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from job.config.kernel import Funnel as Limits
+from job.kernels import tasks, timing
+from job.kernels.catalog import Task
+from job.kernels.compiler import CACHE
+from job.kernels.worker import Process, Workers
+
+MOST_BYTES, MOST_FILES = 1 << 26, 1000  # of one source; a kernel's files are about 50 kB
+OUTCOME = "outcome.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """`problem` None: it compiles, and `built` holds what came of it."""
+
+    problem: str | None
+    built: Path
+
+
+class Compilation:
+    """Stage 2 of one judge. Safe for threads."""
+
+    def __init__(self, workers: Workers, limits: Limits) -> None:
+        self._workers, self._limits = workers, limits
+        self._folder = workers.folder / "compiled"
+        self._folder.mkdir(exist_ok=True)
+        self._under_way: dict[str, threading.Lock] = {}
+
+    @property
+    def words(self) -> str:
+        """What it does on this machine."""
+        if self._workers.lacks is not None:
+            return f"loads candidates and compiles nothing ({self._workers.lacks})"
+        return f"compiles for {self._target}"
+
+    @property
+    def _target(self) -> str:
+        compiles = f"sm_{self._workers.capability}-{self._workers.triton}"
+        return compiles if self._workers.lacks is None else "loaded"
+
+    def of(self, source: str, sha256: str, task: Task, note: Callable[[Process], None]) -> Outcome:
+        """The source's, for the arguments of the task. `note` gets the process, where one was needed, when it is over.
+        Raises Lost; that is not kept.
+        """
+        name = f"{sha256}-{task.arity}x{task.dtype}-{self._target}"
+        with self._under_way.setdefault(name, threading.Lock()):  # the other one's, where two come at the same time
+            return self._known(name) or self._compile(name, source, task, note)
+
+    def _known(self, name: str) -> Outcome | None:
+        found = self._folder / name
+        try:
+            tree = json.loads((found / OUTCOME).read_text())
+        except FileNotFoundError:
+            return None
+        return Outcome(problem=tree["problem"], built=found / CACHE)
+
+    def _compile(self, name: str, source: str, task: Task, note: Callable[[Process], None]) -> Outcome:
+        with self._workers.start(memory_bytes=self._limits.memory_gb * 1e9, compiles=True) as process:
+            try:
+                ask = timing.bound(process, self._limits.candidate_s)
+                problem = timing.load_problem(ask, source)
+                if problem is None and self._workers.lacks is None:
+                    said = ask({"do": "compile", "calls": tasks.layouts(task)})[0].get("problem")
+                    problem = None if said is None else f"does not compile: {str(said)[:400]}"
+            finally:
+                process.end()
+                note(process)
+            return self._keep(name, problem, process.scratch)
+
+    def _keep(self, name: str, problem: str | None, scratch: Path) -> Outcome:
+        """Whole or not at all, whenever this process dies."""
+        made = Path(tempfile.mkdtemp(dir=self._folder, prefix="."))
+        (made / CACHE).mkdir()
+        with suppress(OSError):  # a candidate may have made its files unreadable
+            found = list(_plain(scratch / CACHE))
+            if len(found) <= MOST_FILES and sum(path.stat().st_size for path in found) <= MOST_BYTES:
+                for path in found:
+                    (made / CACHE / path.parent.name).mkdir(exist_ok=True)
+                    shutil.copyfile(path, made / CACHE / path.parent.name / path.name)
+        (made / OUTCOME).write_text(json.dumps({"problem": problem}))
+        made.rename(self._folder / name)
+        return Outcome(problem=problem, built=self._folder / name / CACHE)
+
+
+def _plain(cache: Path) -> Iterator[Path]:
+    """The files of cache/*/ that are files: no links, which could lead anywhere, and no pipes."""
+    if not cache.is_dir() or cache.is_symlink():
+        return
+    for folder in os.scandir(cache):
+        if folder.is_dir(follow_symlinks=False):
+            for entry in os.scandir(folder.path):
+                if entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path)

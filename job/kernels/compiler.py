@@ -1,0 +1,163 @@
+"""Triton without a GPU, in a process of its own: a launch is compiled for a named target, and not made.
+
+A candidate's entry is called on tensors that have a shape, strides and a CUDA device but no memory (torch's fake ones),
+so that its own code decides, as in a real run, which kernels are launched with which types and constants. Triton keeps
+what it builds in CACHE, by a hash of all that went into it; a process that later finds the same files there compiles
+nothing at its first launch.
+
+An autotuned kernel is compiled in all its configurations and timed in none. Those that a tuner drops because they need
+too much (of memory, of what ptxas gives) may fail while another one compiles.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CACHE = "cache"  # in the scratch folder, and relative to it: Triton notes paths, and they must hold in the next one
+CAPABILITY = (9, 0)  # where there is no GPU to ask: an H100's, which the stack rents
+Layout = dict[str, Any]  # {dtype, shape, stride} of one argument
+_TRIAL = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.sigmoid(tl.load(x_ptr + at, mask=at < n)), mask=at < n)
+
+def kernel_function(x):
+    kernel[(1,)](x.contiguous(), x.numel(), BLOCK=128)
+"""
+_failed: BaseException | None = None  # what the last launch that did not compile has raised
+
+
+class _Target:
+    """In the place of a GPU's driver: says what to compile for, and can do nothing else."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = _triton("backends.compiler").GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def install(capability: int) -> str | None:
+    """From now on launches in this process and in those forked from it are compiled for sm_`capability`. What this
+    machine lacks for that, after a trial that has also imported all that a compilation needs; None: nothing.
+    """
+    try:
+        _triton("runtime").driver.set_active(_Target(capability))
+        _triton("runtime.jit").KernelInterface.__getitem__ = _compiling
+        _triton("runtime.autotuner").Autotuner.run = _all_configurations
+        importlib.import_module("torch._subclasses").FakeTensor.tolist = _numberless
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            before = Path.cwd()
+            os.chdir(folder)
+            os.environ["TRITON_CACHE_DIR"] = CACHE
+            try:
+                sources = Path("trial.py").resolve()
+                sources.write_text(_TRIAL)
+                scope: dict[str, Any] = {"__name__": "trial"}
+                exec(compile(_TRIAL, str(sources), "exec"), scope)
+                return compile_launches(scope["kernel_function"], [[{"dtype": "float32", "shape": [2], "stride": [1]}]])
+            finally:
+                os.chdir(before)
+    except Exception as error:  # noqa: BLE001 - a compiler of another version or machine may lack anything
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def tools() -> tuple[str, ...]:
+    """The programs that a compilation runs."""
+    nvidia = _triton("knobs").nvidia
+    return tuple(os.path.realpath(tool.path) for tool in (nvidia.ptxas, nvidia.ptxas_blackwell))
+
+
+def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]]) -> str | None:
+    """Calls `entry` once for each of `calls`; why a launch does not compile, or None. Whatever else it raises says
+    nothing here: its inputs hold no numbers, and a run on real ones will tell.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    global _failed
+    for layouts in calls:
+        _failed = None
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            inputs = [_placeless(layout) for layout in layouts]
+            try:
+                entry(*inputs)
+            except Exception as error:  # noqa: BLE001 - see above
+                if error is _failed:
+                    return _why(error)
+    return None
+
+
+def _triton(name: str) -> Any:
+    """One of its modules. It has no types, and is imported by processes for candidates only."""
+    return importlib.import_module(f"triton.{name}")
+
+
+def _placeless(layout: Layout) -> Tensor:
+    dtype = getattr(torch, layout["dtype"])
+    return torch.empty_strided(layout["shape"], layout["stride"], dtype=dtype, device="cuda")
+
+
+def _numberless(tensor: Tensor) -> list[Any]:
+    """For FakeTensor.tolist, which makes a tensor of each element first: minutes, for millions."""
+    raise TypeError("these inputs hold no numbers")
+
+
+def _compiling(kernel: Any, grid: Any) -> Callable[..., Any]:
+    """For KernelInterface.__getitem__, the `kernel[grid]` of a launch."""
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        global _failed
+        try:
+            return kernel.run(*args, grid=grid, warmup=True, **kwargs)
+        except Exception as error:
+            _failed = error
+            raise
+
+    return launch
+
+
+def _all_configurations(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    """For Autotuner.run."""
+    errors = _triton("runtime.errors")
+    too_much = (errors.OutOfResources, errors.PTXASError, _triton("compiler.errors").CompileTimeAssertionFailure)
+    tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+    compiled, dropped = None, None
+    for configuration in tuner.prune_configs(kwargs):
+        try:
+            compiled = tuner.fn.run(*args, **kwargs, **configuration.all_kwargs())
+        except too_much as error:
+            dropped = error
+    if compiled is None and dropped is not None:
+        raise dropped
+    return compiled
+
+
+def _why(error: BaseException) -> str:
+    """The compiler's words, without the lines of source that it repeats."""
+    found: BaseException | None = error
+    said = f"{type(error).__name__}: {error}"
+    while found is not None:
+        if isinstance(found, _triton("compiler.errors").CompilationError) and found.error_message:
+            said = f"line {getattr(found.node, 'lineno', '?')} of a kernel: {found.error_message}"
+        found = found.__cause__
+    return " ".join(said.split())[:400]

@@ -1,0 +1,265 @@
+"""Stage 2: candidates are compiled for a GPU that need not be there, once each, within the same limits as ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_judge import LIMITS, SEED, honest, judge, scratch, verdicts
+
+from job.kernels import catalog, planted, tasks, worker
+from job.kernels.compilation import Compilation
+from job.kernels.funnel import Judge, Switches
+from job.kernels.planted import Candidate
+from job.kernels.worker import Lost, Process, Workers
+
+OFF = Switches(funnel=False)
+
+# What a GPU's process does at the first launches, but for the GPU: says how often the compiler was needed.
+LAUNCH = """
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+hits, launched = [], []
+
+class Utils:
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+    def load_binary(self, name, kernel, shared, device):
+        assert kernel.startswith(b"\\x7fELF")
+        return None, None, 0, 0, 1024
+
+class Driver:
+    utils = Utils()
+    def launcher_cls(self, src, metadata):
+        return lambda *args: launched.append(args)
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+
+driver.set_active(Driver())
+knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+for layouts in CALLS:
+    kernel_function(*(
+        torch.empty_strided(one["shape"], one["stride"], dtype=getattr(torch, one["dtype"])) for one in layouts
+    ))
+raise ValueError(f"{len(launched)} launches, {hits.count(True)} found, {hits.count(False)} compiled")
+"""
+TUNED = (
+    "@triton.autotune(configs=[triton.Config({'BLOCK': size}, num_warps=4) for size in (128, 256, SIZE)], key=['n'])\n"
+    "@triton.jit"
+)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    with Workers(scratch(tmp_path_factory.mktemp("compile")), gpus=False) as made:
+        yield made
+
+
+def unlike(number: int) -> str:
+    """A kernel that differs from the others."""
+    return f"x * x + {number}.0 - {number}.0"
+
+
+def built(workers: Workers, source: str, task: str = "relu") -> Path:
+    """Triton's cache as stage 2 leaves it."""
+    outcome = Compilation(workers, LIMITS).of(source, f"{abs(hash(source)):x}", catalog.BY_NAME[task], lambda _: None)
+    assert outcome.problem is None
+    return outcome.built
+
+
+def cubins(folder: Path) -> int:
+    return len(list(folder.glob("*/*.cubin")))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("x + tl.arange(0, 1000)", "arange's range must be a power of 2"),
+        ("tl.exp(x.to(tl.int32))", "Expected dtype"),
+        ("tl.dot(x, x)", "must have equal ranks"),
+        ("x + tl.sum(x, axis=3)", "invalid axis 3"),
+        ("tl.where(x > 0, x, 'a')", "str"),
+    ],
+)
+def test_what_loads_but_does_not_compile_stops_at_stage_2_with_the_compilers_words(
+    workers: Workers, body: str, said: str
+) -> None:
+    source = planted.source(catalog.BY_NAME["relu"], body=body)
+    verdict = judge(workers).verdict(
+        Candidate(name="c", task="relu", source=source, origin="generated"), Switches(), "full"
+    )
+    assert (verdict.stage, verdict.passed) == (2, False)
+    assert verdict.reason.startswith("does not compile: ")
+    assert said in verdict.reason
+
+
+def test_a_launch_with_the_wrong_arguments_does_not_compile(workers: Workers) -> None:
+    verdict = verdicts(judge(workers), [honest(change=lambda text: text.replace("(x, out, n, ", "(x, out, "))])["x"]
+    assert (verdict.stage, "missing 1 required positional argument: 'n'" in verdict.reason) == (2, True)
+
+
+def test_what_the_rest_of_a_program_does_with_numbers_is_left_to_stage_3(workers: Workers) -> None:
+    looks = honest(change=lambda text: text.replace("    n = ", "    assert float(x.flatten()[0]) < 1e9\n    n = "))
+    verdict = verdicts(judge(workers), [looks], OFF)["x"]
+    assert verdict.passed, verdict
+
+
+def test_the_first_launches_on_a_gpu_find_all_that_was_compiled_ahead(tmp_path: Path, workers: Workers) -> None:
+    task = catalog.BY_NAME["addcmul"]
+    source = planted.source(task)
+    program = f"{source}\nCALLS = {tasks.layouts(task)!r}\n{LAUNCH}".encode()
+    said = []
+    with Workers(scratch(tmp_path), gpus=True) as gpus:
+        for cache in (built(workers, source, "addcmul"), None):
+            with gpus.start(memory_bytes=4e9, built=cache) as process:
+                said.append(process.ask({"do": "load"}, [program], limit_s=60.0)[0]["error"])
+    assert said == ["ValueError: 4 launches, 2 found, 0 compiled", "ValueError: 4 launches, 0 found, 2 compiled"]
+
+
+def test_every_configuration_of_an_autotuned_kernel_is_compiled_and_none_timed(workers: Workers) -> None:
+    def source(size: int) -> str:
+        tuned = planted.source(catalog.BY_NAME["relu"]).replace("@triton.jit", TUNED.replace("SIZE", str(size)))
+        return tuned.replace(", BLOCK=1024", "")
+
+    assert cubins(built(workers, source(512))) == 3 * 2  # of two kinds of sizes: multiples of 16, and others
+    candidate = Candidate(name="c", task="relu", source=source(100), origin="generated")
+    verdict = judge(workers).verdict(candidate, Switches(), "full")
+    assert (verdict.stage, "power of 2" in verdict.reason) == (2, True)
+
+
+def test_the_same_source_is_compiled_once_also_after_a_restart_and_by_two_at_a_time(workers: Workers) -> None:
+    def candidate(name: str) -> Candidate:
+        source = planted.source(catalog.BY_NAME["square"], body=f"{unlike(1)} + 1.0")
+        return Candidate(name=name, task="square", source=source, origin="generated", label=name)
+
+    first = verdicts(judge(workers), [candidate("a"), candidate("b")])
+    again = verdicts(judge(workers), [candidate("c")])["c"]
+    assert {verdict.stage for verdict in (*first.values(), again)} == {3}
+    assert len(list(workers.folder.glob(f"compiled/{again.source_sha256}-*"))) == 1
+    assert again.seconds["compile"] < 0.1 < min(verdict.seconds["compile"] for verdict in first.values())
+
+
+def test_another_task_with_other_arguments_is_another_compilation(workers: Workers) -> None:
+    sigmoid = planted.source(catalog.BY_NAME["sigmoid"]).replace("tl.sigmoid(x)", "tl.exp(x)")
+    found = [
+        judge(workers).verdict(Candidate(name=task, task=task, source=sigmoid, origin="generated"), Switches(), "full")
+        for task in ("relu", "hardtanh")  # fp32, and fp16, for which there is no tl.exp
+    ]
+    assert [verdict.stage for verdict in found] == [3, 2]
+
+
+def test_only_plain_files_are_taken_from_a_candidate_and_only_for_its_own_source(workers: Workers) -> None:
+    plants = """
+import os
+os.makedirs("cache/mine", exist_ok=True)
+open("cache/mine/kept", "w").write("x")
+os.symlink("kept", "cache/mine/link")
+os.mkfifo("cache/mine/pipe")
+"""
+    source = planted.source(catalog.BY_NAME["relu"])
+    planted_in, other = built(workers, plants + source), built(workers, source)
+    assert sorted(path.name for path in (planted_in / "mine").iterdir()) == ["kept"]
+    assert not (other / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("acts", "said"),
+    [
+        ("while True: pass", "no answer within 1 s"),
+        ("import socket; socket.create_connection(('127.0.0.1', 9), 1)", "forbidden: socket"),
+        ("import os; os.fork()", "forbidden: os.fork"),
+        ("import subprocess; subprocess.run(['true'])", "forbidden: subprocess.Popen"),
+        (
+            "import subprocess; subprocess.run([PTXAS, '-o', '/var/tmp/gpufleet-was-here'])",
+            "forbidden: subprocess.Popen",
+        ),
+        ("import os; os.rename('candidate.py', '/var/tmp/gpufleet-was-here')", "forbidden: os.rename"),
+        ("import os; os.abort()", "ended"),
+    ],
+)
+def test_a_process_that_compiles_is_held_to_the_same_limits(workers: Workers, acts: str, said: str) -> None:
+    setting = "import triton.knobs\nPTXAS = triton.knobs.nvidia.ptxas.path\n"
+    candidate = Candidate(name="c", task="relu", source=setting + acts, origin="generated")
+    verdict = judge(workers, candidate_s=1.0).verdict(candidate, OFF, "full")
+    assert (verdict.stage, said in verdict.reason) == (2, True), verdict
+
+
+def test_a_process_that_compiles_may_take_no_more_memory_than_others(workers: Workers) -> None:
+    def compiles() -> None:
+        with workers.start(memory_bytes=1.0, compiles=True) as process:
+            process.ask({"do": "load"}, [b"while True: pass"], limit_s=20.0)
+
+    with pytest.raises(Lost, match="of memory"):
+        compiles()
+
+
+def test_where_nothing_can_be_compiled_candidates_are_only_loaded_and_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "CAPABILITY", (1, 0))  # ptxas knows no such GPU
+    with Workers(scratch(tmp_path), gpus=False) as workers:
+        made = judge(workers)
+        found = verdicts(made, [honest("square", lambda text: text.replace("x * x", "x"), "wrong")])["wrong"]
+    assert made.compilation.words.startswith("loads candidates and compiles nothing (")
+    assert "sm_10" in made.compilation.words
+    assert found.stage == 3
+
+
+def test_with_gpus_candidates_are_compiled_ahead_of_those_that_run(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tasks.FULL, "cuda", (9, 130))
+    monkeypatch.setitem(tasks.SECOND, "cuda", (3, 7, 61))
+    source, seeded = planted.source(catalog.BY_NAME["square"], body=unlike(2)), list[int]()
+    count, all_compiled, start = 3, threading.Event(), workers.start
+
+    def watched(**given: object) -> Process:
+        if given.get("compiles") or given.get("guarded") is False:
+            return start(**given)  # type: ignore[arg-type]
+        assert all_compiled.wait(60.0)  # no candidate runs before
+        assert isinstance(given["built"], Path)
+        seeded.append(cubins(given["built"]))
+        return start(**given)  # type: ignore[arg-type]
+
+    compile_one = Compilation.of
+
+    def counted(self: Compilation, *given: object) -> object:
+        outcome = compile_one(self, *given)  # type: ignore[arg-type]
+        done.append(1)
+        if len(done) == count:
+            all_compiled.set()
+        return outcome
+
+    done: list[int] = []
+    monkeypatch.setattr(workers, "start", watched)
+    monkeypatch.setattr(Compilation, "of", counted)
+    made = Judge(LIMITS, SEED, workers, gpus=1)
+    found = verdicts(
+        made,
+        [
+            Candidate(name=f"c{n}", task="square", source=f"{source}# {n}\n", origin="generated", label=f"{n}")
+            for n in range(count)
+        ],
+    )
+    assert [verdict.passed for verdict in found.values()] == [True] * count
+    assert seeded == [1] * count  # no size here is a multiple of 16
+
+
+def test_the_layouts_compiled_for_are_those_of_the_inputs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tasks.FULL, "cuda", (8, 11))
+    monkeypatch.setitem(tasks.SECOND, "cuda", (3, 5, 7))
+    task = catalog.BY_NAME["maximum"]
+    names = ("tiny", "random-0", "non-contiguous", "second-shape", "zeros", "large", "fresh-0", "timing")
+    given = [tasks.case(task, SEED, name, "cuda").tensors for name in names]
+    seen = {(tuple(t.shape), t.stride(), t.dtype) for tensors in given for t in tensors}
+    layouts = [one for call in tasks.layouts(task) for one in call]
+    assert {(tuple(one["shape"]), tuple(one["stride"]), getattr(torch, one["dtype"])) for one in layouts} == seen
