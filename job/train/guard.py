@@ -6,7 +6,7 @@ A loss that is NaN or infinite is the loop's own business; these rules look at t
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -26,11 +26,20 @@ class LossSpikeError(ValueError):
 
 
 class SpikeGuard:
-    """Looks at one phase's logged losses, in order. Each rank's sees the same ones, so all of them stop together."""
+    """Looks at one phase's logged losses, in order. Each rank's sees the same ones, so all of them stop together.
 
-    def __init__(self) -> None:
-        self._window: collections.deque[float] = collections.deque(maxlen=WINDOW)
-        self._above = 0
+    `known`: the state of an earlier start's, so that an interruption makes it forget nothing.
+    """
+
+    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+        known = known or {"window": [], "above": 0}
+        self._window: collections.deque[float] = collections.deque(known["window"], maxlen=WINDOW)
+        self._above: int = known["above"]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint's progress: the losses it judges by, and how many of the newest are out of range."""
+        return {"window": list(self._window), "above": self._above}
 
     @property
     def suspicious(self) -> bool:

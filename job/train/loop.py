@@ -110,7 +110,8 @@ class Loop:
         self.session.checkpoints.prepare(state)
         self.session.device.tidy()
         self._clock.restart()
-        self._saved_at, self._stall, self._guard = time.monotonic(), Stall(), SpikeGuard()
+        self._saved_at, self._stall = time.monotonic(), Stall()
+        self._guard = SpikeGuard(found.progress.get("guard") if found is not None else None)
         module.train()
         if hasattr(module, "checkpointing"):
             setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
@@ -227,6 +228,7 @@ class Loop:
             "best": None if self._best == math.inf else self._best,
             "val_loss": self.val_loss,
             "ended": self._ended,
+            "guard": self._guard.state,
             "experiment": copy.deepcopy(self.experiment.progress),
         }
         self._note(checkpoints.save(state, commit, progress))

@@ -66,6 +66,35 @@ def test_a_start_is_too_short_to_judge() -> None:
     assert not seen([4.0] * 8 + [40.0, 40.0]).suspicious
 
 
+@pytest.mark.parametrize("seen_before", [0, 1])
+def test_a_guard_that_goes_on_judges_as_if_nothing_had_happened(seen_before: int) -> None:
+    guard = seen([*falling(120), *[9.0] * seen_before])
+    on = SpikeGuard(json.loads(json.dumps(guard.state)))
+    for _ in range(1 - seen_before):
+        on.see(9.5, 121, 0)
+    with pytest.raises(LossSpikeError, match="after 1"):
+        on.see(9.5, 122, 0)
+
+
+def test_a_spike_in_the_first_steps_after_an_interruption_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = world.make(tmp_path, steps_per_phase=20, eval={"every": 100})
+    assert world.train(workdir, StopAt(workdir, 14)) == 75
+    stopped = world.committed(workdir)[-1]
+    real = step.update
+
+    def spiked(*given: Any) -> step.StepResult:
+        result = real(*given)
+        return result._replace(loss=result.loss * 3)
+
+    monkeypatch.setattr(step, "update", spiked)
+    assert world.train(workdir) == 65
+    record = atomic.read_object(workdir / "fatal.json")
+    assert record is not None
+    assert f"at step {stopped + 2}, after" in record["detail"]
+
+
 def test_a_spike_ends_the_run_with_its_reason_and_without_a_save_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
