@@ -200,7 +200,7 @@ def _verified(kernel: Kernel, made: dict[str, list[Candidate]]) -> dict[str, lis
         judge = _judge(kernel, workers)
         session.say(
             f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
-            f"at most {judge.bound_s(len(judged)) / 60:.0f} min a row"
+            f"at most {judge.bound_s(len(judged)) / 60:.0f} min a row; stage 2 {judge.compilation.words}"
         )
         verify = partial(ablation.verify, judge, ledger=ledger, check=partial(_look, kernel), say=session.say)
         try:

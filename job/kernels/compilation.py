@@ -52,7 +52,7 @@ class Compilation:
         """What it does on this machine."""
         if self._workers.lacks is not None:
             return f"loads candidates and compiles nothing ({self._workers.lacks})"
-        return f"compiles for {self._target}"
+        return f"compiles for sm_{self._workers.capability}"
 
     @property
     def _target(self) -> str:

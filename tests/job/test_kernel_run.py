@@ -73,6 +73,7 @@ def test_it_leaves_weights_candidates_verdicts_and_a_statement(finished: Path) -
 def test_the_log_says_how_far_the_funnel_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert world.train(kernel.make(tmp_path, generate={"tasks": 6}, funnel={"planted": 0})) == 0
     said = capsys.readouterr().out
+    assert "; stage 2 compiles for sm_90\n" in said
     assert "funnel, full: 10 of 12 judged" in said
     assert "funnel, full: 12 of 12 judged" in said
 
@@ -181,6 +182,10 @@ def test_two_ranks_train_share_the_generation_and_judge_once(finished: Path, tmp
     assert len(kernel.lines(workdir, "verdicts")) == GENERATED + PLANTED
     one, two = ([record["loss"] for record in world.records(folder)] for folder in (finished, workdir))
     assert two == pytest.approx(one, rel=1e-5)
+    answers = kernel.lines(workdir, "candidates") + kernel.lines(workdir, "candidates-1")
+    assert {line["name"]: line["answer"] for line in answers} == {
+        line["name"]: line["answer"] for line in kernel.lines(finished, "candidates")
+    }  # each from a whole copy of weights that are trained in shards
 
 
 @pytest.mark.parametrize(
