@@ -1,7 +1,8 @@
-"""What an asynchronous checkpoint costs the training beside it: `python bench/checkpoint_stall.py [MB]`, some seconds.
+"""What an asynchronous checkpoint costs the training beside it: `python bench/checkpoint_stall.py [MB ...]`, a minute.
 
 Work is a loop of matrix products on all cores but one, as the trainer's. It runs alone and beside a save in turn, so
-that other work on the machine disturbs both alike. Stall = blocking + seconds of the save x share of pace lost.
+that other work on the machine disturbs both alike. Stall = blocking + seconds of the save x share of pace lost. CPU
+seconds say what a save costs whatever else runs: where no core is idle, the training loses as many at least.
 """
 
 from __future__ import annotations
@@ -17,19 +18,26 @@ import torch
 from job.train.checkpoint import Checkpoints, Commit
 
 CADENCE_S, SAVES, ALONE_S = 300.0, 5, 1.0
+TENSORS = 115  # of each kind, as in phase 1 of tinystories-growth, whose checkpoint is the 1.2 GB
 
 
 def main() -> None:
-    """The table for this machine, as Markdown."""
-    megabytes = float(sys.argv[1]) if len(sys.argv) > 1 else 300.0
-    tensors = 30
-    numbers = round(megabytes * 1e6 / 4 / 3 / tensors)
+    """A table per size for this machine, as Markdown."""
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    for megabytes in [float(given) for given in sys.argv[1:]] or [300.0, 1200.0]:
+        measure(megabytes)
+
+
+def measure(megabytes: float) -> None:
+    """Some saves of one size."""
+    numbers = round(megabytes * 1e6 / 4 / 3 / TENSORS)
     state = {
-        kind: {f"block.{index}": torch.ones(numbers) for index in range(tensors)}
+        kind: {f"block.{index}": torch.ones(numbers) for index in range(TENSORS)}
         for kind in ("model", "exp_avg", "exp_avg_sq")
     }
-    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    say("| save | blocked s | written in s | pace beside it | stall s | of 300 s |\n|---|---|---|---|---|---|")
+    columns = ("blocked s", "written in s", "CPU s of both", "pace beside it", "stall s", "of 300 s")
+    say(f"\n| {' | '.join((f'save of {megabytes:.0f} MB', *columns))} |")
+    say("|---|---|---|---|---|---|---|")
     stalls = []
     with tempfile.TemporaryDirectory() as scratch:
         checkpoints = Checkpoints(Path(scratch) / "ckpt", config_sha256="bench")
@@ -37,15 +45,18 @@ def main() -> None:
         pace(checkpoints, ALONE_S)
         for step in range(1, SAVES + 1):
             before = pace(checkpoints, ALONE_S)
+            cpu = -writer_cpu_s(checkpoints) - time.thread_time()
             checkpoints.save(state, commit(step), {})
+            cpu += time.thread_time()
             beside = pace(checkpoints, 0.0)
             (saved,) = checkpoints.wait()
+            cpu += writer_cpu_s(checkpoints)
             alone = (before + pace(checkpoints, ALONE_S)) / 2
             stall = saved.blocking_s + saved.seconds * max(0.0, 1 - beside / alone)
             stalls.append(stall)
             say(
-                f"| {step} | {saved.blocking_s:.3f} | {saved.seconds:.2f} | {beside / alone:.0%} | {stall:.2f} | "
-                f"{stall / CADENCE_S:.2%} |"
+                f"| {step} | {saved.blocking_s:.3f} | {saved.seconds:.2f} | {cpu:.2f} | {beside / alone:.0%} | "
+                f"{stall:.2f} | {stall / CADENCE_S:.2%} |"
             )
         checkpoints.close()
     middle = median(stalls)
@@ -60,6 +71,11 @@ def pace(checkpoints: Checkpoints, seconds: float) -> float:
         a @ a
         count += 1
     return count / (time.perf_counter() - began)
+
+
+def writer_cpu_s(checkpoints: Checkpoints) -> float:
+    """CPU time of the thread that writes, so far."""
+    return checkpoints._thread.submit(time.thread_time).result()
 
 
 def commit(step: int) -> Commit:
