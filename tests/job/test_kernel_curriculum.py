@@ -155,6 +155,14 @@ def test_when_nothing_is_half_mastered_the_curriculum_changes_nothing(undisturbe
     assert losses(undisturbed, "sft-uniform") == losses(undisturbed, "sft-adaptive")
 
 
+def test_a_node_lost_in_the_second_training_costs_nothing_of_the_first(undisturbed: Path, tmp_path: Path) -> None:
+    workdir = make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, 18, save=False)) == 75
+    assert world.committed(workdir) == [STEPS]  # as the first training ended, its candidates written
+    assert world.train(workdir) == 0
+    assert told(workdir) == told(undisturbed)
+
+
 def test_lost_candidates_of_weights_that_are_gone_are_an_error(compared: Path, tmp_path: Path) -> None:
     workdir = make(tmp_path)
     assert world.train(workdir, StopAt(workdir, 20)) == 75  # in the adaptive training
