@@ -1,7 +1,8 @@
 """Speed of the trainer: `python bench/train_step.py > bench/results/train.md`, on an otherwise idle machine.
 
 On a CPU: the whole rehearsal-sized run, its step per phase, and what a 1.2 GB checkpoint costs the work beside it. On
-a GPU: tokens/s and MFU of each full-size phase at 8 x 256 tokens, beside the limits computed for an A10G.
+a GPU: tokens/s and MFU of each full-size phase at 8 x 256 tokens, beside the limits computed for an A10G, and what the
+first step spends compiling on a node without a cache and on its replacement.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch._inductor.utils import fresh_cache
 
 from infra.loader import find, load
 from job import sizing
@@ -29,6 +31,7 @@ from job.models.growth import build
 from job.train import __main__ as trainer
 from job.train import device
 from job.train.checkpoint import Checkpoints, Commit
+from job.train.compile_cache import CompileCache
 from job.train.parallel import World
 from job.train.requests import Requests
 from job.train.step import compiled, update
@@ -131,27 +134,33 @@ def full_size(scratch: Path, found: device.Device) -> None:
     (scratch / "run.json").write_text(json.dumps(tree))
     experiment, _ = trainer.start(trainer.Run.read(scratch), scratch, 0, Requests(scratch), World())
     whole = sizing.Rung(micro=config.batch.sequences)
-    say("| phase | ms/step | tok/s | MFU | peak GB | predicted GB | A10G limit ms |\n|---|---|---|---|---|---|---|")
+    say("| phase | ms/step | tok/s | MFU | peak GB | predicted GB | A10G limit ms | no cache | an earlier node's |")
+    say("|---|---|---|---|---|---|---|---|---|")
     for index, size in enumerate(sizing.phases(config)):
         phase = experiment.phases[index]
         module = build(config, index, device=found.torch)
         opt = experiment.optimizer(phase, module)
         experiment.schedule(phase, opt, phase.first)
         found.tidy()
-        with compiled(module, found.torch):
-            for step in range(2 * STEPS):
-                if step == STEPS:
-                    found.synchronize()
-                    began = time.perf_counter()
-                update(experiment, module, opt, experiment.batch(phase, step, whole), step)
-            found.synchronize()
+        compiling = []
+        for steps in (1, 2 * STEPS):  # a first node's, then its replacement's, which is the one that is timed
+            with fresh_cache(), compiled(module, found.torch):
+                graphs = CompileCache(experiment.session, phase, whole)
+                for step in range(steps):
+                    if step == STEPS:
+                        found.synchronize()
+                        began = time.perf_counter()
+                    update(experiment, module, opt, experiment.batch(phase, step, whole), step)
+                    if step == 0:
+                        compiling.append(graphs.keep() or "nothing compiled")
+                found.synchronize()
         seconds = (time.perf_counter() - began) / STEPS
         tok_s = size.tokens_per_step / seconds
         mfu = "-" if not found.peak_tflops else f"{tok_s * size.flops_per_token / found.peak_tflops / 1e12:.1%}"
         predicted = sizing.memory(config, index, config.batch.sequences).total_gb
         say(
             f"| {size.name} | {seconds * 1000:.1f} | {tok_s:,.0f} | {mfu} | {found.used_gb():.1f} | {predicted:.1f} "
-            f"| {LIMIT_MS[size.name]} |",
+            f"| {LIMIT_MS[size.name]} | {' | '.join(compiling)} |",
         )
         del module, opt
 

@@ -1,5 +1,8 @@
 """Who a node is and what it may do: its own run's objects, log group and fleet. It can launch nothing and pass no role.
 
+Compiled graphs alone are shared by the runs of a stack, and every node may replace them: they are code that later nodes
+run, so a node of one run is trusted by those of the next.
+
 The condition on ListBucket holds for HEAD and GET too: asking S3 for a key that does not exist answers 403, not 404.
 """
 
@@ -14,6 +17,7 @@ import pulumi_aws as aws
 from infra.definition import StackDefinition
 from infra.resources.tags import tags
 from infra.run_guard import INPUTS_PREFIX
+from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
 
 EC2_MAY_ASSUME = json.dumps(
     {
@@ -115,7 +119,13 @@ def node_statements(
             "Effect": "Allow",
             "Action": "s3:ListBucket",
             "Resource": bucket_arn,
-            "Condition": {"StringLike": {"s3:prefix": [f"{run}/*"]}},
+            "Condition": {"StringLike": {"s3:prefix": [f"{run}/*", f"{COMPILE_CACHE}/*"]}},
+        },
+        {
+            "Sid": "CompiledGraphs",
+            "Effect": "Allow",
+            "Action": ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"],
+            "Resource": pulumi.Output.concat(bucket_arn, f"/{COMPILE_CACHE}/*"),
         },
         {
             "Sid": "Inputs",

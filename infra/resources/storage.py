@@ -16,6 +16,7 @@ import pulumi_aws as aws
 from infra.definition import StackDefinition
 from infra.resources.tags import tags
 from infra.run_guard import INPUTS_PREFIX
+from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
 
 # Parts of an upload that died are invisible in listings and billed like objects.
 ABORT_UPLOADS_AFTER_DAYS = 1
@@ -97,7 +98,7 @@ class Storage(pulumi.ComponentResource):
         lifecycle = aws.s3.BucketLifecycleConfiguration(
             f"{name}-expiry",
             bucket=self.bucket.bucket,
-            rules=[_abort_uploads(), *(_expire(run, keep.days) for run in runs)],
+            rules=[_abort_uploads(), *(_expire(folder, keep.days) for folder in (*runs, COMPILE_CACHE))],
             opts=follows,
         )
         objects = [self._upload(upload, labels, frozen=frozen) for upload in uploads]
@@ -150,11 +151,13 @@ def _abort_uploads() -> aws.s3.BucketLifecycleConfigurationRuleArgs:
     )
 
 
-def _expire(run: str, days: int) -> aws.s3.BucketLifecycleConfigurationRuleArgs:
-    """One rule per run, not one for the bucket: the inputs a stack has declared must not expire under it."""
+def _expire(folder: str, days: int) -> aws.s3.BucketLifecycleConfigurationRuleArgs:
+    """One rule per run, not one for the bucket: the inputs a stack has declared must not expire under it. Compiled
+    graphs may: they are compiled again.
+    """
     return aws.s3.BucketLifecycleConfigurationRuleArgs(
-        id=f"expire-{run}",
+        id=f"expire-{folder}",
         status="Enabled",
-        filter=aws.s3.BucketLifecycleConfigurationRuleFilterArgs(prefix=f"{run}/"),
+        filter=aws.s3.BucketLifecycleConfigurationRuleFilterArgs(prefix=f"{folder}/"),
         expiration=aws.s3.BucketLifecycleConfigurationRuleExpirationArgs(days=days),
     )

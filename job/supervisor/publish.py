@@ -36,6 +36,7 @@ OWN = {
     "spent.json",
     "receipt.json",
     "rung.json",
+    "compiled.json",
     "ended.json",
     "accept.json",
 }  # no results

@@ -14,6 +14,7 @@ from job import atomic, sizing
 from job.run_file import Node, RunFile
 from job.supervisor import attempts, endings, machine, stages, staging
 from job.supervisor.child import Progress
+from job.supervisor.compile_cache import CompileCache
 from job.supervisor.endings import FAILED, FINISHED, TICK_S, iso
 from job.supervisor.forecast import Forecast
 from job.supervisor.meter import RESERVE_S, Meter
@@ -45,6 +46,7 @@ class Supervisor:
         self.forecast = Forecast(run.config, run.estimate, node.type)
         self.publisher = Publisher(store=self.store, workdir=workdir, stamp=self._stamp, say=self.say)
         self.uploader = Uploader(self.publisher, world.uploads, self.clock, self.say)
+        self.graphs = CompileCache(run, self.store, workdir, self.say)
         self.pulse = Pulse(
             store=self.store,
             instance=node.instance,
@@ -87,6 +89,7 @@ class Supervisor:
             if self._child is not None:
                 self._child.kill()
             self.publisher.cancel()  # nothing under way keeps this process
+            self.graphs.cancel()
 
     # Before training ------------------------------------------------------------------------------------------------
 
@@ -136,6 +139,7 @@ class Supervisor:
                 atomic.write_bytes(self.workdir / "metrics.jsonl", metrics)
         if lines := stages.restore(self.store, self.workdir):
             self.say(f"{lines} results of the stages after training are there already")
+        self.graphs.restore(self._check_early)
         self.progress.skip(self.resumed_step)
         self.record.update(resumed_step=self.resumed_step)
         self._check_early()
@@ -176,9 +180,7 @@ class Supervisor:
                 self._tick()
                 self.world.sleep(TICK_S)
             self.progress.poll()
-            checked = atomic.read_object(self.workdir / "preflight.json")
-            if checked is not None:
-                self.record.update(preflight=checked)
+            self._take_notes()
             if code != OUT_OF_MEMORY or self.cause is not None:
                 return code
             used = atomic.read_object(self.workdir / "rung.json") or {}
@@ -197,6 +199,8 @@ class Supervisor:
         if self.progress.first_at is not None and "started_s" not in self.record.fields:
             self.record.update(started_s=round(self.progress.first_at - self.node.launched_at, 3))
         self.uploader.poll()
+        if self.cause is None and self.uploader.idle:
+            self.graphs.poll(self.world.uploads)
         self.forecast.learn(self.publisher.measured)
         if now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
             self._beat()
@@ -239,6 +243,7 @@ class Supervisor:
             else f", {cause.deadline - now:.0f} s left, save and upload need {needed:.0f} s"
         )
         self.say(f"stopping: {cause.reason}{left}{'' if save else ': nothing more is saved'}")
+        self.graphs.cancel()
         if save and cause.deadline is not None:
             self.uploader.hurry()
         self._kill_at = now + max(PATIENCE_S, 3 * needed) if cause.deadline is None else cause.deadline
@@ -298,7 +303,15 @@ class Supervisor:
         used = (atomic.read_object(self.workdir / "rung.json") or {}).get("rung")
         if used is not None and used != self.record.fields.get("rung"):
             self.record.update(rung=used)
+        self._take_notes()
         self.pulse.beat(self.heartbeat())
+
+    def _take_notes(self) -> None:
+        """What the trainer has left for attempts/<instance>.json."""
+        for name in ("preflight", "compiled"):
+            noted = atomic.read_object(self.workdir / f"{name}.json")
+            if noted is not None and noted != self.record.fields.get(name):
+                self.record.update(**{name: noted})
 
     def _refresh(self) -> None:
         self.record.flush()

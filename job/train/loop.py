@@ -25,6 +25,7 @@ from job.config import KEEPS_BEST
 from job.dataset.prepare import read_manifest
 from job.train import device, metrics, optimizer, step
 from job.train.checkpoint import Commit, Found, Reason, Saved, State
+from job.train.compile_cache import CompileCache
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
 from job.train.guard import SpikeGuard
 from job.train.journal import Journal
@@ -52,6 +53,7 @@ class Loop:
         self._guard = SpikeGuard()
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
         self._saved_at, self._stall = time.monotonic(), Stall()
+        self._graphs: CompileCache | None = None  # of this phase, where anything is compiled
 
     def run(self) -> None:
         """To the end."""
@@ -118,7 +120,9 @@ class Loop:
         started = self.step
         self._heed(phase, state, self.world.agree(self._stop()))
         measures = getattr(self.config, "measures", None)  # a run may switch them off to measure what they are worth
-        with step.compiled(module, self.session.device.torch, wanted=measures is None or measures.compile):
+        wanted = measures is None or measures.compile
+        with step.compiled(module, self.session.device.torch, wanted=wanted) as compiling:
+            self._graphs = CompileCache(self.session, phase, rung) if compiling else None
             while not self._over(phase):
                 val_loss = self._step(phase, module, opt, rung, first=self.step == started)
                 if not self._over(phase):
@@ -160,6 +164,8 @@ class Loop:
             self._ended = self.experiment.stop_early(phase, val_loss)
             if self._ended is not None:
                 self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
+        if self._graphs is not None and (compiled := self._graphs.keep()) is not None:
+            self._journal.event(compiled, aloud=True)
         if values is not None:
             self._require_finite()
             steps, step_s = self._clock.steps, self._clock.read()

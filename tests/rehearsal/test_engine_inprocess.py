@@ -166,6 +166,15 @@ def test_the_job_finds_archive_and_run_config_where_the_node_script_looks(story:
     assert f"inputs/{story.outputs['run']['dataset']}/dataset.json" in keys
 
 
+def test_a_node_writes_into_its_run_and_the_compiled_graphs_and_nowhere_else(story: Story) -> None:
+    (policy,) = story.of("aws:iam/rolePolicy:RolePolicy")
+    statements = json.loads(policy["inputs"]["policy"])["Statement"]
+    written = [each["Resource"] for each in statements if "s3:PutObject" in each["Action"]]
+    assert {place.split("/", 1)[1] for place in written} == {"r1/*", "compile_cache/*"}
+    (listing,) = [each for each in statements if each["Action"] == "s3:ListBucket"]
+    assert listing["Condition"] == {"StringLike": {"s3:prefix": ["r1/*", "compile_cache/*"]}}
+
+
 def test_a_destroy_keeps_the_bucket_with_its_settings_and_nothing_else(story: Story) -> None:
     assert story.destroyed.ok
     assert set(story.left) == {("bucket", story.outputs["bucket"])}
@@ -173,6 +182,7 @@ def test_a_destroy_keeps_the_bucket_with_its_settings_and_nothing_else(story: St
     assert {rule["ID"]: rule.get("Expiration", {}).get("Days") for rule in story.kept_settings["lifecycle"]} == {
         "abort-unfinished-uploads": None,
         "expire-r1": DEFINITION_DAYS,
+        "expire-compile_cache": DEFINITION_DAYS,
     }
     assert all(story.kept_settings["closed"].values())
     assert story.kept_settings["encryption"]["Rules"]
