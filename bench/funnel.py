@@ -1,8 +1,9 @@
 """The funnel's throughput against what its stages need: `python bench/funnel.py > bench/results/funnel.md`.
 
-The bar: candidates per second within 20 % of cores / (CPU seconds of the stages per candidate). Others may work on the
-same cores: their CPU time is taken from what was there to use, so idle cores and the funnel's own overhead (forks,
-namespaces, clearing away) count against it, and other people's work does not.
+Each one is compiled for a GPU, and interpreted. The bar: candidates per second within 20 % of cores / (CPU seconds
+of the stages per candidate). Others may work on the same cores: their CPU time is taken from what was there to use, so
+idle cores and the funnel's own overhead (forks, namespaces, clearing away) count against it, and other people's work
+does not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import triton
 
 from job.config.kernel import Funnel
-from job.kernels import planted
+from job.kernels import adversarial, planted
 from job.kernels.funnel import Judge, Switches, Verdict
 from job.kernels.planted import STOPS_AT
 from job.kernels.worker import Workers
@@ -36,6 +37,10 @@ def cpu_s(pid: int) -> float:
     return sum(int(field) for field in fields[11:15]) / TICKS
 
 
+def servers_s(workers: Workers) -> float:
+    return sum(map(cpu_s, workers.server_pids))
+
+
 def busy_s() -> float:
     """CPU seconds that the whole machine has spent."""
     user, nice, system, _, _, irq, soft, *_ = Path("/proc/stat").read_text().split()[1:10]
@@ -48,14 +53,13 @@ def main() -> None:
     cores, found = len(os.sched_getaffinity(0)), list[Verdict]()
     with tempfile.TemporaryDirectory() as folder, Workers(Path(folder) / "scratch", gpus=False) as workers:
         judge = Judge(LIMITS, 1337, workers)
-        judge.all(planted.candidates(4), Switches(), "full", lambda verdict: None)
-        assert workers.server_pid is not None
+        judge.all(adversarial.candidates(gpus=False)[:2], Switches(timing=False), "full", lambda verdict: None)
         candidates = planted.candidates(200)
         load = os.getloadavg()[0]
-        machine, server, own, began = busy_s(), cpu_s(workers.server_pid), time.process_time(), time.perf_counter()
+        machine, server, own, began = busy_s(), servers_s(workers), time.process_time(), time.perf_counter()
         judge.all(candidates, Switches(), "full", found.append)
         wall = time.perf_counter() - began
-        judged, forked = time.process_time() - own, cpu_s(workers.server_pid) - server
+        judged, forked = time.process_time() - own, servers_s(workers) - server
         others = max(0.0, busy_s() - machine - judged - forked)
     wrong = [f"{verdict.candidate}: {verdict.reason}" for verdict in found if verdict.stage != STOPS_AT[verdict.label]]
     children = sum(verdict.cpu_s for verdict in found)
@@ -65,7 +69,8 @@ def main() -> None:
         f"# Verification funnel\n\n{datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, {cores} "
     )
     say(f"cores, load {load:.1f} before it began, Python {platform.python_version()}, torch {torch.__version__}, ")
-    say(f"Triton {triton.__version__} interpreting on the CPU. 200 planted candidates, {LIMITS.trials} trials each; ")
+    say(f"Triton {triton.__version__}, which {judge.compilation.words} and interprets on the CPU. ")
+    say(f"200 planted candidates, {LIMITS.trials} trials each; ")
     say(f"{'; '.join(wrong) or 'all'} stopped {'elsewhere than' if wrong else 'where'} they should. ")
     say(f"Namespaces: {all(verdict.isolated is not False for verdict in found)}.\n\n")
     say("| measure | value |\n|---|---|\n")

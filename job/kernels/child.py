@@ -184,7 +184,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
     os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
     os.environ["TRITON_CACHE_DIR"] = compiler.CACHE
     tempfile.tempdir = str(scratch)  # what was imported has looked at TMPDIR, as at HOME, already
-    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    output = os.open(compiler.PRINTED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)

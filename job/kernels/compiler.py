@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from torch import Tensor
 
 CACHE = "cache"  # in the scratch folder, and relative to it: Triton notes paths, and they must hold in the next one
 CAPABILITY = (9, 0)  # where there is no GPU to ask: an H100's, which the stack rents
+PRINTED = "output.txt"  # in the scratch folder: what a candidate's process prints; LLVM says there what is wrong
+ADDRESS = 0x7F00_0000_0000  # where a GPU's memory is seen, roughly
 Layout = dict[str, Any]  # {dtype, shape, stride} of one argument
 _TRIAL = """
 import triton
@@ -64,20 +65,17 @@ def install(capability: int) -> str | None:
         _triton("runtime").driver.set_active(_Target(capability))
         _triton("runtime.jit").KernelInterface.__getitem__ = _compiling
         _triton("runtime.autotuner").Autotuner.run = _all_configurations
-        importlib.import_module("torch._subclasses").FakeTensor.tolist = _numberless
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            before = Path.cwd()
-            os.chdir(folder)
-            os.environ["TRITON_CACHE_DIR"] = CACHE
-            try:
-                sources = Path("trial.py").resolve()
-                sources.write_text(_TRIAL)
-                scope: dict[str, Any] = {"__name__": "trial"}
-                exec(compile(_TRIAL, str(sources), "exec"), scope)
-                return compile_launches(scope["kernel_function"], [[{"dtype": "float32", "shape": [2], "stride": [1]}]])
-            finally:
-                os.chdir(before)
+        fake = importlib.import_module("torch._subclasses").FakeTensor
+        fake.tolist, fake.data_ptr = _numberless, _address
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["TRITON_CACHE_DIR"] = folder
+            path, scope = Path(folder, "trial.py"), {"__name__": "trial"}
+            path.write_text(_TRIAL)  # triton reads a kernel's source from its file
+            exec(compile(_TRIAL, str(path), "exec"), scope)
+            entry: Any = scope["kernel_function"]
+            problem = compile_launches(entry, [[{"dtype": "float32", "shape": [2], "stride": [1]}]])
+            built = any(Path(folder).glob("*/*.cubin"))
+            return problem or (None if built else "a trial launch came to nothing")
     except Exception as error:  # noqa: BLE001 - a compiler of another version or machine may lack anything
         return f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -122,6 +120,11 @@ def _numberless(tensor: Tensor) -> list[Any]:
     raise TypeError("these inputs hold no numbers")
 
 
+def _address(tensor: Tensor) -> int:
+    """For FakeTensor.data_ptr: as wide and aligned as addresses on a GPU are, since both decide what is built."""
+    return ADDRESS + int(tensor.storage_offset()) * tensor.element_size()
+
+
 def _compiling(kernel: Any, grid: Any) -> Callable[..., Any]:
     """For KernelInterface.__getitem__, the `kernel[grid]` of a launch."""
 
@@ -156,6 +159,9 @@ def _why(error: BaseException) -> str:
     """The compiler's words, without the lines of source that it repeats."""
     found: BaseException | None = error
     said = f"{type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and Path(PRINTED).exists():
+        _, _, printed = Path(PRINTED).read_text(errors="replace").partition(": error: ")
+        said += f": {printed.partition(chr(10))[0]}"
     while found is not None:
         if isinstance(found, _triton("compiler.errors").CompilationError) and found.error_message:
             said = f"line {getattr(found.node, 'lineno', '?')} of a kernel: {found.error_message}"

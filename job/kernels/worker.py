@@ -79,8 +79,9 @@ class Workers:
         try:
             yield
         except BaseException:
-            for pid in [*self._spawned, *(pid for server in self._servers for pid in server.live)]:
-                kill_all(pid)
+            for pids in (self._spawned, *(server.live for server in self._servers)):
+                for pid in list(pids):
+                    kill_all(pid)
             raise
 
     def start(

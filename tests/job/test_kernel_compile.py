@@ -113,16 +113,44 @@ def test_what_the_rest_of_a_program_does_with_numbers_is_left_to_stage_3(workers
     assert verdict.passed, verdict
 
 
+ADDRESSES = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x_ptr, out_ptr, n, address, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=at < n)
+    tl.store(out_ptr + at, x + tl.load(x_ptr), mask=at < n)
+
+def kernel_function(x):
+    x = x.contiguous().flatten()
+    out = torch.empty_like(x)
+    kernel[(1,)](x[1:], out, x.numel(), x.data_ptr(), BLOCK=128)
+    return out
+"""
+
+
+def test_what_only_llvm_finds_wrong_is_said_in_its_words(workers: Workers) -> None:
+    source = ADDRESSES.replace("x.data_ptr()", "3")
+    verdict = judge(workers).verdict(
+        Candidate(name="c", task="relu", source=source, origin="generated"), Switches(), "full"
+    )
+    assert (verdict.stage, "must be 64-bit signless integer" in verdict.reason) == (2, True), verdict
+
+
 def test_the_first_launches_on_a_gpu_find_all_that_was_compiled_ahead(tmp_path: Path, workers: Workers) -> None:
-    task = catalog.BY_NAME["addcmul"]
-    source = planted.source(task)
-    program = f"{source}\nCALLS = {tasks.layouts(task)!r}\n{LAUNCH}".encode()
-    said = []
+    def said(source: str, task: str, cache: Path | None) -> str:
+        program = f"{source}\nCALLS = {tasks.layouts(catalog.BY_NAME[task])!r}\n{LAUNCH}".encode()
+        with gpus.start(memory_bytes=4e9, built=cache) as process:
+            return str(process.ask({"do": "load"}, [program], limit_s=60.0)[0]["error"])
+
+    source = planted.source(catalog.BY_NAME["addcmul"])
     with Workers(scratch(tmp_path), gpus=True) as gpus:
-        for cache in (built(workers, source, "addcmul"), None):
-            with gpus.start(memory_bytes=4e9, built=cache) as process:
-                said.append(process.ask({"do": "load"}, [program], limit_s=60.0)[0]["error"])
-    assert said == ["ValueError: 4 launches, 2 found, 0 compiled", "ValueError: 4 launches, 0 found, 2 compiled"]
+        assert said(source, "addcmul", None) == "ValueError: 4 launches, 0 found, 2 compiled"
+        assert said(source, "addcmul", built(workers, source, "addcmul")).endswith(" 4 launches, 2 found, 0 compiled")
+        assert said(ADDRESSES, "relu", built(workers, ADDRESSES)) == "ValueError: 4 launches, 2 found, 0 compiled"
 
 
 def test_every_configuration_of_an_autotuned_kernel_is_compiled_and_none_timed(workers: Workers) -> None:
