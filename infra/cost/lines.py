@@ -82,7 +82,8 @@ def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
     config = definition.job.parameters
     exports = sizing.export_bytes(config)
     kept = max(  # of the phase that leaves most: one without optimizer steps saves nothing over the one before
-        (KEPT_CHECKPOINTS if phase.evaluations else KEPT_CHECKPOINTS - 1) * sizing.checkpoint_bytes(config, index)
+        (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * sizing.checkpoint_bytes(config, index)
+        + sizing.end_bytes(config, index)
         for index, phase in enumerate(sizing.phases(config))
     )
     return Stored(
@@ -127,8 +128,11 @@ def bucket_lines(
     held = stored(definition, dataset_bytes)
     days = keep.days if keep.bucket else UNKEPT_DAYS
     writes = sum(
-        phase.saves * (math.ceil(sizing.checkpoint_bytes(config, i) / sizing.PART_BYTES) + 2 * runtime.ranks)
+        (phase.saves - 1) * math.ceil(sizing.checkpoint_bytes(config, i) / sizing.PART_BYTES)
+        + math.ceil(sizing.end_bytes(config, i) / sizing.PART_BYTES)
+        + phase.saves * 2 * runtime.ranks
         for i, phase in enumerate(runtime.phases)
+        if phase.saves
     )
     writes += (held.exports + held.final + held.dataset) * 1e9 / sizing.PART_BYTES + 100
     writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log

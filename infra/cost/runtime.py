@@ -50,7 +50,7 @@ class PhaseTime:
     limit_ms: float | None  # the roofline; None where a peak is not known
     tokens_per_s: float
     mfu: float | None  # useful FLOP over the dense peak of the compute dtype, of the GPUs used
-    saves: float  # checkpoints written: timed, and one per evaluation at most
+    saves: float  # checkpoints written: timed, one per evaluation at most, and the one at its end
     seconds: float  # steps, evaluations, samples, checkpoint stalls, growth before it, final upload after the last
 
 
@@ -110,7 +110,7 @@ def hours(
         calibration = None
     upload_gb_s = upload_rate(instance, estimate)
     exports = list(sizing.export_bytes(config).values())
-    last_gb = (sizing.checkpoint_bytes(config, len(sizes) - 1) + 2 * exports[-1]) / 1e9  # checkpoint, export, final/
+    last_gb = (sizing.end_bytes(config, len(sizes) - 1) + 2 * exports[-1]) / 1e9  # checkpoint, export, final/
     ends = calibration is not None and calibration.finish_s is not None and sizes[-1].steps > 0
     finish_s = calibration.finish_s if calibration and ends else None
     written_s = last_gb / scratch_rate(instance, root) if finish_s is None else finish_s

@@ -32,6 +32,7 @@ __all__ = [
     "checkpoint_bytes",
     "choose_rung",
     "dataset_bytes",
+    "end_bytes",
     "export_bytes",
     "fits",
     "flops_per_token",
@@ -65,6 +66,7 @@ class _Sizing(Protocol):
         self, config: Any, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
     ) -> Memory: ...
     def checkpoint_bytes(self, config: Any, phase_index: int) -> int: ...
+    def end_bytes(self, config: Any, phase_index: int) -> int: ...
     def export_bytes(self, config: Any) -> dict[str, int]: ...
     def dataset_bytes(self, config: Any) -> int: ...
     def weights_bytes(self, config: Any) -> int: ...
@@ -180,6 +182,11 @@ def lower_rung(config: JobConfig, rung: Rung, phase_index: int, ranks: int = 1) 
 def checkpoint_bytes(config: JobConfig, phase_index: int) -> int:
     """Trained weights and their two moments, over all ranks."""
     return _MODULES[type(config)].checkpoint_bytes(config, phase_index)
+
+
+def end_bytes(config: JobConfig, phase_index: int) -> int:
+    """The same at the end of a phase, where nobody needs the moments any more."""
+    return _MODULES[type(config)].end_bytes(config, phase_index)
 
 
 def export_bytes(config: JobConfig) -> dict[str, int]:

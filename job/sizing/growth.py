@@ -160,6 +160,10 @@ def checkpoint_bytes(config: GrowthConfig, phase_index: int) -> int:
     return 3 * width * parameters(shape(config.model, phase_index))[0]
 
 
+def end_bytes(config: GrowthConfig, phase_index: int) -> int:
+    return checkpoint_bytes(config, phase_index) // 3
+
+
 def export_bytes(config: GrowthConfig) -> dict[str, int]:
     """Weights-only files kept beside the checkpoints. A phase's start is the verified fp32 file, whatever the state
     that training casts it to; a phase's end is in that state's dtype.

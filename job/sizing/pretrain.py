@@ -135,6 +135,10 @@ def checkpoint_bytes(config: PretrainConfig, phase_index: int) -> int:
     return (8 if config.optim.kind == "muon" else 12) * hidden + 12 * tables
 
 
+def end_bytes(config: PretrainConfig, phase_index: int) -> int:
+    return 4 * parameters(config.model)
+
+
 def export_bytes(config: PretrainConfig) -> dict[str, int]:
     return {"best": 4 * parameters(config.model)}
 

@@ -124,6 +124,10 @@ def checkpoint_bytes(config: SftConfig, phase_index: int) -> int:
     return 12 * trained(config)
 
 
+def end_bytes(config: SftConfig, phase_index: int) -> int:
+    return 4 * trained(config)
+
+
 def export_bytes(config: SftConfig) -> dict[str, int]:
     """The adapter in bf16, and the merged model: fp32 at worst, when bf16 would round too much of the adapter away."""
     total = decoder.parameters(config.model)

@@ -131,6 +131,12 @@ def checkpoint_bytes(config: TwoTowerConfig, phase_index: int) -> int:
     return (16 if count > 1 else 12) * count * parameters(family) + _scores_bytes(config)
 
 
+def end_bytes(config: TwoTowerConfig, phase_index: int) -> int:
+    """Weights, the best ones, scores."""
+    family, count, _ = _of_phase(config, phase_index)
+    return checkpoint_bytes(config, phase_index) - 8 * count * parameters(family)
+
+
 def export_bytes(config: TwoTowerConfig) -> dict[str, int]:
     """Every fold's scores, and the refit on all queries."""
     return {"scores": _scores_bytes(config), "refit": 4 * max(parameters(family) for _, family in variants(config))}

@@ -100,6 +100,12 @@ def end_s(written_gb: float, upload_gb_s: float) -> float:
     return written_gb * (1 / 1.0 + 1 / 1.4 + 1 / upload_gb_s)
 
 
+def requests_of(saves: float, checkpoint_gb: float, end_gb: float, ranks: int) -> list[tuple[float, int]]:
+    """A phase's saves as `worked` takes them: all alike but the last, which has no moments."""
+    whole, end = (ceil(gb * 1e9 / PART) + 2 * ranks for gb in (checkpoint_gb, end_gb))
+    return [(saves - 1, whole), (1, end)]
+
+
 def test_growth_on_an_a10g_spot_node() -> None:
     # 1000 steps a phase, 16 x 256 = 4096 tokens a step. A token's FLOPs: 6 x matmul parameters + 6 x layers x width x
     # sequence; a step is FLOPs at 70 TFLOP/s plus optimizer traffic at 600 GB/s, at half of that limit.
@@ -123,7 +129,7 @@ def test_growth_on_an_a10g_spot_node() -> None:
     growth_s = sum(5 * count * 4 / 1e9 + 40 for count in parameters[1:])  # 5 passes at 1 GB/s, and compiling
     final_gb = parameters[2] * 2 / 1e9
     seconds = 480 + sum(1000 * step for step in step_s) + sum(beside_s) + stalls_s + growth_s
-    seconds += end_s(checkpoint_gb[2] + 2 * final_gb, 5 / 8)  # 5 Gbit/s
+    seconds += end_s(3 * final_gb, 5 / 8)  # weights alone in the last checkpoint too; 5 Gbit/s
     # the weights at each boundary, as they are and as they will be: fp32, then bf16 at the end
     exports_gb = (100_038_016 + 2 * 371_640_256 + 2_155_790_208) * 4 / 1e9 + final_gb
     dataset_gb = 0.0222  # 50,000 stories x 444 bytes
@@ -131,9 +137,9 @@ def test_growth_on_an_a10g_spot_node() -> None:
         seconds=seconds,
         usd_per_hour="0.3739",  # az3, the dearest of 0.3596, 0.3617, 0.3739
         root_gib=100,
-        stored_gb=dataset_gb + 3 * checkpoint_gb[2] + exports_gb + final_gb,
+        stored_gb=dataset_gb + 2 * checkpoint_gb[2] + final_gb + exports_gb + final_gb,
         uploaded_gb=exports_gb + final_gb + dataset_gb,
-        saves=[(n, ceil(gb * 1e9 / PART) + 2) for n, gb in zip(saves, checkpoint_gb, strict=True)],
+        saves=[pair for n, gb in zip(saves, checkpoint_gb, strict=True) for pair in requests_of(n, gb, gb / 3, 1)],
         downloaded_gb=final_gb,
         read_gb=final_gb + dataset_gb,
         logged_lines=3 * 1000 / 10,
@@ -155,14 +161,14 @@ def sft_lines(*, nodes: int, efficiency: float, usd_per_hour: str) -> dict[str, 
     step_s = (16_384 * flops / (H100_TFLOPS * nodes) + ADAPTERS * 28 / H100_GB_S) / efficiency
     evaluations = ceil(steps / 1500)
     evaluation_s = evaluations * step_s * 512 * 4096 / 16_384 / 3
-    checkpoint_gb = 12 * ADAPTERS / 1e9
+    checkpoint_gb, end_gb = 12 * ADAPTERS / 1e9, 4 * ADAPTERS / 1e9
     saves = (steps * step_s + evaluation_s) / 300 + evaluations + 1
     stalls_s = saves * (0.1 + checkpoint_gb / 4 / nodes)
     # three losses over the held-out rows, 2 x 32 rows in fp32 (15 times the work), 128 tokens of every answer at 20 ms
     merge_s = step_s * (3 * 512 * 4096 + 2 * 32 * 15 * 4096) / 16_384 / 3 + 128 * 0.02
     merged_gb = 4 * LLAMA / 1e9
     seconds = 900 + steps * step_s + evaluation_s + stalls_s + merge_s
-    seconds += end_s(checkpoint_gb + 2 * merged_gb, 1.02)  # 100 Gbit/s are more than 1.02 GB/s
+    seconds += end_s(end_gb + 2 * merged_gb, 1.02)  # 100 Gbit/s are more than 1.02 GB/s
     inputs_gb = int(600_000 * 361 * 6 / 0.98) / 1e9 + 2 * LLAMA / 1e9  # ids and segments; weights in bf16
     exports_gb = 2 * ADAPTERS / 1e9 + merged_gb
     return worked(
@@ -170,9 +176,9 @@ def sft_lines(*, nodes: int, efficiency: float, usd_per_hour: str) -> dict[str, 
         usd_per_hour=usd_per_hour,
         nodes=nodes,
         root_gib=200,
-        stored_gb=inputs_gb + 3 * checkpoint_gb + exports_gb + merged_gb,
+        stored_gb=inputs_gb + 2 * checkpoint_gb + end_gb + exports_gb + merged_gb,
         uploaded_gb=exports_gb + merged_gb + inputs_gb,
-        saves=[(saves, ceil(checkpoint_gb * 1e9 / PART) + 2 * nodes)],
+        saves=requests_of(saves, checkpoint_gb, end_gb, nodes),
         downloaded_gb=merged_gb,
         read_gb=merged_gb + inputs_gb,
         logged_lines=steps / 10,
@@ -207,14 +213,14 @@ def test_pretraining_on_eight_h100_spot() -> None:
     saves = (5000 * step_s + beside_s) / 300 + evaluations + 1
     best_gb = 4 * parameters / 1e9
     seconds = 900 + 5000 * step_s + beside_s + saves * (0.1 + checkpoint_gb / 4 / 8)
-    seconds += end_s(checkpoint_gb + 2 * best_gb, 1.02)
+    seconds += end_s(3 * best_gb, 1.02)
     assert lines(bill(plan(PretrainConfig(), "p5.48xlarge"))) == worked(
         seconds=seconds,
         usd_per_hour="11.9912",  # az3, the dearest of 11.2543, 11.5616, 11.9912
         root_gib=200,
-        stored_gb=0.35 + 3 * checkpoint_gb + 2 * best_gb,  # a byte a character; best, and its copy in final/
+        stored_gb=0.35 + 2 * checkpoint_gb + 3 * best_gb,  # a byte a character; last, best, and its copy in final/
         uploaded_gb=2 * best_gb + 0.35,
-        saves=[(saves, ceil(checkpoint_gb * 1e9 / PART) + 2 * 8)],
+        saves=requests_of(saves, checkpoint_gb, best_gb, 8),
         downloaded_gb=best_gb,
         read_gb=best_gb + 0.35,
         logged_lines=5000 / 10,
@@ -243,9 +249,10 @@ def test_kernel_sft_with_phases_that_have_no_optimizer_steps() -> None:
         seconds=seconds,
         usd_per_hour="11.9912",
         root_gib=200,
-        stored_gb=inputs_gb + 2 * checkpoint_gb + 2 * weights_gb,  # last and last but one: nothing says which is best
+        # last but one, and last, which has fp32 weights alone: nothing says which is best
+        stored_gb=inputs_gb + checkpoint_gb + 2 * weights_gb + 2 * weights_gb,
         uploaded_gb=2 * weights_gb + inputs_gb,
-        saves=[(saves, ceil(checkpoint_gb * 1e9 / PART) + 2 * 8)],
+        saves=requests_of(saves, checkpoint_gb, 2 * weights_gb, 8),
         downloaded_gb=weights_gb,
         read_gb=weights_gb + inputs_gb,
         logged_lines=steps / 10,
@@ -260,7 +267,7 @@ def two_tower_lines(
     query = heads + 385 * 384 + 385 * 256 + 257 * 192 + 193 * 128
     model = 257 * 512 + 513 * 384 + 385 * 256 + 257 * 128
     member = query + model + 1131 * 256  # 1,255,104
-    seconds, saves, last_gb = 480.0, [], 0.0
+    seconds, saves, end_gb = 480.0, [], 0.0
     scores_gb = 11 * 4 * 342 * 1131 / 1e9  # ten folds and the optimistic protocol
     beside_cpu_s = {20: 0.0, 1: BASELINES_CORE_S / vcpu}
     for members, queries in ((20, 342 - 34 + 101), (1, 342 + 101)):  # both protocols; a fold holds 34 or 35 queries out
@@ -268,19 +275,20 @@ def two_tower_lines(
         step_s = (members * queries * flops / tflops + members * member * 28 / gb_s) / 0.5 + 0.011  # 11 ms of launches
         evaluation_s = 35 * step_s * members * 35 / (members * queries) / 3 if members > 1 else 0.0
         beside_s = evaluation_s + beside_cpu_s[members]
-        last_gb = (16 if members > 1 else 12) * members * member / 1e9 + scores_gb
+        end_gb = (8 if members > 1 else 4) * members * member / 1e9 + scores_gb
+        whole_gb = end_gb + 8 * members * member / 1e9
         count = (3500 * step_s + beside_s) / 300 + (35 if members > 1 else 0) + 1
-        saves.append((count, ceil(last_gb * 1e9 / PART) + 2))
-        seconds += 3500 * step_s + beside_s + count * (0.1 + last_gb / 4)
+        saves += requests_of(count, whole_gb, end_gb, 1)
+        seconds += 3500 * step_s + beside_s + count * (0.1 + whole_gb / 4)
         if members > 1:
-            folds_gb = last_gb
+            folds_gb = 2 * whole_gb + end_gb
     refit_gb = 4 * member / 1e9
     dataset_gb = (342 * 1131 + (342 + 101) * 384 * 4) / 1e9
     return worked(
-        seconds=seconds + end_s(last_gb + 2 * refit_gb, upload_gb_s),
+        seconds=seconds + end_s(end_gb + 2 * refit_gb, upload_gb_s),
         usd_per_hour=usd_per_hour,
         root_gib=100,
-        stored_gb=dataset_gb + 3 * folds_gb + scores_gb + 2 * refit_gb,
+        stored_gb=dataset_gb + folds_gb + scores_gb + 2 * refit_gb,
         uploaded_gb=scores_gb + 2 * refit_gb + dataset_gb,
         saves=saves,
         downloaded_gb=refit_gb,

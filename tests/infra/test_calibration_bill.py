@@ -60,7 +60,7 @@ def test_the_end_of_the_run_is_the_measured_one_with_hash_and_upload() -> None:
         runtime.hours(GrowthConfig(), CATALOG.instances["g5.2xlarge"], Estimate(), ROOT),
     )
     exports = list(sizing.export_bytes(GrowthConfig()).values())
-    written = (sizing.checkpoint_bytes(GrowthConfig(), 2) + 2 * exports[-1]) / 1e9
+    written = (sizing.end_bytes(GrowthConfig(), 2) + 2 * exports[-1]) / 1e9
     assert measured_end.upload_s - assumed_end.upload_s == pytest.approx(12.0 - written / runtime.NVME_WRITE_GB_S)
 
 

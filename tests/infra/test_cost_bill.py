@@ -35,26 +35,26 @@ def test_compute_root_disk_and_storage_are_what_the_working_by_hand_gives() -> N
     #   stalls: 65.74 saves x 0.1 s, and each phase's saves x size / 4 GB/s:
     #     (21.280 x 1.2005 + 21.458 x 4.4597 + 23.002 x 12.9347) GB / 4 GB/s        111.27 s
     #   growth: 2 x 40 s compile, 5 passes over 4 x (0.37164 + 2.15579) GB          130.55 s
-    #   last save, hash and upload: 12.9347 + 2 x 4.3116 = 21.5579 GB
-    #     x (1 / 1.0 + 1 / 1.4 + 1 / 0.625 s/GB)                                     71.45 s
-    #   together 1615.39 s = 0.448718 h
+    #   last save, hash and upload, weights alone: 3 x 4.3116 = 12.9347 GB
+    #     x (1 / 1.0 + 1 / 1.4 + 1 / 0.625 s/GB)                                     42.87 s
+    #   together 1586.81 s = 0.440779 h
     found = bill()
     compute, root = found.lines[0], found.lines[1]
     storage = next(line for line in found.lines if line.name == "S3 storage")
-    # 0.448718 h x 0.3739 USD/h, the dearest of three zones (0.3596, 0.3617, 0.3739)
-    assert (compute.quantity, compute.unit_price) == (Decimal("0.448718"), Decimal("0.3739"))
-    assert compute.amount == Decimal("0.1678")
-    # 100 GiB x 0.448718 h / 730 h = 0.061468 GiB-months x 0.08
-    assert (root.quantity, root.amount) == (Decimal("0.061468"), Decimal("0.0049"))
-    # 3 checkpoints x 12.934741 + exports 0.400152 + 2 x 1.486561 + 8.623161 + 4.311580 + final 4.311580
-    #   + dataset 0.022183 + reports 0.02 = 59.466 GB; x 7 days x 24 / 730 = 13.6853 GB-months x 0.023
-    assert float(storage.quantity) == pytest.approx(13.6853, abs=0.0002)
-    assert storage.amount == Decimal("0.3148")
+    # 0.440779 h x 0.3739 USD/h, the dearest of three zones (0.3596, 0.3617, 0.3739)
+    assert (compute.quantity, compute.unit_price) == (Decimal("0.440779"), Decimal("0.3739"))
+    assert compute.amount == Decimal("0.1648")
+    # 100 GiB x 0.440779 h / 730 h = 0.060381 GiB-months x 0.08
+    assert (root.quantity, root.amount) == (Decimal("0.060381"), Decimal("0.0048"))
+    # 2 checkpoints x 12.934741 + the last one 4.311580 + exports 0.400152 + 2 x 1.486561 + 8.623161 + 4.311580
+    #   + final 4.311580 + dataset 0.022183 + reports 0.02 = 50.843 GB; x 7 days x 24 / 730 = 11.7008 GB-months x 0.023
+    assert float(storage.quantity) == pytest.approx(11.7008, abs=0.0002)
+    assert storage.amount == Decimal("0.2691")
 
 
 def test_transfer_address_and_logs_are_what_the_working_by_hand_gives() -> None:
     found = amounts(bill())
-    assert found["public IPv4"] == Decimal("0.0022")  # 0.448718 h x 0.005
+    assert found["public IPv4"] == Decimal("0.0022")  # 0.440779 h x 0.005
     assert found["transfer of results"] == Decimal("0.3898")  # (4.311580 + 0.02) GB x 0.09
     assert found["logs"] == Decimal("0.0025")  # (0.005 + 300 lines x 250 B) GB x 0.50
 
@@ -89,11 +89,11 @@ def test_quantiles_come_in_order_and_respect_the_cap() -> None:
 @pytest.mark.parametrize(
     ("disk", "lines"),
     [
-        (Disk(size_gib=100), {"root disk": "0.0049"}),
-        # 3000 IOPS above the included 3000: 3000 x 0.448718 / 730 x 0.005; 375 MiB/s above 125: x 0.04
+        (Disk(size_gib=100), {"root disk": "0.0048"}),
+        # 3000 IOPS above the included 3000: 3000 x 0.440779 / 730 x 0.005; 375 MiB/s above 125: x 0.04
         (
             Disk(size_gib=100, iops=6000, throughput_mibps=500),
-            {"root disk": "0.0049", "root disk IOPS above 3000": "0.0092", "root disk MiB/s above 125": "0.0092"},
+            {"root disk": "0.0048", "root disk IOPS above 3000": "0.0091", "root disk MiB/s above 125": "0.0091"},
         ),
     ],
 )
@@ -123,14 +123,14 @@ def test_the_dataset_may_be_given_as_run_json_lists_it() -> None:
 
 def test_a_bucket_that_goes_with_the_stack_costs_one_day_and_keeps_nothing() -> None:
     found = bill(keep=Keep(bucket=False))
-    assert amounts(found)["S3 storage"] == Decimal("0.0450")  # 59.466 GB x 24 / 730 x 0.023
+    assert amounts(found)["S3 storage"] == Decimal("0.0384")  # 50.843 GB x 24 / 730 x 0.023
     assert found.kept.usd_per_month == 0
     assert found.kept.what.startswith("nothing")
 
 
 def test_what_is_kept_is_what_the_run_wrote_and_not_the_inputs_that_a_destroy_deletes() -> None:
     kept = bill().kept
-    assert kept.usd_per_month == Decimal("1.3672")  # 59.4438 GB x 0.023
+    assert kept.usd_per_month == Decimal("1.1689")  # 50.8207 GB x 0.023
     assert {name for name, _ in kept.parts} == {"checkpoints", "exports", "final weights", "reports and logs"}
     assert sum(gb for _, gb in kept.parts) == kept.gb
 
@@ -139,7 +139,7 @@ def test_on_demand_capacity_has_no_interruptions_and_one_price() -> None:
     found = bill(capacity="on-demand")
     assert amounts(found)["interruptions"] == 0
     assert found.usd.p10 == found.usd.p50 == found.usd.p90 == found.usd.mean
-    assert amounts(found)["compute"] == Decimal("0.5438")  # 0.448718 h x 1.212
+    assert amounts(found)["compute"] == Decimal("0.5342")  # 0.440779 h x 1.212
     assert found.spot is not None
     assert found.spot.usd.mean < found.usd.mean
 
@@ -147,7 +147,7 @@ def test_on_demand_capacity_has_no_interruptions_and_one_price() -> None:
 def test_on_demand_stands_beside_spot() -> None:
     found = bill()
     assert found.on_demand is not None
-    assert found.on_demand.usd.p50 - found.chosen.total == pytest.approx(Decimal("0.3760"))  # compute alone differs
+    assert found.on_demand.usd.p50 - found.chosen.total == pytest.approx(Decimal("0.3694"))  # compute alone differs
 
 
 def test_a_short_run_can_end_below_its_uninterrupted_price() -> None:
@@ -185,7 +185,7 @@ def test_json_has_its_documented_keys_and_decimal_strings() -> None:
 
 def test_outputs_are_dollars_per_line() -> None:
     found = bill().outputs()
-    assert found["compute"] == "$0.1678"
+    assert found["compute"] == "$0.1648"
     assert found["total"] == f"${bill().usd.p50:.4f}"
 
 
@@ -193,7 +193,7 @@ def test_the_meter_gets_rates_by_zone_name_at_the_dearest_zone_and_the_fixed_dol
     found = bill()
     spot = {"us-east-2a": "0.3739", "us-east-2b": "0.3739", "us-east-2c": "0.3739"}
     assert found.rates() == {"g5.2xlarge": {"on_demand": "1.212", "spot": spot, "gpus": 1}}
-    per_node = Decimal("0.0049") + Decimal("0.0022") + Decimal("0.1678")
+    per_node = Decimal("0.0048") + Decimal("0.0022") + Decimal("0.1648")
     assert Decimal(found.extras()["fixed_usd"]) == found.chosen.total - per_node
     assert found.extras()["disk_usd_per_hour"] == "0.010959"  # 100 GiB x 0.08 / 730
 

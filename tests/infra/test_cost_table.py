@@ -97,7 +97,7 @@ def test_a_negative_line_of_interruptions_is_explained() -> None:
 
 def test_the_limit_that_comes_first_is_named() -> None:
     assert "3.00 USD, 2 node-hours (comes first)" in text()
-    assert "1.80 USD (comes first, at 2.7" in text(max_usd="1.80", max_hours="9")
+    assert "1.80 USD (comes first, at 2.8" in text(max_usd="1.80", max_hours="9")
 
 
 def test_one_listed_type_needs_no_table_of_types_and_two_do() -> None:

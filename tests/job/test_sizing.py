@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 
 from job import sizing
-from job.config import Batch, GrowthConfig, GrowthModel, KernelConfig, Precision, PretrainConfig, SftConfig, TextData
+from job.config import (
+    Batch,
+    GrowthConfig,
+    GrowthModel,
+    JobConfig,
+    KernelConfig,
+    Precision,
+    PretrainConfig,
+    SftConfig,
+    TextData,
+)
 from job.config.pretrain import MuonAdamW
 
 FULL = GrowthConfig()
@@ -62,6 +72,20 @@ def test_state_and_traffic_follow_the_phase_3_key_only() -> None:
 def test_checkpoint_sizes(state: str, gigabytes: list[float]) -> None:
     config = replace(FULL, precision=Precision(phase3_state=state))  # type: ignore[arg-type]
     assert [round(sizing.checkpoint_bytes(config, i) / 1e9, 1) for i in range(3)] == gigabytes
+
+
+@pytest.mark.parametrize(
+    ("config", "whole", "end"),
+    [
+        (PretrainConfig(), 33.5, 16.7),
+        (replace(PretrainConfig(), optim=MuonAdamW(kind="adamw")), 50.2, 16.7),
+        (SftConfig(), 2.0, 0.7),
+        (KernelConfig(), 98.3, 32.8),
+    ],
+)
+def test_a_checkpoint_at_a_phases_end_is_its_fp32_weights(config: JobConfig, whole: float, end: float) -> None:
+    assert round(sizing.checkpoint_bytes(config, 0) / 1e9, 1) == whole
+    assert round(sizing.end_bytes(config, 0) / 1e9, 1) == end
 
 
 def test_export_sizes_start_in_fp32_and_end_in_the_state_dtype() -> None:

@@ -16,6 +16,8 @@ import train_world as world
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import STEPS, StopAt
 
+from job import atomic, sizing
+from job.config import from_json
 from job.experiments.kernel import Kernel
 from job.experiments.pretrain import Pretrain
 from job.experiments.tinystories_growth import TinystoriesGrowth
@@ -79,9 +81,17 @@ def run(told: World, workdir: Path, steps: int = 20, **changed: Any) -> list[tup
     return found
 
 
+def held(workdir: Path, number: int) -> dict[str, Any]:
+    """What the checkpoint of a step holds, by name."""
+    return FileSystemReader(workdir / "ckpt" / f"step_{number:08d}").read_metadata().state_dict_metadata
+
+
 def kinds(workdir: Path, number: int) -> set[str]:
-    reader = FileSystemReader(workdir / "ckpt" / f"step_{number:08d}")
-    return {name.split(".")[0] for name in reader.read_metadata().state_dict_metadata}
+    return {name.split(".")[0] for name in held(workdir, number)}
+
+
+def numbers(workdir: Path, number: int) -> int:
+    return sum(tensor.size.numel() for tensor in held(workdir, number).values())
 
 
 def test_every_improvement_is_saved_while_saves_cost_next_to_nothing(told: World, tmp_path: Path) -> None:
@@ -156,6 +166,10 @@ def test_the_end_of_a_phase_is_saved_without_moments_and_what_lies_before_it_wit
     assert world.train(workdir, StopAt(workdir, STEPS + 2 + 1)) == 75  # after a step of the second phase
     assert kinds(workdir, STEPS) == {"model"}
     assert kinds(workdir, STEPS + 1) == {"model", "exp_avg", "exp_avg_sq"}
+    tree = atomic.read_object(workdir / "run.json") or {}
+    config = from_json("tinystories-growth", tree["job"]["parameters"])
+    assert numbers(workdir, STEPS) * 4 == sizing.end_bytes(config, 0)
+    assert numbers(workdir, STEPS + 1) * 4 == sizing.checkpoint_bytes(config, 1)
 
 
 def test_a_run_cut_after_its_last_save_trains_nothing_and_makes_no_optimizer(

@@ -96,6 +96,8 @@ def test_a_checkpoint_holds_weights_moments_best_weights_and_scores() -> None:
     scores = 10 * 342 * 1131 * 4
     assert sizing.checkpoint_bytes(HONEST, 0) == 16 * 12_551_040 + scores
     assert sizing.checkpoint_bytes(HONEST, 1) == 12 * 1_255_104 + scores
+    assert sizing.end_bytes(HONEST, 0) == 8 * 12_551_040 + scores
+    assert sizing.end_bytes(HONEST, 1) == 4 * 1_255_104 + scores
 
 
 @pytest.mark.parametrize(
