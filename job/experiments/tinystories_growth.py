@@ -22,6 +22,7 @@ from job import atomic, sizing
 from job.config import GrowthConfig
 from job.experiments.growth_check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
 from job.models import growth
+from job.models.blocks import any_length
 from job.models.growing import grow
 from job.train import export, optimizer
 from job.train.data import Dataset
@@ -210,7 +211,8 @@ class TinystoriesGrowth(Experiment):
         module.eval()
         for _ in range(self.config.eval.sample_tokens):
             window_1T = torch.tensor([ids[-self.config.data.sequence :]], device=self.session.device.torch)
-            logits_BTV: Tensor = module(window_1T).logits
+            with any_length():
+                logits_BTV: Tensor = module(window_1T).logits
             ids.append(int(logits_BTV[0, -1].argmax()))
             if ids[-1] == tokenizer.end:
                 break

@@ -8,11 +8,13 @@ E experts, K experts per token.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from job import sizing
@@ -146,6 +148,15 @@ def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     left, right = x_BHTD.chunk(2, dim=-1)
     turned = torch.cat([-right, left], dim=-1)
     return (x_BHTD * cos_TD + turned * sin_TD).to(x_BHTD.dtype)
+
+
+def any_length() -> AbstractContextManager[None]:
+    """Within it attention takes every length as it comes: for generation, whose keys grow by one with each token.
+
+    On Hopper torch prefers cuDNN's kernels, which are faster in training but build a plan for each new shape: 0.4 s
+    (torch 2.11 on a B200, modelscope/FunASR issue 3704, 2026-09; that 2.13 prefers them was asked of torch itself).
+    """
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:

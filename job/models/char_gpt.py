@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from job.config.pretrain import CharModel
-from job.models.blocks import Linear, at_least_fp32, rotate, rotations
+from job.models.blocks import Linear, any_length, at_least_fp32, rotate, rotations
 from job.models.selective import Checkpointed, keep_products
 
 
@@ -224,7 +224,8 @@ def generate(
     for _ in range(max_tokens):
         if cache.length + len(new) > window:
             cache, new = Cache(window), ids[-max(1, window // 2) :]
-        logits = module(torch.tensor([new], device=device), cache=cache).logits[0, -1, :allowed].float().cpu()
+        with any_length():
+            logits = module(torch.tensor([new], device=device), cache=cache).logits[0, -1, :allowed].float().cpu()
         chosen = _choose(logits, temperature, top_k, generator)
         ids.append(chosen)
         new = [chosen]

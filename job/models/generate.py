@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from job.models.blocks import any_length
 from job.models.decoder import Cache, Decoder
 
 GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # SplitMix64 (Steele, Lea, Flood 2014)
@@ -50,7 +51,8 @@ def generate(
     module.eval()
     for place in range(max_tokens):
         heed()
-        logits_B1V = module(tokens_BT, cache=cache, padding_R=padding_B).logits
+        with any_length():
+            logits_B1V = module(tokens_BT, cache=cache, padding_R=padding_B).logits
         chosen_B = _choose(logits_B1V[:, 0], temperature, [uniform(seed, place) for seed in seeds])
         for row, token in enumerate(chosen_B.tolist()):
             if row in open_ and token in stop:

@@ -1,0 +1,65 @@
+"""Which attention kernels generation may take, seen in torch's own switches: no GPU is needed to look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_world as world
+from torch import nn
+
+from job.config.common import Decoder as Shape
+from job.config.pretrain import CharModel
+from job.experiments.tinystories_growth import TinystoriesGrowth
+from job.models import char_gpt, decoder, growth
+from job.models.generate import generate
+
+SHAPE = Shape(
+    vocab=32, layers=1, width=16, heads=2, kv_heads=1, head_dim=8, ffn=16, rope_theta=1e4, rope_scaling="none"
+)
+
+
+@contextmanager
+def planned(module: nn.Module) -> Iterator[list[bool]]:
+    """For every forward pass: whether attention may take cuDNN's kernels, which need a plan for each length."""
+    seen: list[bool] = []
+    hook = module.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def fine_tuned(tmp_path: Path) -> tuple[nn.Module, Callable[[], Any]]:
+    module = decoder.build(SHAPE, compute=torch.float32, generator=torch.Generator().manual_seed(1))
+    return module, lambda: generate(module, [[1, 2]], 3)
+
+
+def pretrained(tmp_path: Path) -> tuple[nn.Module, Callable[[], Any]]:
+    module = char_gpt.CharGpt(CharModel(vocab=32, layers=1, width=16, head_dim=8))
+    return module, lambda: list(char_gpt.generate(module, [1, 2], allowed=17, max_tokens=3, window=8))
+
+
+def grown(tmp_path: Path) -> tuple[nn.Module, Callable[[], Any]]:
+    experiment = world.experiment(world.make(tmp_path))
+    assert isinstance(experiment, TinystoriesGrowth)
+    module = growth.build(experiment.config, 0)
+    return module, lambda: experiment._continue(module, "One day")
+
+
+@pytest.mark.parametrize("made", [fine_tuned, pretrained, grown])
+def test_no_length_of_a_generated_text_waits_for_a_plan_of_its_own(
+    made: Callable[[Path], tuple[nn.Module, Callable[[], Any]]], tmp_path: Path
+) -> None:
+    module, write = made(tmp_path)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with planned(module) as seen:
+        write()
+    assert before
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
