@@ -57,6 +57,16 @@ def test_each_fault_is_refused_with_its_figures(changed: dict[str, Any], words: 
     assert words in problem
 
 
+def test_an_l4_at_its_base_clock_is_sound_and_one_that_lost_its_clocks_is_not() -> None:
+    def found(share: float) -> Measured:
+        gpu = replace(CPU, name="NVIDIA L4", peak_tflops=121.0)
+        return replace(preflight.measure(gpu), matmul_share=share, memory_share=0.8)
+
+    assert judge(found(0.35), gpus=None) == []
+    (problem,) = judge(found(0.1), gpus=None)
+    assert "10% of the data sheet; at least 20%" in problem
+
+
 def test_what_is_unknown_is_not_judged() -> None:
     unknown: dict[str, Any] = {"matmul_share": None, "memory_share": None, "to_host_gb_s": None, "throttled": None}
     assert judge(replace(SOUND, **unknown), gpus=None) == []
