@@ -41,7 +41,9 @@ class Corpus:
 
     def windows(self, starts_B: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
         """(tokens, targets), each [B, T] int64: targets are the tokens one position on."""
-        places = starts_B.to(self._tokens.device)[:, None] + torch.arange(sequence + 1, device=self._tokens.device)
+        places = starts_B.to(self._tokens.device, non_blocking=True)[:, None] + torch.arange(
+            sequence + 1, device=self._tokens.device
+        )
         tokens = self._tokens[places].to(torch.int64) & self._mask
         return tokens[:, :-1], tokens[:, 1:]
 

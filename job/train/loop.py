@@ -213,6 +213,7 @@ class Loop:
         checkpoints = self.session.checkpoints
         if self.world.agree(checkpoints.saved_step == self.step):
             return
+        self._clock.settle()
         self._require_finite()
         if val_loss is not None:
             self._best = min(self._best, val_loss)

@@ -53,6 +53,13 @@ class StepClock:
         self._seconds += self._clock() - self._began
         self.steps += 1
 
+    def settle(self) -> None:
+        """Before something other than a step waits for the device: what steps have left it to do is their time."""
+        began = self._clock()
+        self._synchronize()
+        if self.steps:
+            self._seconds += self._clock() - began
+
     def read(self) -> float | None:
         """Seconds per step since the last reading; None within the warm-up."""
         seconds, steps = self._seconds, self.steps

@@ -113,7 +113,9 @@ class PackedBatches:
         targets[:, :-1] = np.where(marks[:, 1:] & 1, tokens[:, 1:], IGNORED)  # an example's first never counts
         documents = marks >> 1
         starts = _starts(documents, size * self._most + 1)
-        inputs = tuple(torch.from_numpy(a).to(self.device) for a in (tokens, targets, documents, starts))
+        inputs = tuple(
+            torch.from_numpy(a).to(self.device, non_blocking=True) for a in (tokens, targets, documents, starts)
+        )
         return Micro(inputs, int((marks & 1).sum()), place)
 
     def _tokenise(self, row: int, tokens_T: Rows, marks_T: Rows) -> None:

@@ -80,7 +80,9 @@ class Rows:
 
     def windows(self, starts_B: Tensor) -> tuple[Tensor, Tensor]:
         """(characters, the ones that follow), each [B, T] int64 on the device."""
-        places = starts_B.to(self._ids.device)[:, None] + torch.arange(self.sequence + 1, device=self._ids.device)
+        places = starts_B.to(self._ids.device, non_blocking=True)[:, None] + torch.arange(
+            self.sequence + 1, device=self._ids.device
+        )
         ids = self._ids[places].to(torch.int64)
         return ids[:, :-1], ids[:, 1:]
 

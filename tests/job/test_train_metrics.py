@@ -47,6 +47,25 @@ def test_timing_skips_the_first_ten_steps_and_what_is_between_steps() -> None:
     assert len(waits) == 1
 
 
+def test_a_save_between_two_readings_takes_none_of_the_time_that_steps_left_on_the_device() -> None:
+    now, queued = [0.0], [0.0]
+
+    def synchronize() -> None:
+        now[0], queued[0] = now[0] + queued[0], 0.0
+
+    clock = metrics.StepClock(synchronize, clock=lambda: now[0])
+    for step in range(14):
+        clock.start()
+        queued[0] += 2.0
+        if step == 13:
+            synchronize()  # the read-back of a logged step
+        clock.stop()
+        if step == 11:
+            clock.settle()
+            now[0] += 50.0  # the save
+    assert clock.read() == 2.0
+
+
 def test_a_metrics_file_is_cut_to_the_resumed_step_and_to_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
