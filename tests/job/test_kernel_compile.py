@@ -23,6 +23,7 @@ LAUNCH = """
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import KernelInterface
 
 hits, launched = [], []
 
@@ -44,6 +45,9 @@ class Driver:
     def get_current_stream(self, device):
         return 0
 
+KernelInterface.__getitem__ = lambda self, grid: lambda *given, **named: self.run(
+    *given, grid=grid, warmup=False, **named
+)
 driver.set_active(Driver())
 knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
 for layouts in CALLS:
@@ -140,17 +144,16 @@ def test_what_only_llvm_finds_wrong_is_said_in_its_words(workers: Workers) -> No
     assert (verdict.stage, "must be 64-bit signless integer" in verdict.reason) == (2, True), verdict
 
 
-def test_the_first_launches_on_a_gpu_find_all_that_was_compiled_ahead(tmp_path: Path, workers: Workers) -> None:
+def test_the_first_launches_on_a_gpu_find_all_that_was_compiled_ahead(workers: Workers) -> None:
     def said(source: str, task: str, cache: Path | None) -> str:
         program = f"{source}\nCALLS = {tasks.layouts(catalog.BY_NAME[task])!r}\n{LAUNCH}".encode()
-        with gpus.start(memory_bytes=4e9, built=cache) as process:
+        with workers.start(memory_bytes=4e9, compiles=True, guarded=False, built=cache) as process:
             return str(process.ask({"do": "load"}, [program], limit_s=60.0)[0]["error"])
 
     source = planted.source(catalog.BY_NAME["addcmul"])
-    with Workers(scratch(tmp_path), gpus=True) as gpus:
-        assert said(source, "addcmul", None) == "ValueError: 4 launches, 0 found, 2 compiled"
-        assert said(source, "addcmul", built(workers, source, "addcmul")).endswith(" 4 launches, 2 found, 0 compiled")
-        assert said(ADDRESSES, "relu", built(workers, ADDRESSES)) == "ValueError: 4 launches, 2 found, 0 compiled"
+    assert said(source, "addcmul", None) == "ValueError: 4 launches, 0 found, 2 compiled"
+    assert said(source, "addcmul", built(workers, source, "addcmul")).endswith(" 4 launches, 2 found, 0 compiled")
+    assert said(ADDRESSES, "relu", built(workers, ADDRESSES)) == "ValueError: 4 launches, 2 found, 0 compiled"
 
 
 def test_every_configuration_of_an_autotuned_kernel_is_compiled_and_none_timed(workers: Workers) -> None:
