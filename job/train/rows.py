@@ -75,6 +75,7 @@ class Rows:
             missing = min(micro, share - place) - len(real)
             tokens_BT, targets_BT = self.windows(torch.cat([real, real.new_zeros(missing)]) if missing else real)
             if missing:
+                targets_BT = targets_BT.clone()  # the characters are a view of the same memory
                 targets_BT[len(real) :] = IGNORED
             yield Micro((tokens_BT, targets_BT), len(real) * self.sequence, first + place)
 

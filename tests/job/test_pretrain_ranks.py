@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pretrain_world as pretrain
 import pytest
@@ -21,6 +22,7 @@ from job.train import __main__ as trainer
 
 ROOT = Path(__file__).parents[2]
 OPTIM = {"muon": {"kind": "muon", "lr": 0.02, "momentum_steps": 10}, "adamw": {"kind": "adamw", "lr": 0.003}}
+ODD: dict[str, Any] = {"batch": {"rows": 9}, "eval": {"windows": 9}}  # leave the second rank a row of padding
 TWO = """
 import os, sys, warnings
 from pathlib import Path
@@ -57,9 +59,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """
     root = tmp_path_factory.mktemp("ranks")
     reshard = {"reshard_after_forward": True}
-    two = {kind: pretrain.make(root / kind, optim=optim) for kind, optim in OPTIM.items()}
-    two["zero-3"] = pretrain.make(root / "zero-3", optim=OPTIM["adamw"], **reshard)
-    two["cut"] = pretrain.make(root / "cut", optim=OPTIM["adamw"])
+    two = {kind: pretrain.make(root / kind, optim=optim, **ODD) for kind, optim in OPTIM.items()}
+    two["zero-3"] = pretrain.make(root / "zero-3", optim=OPTIM["adamw"], **reshard, **ODD)
+    two["cut"] = pretrain.make(root / "cut", optim=OPTIM["adamw"], **ODD)
     two["rising"] = pretrain.make(root / "rising", optim=OPTIM["muon"])
     work = [str(two["muon"]), str(two["adamw"]), str(two["zero-3"]), f"{two['cut']}:6", str(two["rising"])]
     environment = {
@@ -88,7 +90,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
     for kind, optim in OPTIM.items():
-        two[f"{kind} on one"] = pretrain.make(root / f"{kind}-one", optim=optim)
+        two[f"{kind} on one"] = pretrain.make(root / f"{kind}-one", optim=optim, **ODD)
         assert world.train(two[f"{kind} on one"]) == trainer.FINISHED
     return two
 
