@@ -129,6 +129,7 @@ class Loop:
                     self._note(self.session.checkpoints.poll())
                 due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
                 if due is not None:
+                    self._clock.settle()  # what the steps before it left the device to do is not the save's
                     began = time.monotonic()
                     self._save(phase, state, due, val_loss if due == "best" else None)
                     if measures is not None and not measures.async_checkpoints:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kernel_world as kernel
 import pretrain_world as pretrain
 import pytest
 import train_world as world
@@ -189,3 +190,17 @@ def test_a_run_cut_after_its_last_save_trains_nothing_and_makes_no_optimizer(
     monkeypatch.setattr(step, "update", never)
     assert world.train(workdir) == 0
     assert (world.final_hash(workdir), len(world.records(workdir))) == (before, lines)
+
+
+def test_kernel_sft_cut_while_it_generates_needs_no_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workdir = kernel.make(tmp_path, generate={"candidates": 1}, funnel={"planted": 0})
+    assert world.train(workdir, StopAt(workdir, 9)) == 75
+    assert kinds(workdir, len(world.records(workdir))) == {"model"}
+    assert not (workdir / "results.json").exists()
+
+    def never(*given: Any) -> None:
+        raise AssertionError("no step is left")
+
+    monkeypatch.setattr(step, "update", never)
+    assert world.train(workdir) == 0
+    assert len(kernel.lines(workdir, "candidates")) == 2
