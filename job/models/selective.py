@@ -46,5 +46,9 @@ def keep_products() -> Any:
     return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 
 
+# Without it torch caches no traced graph that calls this: the policy is part of what was compiled.
+keep_products.cache_hash = " ".join(sorted(map(str, KEPT)))  # type: ignore[attr-defined]
+
+
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

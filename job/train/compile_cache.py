@@ -47,8 +47,8 @@ class CompileCache:
         self._counts, self._compiled_s = _counts(), _compiled_s() - (time.perf_counter() - began)
 
     def keep(self) -> str | None:
-        """What was compiled since the last call, in words; None: nothing was. What the file lacks goes into
-        it. Cheap enough for every step.
+        """What was compiled since the last call, in words; None: nothing was. What the file lacks goes into it, and a
+        disk that is full costs the file. Cheap enough for every step.
         """
         new = _counts() - self._counts
         if not new:
@@ -56,9 +56,12 @@ class CompileCache:
         seconds = _compiled_s() - self._compiled_s
         self._counts, self._compiled_s = self._counts + new, self._compiled_s + seconds
         hits, graphs = new[HIT], new[HIT] + new[MISS] + new[UNCACHEABLE]
-        self._write()
         self._graphs, self._cached, self._total_s = self._graphs + graphs, self._cached + hits, self._total_s + seconds
-        self._record()
+        try:
+            self._write()
+            self._record()
+        except OSError as error:
+            self._session.say(f"compiled graphs are not kept: {error}")
         source = {0: "", graphs: ", from the cache"}.get(hits, f", {hits} of {graphs} graphs from the cache")
         return f"compiled in {seconds:.1f} s{source}"
 
@@ -87,11 +90,8 @@ class CompileCache:
         graphs, found = saved
         if _keys(found) <= self._held:
             return
-        try:
-            atomic.write_bytes(self._path, hashlib.sha256(graphs).digest() + graphs)
-            self._held = _keys(found)
-        except OSError as error:
-            self._session.say(f"compiled graphs are not kept: {error}")
+        atomic.write_bytes(self._path, hashlib.sha256(graphs).digest() + graphs)
+        self._held = _keys(found)
 
     def _record(self) -> None:
         """compiled.json: per phase of this start, what compiling took and how many graphs the cache had."""
