@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 import infra
+from job import ledger
 from rehearsal import provider
 from rehearsal.handlers import handler
 from rehearsal.handlers.table import Aws
@@ -153,8 +154,8 @@ class Pulumi(Engine):
             ["pulumi", command, *options, *common], folder=self._folder, environment=self._environment, say=self._say
         )
         events = _Events()
-        for line in log.read_text().splitlines() if log.exists() else []:
-            events.read(json.loads(line))
+        for event in ledger.read(log) if log.exists() else []:
+            events.read(event)
         return Result(
             ok=code == 0,
             changes=events.changes,

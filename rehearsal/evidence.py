@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from infra.errors import GpufleetError
 from infra.pricing import as_prepared
-from job import sizing
+from job import ledger, sizing
 from job.config import PretrainConfig, TwoTowerConfig
 from rehearsal.account import Resource
 
@@ -67,6 +67,15 @@ class Evidence:
         config = as_prepared(rehearsal.definition, rehearsal.project).job.parameters
         self.phases = sizing.phases(config)
         self.total_steps = sizing.total_steps(config)
+
+    def steps_done(self) -> dict[str, int]:
+        """Of each phase that has steps; fewer than planned where it ended early."""
+        found, first = {}, 0
+        for phase in (phase for phase in self.phases if phase.steps):
+            own = [int(line["step"]) for line in self.metrics if first < int(line["step"]) <= first + phase.steps]
+            found[phase.name] = max(own, default=first) - first
+            first += phase.steps
+        return found
 
     def resumptions(self) -> list[Resumption]:
         """One per interruption, in order."""
@@ -158,7 +167,8 @@ def _steps(evidence: Evidence, last: int) -> Check:
     assert watch is not None
     if isinstance(evidence.rehearsal.definition.job.parameters, PretrainConfig | TwoTowerConfig):
         held = last == max(watch.manifests, default=0) <= total
-        return Check(name="steps", figure=f"{last} of at most {total}, it may stop early", held=held)
+        done = sum(evidence.steps_done().values())
+        return Check(name="steps", figure=f"{done} of at most {total}, it may stop early", held=held)
     return Check(name="steps", figure=f"{last} of {total}", held=last == total)
 
 
@@ -202,4 +212,4 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return ledger.read(path) if path.exists() else []

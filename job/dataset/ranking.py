@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
     """[Q, M] and the models, sorted by id."""
     rows = {name: row for row, name in enumerate(queries)}
     judged: dict[tuple[int, str], int] = {}
-    reader = csv.DictReader(_open(path).splitlines())
+    reader = csv.DictReader(io.StringIO(_open(path), newline=""))
     if not {"query", "model", "label"} <= set(reader.fieldnames or ()):
         raise ValueError(f"{path}:1: header {reader.fieldnames}; it must name query, model and label")
     for line in reader:

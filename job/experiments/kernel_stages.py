@@ -27,10 +27,11 @@ from job.dataset.chat import Turn
 from job.experiments import tuning
 from job.kernels import ablation, adversarial, planted
 from job.kernels.catalog import TASKS, Task
-from job.kernels.funnel import Judge, Switches, Verdict
-from job.kernels.ledger import Ledger
+from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
+from job.kernels.verdict import Switches, Verdict
 from job.kernels.worker import Workers
+from job.ledger import Ledger
 from job.models import decoder
 from job.models.decoder import Decoder
 from job.models.generate import generate

@@ -17,8 +17,6 @@ answer. With `method: full` there is nothing to merge: one loss, answers, weight
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from job import atomic, sizing
+from job import ledger, sizing
 from job.dataset.packed import PROMPTS
 from job.dataset.rendering import open_chat_tokenizer
 from job.experiments import tuning
@@ -68,24 +66,19 @@ class Done:
     """What earlier attempts and this one have finished, by name; of these weights only. Rank 0 reads and writes it."""
 
     def __init__(self, path: Path, session: Session, weights: str) -> None:
-        self._path, self._session, self._weights = path, session, weights
-        lines = path.read_text(encoding="utf-8").splitlines() if session.world.first and path.exists() else []
-        records = [atomic.parse_object(line.encode()) or {} for line in lines]
-        self._kept = {r["name"]: r["value"] for r in records if r.get("weights") == weights}
+        self._session, self._weights = session, weights
+        self._ledger = ledger.Ledger(path) if session.world.first else None
+        entries = self._ledger.entries if self._ledger is not None else []
+        self._kept = {entry["name"]: entry["value"] for entry in entries if entry.get("weights") == weights}
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
         """What is kept under `name`, or `make`s it on all ranks and keeps it. On ranks other than 0 perhaps None."""
         if self._session.world.agree(name in self._kept):
             return self._kept.get(name)
         value = make()
-        if self._session.world.first:
+        if self._ledger is not None:
             self._kept[name] = value
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps({"name": name, "weights": self._weights, "value": value}, ensure_ascii=False)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            self._ledger.append({"name": name, "weights": self._weights, "value": value})
         return value
 
 
@@ -169,8 +162,7 @@ def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str
 def _answers(sft: Sft, module: Decoder, done: Done) -> list[dict[str, Any]]:
     """Held-out questions, answered greedily by base and adapter."""
     session, config = sft.session, sft.config
-    text = (session.data / PROMPTS).read_text(encoding="utf-8")
-    asked = [json.loads(line) for line in text.splitlines()][: config.eval.prompts]
+    asked = ledger.read(session.data / PROMPTS)[: config.eval.prompts]
     if not asked or not config.eval.sample_tokens:
         return []
     tokenizer = open_chat_tokenizer(sft.manifest.facts["tokenizer"], session.data)

@@ -12,9 +12,10 @@ from statistics import fmean
 from typing import Any
 
 from job.kernels import statistics
-from job.kernels.funnel import STAGES, Judge, Switches, Verdict, digest
-from job.kernels.ledger import Ledger
+from job.kernels.funnel import Judge, digest
 from job.kernels.planted import Candidate
+from job.kernels.verdict import STAGES, Switches, Verdict
+from job.ledger import Ledger
 
 FULL = "full"
 ROWS: dict[str, Switches] = {

@@ -55,9 +55,7 @@ class PackedBatches:
         self.waited_s = 0.0
         self._most = int(manifest.facts["most_examples"]) + 1  # and the padding at the end
         self._renderer, self._cut = renderer, (manifest.facts["loss_on"], int(manifest.facts["longest"]))
-        self._texts: list[str] = []
-        if renderer is not None:
-            self._texts = (folder / TEXTS).read_text(encoding="utf-8").splitlines()
+        self._texts = [] if renderer is None else (folder / TEXTS).read_bytes().split(b"\n")
         self._order = lru_cache(maxsize=2)(order)
 
     def steps(self, per_step: int, epochs: int) -> int:

@@ -19,8 +19,8 @@ from train_world import StopAt
 from job import atomic
 from job.config import from_json
 from job.experiments import kernel_stages
-from job.kernels.ledger import Ledger
 from job.kernels.worker import Workers
+from job.ledger import Ledger
 
 GENERATED, PLANTED = 4, 4
 

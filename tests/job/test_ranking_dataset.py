@@ -52,6 +52,12 @@ def test_a_folder_becomes_arrays_in_the_files_order(tmp_path: Path) -> None:
     assert (manifest.facts["relevant"], manifest.facts["best"], manifest.facts["discovery"]) == (3, 2, 2)
 
 
+def test_a_models_name_may_hold_any_character(tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text", labels=["q0,m\u20281,1", "q1,m1,2", "q2,m\u00852,1"])
+    ranking.prepare_ranking(tmp_path / "set", of_text(), text=text)
+    assert ranking.read(tmp_path / "set").names["models"] == ["m1", "m\u00852", "m\u20281"]
+
+
 def test_without_discovery_queries_there_are_none(tmp_path: Path) -> None:
     ranking.prepare_ranking(tmp_path / "set", of_text(), text=folder_of_text(tmp_path / "text"))
     assert ranking.read(tmp_path / "set").discovery.shape == (0, 16)

@@ -104,10 +104,15 @@ def test_validation_rows_are_spread_and_fixed(folder: Path) -> None:
     assert found.fixed(2).tolist() == [0, count // 2]
 
 
-def test_rows_tokenised_while_training_are_the_prepared_ones(tmp_path: Path) -> None:
-    config = from_json("sft-h100", sft.config(measures={"pretokenised": False}, data={"longest": 40}))
+@pytest.mark.parametrize("source", ["generated-pairs", "jsonl"])
+def test_rows_tokenised_while_training_are_the_prepared_ones(source: str, tmp_path: Path) -> None:
+    given = sft.config(measures={"pretokenised": False}, data={"longest": 40, "source": source})
+    config = from_json("sft-h100", given)
     assert isinstance(config, SftConfig)
-    manifest = prepare_sft(tmp_path / "data", config)
+    pairs = [{"instruction": f"what\u2028is\u2029{i}\u0085?", "response": "the answer"} for i in range(60)]
+    file = sft.jsonl(tmp_path, *pairs) if source == "jsonl" else None
+    tokenizer_file = sft.bpe(tmp_path, *sft.LLAMA)
+    manifest = prepare_sft(tmp_path / "data", config, text=file, tokenizer=tokenizer_file)
     tokenizer = open_chat_tokenizer(manifest.facts["tokenizer"], tmp_path / "data")
     renderer = Renderer(TEMPLATES["llama"], tokenizer)
     device = torch.device("cpu")

@@ -11,6 +11,7 @@ import torch
 import train_world as world
 from sft_world import CHATML, bpe, jsonl
 
+from job import ledger
 from job.config import from_json
 from job.config.sft import SftConfig
 from job.dataset.packed import PROMPTS, prepare_sft
@@ -27,7 +28,9 @@ CHANGED = {
     "lora": {"rank": 8, "dropout": 0.0},
     "eval": {"prompts": 2, "sample_tokens": 8, "every": 100},
 }
-PAIRS = [{"system": "be brief", "instruction": f"what is {i}?", "response": "the answer"} for i in range(60)]
+PAIRS = [  # with three characters that end a line for str.splitlines, but not in JSON
+    {"system": "be brief", "instruction": f"what\u2028is\u2029{i}\u0085?", "response": "the answer"} for i in range(60)
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,7 @@ def test_it_starts_from_those_weights_and_learns_the_answer(tuned: Path) -> None
 def test_the_merged_model_alone_gives_the_stored_answers(tuned: Path) -> None:
     module = build(hf.read_shape(tuned / "final"), compute=torch.float32, dtype=torch.bfloat16)
     hf.load(tuned / "final", module)
-    asked = [json.loads(line)["tokens"] for line in (tuned / "data" / PROMPTS).read_text().splitlines()]
+    asked = [item["tokens"] for item in ledger.read(tuned / "data" / PROMPTS)]
     stop = sft.results(tuned)["dataset"]["stop"]
     from tokenizers import Tokenizer
 
