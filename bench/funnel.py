@@ -22,8 +22,9 @@ import triton
 
 from job.config.kernel import Funnel
 from job.kernels import adversarial, planted
-from job.kernels.funnel import Judge, Switches, Verdict
+from job.kernels.funnel import Judge
 from job.kernels.planted import STOPS_AT
+from job.kernels.verdict import Switches, Verdict
 from job.kernels.worker import Workers
 
 LIMITS = Funnel(candidate_s=30.0, memory_gb=2.0, trials=3)

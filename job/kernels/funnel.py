@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -28,100 +25,8 @@ from job.kernels.catalog import Task
 from job.kernels.compilation import Compilation
 from job.kernels.planted import Candidate
 from job.kernels.timing import Rejected, Timing
+from job.kernels.verdict import STAGES, Course, Switches, Verdict
 from job.kernels.worker import Lost, Process, Workers
-
-STAGES = ("rules", "compile", "tiny", "full", "timing")
-PASSED = len(STAGES) + 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Switches:
-    """The extensions that can be left out for the ablation table. Isolation and limits cannot."""
-
-    funnel: bool = True  # rules and the list of operations; stages that stop at the first failure
-    multi_input: bool = True  # several random inputs and the adversarial ones; otherwise one random input
-    timing: bool = True  # calibrated; otherwise one call by the wall clock
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """`stage`: where it stopped, 1 to 5, or 6 when it passed all. Seconds are wall-clock."""
-
-    row: str
-    candidate: str
-    task: str
-    origin: str
-    label: str
-    source_sha256: str
-    passed: bool
-    stage: int
-    reason: str
-    seconds: dict[str, float]
-    cpu_s: float  # of the candidate's and the reference's process
-    isolated: bool | None  # namespaces were allowed; None: no process was needed
-    speedup: float | None = None
-    kernel_s: tuple[float, float, float] | None = None  # quartiles
-    reference_s: tuple[float, float, float] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Verdict:
-        """Raises TypeError for another version's line."""
-        pairs = {name: tuple(tree[name]) if tree[name] else None for name in ("kernel_s", "reference_s")}
-        return cls(**{**tree, **pairs})
-
-
-@dataclass(slots=True)
-class _Course:
-    """What is known of a candidate while it is judged."""
-
-    candidate: Candidate
-    switches: Switches
-    row: str
-    sha256: str
-    built: Path | None = None  # what stage 2 left
-    seconds: dict[str, float] = field(default_factory=dict)
-    stage: int = 1
-    cpu_s: float = 0.0
-    isolated: bool | None = None
-    timing: Timing | None = None
-
-    @contextmanager
-    def at(self, stage: str) -> Iterator[None]:
-        self.stage = STAGES.index(stage) + 1
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
-
-    def note(self, process: Process) -> None:
-        """One that is over."""
-        self.isolated = process.isolated
-        self.cpu_s += process.cpu_s
-
-    def verdict(self, reason: str | None) -> Verdict:
-        """None: it has passed."""
-        found = self.timing
-        return Verdict(
-            row=self.row,
-            candidate=self.candidate.name,
-            task=self.candidate.task,
-            origin=self.candidate.origin,
-            label=self.candidate.label,
-            source_sha256=self.sha256,
-            passed=reason is None,
-            stage=PASSED if reason is None else self.stage,
-            reason=reason or (found.why if found else ""),
-            seconds={name: round(value, 6) for name, value in self.seconds.items()},
-            cpu_s=round(self.cpu_s, 6),
-            isolated=self.isolated,
-            speedup=found.speedup if found else None,
-            kernel_s=found.kernel.quartiles if found and found.kernel else None,
-            reference_s=found.reference.quartiles if found and found.reference else None,
-        )
 
 
 class _ReferenceLost(Exception):
@@ -136,6 +41,7 @@ class Judge:
         self._device = "cuda" if gpus else "cpu"
         self._cores = len(os.sched_getaffinity(0))
         self.parallel = limits.workers or gpus or self._cores
+        self._at_once = self.parallel + (self._cores if gpus else 0)
         self.compilation = Compilation(workers, limits)
         self._free: SimpleQueue[int] = SimpleQueue()
         self._idle: list[SimpleQueue[Process]] = [SimpleQueue() for _ in range(max(1, gpus))]
@@ -157,30 +63,38 @@ class Judge:
         """Judges in parallel; `done` gets each verdict as it falls, in this thread. `check` may raise to give up: then
         what is under way is ended, without a verdict.
         """
-        waiting, running = iter(candidates), set[Future[_Course | Verdict]]()
-        ahead = self._cores if self._gpus else 0
+        waiting, running, more = iter(candidates), set[Future[Course | Verdict]](), True
+        with self._pools() as (compiles, runs):
+            while more or running:
+                check()
+                while more and len(running) < self._at_once:
+                    candidate = next(waiting, None)
+                    more = candidate is not None
+                    if candidate is not None:
+                        running.add(compiles.submit(self._begun, candidate, switches, row))
+                ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    found = future.result()
+                    if isinstance(found, Verdict):
+                        done(found)
+                    else:
+                        running.add(runs.submit(self._ended, found))
+
+    @contextmanager
+    def _pools(self) -> Iterator[tuple[ThreadPoolExecutor, ThreadPoolExecutor]]:
+        """For stages 1 and 2, and for the others. On an error what waits there never begins, what is at work ends."""
+        runs = ThreadPoolExecutor(self.parallel)
+        compiles = ThreadPoolExecutor(self._cores) if self._gpus else runs
         try:
-            with (
-                ThreadPoolExecutor(self.parallel) as runs,
-                ThreadPoolExecutor(ahead) if ahead else nullcontext(runs) as compiles,
-                self._workers.given_up_on_error(),
-            ):
-                more = True
-                while more or running:
-                    check()
-                    while more and len(running) < self.parallel + ahead:
-                        candidate = next(waiting, None)
-                        more = candidate is not None
-                        if candidate is not None:
-                            running.add(compiles.submit(self._begun, candidate, switches, row))
-                    ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-                    for future in ended:
-                        found = future.result()
-                        if isinstance(found, Verdict):
-                            done(found)
-                        else:
-                            running.add(runs.submit(self._ended, found))
+            yield compiles, runs
+        except BaseException:
+            for pool in (compiles, runs):
+                pool.shutdown(wait=False, cancel_futures=True)
+            self._workers.give_up()
+            raise
         finally:
+            compiles.shutdown()
+            runs.shutdown()
             self._close_idle()
 
     def verdict(self, candidate: Candidate, switches: Switches, row: str) -> Verdict:
@@ -188,9 +102,9 @@ class Judge:
         found = self._begun(candidate, switches, row)
         return found if isinstance(found, Verdict) else self._ended(found)
 
-    def _begun(self, candidate: Candidate, switches: Switches, row: str) -> _Course | Verdict:
+    def _begun(self, candidate: Candidate, switches: Switches, row: str) -> Course | Verdict:
         """Stages 1 and 2."""
-        course = _Course(candidate, switches, row, digest(candidate.source))
+        course = Course(candidate, switches, row, digest(candidate.source))
         try:
             if switches.funnel:
                 with course.at("rules"):
@@ -207,7 +121,7 @@ class Judge:
             return course.verdict(str(error))
         return course
 
-    def _ended(self, course: _Course) -> Verdict:
+    def _ended(self, course: Course) -> Verdict:
         """Stages 3 to 5."""
         gpu = self._free.get()
         try:
@@ -218,7 +132,7 @@ class Judge:
             self._free.put(gpu)
         return course.verdict(None)
 
-    def _judge(self, course: _Course, gpu: int) -> None:
+    def _judge(self, course: Course, gpu: int) -> None:
         built = course.built if self._gpus else None  # the interpreter has no use for it
         with course.at("tiny" if course.switches.funnel else "full"):
             process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, built=built)
@@ -228,7 +142,7 @@ class Judge:
             process.close()
             course.note(process)
 
-    def _run(self, task: Task, process: Process, course: _Course, gpu: int) -> None:
+    def _run(self, task: Task, process: Process, course: Course, gpu: int) -> None:
         wrong: Rejected | None = None
         switches, source = course.switches, course.candidate.source
         if switches.funnel:

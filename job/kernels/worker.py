@@ -10,8 +10,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +73,11 @@ class Workers:
         """The compiler's version."""
         return str(self._compiling.said["triton"])
 
-    @contextmanager
-    def given_up_on_error(self) -> Iterator[None]:
-        """Where its body raises, ends every process that is at work; whoever asks one of them next gets Lost."""
-        try:
-            yield
-        except BaseException:
-            for pids in (self._spawned, *(server.live for server in self._servers)):
-                for pid in list(pids):
-                    kill_all(pid)
-            raise
+    def give_up(self) -> None:
+        """Ends every process that is at work; whoever asks one of them next gets Lost."""
+        for pids in (self._spawned, *(server.live for server in self._servers)):
+            for pid in list(pids):
+                kill_all(pid)
 
     def start(
         self,

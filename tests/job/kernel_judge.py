@@ -9,8 +9,9 @@ from pathlib import Path
 from job.config.kernel import Funnel
 from job.kernels import planted
 from job.kernels.catalog import BY_NAME
-from job.kernels.funnel import Judge, Switches, Verdict
+from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
+from job.kernels.verdict import Switches, Verdict
 from job.kernels.worker import Workers
 
 LIMITS = Funnel(candidate_s=30.0, trials=2, memory_gb=2.0, workers=2)

@@ -13,7 +13,7 @@ from kernel_judge import judge, scratch, verdicts
 
 from job.kernels import adversarial
 from job.kernels.ablation import ROWS
-from job.kernels.funnel import Switches, Verdict
+from job.kernels.verdict import Switches, Verdict
 from job.kernels.worker import Workers
 
 FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}

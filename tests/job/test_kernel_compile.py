@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from kernel_judge import LIMITS, SEED, honest, judge, scratch, verdicts
 
 from job.kernels import catalog, planted, tasks, worker
 from job.kernels.compilation import Compilation
-from job.kernels.funnel import Judge, Switches
+from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
+from job.kernels.verdict import Switches
 from job.kernels.worker import Lost, Process, Workers
 
 OFF = Switches(funnel=False)
@@ -245,44 +249,67 @@ def test_where_nothing_can_be_compiled_candidates_are_only_loaded_and_the_reason
     assert found.stage == 3
 
 
-def test_with_gpus_candidates_are_compiled_ahead_of_those_that_run(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def crowd(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
+    """Five to be judged as with GPUs, of the sizes of a CPU."""
     monkeypatch.setitem(tasks.FULL, "cuda", (9, 130))
     monkeypatch.setitem(tasks.SECOND, "cuda", (3, 7, 61))
-    source, seeded = planted.source(catalog.BY_NAME["square"], body=unlike(2)), list[int]()
-    count, all_compiled, start = 3, threading.Event(), workers.start
+    source = planted.source(catalog.BY_NAME["square"], body=unlike(2))
+    return [
+        Candidate(name=f"c{n}", task="square", source=f"{source}# {n}\n", origin="generated", label=f"{n}")
+        for n in range(5)
+    ]
 
-    def watched(**given: object) -> Process:
-        if given.get("compiles") or given.get("guarded") is False:
-            return start(**given)  # type: ignore[arg-type]
-        assert all_compiled.wait(60.0)  # no candidate runs before
-        assert isinstance(given["built"], Path)
-        seeded.append(cubins(given["built"]))
-        return start(**given)  # type: ignore[arg-type]
 
-    compile_one = Compilation.of
+def held_back(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[Path]]:
+    """Lets no candidate run before an event, and lists what those that run then are given."""
+    start, go, given = workers.start, threading.Event(), list[Path]()
 
-    def counted(self: Compilation, *given: object) -> object:
-        outcome = compile_one(self, *given)  # type: ignore[arg-type]
-        done.append(1)
-        if len(done) == count:
-            all_compiled.set()
-        return outcome
+    def watched(**named: Any) -> Process:
+        if not named.get("compiles") and named.get("guarded", True):
+            assert go.wait(60.0)
+            given.append(named["built"])
+        return start(**named)
 
-    done: list[int] = []
     monkeypatch.setattr(workers, "start", watched)
+    return go, given
+
+
+def test_with_gpus_candidates_are_compiled_ahead_of_those_that_run(
+    workers: Workers, crowd: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (go, given), compile_one, compiled = held_back(workers, monkeypatch), Compilation.of, list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        found = compile_one(*arguments)
+        compiled.append(1)
+        if len(compiled) == len(crowd) - 2:  # as many at once as there are cores and GPUs
+            go.set()
+        return found
+
     monkeypatch.setattr(Compilation, "of", counted)
-    made = Judge(LIMITS, SEED, workers, gpus=1)
-    found = verdicts(
-        made,
-        [
-            Candidate(name=f"c{n}", task="square", source=f"{source}# {n}\n", origin="generated", label=f"{n}")
-            for n in range(count)
-        ],
-    )
-    assert [verdict.passed for verdict in found.values()] == [True] * count
-    assert seeded == [1] * count  # no size here is a multiple of 16
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    found = verdicts(Judge(replace(LIMITS, workers=None), SEED, workers, gpus=1), crowd)
+    assert [verdict.passed for verdict in found.values()] == [True] * len(crowd)
+    assert [cubins(folder) for folder in given] == [1] * len(crowd)  # no size here is a multiple of 16
+
+
+def test_what_is_compiled_and_waits_for_a_gpu_is_given_up_with_the_rest(
+    workers: Workers, crowd: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, given = held_back(workers, monkeypatch)
+    crowd = [replace(candidate, source=candidate.source + "# again\n") for candidate in crowd[:3]]
+    before = len(list(workers.folder.glob("compiled/[0-9a-f]*")))
+
+    def check() -> None:
+        if len(list(workers.folder.glob("compiled/[0-9a-f]*"))) == before + len(crowd):
+            go.set()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    with pytest.raises(KeyboardInterrupt):
+        Judge(replace(LIMITS, workers=None), SEED, workers, gpus=1).all(crowd, Switches(), "full", print, check)
+    assert len(given) == 1
 
 
 def test_the_layouts_compiled_for_are_those_of_the_inputs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

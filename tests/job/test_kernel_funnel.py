@@ -14,8 +14,8 @@ import torch
 from kernel_judge import SEED, honest, judge, scratch, verdicts
 
 from job.kernels import catalog, planted, tasks, timing, wire
-from job.kernels.funnel import Switches, Verdict
 from job.kernels.planted import KINDS, STOPS_AT, Candidate
+from job.kernels.verdict import Switches, Verdict
 from job.kernels.worker import Lost, Process, Workers
 
 MULTIPLY = """

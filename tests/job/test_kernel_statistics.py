@@ -9,8 +9,8 @@ import pytest
 
 from job.kernels import ablation, curriculum
 from job.kernels.ablation import carried, line
-from job.kernels.funnel import Verdict
 from job.kernels.statistics import fast_p, interval, paired_interval, pass_at_k
+from job.kernels.verdict import Verdict
 
 
 def test_pass_at_k_is_the_hand_computed_chance() -> None:

@@ -1,0 +1,107 @@
+"""What is known of a candidate: while it is judged, and afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from job.kernels.planted import Candidate
+from job.kernels.timing import Timing
+from job.kernels.worker import Process
+
+STAGES = ("rules", "compile", "tiny", "full", "timing")
+PASSED = len(STAGES) + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switches:
+    """The extensions that can be left out for the ablation table. Isolation and limits cannot."""
+
+    funnel: bool = True  # rules and the list of operations; stages that stop at the first failure
+    multi_input: bool = True  # several random inputs and the adversarial ones; otherwise one random input
+    timing: bool = True  # calibrated; otherwise one call by the wall clock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """`stage`: where it stopped, 1 to 5, or 6 when it passed all. Seconds are wall-clock."""
+
+    row: str
+    candidate: str
+    task: str
+    origin: str
+    label: str
+    source_sha256: str
+    passed: bool
+    stage: int
+    reason: str
+    seconds: dict[str, float]
+    cpu_s: float  # of the candidate's and the reference's process
+    isolated: bool | None  # namespaces were allowed; None: no process was needed
+    speedup: float | None = None
+    kernel_s: tuple[float, float, float] | None = None  # quartiles
+    reference_s: tuple[float, float, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Verdict:
+        """Raises TypeError for another version's line."""
+        pairs = {name: tuple(tree[name]) if tree[name] else None for name in ("kernel_s", "reference_s")}
+        return cls(**{**tree, **pairs})
+
+
+@dataclass(slots=True)
+class Course:
+    """One that is being judged."""
+
+    candidate: Candidate
+    switches: Switches
+    row: str
+    sha256: str
+    built: Path | None = None  # what stage 2 left
+    seconds: dict[str, float] = field(default_factory=dict)
+    stage: int = 1
+    cpu_s: float = 0.0
+    isolated: bool | None = None
+    timing: Timing | None = None
+
+    @contextmanager
+    def at(self, stage: str) -> Iterator[None]:
+        self.stage = STAGES.index(stage) + 1
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+
+    def note(self, process: Process) -> None:
+        """One that is over."""
+        self.isolated = process.isolated
+        self.cpu_s += process.cpu_s
+
+    def verdict(self, reason: str | None) -> Verdict:
+        """None: it has passed."""
+        found = self.timing
+        return Verdict(
+            row=self.row,
+            candidate=self.candidate.name,
+            task=self.candidate.task,
+            origin=self.candidate.origin,
+            label=self.candidate.label,
+            source_sha256=self.sha256,
+            passed=reason is None,
+            stage=PASSED if reason is None else self.stage,
+            reason=reason or (found.why if found else ""),
+            seconds={name: round(value, 6) for name, value in self.seconds.items()},
+            cpu_s=round(self.cpu_s, 6),
+            isolated=self.isolated,
+            speedup=found.speedup if found else None,
+            kernel_s=found.kernel.quartiles if found and found.kernel else None,
+            reference_s=found.reference.quartiles if found and found.reference else None,
+        )
