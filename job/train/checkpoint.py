@@ -252,6 +252,13 @@ class Checkpoints:
                 yield path, commit
 
 
+def all_finite(state: State) -> Tensor:
+    """Whether every number of this rank's part is finite: a scalar bool on its device, which nothing waits for."""
+    parts = [local(tensor) for tensors in state.values() for tensor in tensors.values()]
+    ends = [end for part in parts if part.is_floating_point() and part.numel() for end in part.aminmax()]
+    return torch.stack([end.float() for end in ends]).isfinite().all()  # a NaN is both ends of what holds it
+
+
 @contextmanager
 def _without_crc32() -> Iterator[None]:
     """torch.save spends a third of its CPU time on checksums of its own (300 MB: 0.29 s with, 0.19 s without, 2 cores,

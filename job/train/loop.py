@@ -24,7 +24,7 @@ from job import atomic, sizing
 from job.config import KEEPS_BEST
 from job.dataset.prepare import read_manifest
 from job.train import device, metrics, optimizer, step
-from job.train.checkpoint import Commit, Found, Reason, Saved, State
+from job.train.checkpoint import Commit, Found, Reason, Saved, State, all_finite
 from job.train.compile_cache import CompileCache
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
 from job.train.guard import SpikeGuard
@@ -161,7 +161,9 @@ class Loop:
         self._clock.stop()
         val_loss = None
         if evaluated:
-            self.val_loss = val_loss = self.experiment.evaluate(phase, module, rung)
+            val_loss = self.experiment.evaluate(phase, module, rung)
+            self._require_finite(val_loss)
+            self.val_loss = val_loss
             self._ended = self.experiment.stop_early(phase, val_loss)
             if self._ended is not None:
                 self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
@@ -215,6 +217,7 @@ class Loop:
         if self.world.agree(checkpoints.saved_step == self.step):
             return
         self._clock.settle()
+        self._finite &= all_finite(state)  # the update of this very step: its loss was of the weights before
         self._require_finite()
         if val_loss is not None:
             self._best = min(self._best, val_loss)
@@ -267,12 +270,18 @@ class Loop:
         self.session.say(f"stopped after step {self.step}: {reason}")
         raise Stopped(reason)
 
-    def _require_finite(self) -> None:
-        if self.world.sum((~self._finite).float()).item():
-            raise LossNotFiniteError(
-                f"loss or gradients are not finite at step {self.step}; nothing was saved since step "
-                f"{max(self.session.checkpoints.saved_step, 0)}, which is good. Lower optim.lr or optim.clip."
-            )
+    def _require_finite(self, val_loss: float | None = None) -> None:
+        """Of all ranks and every step so far; `val_loss`: of this step's evaluation."""
+        what = "loss, gradients or weights are"
+        if not self.world.sum((~self._finite).float()).item():
+            if val_loss is None or math.isfinite(val_loss):
+                return
+            what = f"the validation loss is {val_loss}, which is"
+        saved = self.session.checkpoints.saved_step
+        before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
+        raise LossNotFiniteError(
+            f"{what} not finite at step {self.step}; {before}. Lower optim.lr or optim.clip and start a run anew"
+        )
 
     def _choose_rung(self, phase: Phase) -> sizing.Rung:
         """The rung asked for, or the first lower one that is predicted to fit this GPU. Left in rung.json."""

@@ -17,6 +17,7 @@ from train_world import STEPS, StopAt
 
 from job import atomic
 from job.config import from_json
+from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
 from job.train import metrics, step
 from job.train.requests import Requests
@@ -159,8 +160,37 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
     monkeypatch.setattr(step, "update", broken)
     workdir = world.make(tmp_path, log={"every": 100}, eval={"every": 100})  # it is seen before a save, without a log
     assert world.train(workdir, StopAt(workdir, saves=(1, 3))) == 65
-    assert "LossNotFiniteError: loss or gradients are not finite" in fatal(workdir)
+    detail = fatal(workdir)
+    assert "LossNotFiniteError: loss, gradients or weights are not finite at step" in detail
+    assert "the checkpoint of step 1 is from before" in detail
     assert world.committed(workdir) == [1]
+
+
+def test_weights_that_an_update_made_nan_are_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = step.update
+
+    def broken(*given: Any) -> step.StepResult:
+        result = real(*given)  # finite, as its gradients are
+        if given[4] == STEPS - 1:
+            with torch.no_grad():
+                next(given[1].parameters())[0, 0] = float("nan")
+        return result
+
+    monkeypatch.setattr(step, "update", broken)
+    monkeypatch.setattr(TinystoriesGrowth, "evaluate", lambda *_: 1.0)
+    monkeypatch.setattr(TinystoriesGrowth, "saves_improvements", False)
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, saves=(1,))) == 65
+    assert f"weights are not finite at step {STEPS}; the checkpoint of step 1 is from before" in fatal(workdir)
+    assert world.committed(workdir) == [1]
+
+
+def test_a_validation_loss_that_is_nan_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinystoriesGrowth, "evaluate", lambda *_: float("nan"))
+    workdir = world.make(tmp_path)
+    assert world.train(workdir) == 65
+    detail = fatal(workdir)
+    assert "LossNotFiniteError: the validation loss is nan, which is not finite at step 2; nothing is saved" in detail
 
 
 @pytest.mark.parametrize(
