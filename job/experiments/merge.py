@@ -10,9 +10,10 @@ Casting merged weights to bf16 rounds part of the adapter's effect away, so the 
 | adapter_fp32 | base and adapter            | fp32     | 32 of them         |
 | merged_fp32  | merged in fp32              | fp32     | the same 32        |
 
-The fp32 merge must match the adapter within 1e-5 nats; the bf16 one is the deliverable where it is within 0.002 of it,
-the fp32 one otherwise. What is finished is in stages/sft.jsonl, so a restart repeats neither a validation nor an
-answer. With `method: full` there is nothing to merge: one loss, answers, weights in bf16.
+The fp32 merge must match the adapter within 1e-5 nats; where it does not, no merge is delivered and the run has failed,
+its adapter and losses kept. The bf16 one is the deliverable where it is within 0.002 nats of the adapter, the fp32 one
+otherwise. What is finished is in stages/sft.jsonl, so a restart repeats neither a validation nor an answer. With
+`method: full` there is nothing to merge: one loss, answers, weights in bf16.
 """
 
 from __future__ import annotations
@@ -41,6 +42,17 @@ MATCH = 1e-5  # nats: the fp32 merge against the adapter
 CLOSE = 0.002  # nats: the bf16 merge against the adapter (the same)
 ANSWERS_AT_ONCE = 20
 STAGES = Path("stages") / "sft.jsonl"
+
+
+class MergeDiffersError(ValueError):
+    """The merged weights are not what was trained, by so many nats. The adapter is."""
+
+    def __init__(self, nats: float) -> None:
+        super().__init__(
+            f"the weights merged in fp32 differ from base and adapter by {nats:.1e} nats, more than {MATCH:g}: no "
+            "merged weights were written. What was trained is good: it is in final/adapter/, losses and answers are in "
+            "results.json. Load base and adapter together, as PEFT does, or merge them elsewhere"
+        )
 
 
 class Variant(NamedTuple):
@@ -83,7 +95,9 @@ class Done:
 
 
 def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
-    """All of it; what goes into results.json (on rank 0). Raises Stopped between two micro-batches or tokens."""
+    """All of it; what goes into results.json (on rank 0). Merged weights that do not match are not written. Raises
+    Stopped between two micro-batches or tokens.
+    """
     session, adapter = sft.session, sft.config.method == "lora"
     trained = f"{sft.phases[0].last} {sft.val_loss!r}"  # equal for equal weights; a resumed run may have others
     done = Done(session.workdir / STAGES, session, trained)
@@ -92,8 +106,9 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
     for variant in VARIANTS if adapter else ():
         losses[variant.name] = done.get(f"loss {variant.name}", partial(_loss, sft, module, variant))
     answers = _answers(sft, module, done)
+    report: dict[str, Any] | None = None
+    dtype: torch.dtype | None = torch.bfloat16
     if not adapter:
-        report, dtype = None, torch.bfloat16
         losses = {"trained": {"loss": sft.val_loss, "rows": len(sft.batches.fixed(sft.config.eval.rows))}}
         tensors = tuning.gathered(session, module)
     elif session.world.first:
@@ -105,6 +120,8 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
     else:
         return {}  # every rank has it all, and the first one writes it
     found = {"losses": losses, "merge": report}
+    if dtype is None:
+        return {**found, "answers": answers}
     phase = sft.phases[0]
     meta = {"experiment": "sft-h100", "phase": phase.name, "step": phase.last, "val_loss": sft.val_loss}
     meta |= {"trained": trained, **found}
@@ -138,16 +155,16 @@ def _loss(sft: Sft, module: Decoder, variant: Variant) -> dict[str, Any]:
     return {"loss": loss, "rows": len(rows), "compute": compute}
 
 
-def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str, Any], torch.dtype]:
-    """What the losses say of the merge, and the dtype to deliver."""
+def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str, Any], torch.dtype | None]:
+    """What the losses say of the merge, and the dtype to deliver, None: none."""
     exact = abs(losses["merged_fp32"]["loss"] - losses["adapter_fp32"]["loss"])
     rounded = abs(losses["merged_bf16"]["loss"] - losses["adapter"]["loss"])
     matches, close = exact <= MATCH, rounded <= CLOSE
-    name = "bf16" if close else "fp32"
+    name = None if not matches else "bf16" if close else "fp32"
     say(
         f"merge: fp32 differs from the adapter by {exact:.1e} nats (limit {MATCH:g}: "
-        f"{'matches' if matches else 'DOES NOT MATCH, do not use it; the adapter is good'}), "
-        f"bf16 by {rounded:.1e} (limit {CLOSE:g}); the deliverable is {name}"
+        f"{'matches' if matches else 'DOES NOT MATCH'}), bf16 by {rounded:.1e} (limit {CLOSE:g}); "
+        f"the deliverable is {name or 'the adapter alone'}"
     )
     report = {
         "fp32_difference": exact,
@@ -156,7 +173,7 @@ def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str
         "bf16_close": close,
         "deliverable": name,
     }
-    return report, torch.bfloat16 if close else torch.float32
+    return report, {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
 def _answers(sft: Sft, module: Decoder, done: Done) -> list[dict[str, Any]]:

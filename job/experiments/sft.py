@@ -91,11 +91,17 @@ class Sft(Experiment):
         self.trained_s = time.monotonic() - self._began
 
     def finish(self) -> None:
-        """Validation of the merge, stored answers, final/, results.json. Raises Stopped."""
+        """Validation of the merge, stored answers, final/, results.json. Raises Stopped; MergeDiffersError, on every
+        rank, when all of it is written.
+        """
         assert self.module is not None
         found = merge.finish(self, self.module)
         if self.session.world.first:
             atomic.write_json(self.session.workdir / "results.json", self._results(found))
+        report = found.get("merge")  # None: nothing was merged, or another rank has it
+        refused = self.session.world.agree(report and not report["fp32_matches"] and report["fp32_difference"])
+        if refused:
+            raise merge.MergeDiffersError(refused)
 
     def _make(self, *, fresh: bool) -> Decoder:
         """On the device, replicated or sharded."""

@@ -22,7 +22,7 @@ from job.config import from_json
 from job.config.common import CosineAdamW, Decoder
 from job.experiments import merge, tuning
 from job.experiments.sft import Sft
-from job.models import decoder, hf
+from job.models import decoder, hf, lora
 from job.models.decoder import build
 from job.train import __main__ as trainer
 
@@ -186,9 +186,36 @@ def test_a_bf16_merge_that_loses_too_much_is_delivered_in_fp32() -> None:
     assert (report["deliverable"], dtype) == ("fp32", torch.float32)
     report, dtype = merge._judge({**table, "merged_bf16": {"loss": 2.0019}}, said.append)
     assert (report["deliverable"], dtype) == ("bf16", torch.bfloat16)
-    report, _ = merge._judge({**table, "merged_fp32": {"loss": 2.00002}}, said.append)
-    assert report["fp32_matches"] is False
+
+
+@pytest.mark.parametrize("wrong", [2.00002, math.nan])
+def test_a_merge_that_does_not_match_the_adapter_is_not_delivered(wrong: float) -> None:
+    near = {"loss": 2.0}
+    said: list[str] = []
+    table = {"adapter": near, "adapter_fp32": near, "merged_bf16": near, "merged_fp32": {"loss": wrong}}
+    report, dtype = merge._judge(table, said.append)
+    assert (report["fp32_matches"], report["deliverable"], dtype) == (False, None, None)
     assert "DOES NOT MATCH" in said[-1]
+
+
+def test_a_run_whose_merge_does_not_match_fails_with_its_adapter_and_evidence_kept(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = sft.make(tmp_path)
+    merged = lora.LoraLinear.merged
+    monkeypatch.setattr(lora.LoraLinear, "merged", lambda self: merged(self) * 1.05)
+    assert world.train(workdir) == trainer.FATAL
+    fatal = atomic.read_object(workdir / "fatal.json")
+    assert fatal is not None
+    assert fatal["error"] == "MergeDiffersError"
+    assert "no merged weights were written" in fatal["detail"]
+    assert sorted(path.name for path in (workdir / "final").iterdir()) == ["adapter"]
+    adapter, good = (load_file(folder / "final" / "adapter" / hf.ADAPTER) for folder in (workdir, finished))
+    assert all(torch.equal(adapter[name], good[name]) for name in good)
+    table = sft.results(workdir)
+    assert (table["merge"]["fp32_matches"], table["merge"]["deliverable"]) == (False, None)
+    assert table["answers"] == sft.results(finished)["answers"]
+    assert "weights_sha256" not in table
 
 
 def test_measures_that_are_off_cost_time_and_change_nothing(finished: Path, tmp_path: Path) -> None:
