@@ -1,89 +1,64 @@
 """Stage 1: syntax, and what a candidate may say. A list of what is allowed, because one of what is not has holes.
 
 A module holds imports, constants, `@triton.jit` functions and functions that launch them; `kernel_function` is the
-entry. Names, attributes and modules are those a kernel needs: no way to reach the interpreter, another module's
-insides, or an operation of torch that computes. Under the interpreter kernels are Python too, so they have no more
-rights. What an operator does to a tensor cannot be seen here: `FORBIDDEN_OPS` is what the run's own list is held to.
+entry. Each kind of node is allowed in its positions, each name has one meaning, which is the one that Python will find,
+and attributes and modules are those a kernel needs: no way to reach the interpreter, another module's insides, or an
+operation of torch that computes. Under the interpreter kernels are Python too, so they have no more rights. A module
+has no memory: nothing that outlives a call can be changed, so one call cannot know how many came before it. What an
+operator does to a tensor cannot be seen here: `forbidden_ops` is what the run's own list is held to.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+from job.kernels import source_text
 from job.kernels.catalog import ENTRY
+from job.kernels.vocabulary import ALLOWED_OPS, BUILTINS, LANGUAGE, MATH, METHODS, MODULES, PLAIN_CALLS, TORCH, TRITON
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-MODULES = {"torch": "torch", "triton": "triton", "triton.language": "tl", "math": "math"}
-TORCH = _words(
-    "empty empty_like empty_strided zeros zeros_like Tensor dtype float16 float32 float64 bfloat16 int8 uint8 int16 "
-    "int32 int64 bool strided contiguous_format preserve_format"
-)
-TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language")
-MATH = _words("ceil floor log2 sqrt pi e inf")
-LANGUAGE = _words(
-    "abs advance arange argmax argmin associative_scan assume atomic_add atomic_and atomic_cas atomic_max atomic_min "
-    "atomic_or atomic_xchg atomic_xor bfloat16 bitcast block_type broadcast broadcast_to cast cat cdiv ceil clamp "
-    "constexpr cos cumprod cumsum debug_barrier device_assert dot dtype erf exp exp2 expand_dims fdiv flip float16 "
-    "float32 float64 floor fma full gather histogram int1 int16 int32 int64 int8 interleave join load log log2 "
-    "make_block_ptr math max max_constancy max_contiguous maximum min minimum multiple_of num_programs permute "
-    "pointer_type program_id ravel reduce reshape rsqrt sigmoid sin softmax sort split sqrt sqrt_rn static_assert "
-    "static_range store sum swizzle2d tensor trans uint16 uint32 uint64 uint8 umulhi view where xor_sum zeros "
-    "zeros_like div_rn"
-)
-METHODS = _words(
-    "shape size stride numel contiguous is_contiguous dtype device data_ptr element_size ndim dim view reshape is_cuda "
-    "new_empty expand t T transpose permute flatten unsqueeze squeeze to clone element_ty itemsize append items get "
-    "broadcast_to trans value"
-)
-BUILTINS = _words(
-    "len range min max int float bool tuple list dict isinstance enumerate zip ValueError TypeError RuntimeError "
-    "AssertionError True False None"
-)
+PYTHONS = frozenset(dir(builtins))  # what a name means at the top of a module before, or where, it is given no meaning
+DECORATORS = ("triton.jit", "triton.autotune", "triton.heuristics")
+# At the top a call is made once, and gives what cannot be changed.
+TOP_CALLS = {"triton.cdiv", "triton.next_power_of_2", "triton.language.constexpr", "int", "float", "bool", "min", "max",
+             "len", "tuple", *(f"math.{name}" for name in MATH)}  # fmt: skip
 STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.For, ast.While, ast.Assert, ast.Raise,
     ast.Pass, ast.Break, ast.Continue,
 )  # fmt: skip
+# Expressions of which everything that is evaluated is a child to be looked at; Name, Attribute, Lambda and those with
+# names of their own are looked at apart.
+CONSTANTS = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple, ast.Subscript)
 EXPRESSIONS = (
-    ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.keyword, ast.Attribute, ast.Subscript,
-    ast.Slice, ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Dict, ast.Lambda, ast.ListComp, ast.GeneratorExp,
-    ast.comprehension, ast.Starred, ast.JoinedStr, ast.FormattedValue, ast.arguments, ast.arg, ast.NamedExpr,
-    ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
+    *CONSTANTS, ast.Call, ast.keyword, ast.Slice, ast.List, ast.Dict, ast.Starred, ast.JoinedStr, ast.FormattedValue,
 )  # fmt: skip
-# What torch functions a run may call: making outputs, looking at a tensor, moving it about. Triton's interpreter adds
-# those that wrap memory.
-ALLOWED_OPS = METHODS | {
-    "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "untyped_storage", "storage_offset", "__get__",
-    "is_floating_point", "set_", "copy_", "cpu", "new_tensor", "__len__", "is_pinned", "nbytes", "untyped",
-}  # fmt: skip
+WORDLESS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.Load, ast.Store)
+ANNOTATION = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Tuple, ast.BinOp, ast.BitOr, ast.Load)
 
 
 def problem(source: str) -> str | None:
     """The first thing that is not allowed, with its line; None when there is none."""
-    if len(source) > 100_000:
-        return "longer than 100,000 characters"
+    if (why := source_text.unreadable(source)) is not None:
+        return why
     try:
         with _PARSER:
             tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"syntax: {str(error)[:200]}"
-    try:
-        _Module(tree)
+            _Module(tree, source_text.lines(source))
     except _Forbidden as error:
         return str(error)
     except RecursionError:
         return "nested too deeply"
+    except (SyntaxError, ValueError, MemoryError) as error:
+        return f"syntax: {str(error)[:200]}"
     return None
 
 
 def forbidden_ops(names: Iterable[str]) -> list[str]:
     """Torch functions among `names`, as a run reports them, that compute something."""
-    return sorted(str(name) for name in names if name not in ALLOWED_OPS)
+    return sorted(name for name in names if name not in ALLOWED_OPS)
 
 
 _PARSER = threading.Lock()  # CPython 3.11 counts the depth of all threads' trees in one place, and trips over it
@@ -97,149 +72,245 @@ class _Forbidden(Exception):
 class _Module:
     """Walks a module once; raises at the first thing that is not allowed."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, lines: list[str]) -> None:
+        self.lines = lines
         self.modules: dict[str, str] = {}  # name in the source -> module
+        self.top: set[str] = set()  # names that the module gives a meaning
+        self.lists: set[str] = set()  # of those, what could be changed: for decorators alone
+        self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.kernels: set[str] = set()
+        self.launched: set[str] = set()
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        self.known = BUILTINS | {function.name for function in functions}
+        for function in functions:
+            self._name_at_top(function, function.name)
+        for node in tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._import(node)
+        for function in functions:
+            if any(self._full(decorator) == "triton.jit" for decorator in function.decorator_list):
+                self.kernels.add(function.name)
         for node in tree.body:
             self._top(node)
         for function in functions:
-            if any(self._is_jit(decorator) for decorator in function.decorator_list):
-                self.kernels.add(function.name)
-        for function in functions:
             self._function(function)
-        self._entry(tree, functions)
+        if not self.kernels:
+            raise _Forbidden(tree, "there is no @triton.jit kernel")
+        if ENTRY not in {function.name for function in functions} - self.kernels:
+            raise _Forbidden(tree, f"there is no function {ENTRY}")
+        if not self.launched & self.kernels:
+            raise _Forbidden(tree, "no kernel is launched")
+
+    # The module's own level.
+
+    def _name_at_top(self, node: ast.AST, name: str) -> None:
+        """One meaning each, and none of Python's: before it gets ours it would have that."""
+        self._new(node, name)
+        if name in PYTHONS or name in self.top:
+            raise _Forbidden(node, f"{name} is given another meaning")
+        self.top.add(name)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        if isinstance(node, ast.ImportFrom) and (node.module, [alias.name for alias in node.names], node.level) != (
+            "triton", ["language"], 0
+        ):  # fmt: skip
+            raise _Forbidden(node, f"import from {node.module}: import the module itself")
+        for alias in node.names:
+            module = "triton.language" if isinstance(node, ast.ImportFrom) else alias.name
+            if module not in MODULES:
+                raise _Forbidden(node, f"import of {module}; allowed are {', '.join(MODULES)}")
+            whole = alias.asname is None and isinstance(node, ast.Import)
+            name = module.split(".")[0] if whole else alias.asname or alias.name
+            meant = name if whole else module
+            if self.modules.get(name) != meant:
+                self._name_at_top(node, name)
+                self.modules[name] = meant
 
     def _top(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                self._import(node, alias.name, alias.asname or alias.name.split(".")[0], bool(alias.asname))
-        elif isinstance(node, ast.ImportFrom):
-            if (node.module, [alias.name for alias in node.names]) != ("triton", ["language"]):
-                raise _Forbidden(node, f"import from {node.module}: import the module itself")
-            self.modules[node.names[0].asname or "language"] = "triton.language"
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if isinstance(node, ast.AnnAssign):
+                self._annotation(node.annotation)
+            if node.value is None:
+                raise _Forbidden(node, "a name without a value")
+            if isinstance(node.value, ast.List | ast.Dict | ast.ListComp):
+                self._expression(node.value)
+                self.lists |= {target.id for target in targets if isinstance(target, ast.Name)}
+            else:
+                self._constant(node.value)
             for target in targets:
                 if not isinstance(target, ast.Name):
                     raise _Forbidden(node, "only names are assigned at the top")
-                self._bind(target, target.id)
-            if node.value is not None:
-                self._expression(node.value)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            return
-        elif not isinstance(node, ast.FunctionDef):
+                self._name_at_top(target, target.id)
+        elif not isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom) and not (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):
             raise _Forbidden(node, f"{type(node).__name__} at the top: only imports, constants and functions")
 
-    def _import(self, node: ast.stmt, module: str, name: str, renamed: bool) -> None:
-        if module not in MODULES:
-            raise _Forbidden(node, f"import of {module}; allowed are {', '.join(MODULES)}")
-        self.modules[name] = module if renamed else module.split(".")[0]
+    def _constant(self, node: ast.expr) -> None:
+        """At the top or a default: a value that cannot be changed."""
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and part.id in self.lists:
+                raise _Forbidden(part, f"{part.id} can be changed, and outlives a call")
+            if isinstance(part, ast.Call) and self._full(part.func) not in TOP_CALLS:
+                raise _Forbidden(part, "a call at the top, or in a default, that may give what can be changed")
+            if isinstance(part, ast.List | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.Lambda):
+                raise _Forbidden(part, f"{type(part).__name__} at the top, or in a default: it outlives a call")
+        self._expression(node)
 
-    def _bind(self, node: ast.AST, name: str) -> None:
-        if name.startswith("_") and name.startswith("__"):
+    def _function(self, function: ast.FunctionDef) -> None:
+        kept, self.lists = self.lists, set()  # for decorators
+        for decorator in function.decorator_list:
+            name = self._full(decorator.func if isinstance(decorator, ast.Call) else decorator)
+            if name not in DECORATORS:
+                raise _Forbidden(function, f"the decorator {name}")
+            if isinstance(decorator, ast.Call):
+                self._expression(decorator)
+        self.lists = kept
+        if getattr(function, "type_params", None):
+            raise _Forbidden(function, "parameters that are types")
+        if function.name in self.kernels and (why := source_text.misread(function, self.lines)) is not None:
+            raise _Forbidden(function, why)
+        if function.returns is not None:
+            self._annotation(function.returns)
+        self._arguments(function.args)
+        with self._scope(function, [*_argument_names(function.args), *_stored(function.body)]):
+            for statement in function.body:
+                self._statement(statement)
+
+    # Statements and expressions. Whatever is not named here is not allowed.
+
+    def _statement(self, node: ast.stmt) -> None:
+        if not isinstance(node, STATEMENTS):
+            raise _Forbidden(node, f"{type(node).__name__} is not allowed")
+        for name, value in ast.iter_fields(node):
+            for part in value if isinstance(value, list) else [value]:
+                if name == "annotation":
+                    self._annotation(part)
+                elif isinstance(part, ast.stmt):
+                    self._statement(part)
+                elif isinstance(part, ast.expr):
+                    self._expression(part)
+                elif isinstance(part, ast.AST) and not isinstance(part, WORDLESS):
+                    raise _Forbidden(node, f"{type(part).__name__} is not allowed")
+
+    def _annotation(self, node: ast.expr) -> None:
+        """Python evaluates it. Names of types, one of several, or text."""
+        for part in ast.walk(node):
+            if not isinstance(part, ANNOTATION):
+                raise _Forbidden(node, f"{type(part).__name__} in an annotation")
+        self._expression(node)
+
+    def _expression(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Name):
+            self._name(node)
+        elif isinstance(node, ast.Attribute):
+            self._attribute(node)
+        elif isinstance(node, ast.Lambda):
+            self._arguments(node.args)
+            with self._scope(node, _argument_names(node.args)):
+                self._expression(node.body)
+        elif isinstance(node, ast.ListComp | ast.GeneratorExp):
+            self._expression(node.generators[0].iter)  # in the scope around it
+            with self._scope(node, _stored([part.target for part in node.generators])):
+                for number, part in enumerate(node.generators):
+                    for inner in (part.target, *([part.iter] if number else []), *part.ifs):
+                        self._expression(inner)
+                self._expression(node.elt)
+        elif isinstance(node, EXPRESSIONS):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                self.launched |= {node.func.value.id} if isinstance(node.func.value, ast.Name) else set()
+            named = node.func if isinstance(node, ast.Call) and self._plain(node) else None
+            for child in ast.iter_child_nodes(node):
+                if child is not named:
+                    self._expression(child)
+        elif not isinstance(node, WORDLESS):
+            raise _Forbidden(node, f"{type(node).__name__} is not allowed")
+
+    def _plain(self, node: ast.Call) -> bool:
+        """Whether it is one of PLAIN_CALLS; elsewhere those have no name."""
+        most, words = PLAIN_CALLS.get(name := self._full(node.func) or "", (-1, frozenset()))
+        if most < 0:
+            return False
+        odd = [keyword.arg or "**" for keyword in node.keywords if keyword.arg not in words]
+        if odd or len(node.args) > most or any(isinstance(part, ast.Starred) for part in node.args):
+            raise _Forbidden(node, f"{name} with {', '.join(odd) or 'more arguments by place than it may have'}")
+        return True
+
+    def _arguments(self, arguments: ast.arguments) -> None:
+        if arguments.vararg or arguments.kwarg:
+            raise _Forbidden(arguments.vararg or arguments.kwarg or arguments, "any number of arguments")
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+            if argument.annotation is not None:
+                self._annotation(argument.annotation)
+        for default in (*arguments.defaults, *filter(None, arguments.kw_defaults)):
+            self._constant(default)
+
+    @contextmanager
+    def _scope(self, node: ast.AST, names: Iterable[str]) -> Iterator[None]:
+        """These names are the inner ones' alone: outside they mean what they meant."""
+        own = set(names)
+        for name in own:
+            self._new(node, name)
+        self.scopes.append(own)
+        yield
+        self.scopes.pop()
+
+    def _new(self, node: ast.AST, name: str) -> None:
+        if name.startswith("__"):
             raise _Forbidden(node, f"the name {name}")
         if name in self.modules or name in BUILTINS:
             raise _Forbidden(node, f"{name} is given another meaning")
-        self.known = self.known | {name}
-
-    def _is_jit(self, decorator: ast.expr) -> bool:
-        name = _dotted(decorator)
-        return name is not None and self._resolved(name) == "triton.jit"
-
-    def _resolved(self, name: str) -> str:
-        first, _, rest = name.partition(".")
-        return ".".join(filter(None, (self.modules.get(first, first), rest)))
-
-    def _function(self, function: ast.FunctionDef) -> None:
-        for decorator in function.decorator_list:
-            target = decorator.func if isinstance(decorator, ast.Call) else decorator
-            name = self._resolved(_dotted(target) or "?")
-            if name not in ("triton.jit", "triton.autotune", "triton.heuristics"):
-                raise _Forbidden(function, f"the decorator {name}")
-            self._expression(decorator)
-        outer = self.known
-        for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
-            self._bind(argument, argument.arg)
-        for node in ast.walk(function):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self._bind(node, node.id)
-        for part in (*function.args.defaults, *filter(None, function.args.kw_defaults)):
-            self._expression(part)
-        for statement in function.body:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.stmt) and not isinstance(node, STATEMENTS):
-                    raise _Forbidden(node, f"{type(node).__name__} is not allowed")
-            self._expression(statement)
-        self.known = outer
-
-    def _expression(self, root: ast.AST) -> None:
-        inner = self.known
-        for node in ast.walk(root):
-            if isinstance(node, ast.Lambda):
-                for argument in node.args.args:
-                    self._bind(argument, argument.arg)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self._bind(node, node.id)
-        for node in ast.walk(root):
-            if isinstance(node, ast.stmt):
-                continue
-            if not isinstance(node, EXPRESSIONS):
-                raise _Forbidden(node, f"{type(node).__name__} is not allowed")
-            if isinstance(node, ast.Name):
-                self._name(node)
-            elif isinstance(node, ast.Attribute):
-                self._attribute(node)
-        self.known = inner
 
     def _name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Del):
             raise _Forbidden(node, "del is not allowed")
-        if node.id not in self.known and node.id not in self.modules:
+        if any(node.id in scope for scope in self.scopes):
+            return
+        if node.id in self.lists:
+            raise _Forbidden(node, f"{node.id} can be changed, and outlives a call: for decorators alone")
+        if isinstance(node.ctx, ast.Store) or not (node.id in self.top or node.id in BUILTINS):
             raise _Forbidden(node, f"the name {node.id}")
 
     def _attribute(self, node: ast.Attribute) -> None:
         if not isinstance(node.ctx, ast.Load):
             raise _Forbidden(node, f"the attribute {node.attr} is changed")
-        name = _dotted(node)
-        base = name.partition(".")[0] if name is not None else ""
-        if name is None or base not in self.modules:
+        full = self._full(node)
+        if full is None or full.partition(".")[0] not in MODULES:
             if node.attr not in METHODS:
                 raise _Forbidden(node, f".{node.attr}")
+            self._expression(node.value)
             return
-        full = self._resolved(name)
         for module, allowed in (("triton.language.math", LANGUAGE), ("triton.language", LANGUAGE), ("math", MATH),
                                 ("torch", TORCH), ("triton", TRITON)):  # fmt: skip
             if full.startswith(module + "."):
                 rest = full.removeprefix(module + ".").split(".")
-                if rest[0] in allowed and all(part in METHODS for part in rest[1:]):
+                if full not in PLAIN_CALLS and rest[0] in allowed and all(part in METHODS for part in rest[1:]):
                     return
                 break
         raise _Forbidden(node, full)
 
-    def _entry(self, tree: ast.Module, functions: list[ast.FunctionDef]) -> None:
-        if not self.kernels:
-            raise _Forbidden(tree, "there is no @triton.jit kernel")
-        if ENTRY not in {function.name for function in functions} - self.kernels:
-            raise _Forbidden(tree, f"there is no function {ENTRY}")
-        if len({function.name for function in functions}) < len(functions):
-            raise _Forbidden(tree, "two functions have one name")
-        launched = {
-            node.func.value.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-            and isinstance(node.func.value, ast.Name)
-        }  # fmt: skip
-        if not launched & self.kernels:
-            raise _Forbidden(tree, "no kernel is launched")
+    def _full(self, node: ast.AST) -> str | None:
+        """a.b.c with its module's whole name; None when it is no such chain of names."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return None
+        return ".".join((self.modules.get(node.id, node.id if node.id not in MODULES else "?"), *reversed(parts)))
 
 
-def _dotted(node: ast.AST) -> str | None:
-    """a.b.c, or None when it is no such chain of names."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        base = _dotted(node.value)
-        return None if base is None else f"{base}.{node.attr}"
-    return None
+def _argument_names(arguments: ast.arguments) -> list[str]:
+    return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def _stored(nodes: Iterable[ast.AST]) -> list[str]:
+    """The names that these give a meaning where they stand: not those of lambdas and comprehensions inside."""
+    found, left = [], list(nodes)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.append(node.id)
+        if not isinstance(node, ast.Lambda | ast.ListComp | ast.GeneratorExp):
+            left.extend(ast.iter_child_nodes(node))
+    return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from kernel_judge import honest
 
-from job.kernels import planted, rules
+from job.kernels import planted, rules, source_text
 from job.kernels.catalog import TASKS
 
 
@@ -94,6 +96,30 @@ def after(line: str) -> str:
         ("x = x.item()", ".item"),
         ("x = '{0.__class__}'.format(x)", ".format"),
         ("x = (yield)", "Yield"),
+        ("y: exec('1') = x", "Call in an annotation"),
+        ("y: (lambda: 0)() = x", "in an annotation"),
+        ("f = lambda a=[]: a", "List at the top, or in a default"),
+        ("[eval for eval in (1,)]; eval('1')", "the name eval"),
+        ("f = lambda eval: 0; eval('1')", "the name eval"),
+        ("f = lambda a: exec('1')", "the name exec"),
+        ("y = [0 for a in exec('1')]", "the name exec"),
+        ("y = [0 for a in (1,) for b in exec('1')]", "the name exec"),
+        ("y = [0 for a in (1,) if exec('1')]", "the name exec"),
+        ("y = f'{exec(1)}'", "the name exec"),
+        ("y = f'{x:{exec(1)}}'", "the name exec"),
+        ("y = (z := x)", "NamedExpr"),
+        ("y = {1, 2}", "Set is not allowed"),
+        ("y = {a: a for a in (1,)}", "DictComp"),
+        ("y = x @ x; match x:\n        case exec('1'):\n            pass", "syntax"),
+        ("if n:\n        match x:\n            case int():\n                pass", "Match"),
+        ("f = lambda *a: a", "any number of arguments"),
+        ("c = triton.Config({}, pre_hook=triton.cdiv)", "triton.Config with pre_hook"),
+        ("c = triton.Config; c({}, pre_hook=triton.cdiv)", "triton.Config"),
+        ("c = triton.autotune([], [], {})", "more arguments by place"),
+        ("c = triton.Config(**{})", "triton.Config with **"),
+        ("from os import *", "ImportFrom"),
+        ("async def f(): pass", "AsyncFunctionDef"),
+        ("del x", "Delete"),
     ],
 )
 def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
@@ -121,6 +147,32 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (honest().source + "torch.relu = None\n", "only names are assigned"),
         (honest().source + "print(1)\n", "Expr at the top"),
         ("x = " + "(" * 5000, "syntax"),
+        (replaced("kernel_function(x)", "kernel_function(x: exec('1'))"), "Call in an annotation"),
+        (replaced("kernel_function(x):", "kernel_function(x) -> exec('1'):"), "Call in an annotation"),
+        (replaced("kernel_function(x)", "kernel_function(x, *a: exec('1'))"), "any number of arguments"),
+        (replaced("kernel_function(x)", "kernel_function(x, y=exec('1'))"), "a call at the top, or in a default"),
+        (replaced("kernel_function(x)", "kernel_function(x, y=[])"), "List at the top, or in a default"),
+        (replaced("n, BLOCK: tl.constexpr", "n, BLOCK: exec('1')"), "Call in an annotation"),
+        (honest().source + "N: exec('1') = 1\n", "Call in an annotation"),
+        (honest().source + "exec: int\nexec('1')\n", "a name without a value"),
+        (honest().source + "eval = eval('1')\n", "a call at the top"),
+        (honest().source + "eval = 1\n", "given another meaning"),
+        (honest().source + "def exec(x):\n    return x\n", "given another meaning"),
+        (honest().source + "def kernel(x):\n    return x\n", "given another meaning"),
+        (honest().source + "def __getattr__(name):\n    return name\n", "the name __getattr__"),
+        (honest().source + "import torch as __builtins__\n", "the name __builtins__"),
+        (honest().source + "import torch as len\n", "given another meaning"),
+        (honest().source + "import math as tl\n", "given another meaning"),
+        (honest().source + "from torch import *\n", "import from torch"),
+        (honest().source + "from . import language\n", "import from None"),
+        (honest().source + "class A:\n    x = 1\n", "ClassDef at the top"),
+        (honest().source + "calls = []\ndef f(x):\n    calls.append(x)\n", "for decorators alone"),
+        (honest().source + "calls = ([], 1)\n", "List at the top"),
+        (honest().source + "calls = enumerate(range(9))\n", "a call at the top"),
+        (honest().source + "made = []\ncalls = tuple(made)\n", "made can be changed"),
+        (honest().source + "f = torch.empty(9)\n", "a call at the top"),
+        (replaced("@triton.jit", "@triton.jit(repr=triton.cdiv)"), "triton.jit with repr"),
+        (replaced("@triton.jit", "@triton.heuristics({'B': lambda a: exec('1')})\n@triton.jit"), "the name exec"),
     ],
 )
 def test_a_module_that_is_no_kernel_is_refused(source: str, why: str) -> None:
@@ -131,3 +183,83 @@ def test_a_module_that_is_no_kernel_is_refused(source: str, why: str) -> None:
 
 def test_operators_on_tensors_are_seen_by_the_run() -> None:
     assert rules.forbidden_ops(["empty_like", "add", "numel", "__rpow__"]) == ["__rpow__", "add"]
+
+
+HIDDEN = """
+def kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    import os
+    os.abort()
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        replaced("    at = tl", f"    '''{HIDDEN}#'''\n    at = tl"),  # the interpreter reads from the last def
+        replaced(
+            "@triton.jit", f"@triton.heuristics({{'''{HIDDEN}#''': lambda a: 1}})\n@triton.jit"
+        ),  # the compiler, the first
+        replaced("def kernel(", "def \\\n kernel("),  # none that the compiler would see
+    ],
+)
+def test_a_kernel_that_triton_would_read_from_another_line_is_refused(source: str) -> None:
+    assert "def" in (rules.problem(source) or "")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("# coding: utf-7\n" + honest().source, "declares a coding"),
+        ("\n# -*- coding=latin-1 -*-\n" + honest().source, "declares a coding"),
+        ("\ufeff" + honest().source, "U+FEFF"),
+        (honest().source + "# \0", "U+0000"),
+        (honest().source + "# \ud800", "U+D800"),
+        (honest().source + "# \rimport os\n", "U+000D"),
+        (honest().source + "# \x0c\n", "U+000C"),
+        (honest().source + "#" * 16_384, "longer than 16,384 characters"),
+    ],
+)
+def test_a_text_that_python_could_read_otherwise_is_refused(source: str, why: str) -> None:
+    assert why in (rules.problem(source) or "")
+    assert why in (source_text.unreadable(source) or "")
+
+
+def test_ends_of_lines_as_windows_has_them_are_read() -> None:
+    assert rules.problem(honest().source.replace("\n", "\r\n")) is None
+
+
+def test_names_that_python_has_too_may_be_a_functions_own() -> None:
+    source = replaced(
+        "kernel_function(x):\n", "kernel_function(input: torch.Tensor, eps: 'float' = 1e-6) -> None:\n    x = input\n"
+    )
+    assert rules.problem(source.replace("    out = ", "    sum = [abs for abs in x.shape]\n    out = ")) is None
+
+
+def test_a_list_at_the_top_may_serve_a_decorator() -> None:
+    configs = "configs = [triton.Config({'BLOCK': size}, num_warps=4) for size in (64, 128)]\n\n\n"
+    source = replaced("@triton.jit", f"{configs}@triton.autotune(configs=configs, key=['n'])\n@triton.jit")
+    assert rules.problem(source) is None
+
+
+@pytest.mark.parametrize("unit", ["    a{}=1\n", "    f=lambda b{}:0\n", "    f=[a{0} for a{0} in x.shape]\n"])
+def test_twice_the_names_take_twice_the_steps(unit: str) -> None:
+    def steps(count: int) -> int:
+        source = replaced(
+            "    out = torch", "".join(unit.format(number) for number in range(count)) + "    out = torch"
+        )
+        taken = 0
+
+        def count_one(frame: object, event: str, arg: object) -> None:
+            nonlocal taken
+            taken += 1
+
+        before = sys.getprofile()
+        sys.setprofile(count_one)
+        try:
+            assert rules.problem(source) is None
+        finally:
+            sys.setprofile(before)
+        return taken
+
+    few, more, most = steps(50), steps(150), steps(350)
+    assert most - more == pytest.approx(2 * (more - few), rel=0.05)

@@ -1,0 +1,52 @@
+"""A candidate's text: what is judged is what is run, though Python and Triton read it each in its own way."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+from tokenize import TokenError
+
+# Twice what an answer of 2048 tokens, the default, is at four characters each; our longest kernel has 1500. The slowest
+# text of this length that was found, one kernel of 5000 statements, takes stage 1 a second on a busy core.
+MOST_CHARACTERS = 16_384
+COOKIE = re.compile(r"^[ \t\f]*#.*?coding[:=]", re.MULTILINE)  # PEP 263
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufeff\ud800-\udfff]")
+
+
+def unreadable(source: str) -> str | None:
+    """Why this text could mean one thing here and another to Python, which reads it from a file, or be too much to
+    read; None when it is neither. Without this no source is given to a process, whatever is left out.
+    """
+    if len(source) > MOST_CHARACTERS:
+        return f"longer than {MOST_CHARACTERS:,} characters"
+    if (found := CONTROL.search(source.replace("\r\n", "\n"))) is not None:
+        return f"the character U+{ord(found.group()):04X}"
+    if COOKIE.search("\n".join(source.split("\n", 2)[:2])):
+        return "it declares a coding; it is UTF-8"
+    return None
+
+
+def lines(source: str) -> list[str]:
+    """With their ends, as from a file."""
+    return io.StringIO(source.replace("\r\n", "\n")).readlines()
+
+
+def misread(function: ast.FunctionDef, lines: list[str]) -> str | None:
+    """How Triton would take another function for this one; None when it would not. It reads a kernel's lines once more:
+    from the first that begins with "def" when it compiles, from the last when it interprets.
+    """
+    first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+    own = function.lineno - first
+    try:
+        block = inspect.getblock(lines[first - 1 :])
+        again = ast.parse("".join(block[own:])).body
+    except (TokenError, SyntaxError):
+        return "a kernel whose lines Triton could not read"
+    begins = [number for number, line in enumerate(block) if line.strip().startswith("def")]
+    if begins != [own] or re.match(r"def\s+\w+\s*\(", block[own]) is None:
+        return "a kernel with another line that begins with def, or without one of its own"
+    alone = ast.FunctionDef(**{**dict(ast.iter_fields(function)), "decorator_list": []})
+    same = [ast.dump(node) for node in again] == [ast.dump(alone)]
+    return None if same else "a kernel whose lines Triton would not read as Python does"

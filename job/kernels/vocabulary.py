@@ -1,0 +1,49 @@
+"""The words that a candidate may use: modules, names, attributes, and torch functions while it runs."""
+
+from __future__ import annotations
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MODULES = {"torch": "torch", "triton": "triton", "triton.language": "tl", "math": "math"}
+TORCH = _words(
+    "empty empty_like empty_strided zeros zeros_like Tensor dtype float16 float32 float64 bfloat16 int8 uint8 int16 "
+    "int32 int64 bool strided contiguous_format preserve_format"
+)
+TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language")
+MATH = _words("ceil floor log2 sqrt pi e inf")
+LANGUAGE = _words(
+    "abs advance arange argmax argmin associative_scan assume atomic_add atomic_and atomic_cas atomic_max atomic_min "
+    "atomic_or atomic_xchg atomic_xor bfloat16 bitcast block_type broadcast broadcast_to cast cat cdiv ceil clamp "
+    "constexpr cos cumprod cumsum debug_barrier device_assert dot dtype erf exp exp2 expand_dims fdiv flip float16 "
+    "float32 float64 floor fma full gather histogram int1 int16 int32 int64 int8 interleave join load log log2 "
+    "make_block_ptr math max max_constancy max_contiguous maximum min minimum multiple_of num_programs permute "
+    "pointer_type program_id ravel reduce reshape rsqrt sigmoid sin softmax sort split sqrt sqrt_rn static_assert "
+    "static_range store sum swizzle2d tensor trans uint16 uint32 uint64 uint8 umulhi view where xor_sum zeros "
+    "zeros_like div_rn"
+)
+METHODS = _words(
+    "shape size stride numel contiguous is_contiguous dtype device data_ptr element_size ndim dim view reshape is_cuda "
+    "new_empty expand t T transpose permute flatten unsqueeze squeeze to clone element_ty itemsize append items get "
+    "broadcast_to trans value"
+)
+BUILTINS = _words(
+    "len range min max int float bool tuple list dict isinstance enumerate zip ValueError TypeError RuntimeError "
+    "AssertionError True False None"
+)
+# Of the calls that could be given a function of the candidate's own, or keep what it can change: (how many arguments by
+# place, those by name).
+PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {
+    "triton.jit": (0, _words("noinline do_not_specialize do_not_specialize_on_alignment debug")),
+    "triton.autotune": (2, _words("configs key restore_value reset_to_zero warmup rep use_cuda_graph cache_results")),
+    "triton.heuristics": (1, _words("values")),
+    "triton.Config": (4, _words("kwargs num_warps num_stages num_ctas maxnreg")),
+}
+# What torch functions a run may call: making outputs, looking at a tensor, moving it about. Triton's interpreter adds
+# those that wrap memory.
+ALLOWED_OPS = METHODS | {
+    "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "untyped_storage", "storage_offset", "__get__",
+    "is_floating_point", "set_", "copy_", "cpu", "new_tensor", "__len__", "is_pinned", "nbytes", "untyped",
+}  # fmt: skip
