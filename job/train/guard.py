@@ -22,7 +22,7 @@ UTILIZATION, MEMORY, PACE, MFU = 80.0, 0.95, 0.6, 0.6
 
 
 class LossSpikeError(ValueError):
-    """The loss left its range and did not come back. The last committed checkpoint is older and good."""
+    """The loss left its range and did not come back."""
 
 
 class SpikeGuard:
@@ -32,21 +32,22 @@ class SpikeGuard:
     """
 
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
-        known = known or {"window": [], "above": 0}
+        known = known or {"window": [], "above": 0, "clean": 0}
         self._window: collections.deque[float] = collections.deque(known["window"], maxlen=WINDOW)
         self._above: int = known["above"]
+        self._clean: int = known.get("clean", 0)  # the step of the newest loss in range
 
     @property
     def state(self) -> dict[str, Any]:
         """For the checkpoint's progress: the losses it judges by, and how many of the newest are out of range."""
-        return {"window": list(self._window), "above": self._above}
+        return {"window": list(self._window), "above": self._above, "clean": self._clean}
 
     @property
     def suspicious(self) -> bool:
         """The newest loss is out of range: nothing is saved until the next one has been seen."""
         return self._above > 0
 
-    def see(self, loss: float, step: int, saved_step: int) -> None:
+    def see(self, loss: float, step: int) -> None:
         """Raises LossSpikeError at the second loss in a row that is out of range."""
         if len(self._window) >= LEAST:
             middle = median(self._window)
@@ -56,11 +57,11 @@ class SpikeGuard:
                 if self._above == IN_A_ROW:
                     raise LossSpikeError(
                         f"the loss is {loss:.3f} at step {step}, after {middle:.3f} (median of the last "
-                        f"{len(self._window)} logged, limit {limit:.3f}), {IN_A_ROW} times in a row. The checkpoint of "
-                        f"step {max(saved_step, 0)} is from before: lower optim.lr or optim.clip and start a run anew"
+                        f"{len(self._window)} logged, limit {limit:.3f}), {IN_A_ROW} times in a row. Checkpoints "
+                        f"up to step {self._clean} are from before: lower optim.lr or optim.clip and start a run anew"
                     )
                 return
-        self._above = 0
+        self._above, self._clean = 0, step
         self._window.append(loss)
 
 

@@ -51,6 +51,9 @@ class Loop:
         self._clock = metrics.StepClock(session.device.synchronize)
         self._journal = Journal(session, experiment.phases)
         self._guard = SpikeGuard()
+        self._judged = False  # the guard has seen this step's loss
+        self._look = False  # a save waits for the next step's
+        self._wished = False  # by the supervisor, and not begun yet
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
         self._saved_at, self._stall = time.monotonic(), Stall()
         self._graphs: CompileCache | None = None  # of this phase, where anything is compiled
@@ -128,13 +131,14 @@ class Loop:
                 if not self._over(phase):
                     self._note(self.session.checkpoints.poll())
                 due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
-                if due is not None:
+                self._look = due is not None and not self._judged
+                if due is not None and not self._look:
                     self._clock.settle()  # what the steps before it left the device to do is not the save's
                     began = time.monotonic()
                     self._save(phase, state, due, val_loss if due == "best" else None)
                     if measures is not None and not measures.async_checkpoints:
                         self._note(self.session.checkpoints.wait())
-                    self._saved_at = time.monotonic()
+                    self._saved_at, self._wished = time.monotonic(), False
                     self._stall.begin(self._saved_at - began)
                 self._heed(phase, state, stop)
                 if self.step == started + 1:
@@ -156,7 +160,7 @@ class Loop:
         self.step += 1
         evaluated = self.experiment.evaluated(phase, self.step)
         values = None
-        if first or evaluated or (self.step - phase.first) % self.config.log.every == 0:
+        if first or evaluated or self._look or (self.step - phase.first) % self.config.log.every == 0:
             values = self._read_back(result)
         self._clock.stop()
         val_loss = None
@@ -175,7 +179,8 @@ class Loop:
             self._stall.see(step_s, steps, busy=self.session.checkpoints.busy)
             values["val_loss"] = val_loss
             self._journal.write(phase, self.step, values, lr=lr, step_s=step_s, shown_val_loss=self.val_loss)
-            self._guard.see(values["loss"], self.step, self.session.checkpoints.saved_step)
+            self._guard.see(values["loss"], self.step)
+        self._judged = values is not None
         return val_loss
 
     def _read_back(self, result: step.StepResult) -> dict[str, Any]:
@@ -188,7 +193,8 @@ class Loop:
         }
 
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
-        """An improvement, the cadence or a wish of the supervisor's. One save at a time. Rank 0's word counts.
+        """An improvement, the cadence or a wish of the supervisor's. One save at a time. Rank 0's word counts. What no
+        loss was logged for waits for the next step, whose is: a save within a spike would push out those from before.
 
         An improvement is saved at once, unless the last save cost more than STALL of the time since: then the next
         improvement or the cadence has its turn, so that frequent evaluations never make a run that only saves.
@@ -197,14 +203,15 @@ class Loop:
             return None
         since, interval = time.monotonic() - self._saved_at, self.config.checkpoint.interval_s
         improved = self.experiment.saves_improvements and val_loss is not None and val_loss < self._best
-        wished = self.session.requests.save()
+        self._wished |= self.session.requests.save()
         if improved and isinstance(self.config, KEEPS_BEST):
             return "best"  # what the run leaves are these very weights: worth waiting for a save under way
         if self.session.checkpoints.busy:
-            if wished:
+            if self._wished:
                 self._journal.event("a save is on its way already")
+            self._wished = False
             return None
-        timed = wished or since >= interval
+        timed = self._wished or since >= interval
         if improved and (timed or self._stall.seconds <= STALL * since):
             return "best"
         if improved:

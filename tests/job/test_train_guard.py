@@ -29,7 +29,7 @@ PREDICTED = [{"phase": "dense", "tokens_per_s": 1000.0, "mfu": 0.4}]
 def seen(losses: list[float]) -> SpikeGuard:
     guard = SpikeGuard()
     for index, loss in enumerate(losses):
-        guard.see(loss, index + 1, 0)
+        guard.see(loss, index + 1)
     return guard
 
 
@@ -46,16 +46,17 @@ def test_an_ordinary_loss_curve_is_never_suspicious() -> None:
 def test_one_high_loss_is_suspicious_and_forgiven_when_it_comes_back() -> None:
     guard = seen([*falling(120), 9.0])
     assert guard.suspicious
-    guard.see(2.1, 122, 0)
+    guard.see(2.1, 122)
     assert not guard.suspicious
 
 
 def test_two_high_losses_in_a_row_end_the_run_and_name_the_checkpoint_from_before() -> None:
     guard = seen([*falling(120), 9.0])
     with pytest.raises(
-        LossSpikeError, match=r"is 9.500 at step 400, after 1.* 2 times in a row.*step 300 is from before"
+        LossSpikeError,
+        match=r"is 9.500 at step 400, after 1.* 2 times in a row. .* up to step 120 are from before",
     ):
-        guard.see(9.5, 400, 300)
+        guard.see(9.5, 400)
 
 
 def test_a_bump_of_less_than_a_nat_in_a_quiet_window_is_no_spike() -> None:
@@ -71,9 +72,9 @@ def test_a_guard_that_goes_on_judges_as_if_nothing_had_happened(seen_before: int
     guard = seen([*falling(120), *[9.0] * seen_before])
     on = SpikeGuard(json.loads(json.dumps(guard.state)))
     for _ in range(1 - seen_before):
-        on.see(9.5, 121, 0)
+        on.see(9.5, 121)
     with pytest.raises(LossSpikeError, match="after 1"):
-        on.see(9.5, 122, 0)
+        on.see(9.5, 122)
 
 
 def test_a_spike_in_the_first_steps_after_an_interruption_ends_the_run(
@@ -112,7 +113,26 @@ def test_a_spike_ends_the_run_with_its_reason_and_without_a_save_of_it(
     assert record["error"] == "LossSpikeError"
     newest = world.committed(workdir)[-1]
     assert 0 < newest <= 12
-    assert f"The checkpoint of step {newest} is from before: lower optim.lr" in record["detail"]
+    assert "Checkpoints up to step 12 are from before: lower optim.lr" in record["detail"]
+
+
+def test_a_save_between_two_logs_waits_for_a_loss_that_clears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = step.update
+
+    def spiked(*given: Any) -> step.StepResult:
+        result = real(*given)
+        return result._replace(loss=result.loss * 3) if given[4] >= 31 else result
+
+    monkeypatch.setattr(step, "update", spiked)
+    workdir = world.make(tmp_path, steps_per_phase=60, log={"every": 3}, eval={"every": 100})
+    asked = StopAt(workdir, saves=(20, 32))  # the spike begins with step 32, the logs after 30 and 33
+    assert world.train(workdir, asked) == 65
+    record = atomic.read_object(workdir / "fatal.json")
+    assert record is not None
+    assert world.committed(workdir) == [21]
+    assert "Checkpoints up to step 30 are from before" in record["detail"]
 
 
 def warned(**figures: Any) -> list[str]:
