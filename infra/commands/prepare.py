@@ -44,6 +44,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         definition = stack.definition_of(args)
     root = project_root(Path.cwd())
+    try:
+        if (folder := _weights_folder(definition, root)) is not None:
+            weights.paths(folder)  # before an hour of tokenising is spent on a run that lacks them
+    except ValueError as error:
+        raise GpufleetError(str(error)) from error
     prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
     listed(definition, root)
     if not args.rehearsal:
@@ -71,14 +76,14 @@ def predict(definition: StackDefinition, root: Path) -> None:
 
 def listed(definition: StackDefinition, root: Path) -> None:
     """Writes weights.json into a local folder of base weights; nothing without one. Raises GpufleetError."""
-    place = definition.storage.base_weights
-    if place is None or place.startswith("s3://"):
+    folder = _weights_folder(definition, root)
+    if folder is None:
         return
     try:
-        found = weights.describe(root / place)
+        found = weights.describe(folder)
     except ValueError as error:
         raise GpufleetError(str(error)) from error
-    _say(f"{root / place}: {len(found.files)} files of base weights, {found.bytes / 1e9:.2f} GB")
+    _say(f"{folder}: {len(found.files)} files of base weights, {found.bytes / 1e9:.2f} GB")
 
 
 def prepared(
@@ -96,13 +101,13 @@ def prepared(
         if isinstance(config, SftConfig):
             from job.dataset.packed import prepare_sft  # brings numpy
 
-            beside = tokenizer or _tokenizer_of(definition.storage.base_weights, root)
-            return prepare_sft(folder, config, text=text, tokenizer=beside, say=_say)
+            own = _tokenizer(tokenizer, _weights_folder(definition, root))
+            return prepare_sft(folder, config, text=text, tokenizer=own, say=_say)
         if isinstance(config, KernelConfig):
             from job.dataset.kernel_pairs import prepare_kernels  # brings numpy
 
-            beside = tokenizer or _tokenizer_of(definition.storage.base_weights, root)
-            return prepare_kernels(folder, config, text=text, tokenizer=beside, say=_say)
+            own = _tokenizer(tokenizer, _weights_folder(definition, root))
+            return prepare_kernels(folder, config, text=text, tokenizer=own, say=_say)
         if isinstance(config, TwoTowerConfig):
             from job.dataset.ranking import prepare_ranking  # brings numpy
 
@@ -113,12 +118,22 @@ def prepared(
         raise GpufleetError(str(error)) from error
 
 
-def _tokenizer_of(weights: str | None, root: Path) -> Path | None:
-    """The base weights' own tokenizer.json, where they are a local folder that has one."""
-    if weights is None or weights.startswith("s3://"):
-        return None
-    found = root / weights / "tokenizer.json"
-    return found if found.is_file() else None
+def _weights_folder(definition: StackDefinition, root: Path) -> Path | None:
+    """None: without base weights, or they are in a bucket."""
+    place = definition.storage.base_weights
+    return None if place is None or place.startswith("s3://") else root / place
+
+
+def _tokenizer(given: Path | None, folder: Path | None) -> Path | None:
+    """The tokenizer.json beside the base weights in `folder`, else the one given, if any. Raises ValueError where both
+    are there and differ.
+    """
+    beside = None if folder is None else folder / "tokenizer.json"
+    if beside is None or not beside.is_file():
+        return given
+    if given is not None and given.is_file() and given.read_bytes() != beside.read_bytes():
+        raise ValueError(f"{given} is not {beside}, the base weights' own, whose ids they know; leave out --tokenizer")
+    return given or beside
 
 
 def _source(config: GrowthConfig, cache: Path, text: Path | None, tokenizer: Path | None) -> sources.Source:

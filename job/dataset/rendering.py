@@ -61,6 +61,11 @@ class ChatTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+def file_id(content: bytes) -> str:
+    """What tells one tokenizer.json from another."""
+    return "tokenizer-" + hashlib.sha256(content).hexdigest()[:16]
+
+
 class FileTokenizer:
     """A tokenizer.json, the base weights' own. Raises ValueError for a file that is none."""
 
@@ -81,7 +86,7 @@ class FileTokenizer:
         self._bpe.no_padding()
         self.file = file
         self.vocab: int = max(self._bpe.get_vocab(with_added_tokens=True).values()) + 1
-        self.id = "tokenizer-" + hashlib.sha256(self._content).hexdigest()[:16]
+        self.id = file_id(self._content)
 
     @property
     def files(self) -> dict[str, bytes]:

@@ -32,15 +32,20 @@ class WeightsManifest:
         return sum(file.bytes for file in self.files)
 
 
-def describe(folder: Path) -> WeightsManifest:
-    """Hashes every file and writes weights.json. Raises ValueError for a folder that is missing or holds no weights."""
+def paths(folder: Path) -> list[Path]:
+    """Every file that counts. Raises ValueError for a folder that is missing or holds no weights."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; download the base weights into it")
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder))
-    if not any(path.suffix == _NEEDED for path in paths):
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder))
+    if not any(path.suffix == _NEEDED for path in found):
         raise ValueError(f"{folder}: no *{_NEEDED} file in it; download the base weights in that format")
+    return found
+
+
+def describe(folder: Path) -> WeightsManifest:
+    """Hashes every file and writes weights.json. Raises ValueError like `paths`."""
     files = []
-    for path in paths:
+    for path in paths(folder):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         name = path.relative_to(folder).as_posix()

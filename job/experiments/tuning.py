@@ -21,7 +21,7 @@ from job.config.common import CosineAdamW
 from job.config.kernel import KernelConfig
 from job.config.sft import SftConfig
 from job.dataset.prepare import DatasetManifest
-from job.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
+from job.dataset.rendering import TEMPLATES, FileTokenizer, Renderer, file_id, open_chat_tokenizer
 from job.models import decoder, hf
 from job.models.decoder import Decoder
 from job.train import parallel
@@ -42,9 +42,21 @@ def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig
             f"{session.data}: {facts['vocab']} ids, the model's vocabulary (model.vocab) is "
             f"{config.model.vocab}; prepare the dataset with the tokenizer of the base weights"
         )
+    beside = None if config.data.source.startswith("generated-") else _tokenizer_id(session)
+    if beside not in (None, facts["tokenizer_id"]):
+        raise ValueError(
+            f"{session.data} was prepared with {facts['tokenizer_id']}, and {beside} is the tokenizer beside the base "
+            "weights, to which the dataset's ids mean other words; prepare it again, without --tokenizer"
+        )
     differing = [f"{key} {facts[key]}, the run config {value}" for key, value in wanted.items() if facts[key] != value]
     if differing:
         raise ValueError(f"{session.data} was prepared with {'; '.join(differing)}: prepare it again")
+
+
+def _tokenizer_id(session: Session) -> str | None:
+    """Of the tokenizer.json beside the base weights; None without one."""
+    path = None if session.inputs is None else session.inputs / FileTokenizer.kind
+    return file_id(path.read_bytes()) if path is not None and path.is_file() else None
 
 
 def renderer(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig) -> Renderer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,3 +69,33 @@ def test_what_it_predicts_is_what_the_bill_says_with_all_that_the_project_knows(
     alone = price(definition, load_catalog()).chosen
     assert alone.interruptions > 1.5 * told.interruptions  # without the project's knowledge it is another bill
     assert alone.needed_hours.p90 != told.needed_hours.p90
+
+
+@pytest.fixture
+def tuning(project: Path) -> Path:
+    """A project with sft-h100 and two examples; its base weights are not there."""
+    shutil.copy(ROOT / "stacks" / "sft-h100.yaml", project / "stacks")
+    lines = [json.dumps({"instruction": f"what is {i}", "response": "a number"}) for i in range(20)]
+    (project / "examples.jsonl").write_text("\n".join(lines) + "\n")
+    return project
+
+
+def test_missing_base_weights_are_said_before_anything_is_tokenised(
+    tuning: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
+    assert "llama-3.1-8b-instruct: no such folder; download the base weights" in capsys.readouterr().err
+    assert not (tuning / "data").exists()
+
+
+def test_a_tokenizer_that_is_not_the_base_weights_own_is_refused(
+    tuning: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tuning / "data" / "llama-3.1-8b-instruct"
+    weights.mkdir(parents=True)
+    (weights / "model.safetensors").write_bytes(b"weights")
+    (weights / "tokenizer.json").write_text("{}")
+    (tuning / "small.json").write_text("[]")
+    assert main(["prepare", "sft-h100", "examples.jsonl", "--tokenizer", "small.json"]) == 2
+    assert "the base weights' own, whose ids they know; leave out --tokenizer" in capsys.readouterr().err
+    assert not (tuning / "data" / "sft").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from job.dataset.packed import PROMPTS, prepare_sft
 from job.models import hf
 from job.models.decoder import build
 from job.models.generate import generate
+from job.train import __main__ as trainer
 
 FAMILY = {"family": "qwen3", "tied": True, "norm_eps": 1e-6, "rope_theta": 1e6}
 CHANGED = {
@@ -53,6 +55,18 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (workdir / "run.json").write_text(json.dumps(tree))
     assert world.train(workdir) == 0
     return workdir
+
+
+def test_a_dataset_of_another_tokenizer_than_the_base_weights_own_is_refused(tuned: Path, tmp_path: Path) -> None:
+    shutil.copytree(tuned / "inputs", tmp_path / "inputs")
+    shutil.copy(tuned / "run.json", tmp_path)
+    (tmp_path / "other").mkdir()
+    small = bpe(tmp_path / "other", *CHATML, "<|one more|>")  # as large, and every id means another word
+    config = from_json("sft-h100", sft.config(**CHANGED))
+    assert isinstance(config, SftConfig)
+    prepare_sft(tmp_path / "data", config, text=jsonl(tmp_path, *PAIRS), tokenizer=small)
+    assert world.train(tmp_path) == trainer.FATAL
+    assert "is the tokenizer beside the base weights" in (tmp_path / "fatal.json").read_text()
 
 
 def test_it_starts_from_those_weights_and_learns_the_answer(tuned: Path) -> None:
