@@ -1,17 +1,20 @@
 """`python -m job.train WORKDIR --rung N`: trains what WORKDIR/run.json says, from WORKDIR/ckpt's newest checkpoint.
 
 Exit codes: 0 finished; 75 stopped on request; 69 out of memory (rung.json names the next rung); 65 cannot succeed, the
-reason in fatal.json; 71 this node is refused, the reason in preflight.json; anything else is a crash.
+reason in fatal.json; 71 this node is refused, the reason in preflight.json; anything else is a crash, or another trainer
+at work in WORKDIR.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +25,14 @@ from job import atomic
 from job.config import JobConfig, from_json
 from job.run_file import config_digest
 from job.train import banner, device, parallel, preflight
-from job.train.checkpoint import Checkpoints
+from job.train.checkpoint import CheckpointDamagedError, Checkpoints
 from job.train.experiment import Experiment, Session, Stopped
 from job.train.loop import Loop
 from job.train.metrics import MetricsFile
 from job.train.parallel import World
 from job.train.requests import Requests
 
-FINISHED, FATAL, OUT_OF_MEMORY, REFUSED, STOPPED = 0, 65, 69, 71, 75
+FINISHED, BUSY, FATAL, OUT_OF_MEMORY, REFUSED, STOPPED = 0, 1, 65, 69, 71, 75
 EXPERIMENTS = {  # module:class, imported when the run asks for it
     "tinystories-growth": "job.experiments.tinystories_growth:TinystoriesGrowth",
     "sft-h100": "job.experiments.sft:Sft",
@@ -58,9 +61,10 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
     world = World()
     try:
         run = Run.read(workdir)
-        world = parallel.join(run.config.device)
-        experiment, session = start(run, workdir, rung, requests, world)
-        Loop(session, experiment).run()
+        with alone(workdir):
+            world = parallel.join(run.config.device)
+            while not _trained(run, workdir, rung, requests, world):
+                pass
     except Stopped:
         code = STOPPED
     except RuntimeError as error:
@@ -68,6 +72,9 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
             raise
         say(f"out of memory: {str(error).splitlines()[0]}")
         code = OUT_OF_MEMORY
+    except WorkdirBusyError as error:
+        say(str(error))
+        return BUSY  # nothing is written: the folder is somebody else's
     except preflight.NodeRefusedError as error:
         say(f"this node is refused: {error}")
         code = REFUSED
@@ -80,6 +87,37 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         if world.first:
             say("finished")
     return leave(workdir, world, code)
+
+
+def _trained(run: Run, workdir: Path, rung: int, requests: Requests, world: World) -> bool:
+    """False: the newest checkpoint turned out to be damaged, and is out of the way."""
+    experiment, session = start(run, workdir, rung, requests, world)
+    try:
+        Loop(session, experiment).run()
+    except CheckpointDamagedError as error:
+        session.say(str(error))
+        return False
+    return True
+
+
+class WorkdirBusyError(Exception):
+    """Another trainer is at work here."""
+
+
+@contextmanager
+def alone(workdir: Path) -> Iterator[None]:
+    """Within it no other trainer starts in this folder. Rank 0's lock counts for all. Raises WorkdirBusyError."""
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    with (workdir / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkdirBusyError(
+                f"{workdir} belongs to another trainer that is still running: wait for it, end it, or train elsewhere"
+            ) from None
+        yield
 
 
 def leave(workdir: Path, world: World, code: int) -> int:

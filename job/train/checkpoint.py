@@ -33,6 +33,7 @@ from job.train.parallel import World, local, on_host
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
 State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor
 COMMIT, PROGRESS = "commit.json", "progress.json"
+DAMAGED = "damaged.json"  # what commit.json becomes where the tensors cannot be read
 FREE_FACTOR = 1.2  # free space before a save, in sizes of the save
 KEEP = 2  # newest ones, beside the best
 HELD = ".uploading"  # the supervisor's mark in a checkpoint that it is sending
@@ -77,8 +78,12 @@ class Saved:
     problem: str | None = None
 
 
+class CheckpointDamagedError(Exception):
+    """A committed checkpoint whose files cannot be read, although they have their sizes."""
+
+
 class Checkpoints:
-    """The checkpoints of one work folder. At most one is being written at any time."""
+    """The checkpoints of one config in one work folder. At most one is being written at any time."""
 
     def __init__(self, folder: Path, *, config_sha256: str, world: World | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,21 +96,37 @@ class Checkpoints:
         self._room: Future[None] | None = None  # that memory, on its way
 
     def newest(self) -> Found | None:
-        """The highest step that is whole, of this config."""
+        """The highest step that is whole."""
         for path, commit in reversed(list(self._committed())):
-            if commit["config_sha256"] == self._config_sha256:
-                self.saved_step = commit["step"]
-                progress = atomic.read_object(path / PROGRESS) or {}
-                return Found(path=path, commit=commit, progress=progress)
+            self.saved_step = commit["step"]
+            progress = atomic.read_object(path / PROGRESS) or {}
+            return Found(path=path, commit=commit, progress=progress)
         return None
 
     def load(self, found: Found, state: State) -> None:
-        """Reads the tensors into `state`'s own: of each, this rank's part. However many ranks wrote them."""
-        load(
-            {kind: dict(tensors) for kind, tensors in state.items()},
-            storage_reader=FileSystemReader(found.path),
-            no_dist=True,
-        )
+        """Reads the tensors into `state`'s own: of each, this rank's part. However many ranks wrote them.
+
+        Raises CheckpointDamagedError on every rank where one of them cannot, after which `newest` gives the one before;
+        what torch raises where there is none.
+        """
+        problem: str | None = None
+        try:
+            load(
+                {kind: dict(tensors) for kind, tensors in state.items()},
+                storage_reader=FileSystemReader(found.path),
+                no_dist=True,
+            )
+        except CheckpointException as error:
+            (cause, _), *_ = error.failures.values()
+            if isinstance(cause, torch.OutOfMemoryError) or len(list(self._committed())) < 2:
+                raise
+            problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+        problems = [text for text in self._world.every(problem) if text is not None]
+        if problems:
+            if self._world.first:
+                (found.path / COMMIT).replace(found.path / DAMAGED)
+            self._world.barrier()
+            raise CheckpointDamagedError(f"{found.path.name} cannot be read, {problems[0]}: the one before it is used")
 
     def prepare(self, state: State) -> None:
         """Takes host memory for saves of `state`, beside training: the first save does not stop for it."""
@@ -245,10 +266,14 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _committed(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Whole checkpoints, oldest first."""
+        """Whole checkpoints of this config, oldest first. Another's are left alone, until one of this step replaces
+        them.
+        """
         for path in sorted(self.folder.glob("step_????????")):
             commit = atomic.read_object(path / COMMIT)
-            if commit is not None and commit.get("schema") == 1 and _whole(path, commit["files"]):
+            if commit is None or commit.get("schema") != 1 or commit["config_sha256"] != self._config_sha256:
+                continue
+            if _whole(path, commit["files"]):
                 yield path, commit
 
 

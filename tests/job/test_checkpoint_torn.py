@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import train_world as world
+from torch.distributed.checkpoint.api import CheckpointException
 from train_world import STEPS, StopAt
 
 from job import atomic
@@ -44,6 +45,15 @@ def save(checkpoints: Checkpoints, step: int, **changed: Any) -> None:
 
 def opened(folder: Path) -> Checkpoints:
     return Checkpoints(folder / "ckpt", config_sha256="config")
+
+
+def failing(path: Path, value: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def damage(path: Path) -> None:
+    """Other bytes, as many as before."""
+    path.write_bytes(b"\x7f" * path.stat().st_size)
 
 
 def newest_step(folder: Path) -> int | None:
@@ -112,6 +122,24 @@ def test_another_configs_checkpoint_is_not_resumed(two: Path) -> None:
     assert newest_step(two) == 2
 
 
+def test_another_configs_checkpoints_push_out_none_of_ones_own(two: Path) -> None:
+    foreign = Checkpoints(two / "ckpt", config_sha256="another")
+    for step in (8, 9):
+        save(foreign, step, config_sha256="another")
+    for step in (3, 4):
+        save(opened(two), step)
+    assert world.committed(two) == [3, 4, 8, 9]
+
+
+def test_a_failed_save_falls_back_to_ones_own_newest_step(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(Checkpoints(two / "ckpt", config_sha256="another"), 9, config_sha256="another")
+    checkpoints = opened(two)
+    monkeypatch.setattr(checkpoint.atomic, "write_json", failing)
+    checkpoints.save(state(), commit(3), {})
+    checkpoints.wait()
+    assert checkpoints.saved_step == 2
+
+
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(path: Path, value: Any) -> None:
         raise KeyboardInterrupt
@@ -127,10 +155,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(two: Path, monkeyp
 
 
 def test_a_write_error_is_reported_and_leaves_no_rest(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, value: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.atomic, "write_json", full)
+    monkeypatch.setattr(checkpoint.atomic, "write_json", failing)
     checkpoints = opened(two)
     checkpoints.save(state(), commit(3), {})
     (saved,) = checkpoints.wait()
@@ -186,6 +211,30 @@ def test_a_run_whose_newest_checkpoint_is_torn_resumes_from_the_one_before(tmp_p
     data.write_bytes(data.read_bytes()[:100])
     assert world.train(torn) == 0
     assert world.final_hash(torn) == world.final_hash(whole)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_resumes_from_the_one_before(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, STEPS + 4, saves=(1, 2))) == 75
+    *_, before, newest = world.committed(workdir)
+    damage(workdir / "ckpt" / f"step_{newest:08d}" / name)
+    assert world.train(workdir) == 0
+    said = capsys.readouterr().out
+    assert f"step_{newest:08d} cannot be read" in said
+    assert f"resuming from step {before} " in said
+
+
+def test_a_damaged_checkpoint_without_another_is_a_crash_and_never_a_run_from_the_beginning(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, 2)) == 75
+    (only,) = world.committed(workdir)
+    damage(workdir / "ckpt" / f"step_{only:08d}" / "__0_0.distcp")
+    with pytest.raises(CheckpointException):
+        world.train(workdir)
+    assert world.committed(workdir) == [only]
 
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(

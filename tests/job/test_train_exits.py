@@ -19,6 +19,7 @@ from job import atomic
 from job.config import from_json
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
+from job.train import __main__ as trainer
 from job.train import metrics, step
 from job.train.requests import Requests
 
@@ -295,6 +296,18 @@ def test_bf16_state_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert world.final_hash(stopped) == world.final_hash(whole)
     weights = load_file(whole / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_a_second_trainer_in_the_same_folder_ends_and_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = world.make(tmp_path)
+    with trainer.alone(workdir):
+        before = sorted(workdir.rglob("*"))
+        assert world.train(workdir) == trainer.BUSY
+        assert "belongs to another trainer that is still running" in capsys.readouterr().out
+        assert sorted(workdir.rglob("*")) == before
+    assert world.train(workdir, StopAt(workdir, 1)) == 75
 
 
 def test_an_unknown_key_in_the_run_config_is_fatal(tmp_path: Path) -> None:
