@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 ROLES = ("system", "user", "assistant")
 SHOWN = 20  # problems of a file, at most
 GENERATED = (3, 16)  # numbers in a generated list
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class Turn(NamedTuple):
@@ -104,10 +106,19 @@ class GeneratedPairs:
         return " ".join(("Reverse this list of numbers:", *map(str, range(100))))
 
 
+def require_characters(text: str, path: str) -> None:
+    """Raises ValueError for half of a surrogate pair, which JSON can escape and no tokenizer or file can take."""
+    if (half := _HALF.search(text)) is not None:
+        raise ValueError(
+            f"{path}: \\u{ord(half[0]):04x} at character {half.start()} is half of a surrogate pair, no character; "
+            "write both halves, or leave it out"
+        )
+
+
 def _conversation(line: bytes) -> Conversation:
     try:
         tree = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(tree, dict):
         raise ValueError("not an object; give instruction and response, or messages")
@@ -140,4 +151,5 @@ def _text(tree: dict[str, Any], key: str, path: str = "") -> str:
         raise ValueError(f"{path}{key}: missing; it has {', '.join(sorted(tree)) or 'no keys'}")
     if not isinstance(tree[key], str) or not tree[key].strip():
         raise ValueError(f"{path}{key}: {tree[key]!r:.60} is not a text, or empty")
+    require_characters(tree[key], f"{path}{key}")
     return str(tree[key])

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from job.config.kernel import KernelConfig
-from job.dataset.chat import SHOWN, Conversation, Turn
+from job.dataset.chat import SHOWN, Conversation, Turn, require_characters
 from job.dataset.packed import prepare_packed
 from job.dataset.packing import Packing
 from job.dataset.prepare import DatasetManifest
@@ -115,13 +115,14 @@ class PairsFile:
 def _pair(line: bytes) -> Conversation:
     try:
         tree = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(tree, dict):
         raise ValueError("not an object; give prompt and answer")
     for key in ("prompt", "answer"):
         if not isinstance(tree.get(key), str) or not tree[key].strip():
             raise ValueError(f"{key}: not a text")
+        require_characters(tree[key], key)
     return Turn("user", tree["prompt"]), Turn("assistant", tree["answer"])
 
 

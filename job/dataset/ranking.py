@@ -31,6 +31,7 @@ import numpy as np
 from job.config.two_tower import TwoTowerConfig
 from job.dataset import prepare
 from job.dataset.arrays import Floats, Labels, unit_rows
+from job.dataset.chat import require_characters
 from job.dataset.sentences import Encoder, choose
 
 QUERIES, DISCOVERY, LABELS, NAMES = "queries.npy", "discovery.npy", "labels.npy", "names.json"
@@ -198,6 +199,8 @@ def _sentences(path: Path) -> dict[str, str]:
             raise ValueError(f'{path}:{number}: not {{"id": "...", "text": "..."}} ({line[:60]!r})') from error
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{path}:{number}: query {name} has no text")
+        require_characters(name, f"{path}:{number}: id")
+        require_characters(text, f"{path}:{number}: text")
         if name in found:
             raise ValueError(f"{path}:{number}: query {name} is there twice; ids must differ")
         found[name] = text

@@ -62,11 +62,15 @@ def test_the_file_gives_as_many_pairs_as_asked_for(tmp_path: Path) -> None:
 
 
 def test_every_line_that_is_no_pair_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path, {"prompt": "p", "answer": "a"}, {"prompt": "p"}, "{", [1], {"prompt": " ", "answer": "a"})
+    path = written(
+        tmp_path, {"prompt": "p", "answer": "a"}, {"prompt": "p"}, "{", [1], {"prompt": "\ud83d", "answer": "a"}
+    )
     with pytest.raises(
-        ValueError, match=r":2: answer: not a text\n.*:3: not JSON .*\n.*:4: not an object.*\n.*:5: pro"
+        ValueError, match=r":2: answer: not a text\n.*:3: not JSON .*\n.*:4: not an object.*\n.*:5: prompt: .ud83d at"
     ):
         list(PairsFile(path, 10, seed=1).conversations())
+    with pytest.raises(ValueError, match=":1: prompt: not a text"):
+        list(PairsFile(written(tmp_path, {"prompt": " ", "answer": "a"}), 10, seed=1).conversations())
     with pytest.raises(ValueError, match="empty; give one JSON object"):
         list(PairsFile(written(tmp_path, ""), 10, seed=1).conversations())
 

@@ -119,6 +119,7 @@ def test_a_wrong_label_is_named_by_its_line(labels: list[str], message: str, tmp
         ("not json", r"queries\.jsonl:4: not"),
         ('{"id": "q3"}', r"queries\.jsonl:4: not"),
         ('{"id": "q3", "text": " "}', r"queries\.jsonl:4: query q3 has no text"),
+        (r'{"id": "q3", "text": "half \ud83d"}', r"queries\.jsonl:4: text: .ud83d at character 5 is half"),
         ('{"id": "q0", "text": "again"}', r"queries\.jsonl:4: query q0 is there twice"),
     ],
 )
