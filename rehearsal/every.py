@@ -31,7 +31,7 @@ def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say) 
         failed |= bool(code)
         rows.append(_row(root, path, code, time.monotonic() - began))
     out("")
-    heads = ("stack", "held", "seconds", "steps", "nodes", "taken away", "lost", "repeated", "val loss", "USD")
+    heads = ("stack", "held", "seconds", "steps", "nodes", "taken away", "lost", "repeated", "validation", "USD")
     for line in table(heads, rows, right=(2, 3, 4, 6, 7, 8, 9)):
         out(line)
     return int(failed)
@@ -45,13 +45,13 @@ def _row(root: Path, path: Path, code: int, seconds: float) -> tuple[str, ...]:
     loss = told["val_loss"]
     return (
         path.stem,
-        "yes",
+        "slow" if told["slow"] else "yes",
         f"{seconds:.0f}",
         str(told["steps"]),
         str(told["nodes"]),
         ", ".join(told["interruptions"]),
         str(told["lost_on_notice"]),
         str(told["repeated_after_loss"]),
-        "-" if loss is None else f"{loss:.4f}",
+        "-" if loss is None else f"{told['validation']} {loss:.4f}",
         str(told["spent_usd"]),
     )

@@ -56,18 +56,23 @@ def draw(
     marks: Sequence[Mark],
     lanes: Sequence[Lane],
     checkpoints: Sequence[float],
+    validation: str = "validation",
 ) -> None:
-    """Writes the picture. `metrics` are the lines of metrics.jsonl; `checkpoints` seconds of the rehearsal."""
+    """Writes the picture. `metrics` are the lines of metrics.jsonl; `checkpoints` seconds of the rehearsal;
+    `validation`: what their val_loss is.
+    """
     figure = Figure(figsize=(10, 5.8), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, height_ratios=(3.2, 1 + 0.22 * len(lanes)))
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
-    _loss(above, metrics, phases, marks)
+    _loss(above, metrics, phases, marks, validation)
     _lanes(below, lanes, checkpoints)
     figure.savefig(target)
 
 
-def _loss(axes: Axes, metrics: Sequence[dict[str, Any]], phases: Sequence[Phase], marks: Sequence[Mark]) -> None:
+def _loss(
+    axes: Axes, metrics: Sequence[dict[str, Any]], phases: Sequence[Phase], marks: Sequence[Mark], validation: str
+) -> None:
     _bare(axes)
     for number, phase in enumerate(phases):
         color = PHASES[number % len(PHASES)]
@@ -97,7 +102,7 @@ def _loss(axes: Axes, metrics: Sequence[dict[str, Any]], phases: Sequence[Phase]
             zorder=4,
         )
     axes.set_ylabel("loss", fontsize=9, color=INK)
-    axes.set_xlabel("step  (line: training, circles: validation)", fontsize=9, color=INK)
+    axes.set_xlabel(f"step  (line: training, circles: {validation})", fontsize=9, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01)
 

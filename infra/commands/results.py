@@ -21,6 +21,7 @@ from infra.loader import project_root
 CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
 RECEIPT = "receipt.json"
 EXPORTS, FINAL = "exports/", "final/"  # models: at each phase's start and end, and the last one
+WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +65,9 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
             f"no bucket of {definition.name} holds a run {definition.run.id}. `gpufleet status {definition.name}` says "
             "whether it has begun; `--run ID` names an earlier one."
         )
-    weights = (*(() if exports else (EXPORTS,)), *((FINAL,) if light else ()))
+    folders = (*(() if exports else (EXPORTS,)), *((FINAL,) if light else ()))
     objects = [(name, size) for name, size in folder.objects() if not name.startswith(CHECKPOINTS)]
-    wanted = [(name, size) for name, size in objects if name.endswith(".json") or not name.startswith(weights)]
+    wanted = [(name, size) for name, size in objects if not (name.startswith(folders) and name.endswith(WEIGHTS))]
     left = sum(size for name, size in objects if (name, size) not in wanted)
     missing = [(name, size) for name, size in wanted if not _same(target / name, size)]
     total = sum(size for _, size in missing)
@@ -114,7 +115,7 @@ def _inside(target: Path, name: str) -> Path:
 
 def _same(path: Path, size: int) -> bool:
     """Whether it is there already. Logs grow, models do not change: the size tells."""
-    return path.is_file() and path.stat().st_size == size and path.suffix in (".safetensors", ".pt", ".bin")
+    return path.is_file() and path.stat().st_size == size and path.suffix in WEIGHTS
 
 
 def _transfer_price(region: str) -> Decimal:

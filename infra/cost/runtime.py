@@ -225,7 +225,7 @@ def _step_ms(
             f"{instance.type}: the peak of its GPU ({instance.gpu.name}) in this job's precision is not in the catalog,"
             " so its speed cannot be derived; give estimate.step_ms, one figure per phase"
         )
-    return limit_ms / efficiency(config, estimate) + sizes[index].launch_ms
+    return max(limit_ms / efficiency(config, estimate), sizes[index].launch_ms)
 
 
 def _save_s(config: JobConfig, index: int, ranks: int, seen: PhaseSpeed | None) -> float:

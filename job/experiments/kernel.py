@@ -116,7 +116,7 @@ class Kernel(Experiment):
         return step - phase.first in ends or step == phase.last
 
     @torch.no_grad()
-    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float:
+    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
         """Loss on the rows held out; for the curriculum also pass rates, when another epoch comes."""
         loss = super().evaluate(phase, module, rung)
         if self._tried(phase, self._step + 1):

@@ -103,7 +103,7 @@ class Pretrain(Experiment):
         starts = self.validated.fixed(self.config.eval.windows)
         return self.validated.work(starts, self.session.world, rung.micro)
 
-    def stop_early(self, phase: Phase, val_loss: float) -> str | None:
+    def stop_early(self, phase: Phase, val_loss: float | None) -> str | None:
         """Records the evaluation; a reason where the last ones brought nothing."""
         earlier = [e for e in self.progress["evaluations"] if e["step"] < self._step]
         self.progress["evaluations"] = [*earlier, {"step": self._step, "val_loss": val_loss}]

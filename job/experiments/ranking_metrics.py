@@ -2,6 +2,7 @@
 
 Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (scikit-learn's
 `ndcg_score` with ties averaged) and in MRR alike. A query without a relevant model scores 0. All in float64.
+Scores that are NaN or infinite rank nothing and raise ValueError, as they do there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 def ndcg(scores_QM: Tensor, gains_QM: Tensor, k: int) -> Tensor:
     """nDCG@k per query, [..., Q], in [0, 1]. Gains are not negative."""
+    _require_finite(scores_QM)
     gains = gains_QM.double()
     places = torch.arange(gains.shape[-1], device=gains.device, dtype=torch.float64)
     discounts_M = torch.where(places < k, 1 / torch.log2(places + 2), 0.0)
@@ -23,6 +25,7 @@ def ndcg(scores_QM: Tensor, gains_QM: Tensor, k: int) -> Tensor:
 
 def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
     """1 / the place of the first model with gain > 0, per query, [..., Q]; the mean of it over the orders of a tie."""
+    _require_finite(scores_QM)
     relevant = gains_QM > 0
     top = scores_QM.masked_fill(~relevant, -torch.inf).amax(-1, keepdim=True)
     above = (scores_QM > top).sum(-1).double()
@@ -37,6 +40,15 @@ def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
         mean += alive * hazard / (above + j + 1)
         alive = alive * (1 - hazard)
     return torch.where(relevant.any(-1), mean, 0.0)
+
+
+def _require_finite(scores_QM: Tensor) -> None:
+    wrong_Q = ~scores_QM.isfinite().all(-1)
+    if wrong_Q.any():
+        raise ValueError(
+            f"scores of {int(wrong_Q.sum())} of {wrong_Q.numel()} queries are NaN or infinite; only finite ones can be "
+            "ranked. The model that gave them has diverged: lower optim.lr or optim.clip."
+        )
 
 
 def _mean_over_ties(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:

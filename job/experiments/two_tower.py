@@ -55,16 +55,8 @@ class TwoTower(Experiment):
             torch.set_float32_matmul_precision("high")  # TF32: ranks do not need fp32's last digits
         first, self.phases = 0, []
         for index, size in enumerate(sizing.phases(self.config)):
-            phase = Phase(
-                index=index,
-                name=size.name,
-                first=first,
-                steps=size.steps,
-                flops_per_token=size.flops_per_token,
-                tokens_per_step=size.tokens_per_step,
-            )
-            self.phases.append(phase)
-            first = phase.last
+            self.phases.append(Phase.of(size, index=index, first=first))
+            first += size.steps
         self.progress: dict[str, Any] = {"families": {}, "refit": None}
         self._losses_K: Tensor | None = None  # of the newest step that was read back
 
@@ -131,14 +123,14 @@ class TwoTower(Experiment):
         return local % self.config.steps_per_epoch == 0
 
     @torch.no_grad()
-    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float:
-        """Minus the honest members' mean nDCG@10 on the folds they watch; the refit's training loss. Keeps the record
-        of each member, and its weights where they are its best so far.
+    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
+        """1 - the honest members' mean nDCG@10 on the folds they watch; None for the refit, which watches none. Keeps
+        the record of each member, and its weights where they are its best so far.
         """
         assert isinstance(module, Members)
-        losses = [0.0] if self._losses_K is None else self._losses_K.tolist()
         if phase.name == REFIT:
-            return fmean(losses)
+            return None
+        losses = [0.0] if self._losses_K is None else self._losses_K.tolist()
         module.eval()
         found = self._batches.watched_ndcg(module).tolist()
         module.train()
@@ -155,7 +147,7 @@ class TwoTower(Experiment):
         module.keep(torch.tensor(better, dtype=torch.int64, device=module.best.device))
         folds = self.config.data.folds
         self._say_epoch(phase, epoch, losses[:folds], found)
-        return -fmean(found[:folds])
+        return 1 - fmean(found[:folds])
 
     def clip(self, module: nn.Module) -> Tensor:
         """Each member by its own norm; the mean of them."""
@@ -166,7 +158,7 @@ class TwoTower(Experiment):
         self._losses_K = aux["losses"].float().cpu()
         return {}
 
-    def stop_early(self, phase: Phase, val_loss: float) -> str | None:
+    def stop_early(self, phase: Phase, val_loss: float | None) -> str | None:
         """When no member can improve its record any more; the refit at its last epoch."""
         if phase.name == REFIT:
             epochs = self.progress["refit"]["epochs"]

@@ -1,7 +1,8 @@
 """From scores to tables: per fold nDCG@10, nDCG@5 and MRR, their mean, spread and interval, and who beats whom.
 
-The mean is over folds; `std` is the spread between them (n - 1), `interval95` the mean's by Student's t. A method beats
-another where the mean over folds of the paired differences (query by query) is larger than their spread between folds.
+The mean is over folds; `std` is the spread between them (n - 1), `interval95` the mean's by Student's t, cut to what
+a metric (0 to 1) or a difference of two (-1 to 1) can be. A method beats another where the mean over folds of the
+paired differences (query by query) is larger than their spread between folds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def method(
         own = torch.from_numpy(fold_Q == fold)
         row = {metric: round(values[metric][own].mean().item(), 6) for metric in METRICS}
         rows.append({"fold": fold, "queries": int(own.sum()), **row, "epoch": epochs[fold] if epochs else None})
-    summary = {metric: spread([row[metric] for row in rows]) for metric in METRICS}
+    summary = {metric: spread([row[metric] for row in rows], (0.0, 1.0)) for metric in METRICS}
     return {"method": name, "note": note, "folds": rows, **summary}
 
 
@@ -55,7 +56,7 @@ def compared(name: str, ours: Tensor, other: str, theirs: Tensor, fold_Q: Indice
     """nDCG@10 of two methods, paired by query."""
     difference = ours - theirs
     folds = [difference[torch.from_numpy(fold_Q == fold)].mean().item() for fold in range(int(fold_Q.max()) + 1)]
-    found = spread(folds)
+    found = spread(folds, (-1.0, 1.0))
     return {
         "method": name,
         "against": other,
@@ -81,11 +82,11 @@ def verdict(comparisons: list[dict[str, Any]], name: str, missing: list[str]) ->
     return f"{name} beats {said}.{unseen}"
 
 
-def spread(values: list[float]) -> dict[str, Any]:
-    """Mean, standard deviation and the mean's 95% interval."""
+def spread(values: list[float], possible: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:
+    """Mean, standard deviation and the mean's 95% interval, cut to what is `possible`."""
     mean, std = fmean(values), stdev(values)
     half = t95(len(values) - 1) * std / math.sqrt(len(values))
-    interval = [round(mean - half, 6), round(mean + half, 6)]
+    interval = [round(max(mean - half, possible[0]), 6), round(min(mean + half, possible[1]), 6)]
     return {"mean": round(mean, 6), "std": round(std, 6), "interval95": interval}
 
 

@@ -33,8 +33,11 @@ class PhaseSize:
     decode_steps: int = 0
     cpu_core_s: float = 0.0
     gpu_s: float = 0.0
-    launch_ms: float = 0.0  # of a step, whatever the GPU: kernels too small to fill it
+    launch_ms: float = (
+        0.0  # of the host, launching a step's kernels while the GPU works: a step takes the longer of both
+    )
     sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each
+    validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 A member is one fold's model, of the honest protocol or of the optimistic one; a "token" is one query of one member.
 The model tower runs once per member and step, and its share is spread over the queries, so that FLOP per step is exact
 at the whole batch. One phase per family (the config's own, or each of the sweep's), then the refit on all queries,
-which is sized for as many epochs as the folds and ends at their median.
+which is sized for as many epochs as the folds and ends at their median; the baselines follow it, on the CPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from itertools import pairwise
 from job.config.two_tower import VARIANTS, Towers, TwoTowerConfig, variants
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
-LAUNCH_MS = 11.0  # some hundred small kernels, forward, backward, clip and update: an estimate
+# 274 kernels and 354 views a step, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
+# 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
+LAUNCH_MS = 10.0
 GROUP_SCORES = 1 << 23  # that the loss holds at once, or one member's (job/models/two_tower.py's GROUP)
 SCORE_TENSORS = 4  # of those: scores (exponentials in place), weighted targets, their gradient, one temporary
 BASELINES_CORE_S = 190.0  # LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU
 REFIT = "refit"
+VALIDATION = "1-nDCG@10"  # mean of the honest members on the folds they watch
 
 
 def problems(config: TwoTowerConfig) -> list[tuple[str, str]]:
@@ -138,8 +141,8 @@ def end_bytes(config: TwoTowerConfig, phase_index: int) -> int:
 
 
 def export_bytes(config: TwoTowerConfig) -> dict[str, int]:
-    """Every fold's scores, and the refit on all queries."""
-    return {"scores": _scores_bytes(config), "refit": 4 * max(parameters(family) for _, family in variants(config))}
+    """The refit on all queries and every fold's scores: both are what a run is for, and both are brought home."""
+    return {"results": 4 * max(parameters(family) for _, family in variants(config)) + _scores_bytes(config)}
 
 
 def dataset_bytes(config: TwoTowerConfig) -> int:
@@ -172,6 +175,7 @@ def _phase(config: TwoTowerConfig, name: str, count: int, q: int) -> PhaseSize:
         evaluation_tokens=0 if last else count * max(fold_sizes(config)),
         cpu_core_s=BASELINES_CORE_S if last else 0.0,
         launch_ms=LAUNCH_MS,
+        validation=None if last else VALIDATION,
     )
 
 

@@ -75,6 +75,7 @@ class Phase:
     steps: int
     flops_per_token: float  # training, forward and backward
     tokens_per_step: int  # of the global batch: what tok/s and MFU count
+    validation: str | None = "val"  # what the console calls its validation figure; None: nothing is held out
 
     @classmethod
     def of(cls, size: sizing.PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
@@ -86,6 +87,7 @@ class Phase:
             steps=size.steps if steps is None else steps,
             flops_per_token=size.flops_per_token,
             tokens_per_step=size.tokens_per_step,
+            validation=size.validation,
         )
 
     @property
@@ -155,8 +157,10 @@ class Experiment(ABC):
         return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
 
     @torch.no_grad()
-    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float:
-        """What is logged as val_loss, lower is better; the same on every rank. Mean loss in nats per token."""
+    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
+        """What is logged as val_loss, lower is better; the same on every rank. Mean loss in nats per token. None: the
+        phase holds nothing out.
+        """
         module.eval()
         work = self.validation(phase, rung)
         total = torch.zeros((), dtype=torch.float64, device=self.session.device.torch)
@@ -179,7 +183,7 @@ class Experiment(ABC):
         """The figures of metrics.jsonl that come from `Output.aux`; called where a step is logged. Waits."""
         return {name: [round(x, 4) for x in tensor.flatten().tolist()] for name, tensor in aux.items()}
 
-    def stop_early(self, phase: Phase, val_loss: float) -> str | None:
+    def stop_early(self, phase: Phase, val_loss: float | None) -> str | None:
         """After each evaluation: why the phase is over now, as done. None: it goes on."""
         return None
 

@@ -74,7 +74,7 @@ class Journal:
             step=step,
             steps=self._phases[-1].last,
             loss=values["loss"],
-            val_loss=shown_val_loss,
+            val_loss=None if phase.validation is None else shown_val_loss,
             lr=lr,
             step_s=step_s,
             tokens_per_s=tok_s,
@@ -84,6 +84,7 @@ class Journal:
             gpu_util=self._utilization.percent,
             spent_usd=None if spent is None else float(spent),
             eta_s=None if step_s is None else self._eta_s(phase, step, step_s),
+            validation=phase.validation or "val",
         )
         session.say(str(line))
         thresholds = self._thresholds.setdefault(phase.name, Thresholds(phase, session.predicted, session.device))

@@ -163,6 +163,8 @@ class Loop:
         if first or evaluated or self._look or (self.step - phase.first) % self.config.log.every == 0:
             values = self._read_back(result)
         self._clock.stop()
+        if values is not None:
+            self._require_finite()  # before anything is made of weights that may not be
         val_loss = None
         if evaluated:
             val_loss = self.experiment.evaluate(phase, module, rung)
@@ -174,7 +176,6 @@ class Loop:
         if self._graphs is not None and (compiled := self._graphs.keep()) is not None:
             self._journal.event(compiled, aloud=True)
         if values is not None:
-            self._require_finite()
             steps, step_s = self._clock.steps, self._clock.read()
             self._stall.see(step_s, steps, busy=self.session.checkpoints.busy)
             values["val_loss"] = val_loss

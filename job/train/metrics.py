@@ -112,13 +112,14 @@ class Line:
     gpu_util: float | None
     spent_usd: float | None
     eta_s: float | None
+    validation: str = "val"  # what val_loss is called
 
     def __str__(self) -> str:
         return " | ".join(
             (
                 f"step {self.step:06d}/{self.steps:06d}",
                 f"loss {self.loss:.4f}",
-                f"val {_shown(self.val_loss, '.4f')}",
+                f"{self.validation} {_shown(self.val_loss, '.4f')}",
                 f"lr {self.lr:.2e}",
                 f"{_shown(None if self.step_s is None else self.step_s * 1000, '.1f')} ms",
                 f"{_shown(self.tokens_per_s, ',.0f')} tok/s",

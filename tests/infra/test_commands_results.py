@@ -44,6 +44,7 @@ def finished(cloud: Cloud, run: str = "r1") -> str:
         "final/model.safetensors": b"m" * 5000,
         "exports/phase1_end/model.safetensors": b"e" * 3000,
         "exports/phase1_end/meta.json": {},
+        "exports/scores.npz": b"s" * 400,
         "ckpt/step_00000100/model.pt": b"c" * 9000,
         "heartbeat/i-1.jsonl": b"{}\n",
     }
@@ -64,6 +65,7 @@ def test_results_brings_everything_but_checkpoints_and_earlier_weights(
     folder = path.parents[1] / "results" / "small-growth" / "r1"
     assert downloaded(folder) == [
         "exports/phase1_end/meta.json",
+        "exports/scores.npz",
         "final/model.safetensors",
         "heartbeat/i-1.jsonl",
         "metrics.jsonl",
@@ -72,7 +74,7 @@ def test_results_brings_everything_but_checkpoints_and_earlier_weights(
     ]
     assert (folder / "final" / "model.safetensors").read_bytes() == b"m" * 5000
     out = capsys.readouterr().out
-    assert "6 files, 5.0 kB; transfer out of AWS costs about $0.00" in out
+    assert "7 files, 5.4 kB; transfer out of AWS costs about $0.00" in out
     assert "left in the bucket: 3.0 kB of weights (--exports brings them)" in out
     assert main(["results", "small-growth", "--exports"]) == 0
     assert (folder / "exports" / "phase1_end" / "model.safetensors").read_bytes() == b"e" * 3000
@@ -93,6 +95,7 @@ def test_light_leaves_the_models_in_the_bucket(cloud: Cloud, path: Path, tmp_pat
     assert main(["results", "small-growth", "--light", "--to", str(tmp_path / "out")]) == 0
     assert downloaded(tmp_path / "out") == [
         "exports/phase1_end/meta.json",
+        "exports/scores.npz",
         "heartbeat/i-1.jsonl",
         "metrics.jsonl",
         "receipt.json",
@@ -167,7 +170,7 @@ def test_a_kept_bucket_is_no_leftover_and_shows_its_price(
     assert main(["sweep", "small-growth"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Kept on purpose (storage.keep of small-growth.yaml):")
-    assert "8 objects, 0.000 GB, expiring after 30 days" in said
+    assert "9 objects, 0.000 GB, expiring after 30 days" in said
     path.write_text(path.read_text().replace("tokens}", "tokens, keep: {bucket: false}}"))
     assert main(["sweep", "small-growth"]) == 1
     assert "aws s3 rb --force s3://gpufleet-small-growth-0a1b2c3" in capsys.readouterr().out

@@ -78,3 +78,14 @@ def test_members_and_folds_are_only_more_dimensions() -> None:
     for metric in (lambda s, g: ndcg(s, g, 5), reciprocal_rank):
         whole = metric(scores.view(3, 4, -1), gains.view(3, 4, -1))
         assert torch.equal(whole.flatten(), metric(scores, gains))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_scores_that_are_not_finite_are_refused_as_scikit_learn_refuses_them(value: float) -> None:
+    scores, gains = fixture(7, tied=False, queries=3)
+    scores[1, gains[1].argmax()] = value
+    with pytest.raises(ValueError, match=r"NaN|infinity"):
+        sklearn_metrics.ndcg_score(gains.numpy(), scores.numpy(), k=10)
+    for metric in (lambda s, g: ndcg(s, g, 10), reciprocal_rank):
+        with pytest.raises(ValueError, match="scores of 1 of 3 queries are NaN or infinite"):
+            metric(scores, gains)
