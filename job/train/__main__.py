@@ -1,8 +1,8 @@
 """`python -m job.train WORKDIR --rung N`: trains what WORKDIR/run.json says, from WORKDIR/ckpt's newest checkpoint.
 
 Exit codes: 0 finished; 75 stopped on request; 69 out of memory (rung.json names the next rung); 65 cannot succeed, the
-reason in fatal.json; 71 this node is refused, the reason in preflight.json; anything else is a crash, or another trainer
-at work in WORKDIR.
+reason in fatal.json; 71 this node is refused, the reason in preflight.json; anything else is a crash, or another
+trainer at work in WORKDIR.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,9 +197,10 @@ def _silent(line: str) -> None:
 
 
 def say(line: str) -> None:
-    """One line for job.log."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """One line for job.log; lost where its disk is full."""
+    with suppress(OSError):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

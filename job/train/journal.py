@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from job import atomic
@@ -23,12 +24,14 @@ class Journal:
         self._events: list[str] = []  # for the next line
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None
+        self._lost = False  # a line could not be written, and it was said
 
     def open(self, step: int) -> None:
         """Goes on after `step`; what is there beyond it will be repeated. Raises ValueError."""
         if not self._session.world.first:
             return
-        self._session.metrics.resume(step)
+        with self._on_any_disk("metrics.jsonl"):
+            self._session.metrics.resume(step)
         if self._session.config.log.tensorboard:
             self._scalars = Scalars(self._session.workdir, step)
 
@@ -36,7 +39,8 @@ class Journal:
         """Ends what runs beside."""
         self._utilization.close()
         if self._scalars is not None:
-            self._scalars.close()
+            with self._on_any_disk("TensorBoard's"):
+                self._scalars.close()
 
     def event(self, text: str, *, aloud: bool = False) -> None:
         """Goes into the next line of metrics.jsonl; `aloud`: also said at once."""
@@ -108,9 +112,21 @@ class Journal:
             **values,
         }
         self._events.clear()
-        session.metrics.write(record)
+        with self._on_any_disk("metrics.jsonl"):
+            session.metrics.write(record)
         if self._scalars is not None:
-            self._scalars.write(record)
+            with self._on_any_disk("TensorBoard's"):
+                self._scalars.write(record)
+
+    @contextmanager
+    def _on_any_disk(self, whose: str) -> Iterator[None]:
+        """What cannot be written within it is lost, and said once: a full disk costs lines, never the run."""
+        try:
+            yield
+        except OSError as error:
+            if not self._lost:
+                self._session.say(f"warning: lines are lost ({whose}): {error}")
+            self._lost = True
 
     def _eta_s(self, phase: Phase, step: int, step_s: float) -> float:
         """Steps that are left, later phases' in proportion to their FLOPs; no growth, no evaluation."""

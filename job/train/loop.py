@@ -314,5 +314,8 @@ class Loop:
             "lower": None if lower is None else ladder.index(lower),  # where to go after an out-of-memory
         }
         if self.world.first:
-            atomic.write_json(session.workdir / "rung.json", record)
+            try:
+                atomic.write_json(session.workdir / "rung.json", record)
+            except OSError as error:
+                session.say(f"warning: rung.json is not written, so an out-of-memory would end the run: {error}")
         return rung

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,10 +85,15 @@ class MetricsFile:
         atomic.write_bytes(self.path, b"".join(kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line with every key of KEYS, then the experiment's own figures."""
+        """Appends one line with every key of KEYS, then the experiment's own figures. Raises OSError, without half a
+        line left behind.
+        """
         line = json.dumps({**{key: record.get(key) for key in KEYS}, **record}, allow_nan=False)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with self.path.open("ab", buffering=0) as file:
+            before, content = file.seek(0, os.SEEK_END), (line + "\n").encode()
+            if file.write(content) < len(content):
+                file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def records(self) -> list[dict[str, Any]]:
         """Every line."""

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import resource
+import signal
 from pathlib import Path
+from typing import Any
 
+import pytest
+import train_world as world
+
+from job import atomic
 from job.train import metrics
+from job.train.scalars import Scalars
 
 
 def test_the_console_line_reads_as_the_specification_shows_it() -> None:
@@ -71,3 +81,49 @@ def test_a_metrics_file_is_cut_to_the_resumed_step_and_to_whole_lines(tmp_path: 
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     metrics.MetricsFile(path).resume(2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_line_that_does_not_fit_leaves_no_half_of_itself(tmp_path: Path) -> None:
+    file = metrics.MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1})
+    before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.path.stat().st_size + 10, limits[1]))  # as a full disk cuts it
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            file.write({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    file.write({"step": 3})
+    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 3]
+
+
+def full(*given: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "broken", [(metrics.MetricsFile, "write"), (metrics.MetricsFile, "resume"), (Scalars, "write")]
+)
+def test_a_log_that_cannot_be_written_is_said_once_and_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: tuple[type, str]
+) -> None:
+    workdir = world.make(tmp_path, log={"tensorboard": True})
+    monkeypatch.setattr(*broken, full)
+    assert world.train(workdir, world.StopAt(workdir, 3)) == 75
+    assert capsys.readouterr().out.count("lines are lost") == 1
+
+
+def test_a_rung_that_cannot_be_written_down_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir, real = world.make(tmp_path), atomic.write_json
+
+    def rung_full(path: Path, value: Any) -> None:
+        if path.name == "rung.json":
+            full()
+        real(path, value)
+
+    monkeypatch.setattr(atomic, "write_json", rung_full)
+    assert world.train(workdir, world.StopAt(workdir, 3)) == 75
+    assert "rung.json is not written" in capsys.readouterr().out
