@@ -1,14 +1,18 @@
 """The HTTP server: GET /health, GET /info, POST /generate. Answers and errors are JSON; streams are server-sent events.
 
 Each connection has a thread; at most `AT_ONCE` of them generate, others are told to come again (503). A client that
-neither sends nor reads for `PATIENCE_S` is dropped.
+neither sends nor reads for `PATIENCE_S` is dropped; the generation of one that left, or closed its side, ends at its
+next character. A generation that fails is answered (500), and the server lives on.
 """
 
 from __future__ import annotations
 
 import json
+import select
+import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +33,7 @@ class Server(ThreadingHTTPServer):
     """Serves one model until `shutdown`. Port 0 takes a free one; `server_address` says which."""
 
     daemon_threads = True  # a connection that only waits does not keep us
+    request_queue_size = 128  # connections not yet accepted; clients beyond them are reset, not told to come again
 
     def __init__(self, address: tuple[str, int], served: Served) -> None:
         self.served = served
@@ -93,7 +98,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         """The whole body, so that the connection can be used again. Raises Refused, and then closes it."""
-        stated = self.headers.get("Content-Length")
+        lengths = self.headers.get_all("Content-Length", [])
+        if len(lengths) + ("Transfer-Encoding" in self.headers) > 1:  # two ends of one body: what follows is anyone's
+            self.close_connection = True
+            raise Refused(400, "more than one of Content-Length and Transfer-Encoding; send one Content-Length")
+        stated = lengths[0] if lengths else None
         if stated is None:
             if self.command == "POST" or "Transfer-Encoding" in self.headers:
                 self.close_connection = True
@@ -124,11 +133,27 @@ class Handler(BaseHTTPRequestHandler):
             self.server.free.release()
 
     def _until_the_end(self, characters: Iterator[str]) -> Iterator[str]:
-        for character in characters:
+        """Raises Refused where the server ends or the model fails, ConnectionError where nobody waits any more."""
+        while True:
+            try:
+                character = next(characters, None)
+            except Exception as error:  # whatever it is, it ends this generation and not the server
+                traceback.print_exc()
+                said = f"{type(error).__name__}: {error}".partition("\n")[0]
+                raise Refused(500, f"the generation failed: {said}") from error
+            if character is None:
+                return
             if self.server.ending.is_set():
                 self.close_connection = True
                 raise Refused(503, "the server is ending")
+            if self._left():
+                raise ConnectionAbortedError("the client left")
             yield character
+
+    def _left(self) -> bool:
+        waiting = select.poll()
+        waiting.register(self.connection, select.POLLIN)
+        return bool(waiting.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _stream(self, prompt: str, characters: Iterator[str]) -> None:
         """One event per character, then the whole answer with `"done": true`."""

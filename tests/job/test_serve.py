@@ -162,6 +162,13 @@ def test_a_wrong_method_path_or_size_is_refused(
         (b"POST /generate HTTP/1.1\r\nHost: x\r\n\r\n", b"411", b"Content-Length is missing"),
         (b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"411", b"not chunked"),
         (b"POST /generate HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"400", b"'-5' is not a number of bytes"),
+        (
+            b"POST /generate HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            b"400",
+            b"more than one of Content-Length and Transfer-Encoding",
+        ),
+        (b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n", b"400", b"more"),
+        (b"POST /generate HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 7\r\n\r\nhello", b"400", b"more than one"),
         (b"nonsense\r\n\r\n", b"400", b"error"),
         (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414", b"error"),
     ],
@@ -174,6 +181,7 @@ def test_a_broken_request_is_refused_in_json_and_the_connection_closed(
         answer = b"".join(iter(lambda: raw.recv(4096), b""))
     assert status in answer.split(b"\r\n")[0] or answer.startswith(b"{")  # a request without a version has no status
     assert said in answer
+    assert answer.count(b"HTTP/1.1 ") <= 1  # and its body is not taken for another request
     assert "error" in json.loads(answer.rpartition(b"\r\n")[2])
 
 

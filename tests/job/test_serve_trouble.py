@@ -1,0 +1,105 @@
+"""The inference server when clients come all at once or leave, and when the model fails."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_world import ask, exported, generate, served
+
+from job.serving import model
+from job.serving import server as serving
+from job.serving.model import open_model
+from job.serving.server import Server
+
+REAL = model.generate
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(tmp_path_factory.mktemp("run") / "final") as server:
+        yield server
+
+
+def test_thirty_clients_at_once_are_all_answered(tmp_path: Path) -> None:
+    body = json.dumps({"prompt": "1", "max_tokens": 50}).encode()
+    request = b"POST /generate HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    server = Server(("127.0.0.1", 0), open_model(exported(tmp_path / "final")))
+    clients = [
+        socket.create_connection(server.server_address[:2], timeout=5) for _ in range(30)
+    ]  # none is accepted yet
+    for client in clients:
+        client.sendall(request)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    answers = []
+    for client in clients:
+        with client:
+            client.settimeout(20)
+            answers.append(b"".join(iter(lambda client=client: client.recv(4096), b"")))
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    assert {answer.split()[1] for answer in answers} <= {b"200", b"503"}
+    assert sum(answer.startswith(b"HTTP/1.1 200") for answer in answers) >= serving.AT_ONCE
+
+
+def failing(error: Exception) -> Callable[..., Iterator[int]]:
+    """Two characters, then an exception."""
+
+    def made(*args: Any, **settings: Any) -> Iterator[int]:
+        yield 1
+        yield 2
+        raise error
+
+    return made
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory.\nTried to allocate"), AssertionError("ours")])
+def test_a_model_that_fails_is_answered_and_the_server_lives_on(
+    error: Exception, running: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"error": f"the generation failed: {type(error).__name__}: {error}".partition("\n")[0]}
+    monkeypatch.setattr(model, "generate", failing(error))
+    for _ in range(serving.AT_ONCE + 1):  # it keeps no slot
+        assert generate(running, prompt="1") == (500, said)
+    connection = http.client.HTTPConnection(*running.server_address[:2], timeout=20)
+    with closing(connection):
+        connection.request("POST", "/generate", json.dumps({"prompt": "1", "stream": True}))
+        events = connection.getresponse().read().decode().strip().split("\n\n")
+        assert [json.loads(event.removeprefix("data: ")) for event in events] == [{"text": "1"}, {"text": "2"}, said]
+        monkeypatch.setattr(model, "generate", REAL)
+        connection.request("POST", "/generate", json.dumps({"prompt": "1", "max_tokens": 3}))
+        assert connection.getresponse().status == 200
+    assert "Traceback" in capsys.readouterr().err  # for whoever runs it
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_generation_of_a_client_that_left_ends(
+    stream: bool, running: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Semaphore(0)
+
+    def endless(*args: Any, **settings: Any) -> Iterator[int]:
+        began.release()
+        while True:
+            yield 1
+
+    monkeypatch.setattr(model, "generate", endless)
+    body = json.dumps({"prompt": "1", "stream": stream}).encode()
+    for _ in range(serving.AT_ONCE):
+        with socket.create_connection(running.server_address[:2], timeout=20) as client:
+            client.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            assert began.acquire(timeout=20)
+    free = [running.free.acquire(timeout=20) for _ in range(serving.AT_ONCE)]
+    for _ in filter(None, free):
+        running.free.release()
+    assert all(free)
+    assert ask(running, "GET", "/health")[0] == 200
