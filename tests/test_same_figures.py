@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-
+from infra.calibration import gpu_name
 from infra.catalog import load_catalog
-from job.train.device import PEAK_TFLOPS, peak_tflops
+from job.train.device import DATA_SHEETS
 
 
-def test_the_bill_and_the_job_measure_mfu_against_the_same_peaks() -> None:
+def test_the_bill_and_the_job_measure_against_the_same_data_sheets() -> None:
     catalog = load_catalog()
     gpus = {found.gpu for kind in catalog.instance_types() if (found := catalog.instance(kind)) is not None}
-    priced = {gpu.name: gpu.bf16_tflops for gpu in gpus if gpu.bf16 and gpu.bf16_tflops}
-    known = {name: peak for name, peak in priced.items() if name.split()[0] in PEAK_TFLOPS}
-    assert {name.split()[0] for name in known} == set(PEAK_TFLOPS)
-    for name, peak in known.items():
-        assert peak_tflops(f"NVIDIA {name}") == pytest.approx(peak), name
+    priced = {
+        gpu.name: (gpu.bf16_tflops, gpu.bandwidth_gb_s)
+        for gpu in gpus
+        if gpu.bf16 and gpu.bf16_tflops and gpu.bandwidth_gb_s
+    }
+    known = {name: figures for board, figures in DATA_SHEETS.items() if (name := gpu_name(board)) is not None}
+    assert known == priced

@@ -18,8 +18,21 @@ from typing import Any
 
 import torch
 
-# Dense bf16 TFLOP/s, the denominator of MFU. NVIDIA data sheets, 2026-11; A10G: AWS's own figure (the A10 has 125).
-PEAK_TFLOPS = {"A10G": 70, "L4": 121, "L40S": 362, "A100": 312, "H100": 989.5, "H200": 989.5, "B200": 2250}
+# By the name that torch gives, and no other: a chip's boards differ, and one that is not here has no MFU. Dense bf16
+# TFLOP/s and GB/s of memory, NVIDIA data sheets, 2026-11; A10G: AWS's own figure (the A10 has 125); B200: HGX table.
+DATA_SHEETS: dict[str, tuple[float, float]] = {
+    "NVIDIA A10G": (70, 600),
+    "NVIDIA L4": (121, 300),
+    "NVIDIA L40S": (362, 864),
+    "NVIDIA A100-SXM4-40GB": (312, 1555),
+    "NVIDIA A100-PCIE-40GB": (312, 1555),
+    "NVIDIA A100-SXM4-80GB": (312, 2039),
+    "NVIDIA A100 80GB PCIe": (312, 1935),
+    "NVIDIA H100 80GB HBM3": (989.5, 3350),  # SXM
+    "NVIDIA H100 PCIe": (756, 2000),
+    "NVIDIA H200": (989.5, 4800),
+    "NVIDIA B200": (2250, 7700),
+}
 UTILIZATION_INTERVAL_S = 5
 UTILIZATION_SAMPLES = 60  # five minutes
 
@@ -116,9 +129,13 @@ def pin_exactly() -> bool:
 
 
 def peak_tflops(name: str) -> float | None:
-    """By the word in the name that torch gives, for example `NVIDIA H100 80GB HBM3`."""
-    words = name.replace("-", " ").split()
-    return next((float(PEAK_TFLOPS[word]) for word in words if word in PEAK_TFLOPS), None)
+    """Dense, bf16; None for a board that is not known by this very name."""
+    return DATA_SHEETS[name][0] if name in DATA_SHEETS else None
+
+
+def bandwidth_gb_s(name: str) -> float | None:
+    """Of the GPU's own memory; None like `peak_tflops`."""
+    return DATA_SHEETS[name][1] if name in DATA_SHEETS else None
 
 
 def determinism(device: Device) -> dict[str, Any]:

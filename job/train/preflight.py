@@ -17,13 +17,10 @@ from pathlib import Path
 import torch
 
 from job import atomic
-from job.train.device import Device
+from job.train.device import Device, bandwidth_gb_s
 from job.train.parallel import World
 
 RESULT, ACCEPT = "preflight.json", "accept.json"
-
-# Memory bandwidth, GB/s, by the word in the GPU's name: NVIDIA data sheets, 2026-11 (A100: of the 40 GB one).
-BANDWIDTH_GB_S = {"A10G": 600, "L4": 300, "L40S": 864, "A100": 1555, "H100": 3350, "H200": 4800, "B200": 8000}
 
 # Refused below these. A sound GPU reaches 60 to 90 % of either data sheet figure in a plain product or copy; one that
 # has lost its clocks or a memory stack stays far below. Estimates, 2026-11. An L4 at its 72 W falls to its base clock,
@@ -90,7 +87,7 @@ def measure(device: Device) -> Measured:
     clock, clock_max, throttled = _clocks(device) if cuda else (None, None, None)
     memory = _copy_gb_s(device, 1 << 30 if cuda else 1 << 24)
     peak, words = device.peak_tflops, device.name.replace("-", " ").split()
-    bandwidth = next((BANDWIDTH_GB_S[word] for word in words if word in BANDWIDTH_GB_S), None)
+    bandwidth = bandwidth_gb_s(device.name)
     return Measured(
         gpus=torch.cuda.device_count() if cuda else 0,
         matmul_tflops=round(matmul, 3),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from job.train import step
-from job.train.device import Device, DeviceRefusedError, Utilization, choose, peak_tflops, pin_exactly
+from job.train.device import Device, DeviceRefusedError, Utilization, bandwidth_gb_s, choose, peak_tflops, pin_exactly
 
 
 def test_a_gpu_without_bf16_is_refused_when_bf16_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,12 +22,23 @@ def test_a_gpu_without_bf16_is_refused_when_bf16_is_asked_for(monkeypatch: pytes
         choose("cuda", bf16=True)
 
 
-def test_the_peak_is_found_by_the_gpus_own_word() -> None:
-    assert peak_tflops("NVIDIA A10G") == 70
-    assert peak_tflops("NVIDIA H100 80GB HBM3") == 989.5
-    assert peak_tflops("NVIDIA A100-SXM4-40GB") == 312
-    assert peak_tflops("NVIDIA L4") == 121
-    assert peak_tflops("NVIDIA GeForce RTX 4090") is None
+@pytest.mark.parametrize(
+    ("name", "peak", "bandwidth"),
+    [
+        ("NVIDIA A10G", 70, 600),
+        ("NVIDIA H100 80GB HBM3", 989.5, 3350),
+        ("NVIDIA H100 PCIe", 756, 2000),
+        ("NVIDIA H100 NVL", None, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+        ("NVIDIA A100-SXM4-80GB", 312, 2039),
+        ("NVIDIA GH200 480GB", None, None),
+        ("NVIDIA GeForce RTX 4090", None, None),
+    ],
+)
+def test_each_board_has_its_own_data_sheet_and_an_unknown_one_none(
+    name: str, peak: float | None, bandwidth: float | None
+) -> None:
+    assert (peak_tflops(name), bandwidth_gb_s(name)) == (peak, bandwidth)
 
 
 def test_utilisation_comes_from_nvidia_smi_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
