@@ -109,10 +109,10 @@ class NarrowAdamW(Optimizer):
                     (1 - beta2**step) ** -0.5,
                 ]
                 update(
-                    parameter.view(-1),
-                    parameter.grad.view(-1),
-                    state["exp_avg"].view(-1),
-                    state["exp_avg_sq"].view(-1),
+                    _flat(parameter),
+                    _flat(parameter.grad),
+                    _flat(state["exp_avg"]),
+                    _flat(state["exp_avg_sq"]),
                     torch.tensor(scalars, dtype=torch.float32).to(parameter.device, non_blocking=True),
                     torch.tensor(_key(self.seed, step, index)).to(parameter.device, non_blocking=True),
                     beta1,
@@ -120,6 +120,15 @@ class NarrowAdamW(Optimizer):
                     group["eps"],
                 )
                 index += 1
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The same numbers in one dimension, yet no view: the compiler looks at what a view is of, and would compile anew
+    for matrices, squares, stacks and vectors.
+    """
+    assert tensor.is_contiguous()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
 
 
 def _update(

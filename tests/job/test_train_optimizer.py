@@ -10,6 +10,7 @@ import pytest
 import torch
 import train_world as world
 from torch import nn
+from torch._dynamo.utils import counters
 
 from job.config import AdamW, GrowthConfig
 from job.models.growth import build
@@ -114,6 +115,24 @@ def test_the_compiled_update_gives_the_same_bits_as_the_plain_one() -> None:
 
     plain, compiled = updated(optimizer._update), updated(optimizer._compiled())
     assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own
+def test_the_update_is_compiled_once_whatever_shapes_the_parameters_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    once = torch.compile(optimizer._update, backend="eager", dynamic=True, fullgraph=True)
+    monkeypatch.setattr(optimizer, "_update", once)
+    shapes = (8, 8), (8, 16), (2, 8, 16), (16,), (2, 16)
+    parameters = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    opt = optimizer.NarrowAdamW([{"params": parameters}], betas=(0.9, 0.95), eps=1e-8, seed=1)
+    optimizer.set_lr(opt, 0.5)
+    opt.step()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert all(parameter.max() == 0.5 for parameter in parameters)
+    torch.compiler.reset()
 
 
 def test_clipping_scales_to_the_norm_and_gives_the_one_before() -> None:
