@@ -56,7 +56,7 @@ def _lines(bill: Bill) -> Iterator[str]:
         for line in bill.lines[:-1]
     ]
     rows.append((bill.lines[-1].name, "", "", "", f"{bill.lines[-1].amount:.4f}"))
-    rows.append(("total = p50", "", "", "", f"{bill.usd.p50:.4f}"))
+    rows.append((f"total = p50{_within(bill)}", "", "", "", f"{bill.usd.p50:.4f}"))
     yield from table(("line", "quantity", "unit", "USD each", "USD"), rows, right=(1, 3, 4))
     if any(line.inferred for line in bill.lines):
         yield f"* price inferred, not read in any source for {bill.region}"
@@ -64,8 +64,9 @@ def _lines(bill: Bill) -> Iterator[str]:
 
 def _totals(bill: Bill) -> Iterator[str]:
     chosen = bill.chosen
-    rows = [_row("USD", bill.usd)]
-    if chosen.probability_stopped >= 0.01:
+    within = _within(bill)
+    rows = [_row(f"USD{within}, done or not" if within else "USD", bill.usd)]
+    if within:
         rows.append(_row("USD to finish, were there no limit", chosen.needed_usd))
     rows.append(_row("USD at half the speed", bill.half_speed))
     rows.append(_other(bill, bill.on_demand if bill.capacity == "spot" else bill.spot))
@@ -74,6 +75,11 @@ def _totals(bill: Bill) -> Iterator[str]:
     if bill.capacity == "spot":
         rows.append(_row("hours with waits for capacity", chosen.wall_hours))
     yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
+
+
+def _within(bill: Bill) -> str:
+    """What tells the p50 of a run that a limit may stop from the p50 of finishing it."""
+    return " within the limits" if bill.chosen.probability_stopped >= 0.01 else ""
 
 
 def _row(name: str, values: Quantiles) -> tuple[str, ...]:

@@ -250,7 +250,7 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free >= FREE_FACTOR * size:
             return None
-        return f"{free / 1e9:.2f} GB free in {self.folder}, {FREE_FACTOR * size / 1e9:.2f} GB needed"
+        return f"{free:,} bytes free in {self.folder}, {FREE_FACTOR * size:,.0f} needed"
 
     def _prune(self, keep: int) -> None:
         """Removes all but the newest `keep`, the best and one being uploaded, commit.json first so that none looks

@@ -72,9 +72,16 @@ def test_a_phase_that_does_not_fit_is_marked_and_explained() -> None:
     assert "Nearest: g6.xlarge" in found.replace("\n  ", " ")
 
 
-def test_a_stopped_run_shows_what_finishing_would_take() -> None:
-    found = text(hazard_per_hour="3", keep=Keep(bucket=False), max_usd="0.70")
-    assert "USD to finish, were there no limit" in found
+def test_a_run_that_a_limit_may_stop_has_two_totals_and_says_which_is_which() -> None:
+    bill = price(definition(hazard_per_hour="3", keep=Keep(bucket=False), max_usd="0.70"), load_catalog(), runs=2000)
+    lines = render(bill).split("\n")
+    (total,) = (line for line in lines if line.startswith("total = p50 within the limits "))
+    (spent,) = (line for line in lines if line.startswith("USD within the limits, done or not "))
+    (needed,) = (line for line in lines if line.startswith("USD to finish, were there no limit "))
+    assert float(total.split()[-1]) == float(bill.usd.p50) < float(bill.chosen.needed_usd.p50)
+    assert spent.split()[-3] == f"{bill.usd.p50:.2f}"
+    assert needed.split()[-3] == f"{bill.chosen.needed_usd.p50:.2f}"
+    assert "within the limits" not in text()
 
 
 def test_a_missing_price_on_the_other_side_is_said_not_zero() -> None:
