@@ -31,7 +31,7 @@ from job.train.guard import SpikeGuard
 from job.train.journal import Journal
 from job.train.stall import Stall
 
-REASON_CHARACTERS = 200  # of a stop request, so that it fits the message in which ranks agree
+REASON_CHARACTERS = 200  # of a stop request
 STALL = 0.01  # of the time since a save: what it may have cost when an improvement asks for the next one
 
 

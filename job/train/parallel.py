@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-MESSAGE_BYTES = 512  # of a decision: one broadcast of a fixed size
+MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # of a decision: one broadcast of a fixed size, which begins with its length
 PATIENCE = timedelta(minutes=60)  # one rank may read or write gigabytes while the others wait for its tensors
 LONG_PATIENCE = timedelta(days=2)  # for its word: what follows training may be rank 0's alone, and takes hours
 JSON = TypeVar("JSON")
@@ -53,16 +53,21 @@ class World:
         return tensor
 
     def agree(self, value: JSON) -> JSON:
-        """Rank 0's `value` (JSON, at most MESSAGE_BYTES), on every rank."""
+        """Rank 0's `value` (JSON), on every rank. One broadcast of MESSAGE_BYTES, and another for what is longer."""
         if self.size == 1:
             return value
-        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-        if self.first:
-            words = json.dumps(value).encode()
-            assert len(words) <= MESSAGE_BYTES, words
-            message[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        words = json.dumps(value).encode() if self.first else b""
+        letter = len(words).to_bytes(LENGTH_BYTES, "big") + words
+        head = self._broadcast(letter[:MESSAGE_BYTES], MESSAGE_BYTES)
+        length = LENGTH_BYTES + int.from_bytes(head[:LENGTH_BYTES], "big")
+        whole = head if length <= MESSAGE_BYTES else self._broadcast(letter, length)
+        return cast(JSON, json.loads(whole[LENGTH_BYTES:length]))
+
+    def _broadcast(self, content: bytes, size: int) -> bytes:
+        """Rank 0's `content`, filled up to `size` bytes."""
+        message = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
         dist.broadcast(message, 0, group=self.control)
-        return cast(JSON, json.loads(bytes(message.tolist()).rstrip(b"\0")))
+        return bytes(message.tolist())
 
     def every(self, value: JSON) -> list[JSON]:
         """Each rank's `value` (JSON), in the order of ranks, on every rank."""
