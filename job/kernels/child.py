@@ -23,7 +23,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,10 @@ class Harness:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.entry: Callable[..., Any] | None = None
-        self.inputs: list[Tensor] = []
+        self.given: list[Tensor] = []
+        self.inputs: list[Tensor] = []  # as it was given, moved on by the shifts
+        self.shifts: list[int] = []
+        self.ops: Ops | None = None  # of the last call, where they were asked for
         self.output: Any = None
         self._flush: Tensor | None = None
 
@@ -71,11 +74,12 @@ class Harness:
         return act(head, blobs)
 
     def _load(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        path = Path("candidate.py").resolve()
-        path.write_bytes(blobs[0])  # triton reads a kernel's source from its file
+        """The text that was judged, not bytes that could be read as another."""
+        path, text = Path("candidate.py").resolve(), blobs[0].decode()
+        path.write_text(text, encoding="utf-8", newline="")  # triton reads a kernel's source from its file
         module = types.ModuleType("candidate")
         module.__file__ = str(path)
-        exec(compile(blobs[0], str(path), "exec", dont_inherit=True), module.__dict__)
+        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
         self.entry = module.__dict__[ENTRY]
         return {}, []
 
@@ -85,39 +89,26 @@ class Harness:
         return {"problem": compiler.compile_launches(self.entry, head["calls"])}, []
 
     def _give(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """New inputs; with `again` into the same memory, so that an answer remembered by address is a wrong one."""
+        """New inputs."""
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
-        if head.get("again"):
-            for old, new in zip(self.inputs, given, strict=True):
-                old.copy_(new)
-        else:
-            self.inputs = [_placed(tensor, self.device) for tensor in given]
+        self.given = [_placed(tensor, self.device) for tensor in given]
+        self.inputs, self.shifts = [tensor.clone() for tensor in self.given], [0] * len(given)
         self._sync()
         return {}, []
 
     def _run(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """One call on new inputs, and its output."""
         self._give(head, blobs)
-        before = [tensor.clone() for tensor in self.inputs]
-        assert self.entry is not None
-        ops: set[str] = set()
-        if head.get("ops"):
-            with Ops() as seen:
-                self.output = self.entry(*self.inputs)
-            ops = seen.names
-        else:
-            self.output = self.entry(*self.inputs)
-        self._sync()
-        reply, content = self._outputs()
-        if isinstance(self.output, Tensor):
-            place = self.output.untyped_storage().data_ptr()
-            reply["alias"] = any(place == tensor.untyped_storage().data_ptr() for tensor in self.inputs)
-            same = (torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, self.inputs, strict=True))
-            reply["changed"] = not all(same)
-        return {**reply, "ops": sorted(ops)}, content
+        self._trial(head, [])
+        return self._collect(head, [])
 
     def _ready(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """Caches emptied when asked to, nothing under way: the next message starts a trial."""
+        """What is in the memory of each input moved on by one of `shifts`, so that what is remembered of it, by address
+        or by what a kernel has read, is wrong; caches emptied when asked to; nothing under way. A trial may follow.
+        """
+        self.shifts = head.get("shifts", self.shifts)
+        for tensor, content in zip(self.inputs, self._contents(), strict=True):
+            tensor.copy_(content)
         if head["flush"]:
             if self._flush is None:
                 size = FLUSH_BYTES[self.device.type] // 4
@@ -126,20 +117,28 @@ class Harness:
         self._sync()
         return {}, []
 
+    def _contents(self) -> list[Tensor]:
+        """What the inputs are to hold."""
+        return [tensor.roll(shift) if shift else tensor for tensor, shift in zip(self.given, self.shifts, strict=True)]
+
     def _trial(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """One timed call; of nothing when `empty`. Seconds by events on the stream, or by the clock on a CPU."""
+        """One timed call; of nothing when `empty`. Seconds by events on the stream, or by the clock on a CPU. With
+        `ops` the torch functions that it calls are listed, which takes time.
+        """
         call = (lambda *_: None) if head.get("empty") else self.entry
         assert call is not None
-        if self.device.type == "cuda":
-            start, end = _events()
-            start.record()
+        self.ops = Ops() if head.get("ops") else None
+        with self.ops or nullcontext():
+            if self.device.type == "cuda":
+                start, end = _events()
+                start.record()
+                self.output = call(*self.inputs)
+                end.record()
+                self._sync()
+                return {"seconds": start.elapsed_time(end) / 1000}, []
+            started = _clock()
             self.output = call(*self.inputs)
-            end.record()
-            self._sync()
-            return {"seconds": start.elapsed_time(end) / 1000}, []
-        started = _clock()
-        self.output = call(*self.inputs)
-        return {"seconds": _clock() - started}, []
+            return {"seconds": _clock() - started}, []
 
     def _stopwatch(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """A call as many would time it: no warm-up, no flush, whatever `time.perf_counter` is by now."""
@@ -150,14 +149,17 @@ class Harness:
         return {"seconds": time.perf_counter() - started}, []
 
     def _collect(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """The output of the last trial."""
-        return self._outputs()
-
-    def _outputs(self) -> tuple[dict[str, Any], list[bytes]]:
+        """The output of the last call, and what it has done besides."""
         found = self.output
+        reply: dict[str, Any] = {"ops": sorted(self.ops.names)} if self.ops is not None else {}
         if not isinstance(found, Tensor):
-            return {"type": type(found).__name__}, []
-        return {"shape": list(found.shape), "dtype": str(found.dtype).removeprefix("torch.")}, [wire.raw(found)]
+            return {**reply, "type": type(found).__name__}, []
+        place = found.untyped_storage().data_ptr()
+        reply["alias"] = any(place == tensor.untyped_storage().data_ptr() for tensor in self.inputs)
+        same = (torch.equal(_bits(a), _bits(b)) for a, b in zip(self._contents(), self.inputs, strict=True))
+        reply["changed"] = not all(same)
+        shape, dtype = list(found.shape), str(found.dtype).removeprefix("torch.")
+        return {**reply, "shape": shape, "dtype": dtype}, [wire.raw(found)]
 
     def _sync(self) -> None:
         if self.device.type == "cuda":
@@ -166,6 +168,11 @@ class Harness:
 
 def _events() -> tuple[Any, Any]:
     return _Event(enable_timing=True), _Event(enable_timing=True)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """NaN equals NaN, and 0 is not -0."""
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ folder of their own, after the process has ended.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -41,8 +42,8 @@ class Outcome:
 class Compilation:
     """Stage 2 of one judge. Safe for threads."""
 
-    def __init__(self, workers: Workers, limits: Limits) -> None:
-        self._workers, self._limits = workers, limits
+    def __init__(self, workers: Workers, limits: Limits, seed: int) -> None:
+        self._workers, self._limits, self._seed = workers, limits, seed
         self._folder = workers.folder / "compiled"
         self._folder.mkdir(exist_ok=True)
         self._under_way: dict[str, threading.Lock] = {}
@@ -63,7 +64,8 @@ class Compilation:
         """The source's, for the arguments of the task. `note` gets the process, where one was needed, when it is over.
         Raises Lost; that is not kept.
         """
-        name = f"{sha256}-{task.arity}x{task.dtype}-{self._target}"
+        arguments = hashlib.sha256(json.dumps(tasks.layouts(task, self._seed)).encode()).hexdigest()[:16]
+        name = f"{sha256}-{arguments}-{self._target}"
         with self._under_way.setdefault(name, threading.Lock()):  # the other one's, where two come at the same time
             return self._known(name) or self._compile(name, source, task, note)
 
@@ -81,7 +83,7 @@ class Compilation:
                 ask = timing.bound(process, self._limits.candidate_s)
                 problem = timing.load_problem(ask, source)
                 if problem is None and self._workers.lacks is None:
-                    said = ask({"do": "compile", "calls": tasks.layouts(task)})[0].get("problem")
+                    said = ask({"do": "compile", "calls": tasks.layouts(task, self._seed)})[0].get("problem")
                     problem = None if said is None else f"does not compile: {str(said)[:400]}"
             finally:
                 process.end()

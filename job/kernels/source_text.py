@@ -10,7 +10,7 @@ from tokenize import TokenError
 
 # Twice what an answer of 2048 tokens, the default, is at four characters each; our longest kernel has 1500. The slowest
 # text of this length that was found, one kernel of 5000 statements, takes stage 1 a second on a busy core.
-MOST_CHARACTERS = 16_384
+MOST_CHARACTERS, LONGEST_S = 16_384, 2.0
 COOKIE = re.compile(r"^[ \t\f]*#.*?coding[:=]", re.MULTILINE)  # PEP 263
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufeff\ud800-\udfff]")
 

@@ -2,28 +2,38 @@
 
 Calibrated: warm-up, caches flushed before each trial, minus an empty launch, median and quartiles. The reference is
 timed before and after the candidate; where its two medians differ by more than REPEAT the machine is not quiet enough,
-and after TRIES there is no speed-up rather than a wrong one. A candidate's own process reads the clock, so the judge
-keeps its own beside it: trials that took the judge much longer than they are said to have taken are a lie. Afterwards
-comes a fresh input in the same memory, and its output is checked: a result remembered by address is a wrong one. Above
-`suspicious` it is several, every output checked, and the judge's clock decides.
+and after TRIES there is no speed-up rather than a wrong one. Slow programs get fewer trials, so that the tries fit into
+the stage's time.
+
+No call gets what one before it got: the inputs are moved on within the same memory by numbers that the judge draws, so
+a remembered result is a wrong one, however it is remembered, and finding that out is part of the time. Between the
+trials are calls of which the torch functions are listed, and of some trials the output is wanted afterwards. Which, is
+drawn from the judge's seed and the source's hash; the candidate's process learns it when the call is over, or never.
+
+A candidate's own process reads the clock, so the judge keeps its own beside it: trials that took the judge much longer
+than they are said to have taken are a lie, and no speed-up is above what the judge's clock can tell. Above `suspicious`
+the judge's clock sees it again, every output checked.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
-from job.kernels import tasks, wire
+from job.kernels import rules, tasks, wire
 from job.kernels.catalog import Task
 from job.kernels.tasks import Case
 from job.kernels.worker import Process
 
 WARM_UP, REPEAT, TRIES, FRESH = 2, 0.05, 3, 3
+LISTED, LOOKED_AT = 5, 3  # calls among the trials: a cheat in half of the calls passes both in one of 256
 EMPTIES = 20  # at most
+LEAST = 3  # trials of the slowest
 LIE, LIE_S = 2.0, 1e-3  # the judge's quickest trial may show this many times the slowest claim, and so much more
 SHORTEST_S = 1e-9
 
@@ -34,10 +44,13 @@ class Rejected(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trials:
-    """Seconds of one program: (lower quartile, median, upper quartile), and the judge's own median."""
+    """Seconds of one program: (lower quartile, median, upper quartile), and the judge's own median, give or take
+    `blur`.
+    """
 
     quartiles: tuple[float, float, float]
     judged: float
+    blur: float
     quickest: float  # of the judge's own
     slowest: float  # as it says
 
@@ -53,7 +66,7 @@ class Trials:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """`speedup` None: refused, `why` says so."""
+    """`speedup` None: not known, `why` says so."""
 
     speedup: float | None
     why: str = ""
@@ -64,29 +77,110 @@ class Timing:
 Ask = Callable[..., tuple[dict[str, Any], list[bytes]]]  # Process.ask with the stage's limit filled in
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """Whose calls are timed. `listed`, `looked_at`: how many of them are checked, each time; with `ops` also for what
+    they call. `random`: the judge's.
+    """
+
+    ask: Ask
+    task: Task
+    given: Case
+    random: random.Random
+    listed: int = 0
+    looked_at: int = 0
+    ops: bool = False
+
+    def trials(self, count: int) -> Trials:
+        """Raises Rejected where a checked call is not right."""
+        for _ in range(WARM_UP):
+            self._call()
+        empty = [_trial(self.ask, empty=True) for _ in range(min(count, EMPTIES))]
+        plan = [("trial", number < self.looked_at) for number in range(count)] + [("listed", True)] * self.listed
+        self.random.shuffle(plan)
+        timed = []
+        for kind, checked in plan:
+            seconds = self._call(listed=kind == "listed", checked=checked)
+            if kind == "trial":
+                timed.append(seconds)
+        nothing, way = median(own for own, _ in empty), [judged for _, judged in empty]
+        own = [max(SHORTEST_S, seconds - nothing) for seconds, _ in timed]
+        judged = [max(SHORTEST_S, seconds - median(way)) for _, seconds in timed]
+        return Trials(
+            quartiles=_quartiles(own),
+            judged=median(judged),
+            blur=_quartiles(way)[2] - _quartiles(way)[0],
+            quickest=min(judged),
+            slowest=max(own),
+        )
+
+    def again(self) -> float:
+        """Seconds by the judge's clock of FRESH calls, every one checked."""
+        way = median(_trial(self.ask, empty=True)[1] for _ in range(FRESH))
+        return max(SHORTEST_S, median(self._call(checked=True)[1] for _ in range(FRESH)) - way)
+
+    def pace_s(self) -> float:
+        """Seconds that a trial takes with all that belongs to it."""
+        self._call()
+        started = time.monotonic()
+        self._call()
+        return time.monotonic() - started
+
+    def _call(self, *, listed: bool = False, checked: bool = False) -> tuple[float, float]:
+        """Seconds by the program's process and by the judge."""
+        shifts = [self.random.randrange(tensor.numel()) for tensor in self.given.tensors]
+        self.ask({"do": "ready", "flush": True, "shifts": shifts})
+        found = _trial(self.ask, ops=listed and self.ops)
+        if checked:
+            moved = tuple(tensor.roll(shift) for tensor, shift in zip(self.given.tensors, shifts, strict=True))
+            case = Case(name="while it was timed", tensors=moved)
+            check(self.task, case, *self.ask({"do": "collect"}, most_bytes=room(case)), ops=listed and self.ops)
+        return found
+
+
 def calibrated(
-    task: Task, seed: int, ask: Ask, reference: Ask, *, trials: int, suspicious: float, device: str = "cpu"
+    task: Task,
+    seed: int,
+    ask: Ask,
+    reference: Ask,
+    *,
+    trials: int,
+    suspicious: float,
+    device: str = "cpu",
+    ops: bool = False,
+    secret: str = "",
+    limit_s: float = math.inf,
 ) -> Timing:
-    """Raises Rejected for a lie, Lost where a process ends."""
+    """`secret`: what the candidate could not know when it was written, its own hash; `limit_s`: all tries may take.
+    Raises Rejected for a lie or a wrong output, Lost where a process ends.
+    """
     given = tasks.case(task, seed, "timing", device)
-    for program in (ask, reference):
-        _give(program, given)
-    repeat, after = math.inf, _trials(reference, trials)
+    ours = Program(ask=reference, task=task, given=given, random=random.Random(f"{seed} {task.name}"))
+    own = random.Random(f"{seed} {task.name} {secret}")
+    program = replace(ours, ask=ask, random=own, listed=LISTED, looked_at=LOOKED_AT, ops=ops)
+    for one in (program, ours):
+        give(one.ask, given)
+    pace = program.pace_s() + ours.pace_s()
+    count = trials if pace * trials * 2 * TRIES <= limit_s else min(trials, max(LEAST, int(limit_s / pace / 2 / TRIES)))
+    after, lies = ours.trials(count), True
     for _ in range(TRIES):
-        before = after
-        kernel = _believed(ask, trials)
-        after = _trials(reference, trials)
+        before, kernel, after = after, program.trials(count), ours.trials(count)
         repeat = abs(after.median - before.median) / min(after.median, before.median)
-        if repeat <= REPEAT:
+        lies &= kernel.incredible
+        if repeat <= REPEAT and not kernel.incredible:
             break
+    if lies:
+        claimed, seen = kernel.slowest * 1e3, kernel.quickest * 1e3
+        raise Rejected(f"it says at most {claimed:.3f} ms per call, the judge's clock at least {seen:.3f} ms")
     speedup = (before.median + after.median) / 2 / kernel.median
-    took = _again(task, seed, ask, device, times=FRESH if speedup > suspicious else 1)
-    if speedup > suspicious:
-        speedup = min(speedup, (before.judged + after.judged) / 2 / took)
+    took = max(kernel.judged, program.again()) if speedup > suspicious else kernel.judged
+    speedup = min(speedup, ((before.judged + after.judged) / 2 + kernel.blur) / max(SHORTEST_S, took - kernel.blur))
+    why = ""
     if repeat > REPEAT:
         why = f"the reference's own repeat differs by {100 * repeat:.0f} %, more than {100 * REPEAT:.0f} %"
-        return Timing(speedup=None, why=why, kernel=kernel, reference=before)
-    return Timing(speedup=speedup, kernel=kernel, reference=before)
+    elif kernel.incredible:
+        why = "its clock and the judge's did not agree in the last try"
+    return Timing(speedup=None if why else speedup, why=why, kernel=kernel, reference=before)
 
 
 def stopwatch(task: Task, seed: int, ask: Ask, reference: Ask, device: str = "cpu") -> Timing:
@@ -94,99 +188,75 @@ def stopwatch(task: Task, seed: int, ask: Ask, reference: Ask, device: str = "cp
     given = tasks.case(task, seed, "random-0", device)
     seconds = []
     for program in (ask, reference):
-        _give(program, given)
+        give(program, given)
         seconds.append(_seconds(program({"do": "stopwatch"})[0]))
     return Timing(speedup=seconds[1] / seconds[0])
 
 
-def _believed(ask: Ask, trials: int) -> Trials:
-    """A candidate's trials. Raises Rejected where the two clocks never agree."""
-    for _ in range(TRIES):
-        found = _trials(ask, trials)
-        if not found.incredible:
-            return found
-    claimed, seen = found.slowest * 1e3, found.quickest * 1e3
-    raise Rejected(f"it says at most {claimed:.3f} ms per call, the judge's clock at least {seen:.3f} ms")
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return low, middle, high
 
 
-def _trials(ask: Ask, trials: int) -> Trials:
-    for _ in range(WARM_UP):
-        _trial(ask, flush=False)
-    empty = [_trial(ask, empty=True) for _ in range(min(trials, EMPTIES))]
-    timed = [_trial(ask) for _ in range(trials)]
-    nothing, way = median(own for own, _ in empty), median(judged for _, judged in empty)
-    own = [max(SHORTEST_S, seconds - nothing) for seconds, _ in timed]
-    judged = [max(SHORTEST_S, seconds - way) for _, seconds in timed]
-    low, middle, high = quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
-    return Trials(quartiles=(low, middle, high), judged=median(judged), quickest=min(judged), slowest=max(own))
-
-
-def _trial(ask: Ask, *, empty: bool = False, flush: bool = True) -> tuple[float, float]:
+def _trial(ask: Ask, *, empty: bool = False, ops: bool = False) -> tuple[float, float]:
     """Seconds by the program's process and by the judge. Without a call there is nothing to flush for."""
-    ask({"do": "ready", "flush": flush and not empty})
+    if empty:
+        ask({"do": "ready", "flush": False})
     started = time.perf_counter()
-    reply, _ = ask({"do": "trial", "empty": empty})
+    reply, _ = ask({"do": "trial", "empty": empty, "ops": ops})
     return _seconds(reply), time.perf_counter() - started
-
-
-def _again(task: Task, seed: int, ask: Ask, device: str, *, times: int) -> float:
-    """Seconds on fresh inputs by the judge's clock. Raises Rejected where an output is not the new input's."""
-    took = []
-    empty = median(_trial(ask, empty=True)[1] for _ in range(times))
-    for index in range(times):
-        given = tasks.case(task, seed, f"fresh-{index}", device)
-        _give(ask, given, again=True)
-        took.append(_trial(ask)[1])
-        problem = output_problem(task, given, *ask({"do": "collect"}))
-        if problem is not None:
-            raise Rejected(f"wrong on fresh inputs in the same memory: {problem}")
-    return max(SHORTEST_S, median(took) - empty)
 
 
 def load_problem(ask: Ask, source: str) -> str | None:
     """Why a program does not load; None when it does."""
     reply, _ = ask({"do": "load"}, [source.encode()])
-    return f"does not load: {str(reply['error'])[:300]}" if "error" in reply else None
+    return f"does not load: {reply['error'][:300]}" if "error" in reply else None
 
 
-def output_problem(task: Task, given: Case, reply: dict[str, Any], blobs: list[bytes]) -> str | None:
-    """Why a reply does not hold the expected output; None when it does."""
+def check(task: Task, given: Case, reply: dict[str, Any], blobs: list[bytes], *, ops: bool) -> None:
+    """Raises Rejected unless a reply holds the expected output, of a new tensor; with `ops`, of a call that computed
+    nothing with torch.
+    """
     if "error" in reply:
-        return f"{given.name}: {str(reply['error'])[:300]}"
-    if "type" in reply or len(blobs) != 1:
-        return f"{given.name}: gives {str(reply.get('type'))[:40]}, not a tensor"
-    shape = reply.get("shape")
-    if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
-        return f"{given.name}: gives no shape"
-    return tasks.difference(task, given, tuple(shape), str(reply.get("dtype")), blobs[0])
+        raise Rejected(f"{given.name}: {reply['error'][:300]}")
+    if "shape" not in reply or "dtype" not in reply or len(blobs) != 1:
+        raise Rejected(f"{given.name}: gives {reply.get('type', 'nothing')[:40]}, not a tensor")
+    problem = tasks.difference(task, given, tuple(reply["shape"]), reply["dtype"], blobs[0])
+    if problem is not None:
+        raise Rejected(problem)
+    if reply.get("alias", True) or reply.get("changed", True):
+        raise Rejected(f"{given.name}: gives its input back, or changes it")
+    if ops and (bad := rules.forbidden_ops(reply.get("ops", ["?"]))):
+        raise Rejected(f"{given.name}: computes with torch: {', '.join(bad)[:200]}")
 
 
-def _give(ask: Ask, given: Case, *, again: bool = False) -> None:
+def room(given: Case) -> int:
+    """Bytes that an output may have, right or not: as if it were of twice the width."""
+    return 2 * given.tensors[0].numel() * given.tensors[0].element_size()
+
+
+def give(ask: Ask, given: Case) -> None:
+    """Its next inputs. Raises Rejected."""
     packed = [wire.pack(tensor) for tensor in given.tensors]
-    reply, _ = ask({"do": "give", "inputs": [spec for spec, _ in packed], "again": again}, [blob for _, blob in packed])
+    reply, _ = ask({"do": "give", "inputs": [spec for spec, _ in packed]}, [blob for _, blob in packed])
     if "error" in reply:
-        raise Rejected(str(reply["error"])[:300])
+        raise Rejected(reply["error"][:300])
 
 
 def _seconds(reply: dict[str, Any]) -> float:
     """Raises Rejected where the process gives no time."""
-    if "error" in reply:
-        raise Rejected(str(reply["error"])[:300])
-    seconds = reply.get("seconds")
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 0:
-        raise Rejected(f"it says a call takes {str(seconds)[:40]} s")
-    return max(SHORTEST_S, float(seconds))
+    if "seconds" not in reply:
+        raise Rejected(reply.get("error", "it does not say how long a call takes")[:300])
+    return max(SHORTEST_S, float(reply["seconds"]))
 
 
 def bound(process: Process, limit_s: float) -> Ask:
     """`process.ask` where all questions together may take `limit_s`."""
     until = time.monotonic() + limit_s
 
-    def ask(head: dict[str, Any], blobs: list[bytes] | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        left = max(0.001, until - time.monotonic())
-        return process.ask(head, blobs or [], limit_s=left, most_bytes=MOST_BYTES)
+    def ask(
+        head: dict[str, Any], blobs: list[bytes] | None = None, *, most_bytes: int = 0
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        return process.ask(head, blobs or [], limit_s=max(0.001, until - time.monotonic()), most_bytes=most_bytes)
 
     return ask
-
-
-MOST_BYTES = 1 << 30  # of one output

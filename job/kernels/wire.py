@@ -1,7 +1,8 @@
 """Messages between the judge and a candidate's process: a JSON head and raw bytes. Never pickle.
 
-What comes from a candidate is data to be measured against what was asked for: sizes are bounded, dtypes are from a
-list, numbers are checked by whoever uses them.
+What comes from a candidate's process is data to be measured against what was asked for. Here every part of a message
+gets the type that its name has, or the message is none of ours: whoever uses a part need not doubt it, only whether it
+is there and true.
 """
 
 from __future__ import annotations
@@ -20,7 +21,50 @@ from torch import Tensor
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
 HEAD_BYTES = 1 << 20
 WATCH_S = 0.05  # between two looks of whoever waits
+MOST_S = 1e9  # of a time that can be meant
 _LENGTH = struct.Struct("!I")
+
+
+def _text(value: Any) -> str:
+    """Raises TypeError. Printable: it ends in logs and files."""
+    if not isinstance(value, str):
+        raise TypeError
+    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(value[:400].split()))
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_S:
+        raise TypeError
+    return float(value)
+
+
+def _sizes(value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
+        raise TypeError
+    return value
+
+
+def _names(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError
+    return [_text(name) for name in value]
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "violation": _text, "error": _text, "type": _text, "dtype": _text, "problem": _text_or_none, "isolated": _truth,
+    "alias": _truth, "changed": _truth, "shape": _sizes, "ops": _names, "seconds": _seconds, "cpu_s": _seconds,
+    "lacks": _text_or_none, "triton": _text,
+}  # fmt: skip
 
 
 class Closed(Exception):
@@ -47,20 +91,34 @@ def receive(
     most_bytes: int = 1 << 34,
     watch: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """One message. `watch` is called while waiting and may raise. Raises Late after `until` (monotonic seconds), and
-    Closed when the other side is gone, sends more than `most_bytes`, or no such message.
+    """One message of any parts. `watch` is called while waiting and may raise. Raises Late after `until` (monotonic
+    seconds), and Closed when the other side is gone, sends more than `most_bytes`, or no such message.
     """
     (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size, until, watch))
     if length > HEAD_BYTES:
         raise Closed(f"a head of {length} bytes")
     try:
         head = json.loads(_exactly(source, length, until, watch))
-        sizes = [int(size) for size in head.pop("blobs")]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if not isinstance(head, dict):
+            raise TypeError
+        sizes = _sizes(head.pop("blobs", None))
+    except (ValueError, TypeError, RecursionError) as error:
         raise Closed("no message of ours") from error
-    if any(size < 0 for size in sizes) or sum(sizes) > most_bytes:
+    if sum(sizes) > most_bytes:
         raise Closed(f"{sum(sizes)} bytes, at most {most_bytes} were asked for")
     return head, [_exactly(source, size, until, watch) for size in sizes]
+
+
+def reply(head: dict[str, Any]) -> dict[str, Any]:
+    """What a process may answer: of PARTS, each of its type, and nothing else. Raises Closed."""
+    found = {}
+    for name, part in head.items():
+        if (typed := PARTS.get(name)) is not None:
+            try:
+                found[name] = typed(part)
+            except TypeError:
+                raise Closed(f"no message of ours: {name} is a {type(part).__name__} of another kind") from None
+    return found
 
 
 def _exactly(source: socket.socket, size: int, until: float, watch: Callable[[], None]) -> bytes:

@@ -28,6 +28,10 @@ class Lost(Exception):
     """The candidate's process is over: it hung, took too much, did what is forbidden, or ended."""
 
 
+class OutOfTime(Lost):
+    """It has not answered in time; of what it had answered before nothing is less true."""
+
+
 class Workers:
     """Starts processes. Those that compile, and on a CPU those that interpret, are forked from servers that have
     imported everything; for GPUs they are new ones.
@@ -163,15 +167,15 @@ class Process:
             head, blobs = wire.receive(
                 self._dialogue, until=time.monotonic() + limit_s, most_bytes=most_bytes, watch=self._watch
             )
+            reply = wire.reply(head)
         except wire.Late:
-            raise Lost(f"no answer within {limit_s:.3g} s") from None
+            raise OutOfTime(f"no answer within {limit_s:.3g} s") from None
         except wire.Closed as error:
             raise Lost(f"the process ended: {error}") from None
-        if "violation" in head:
-            raise Lost(f"forbidden: {str(head['violation'])[:200]}")
-        if isinstance(head.get("cpu_s"), float):
-            self.cpu_s = head["cpu_s"]
-        return head, blobs
+        if "violation" in reply:
+            raise Lost(f"forbidden: {reply['violation'][:200]}")
+        self.cpu_s = reply.get("cpu_s", self.cpu_s)
+        return reply, blobs
 
     def _watch(self) -> None:
         now = time.monotonic()

@@ -79,7 +79,9 @@ def unlike(number: int) -> str:
 
 def built(workers: Workers, source: str, task: str = "relu") -> Path:
     """Triton's cache as stage 2 leaves it."""
-    outcome = Compilation(workers, LIMITS).of(source, f"{abs(hash(source)):x}", catalog.BY_NAME[task], lambda _: None)
+    outcome = Compilation(workers, LIMITS, SEED).of(
+        source, f"{abs(hash(source)):x}", catalog.BY_NAME[task], lambda _: None
+    )
     assert outcome.problem is None
     return outcome.built
 
@@ -150,7 +152,7 @@ def test_what_only_llvm_finds_wrong_is_said_in_its_words(workers: Workers) -> No
 
 def test_the_first_launches_on_a_gpu_find_all_that_was_compiled_ahead(workers: Workers) -> None:
     def said(source: str, task: str, cache: Path | None) -> str:
-        program = f"{source}\nCALLS = {tasks.layouts(catalog.BY_NAME[task])!r}\n{LAUNCH}".encode()
+        program = f"{source}\nCALLS = {tasks.layouts(catalog.BY_NAME[task], SEED)!r}\n{LAUNCH}".encode()
         with workers.start(memory_bytes=4e9, compiles=True, guarded=False, built=cache) as process:
             return str(process.ask({"do": "load"}, [program], limit_s=60.0)[0]["error"])
 
@@ -252,8 +254,7 @@ def test_where_nothing_can_be_compiled_candidates_are_only_loaded_and_the_reason
 @pytest.fixture
 def crowd(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
     """Five to be judged as with GPUs, of the sizes of a CPU."""
-    monkeypatch.setitem(tasks.FULL, "cuda", (9, 130))
-    monkeypatch.setitem(tasks.SECOND, "cuda", (3, 7, 61))
+    monkeypatch.setitem(tasks.SHAPES, "cuda", tasks.SHAPES["cpu"])
     source = planted.source(catalog.BY_NAME["square"], body=unlike(2))
     return [
         Candidate(name=f"c{n}", task="square", source=f"{source}# {n}\n", origin="generated", label=f"{n}")
@@ -313,11 +314,10 @@ def test_what_is_compiled_and_waits_for_a_gpu_is_given_up_with_the_rest(
 
 
 def test_the_layouts_compiled_for_are_those_of_the_inputs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tasks.FULL, "cuda", (8, 11))
-    monkeypatch.setitem(tasks.SECOND, "cuda", (3, 5, 7))
+    monkeypatch.setitem(tasks.SHAPES, "cuda", tasks.SHAPES["cpu"])
     task = catalog.BY_NAME["maximum"]
-    names = ("tiny", "random-0", "non-contiguous", "second-shape", "zeros", "large", "fresh-0", "timing")
+    names = ("tiny", "random-0", *tasks.ADVERSARIAL, "timing")
     given = [tasks.case(task, SEED, name, "cuda").tensors for name in names]
     seen = {(tuple(t.shape), t.stride(), t.dtype) for tensors in given for t in tensors}
-    layouts = [one for call in tasks.layouts(task) for one in call]
+    layouts = [one for call in tasks.layouts(task, SEED) for one in call]
     assert {(tuple(one["shape"]), tuple(one["stride"]), getattr(torch, one["dtype"])) for one in layouts} == seen

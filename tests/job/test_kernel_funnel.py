@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -247,30 +249,93 @@ def test_a_process_that_takes_more_memory_than_allowed_is_ended(workers: Workers
 def test_inputs_are_a_pure_function_of_seed_task_and_case() -> None:
     task = catalog.BY_NAME["lerp"]
     names = [case.name for case in tasks.cases(task, SEED, 5)]
-    assert names == [*(f"random-{i}" for i in range(5)), "zeros", "large", "non-contiguous", "second-shape"]
+    assert names == [*(f"random-{i}" for i in range(5)), *tasks.ADVERSARIAL]
     for name in names:
         one, two = tasks.case(task, SEED, name), tasks.case(task, SEED, name)
-        assert all(torch.equal(a, b) for a, b in zip(one.tensors, two.tensors, strict=True))
+        assert all(a.isnan().equal(b.isnan()) for a, b in zip(one.tensors, two.tensors, strict=True))
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one.tensors, two.tensors, strict=True))
     assert not tasks.case(task, SEED, "non-contiguous").tensors[0].is_contiguous()
-    assert not torch.equal(tasks.case(task, SEED, "random-0").tensors[0], tasks.case(task, SEED, "random-1").tensors[0])
-    assert not torch.equal(tasks.case(task, SEED, "random-0").tensors[0], tasks.case(task, 1, "random-0").tensors[0])
+    assert not torch.equal(tasks.case(task, SEED, "random-0").tensors[0], tasks.case(task, SEED, "random-2").tensors[0])
 
 
-@pytest.mark.parametrize(("dtype", "inside", "outside"), [("add", 5e-6, 1e-3), ("maximum", 5e-4, 0.1)])
-def test_the_tolerance_is_the_dtypes(dtype: str, inside: float, outside: float) -> None:
-    task = catalog.BY_NAME[dtype]
-    given = tasks.case(task, SEED, "tiny")
-    right = tasks.expected(task, given)
-    name = str(right.dtype).removeprefix("torch.")
-    for error, passes in ((inside, True), (outside, False)):
-        found = tasks.difference(task, given, tuple(right.shape), name, wire.raw(right + error))
-        assert (found is None) == passes
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sizes_are_drawn_from_the_judges_seed_and_multiples_of_no_block(device: str) -> None:
+    task = catalog.BY_NAME["relu"]
+    drawn = [{tuple(call[0]["shape"]) for call in tasks.layouts(task, seed)} for seed in range(20)]
+    assert len({frozenset(shapes) for shapes in drawn}) == 20
+    for seed in range(20):
+        shapes = {name: tasks._shape(task, seed, name, device) for name in (*tasks.ADVERSARIAL, "tiny", "random-0")}
+        assert shapes["one"] == (1,)
+        assert shapes["many-blocks"][0] % 2 == 1
+        assert shapes["many-blocks"][0] > 5 * 1024  # five programs of the usual block, and half
+        assert 1024 < math.prod(shapes["random-0"]) == math.prod(shapes["large"])
+
+
+def test_values_between_ordinary_and_large_and_special_ones_are_tried() -> None:
+    task = catalog.BY_NAME["add"]
+    spread = tasks.case(task, SEED, "spread").tensors[0].abs()
+    assert all(((spread > low) & (spread < 3 * low)).sum() > 50 for low in (0.1, 1, 5, 30, 100, 300))
+    special = tasks.case(task, SEED, "special").tensors[0]
+    assert special.isnan().any()
+    assert (special == 0).any()
+    assert special.isposinf().any()
+    assert special.isneginf().any()
+
+
+def answered(task: str, name: str, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> str | None:
+    """What is said of the reference's result, changed by a function of the first input and it."""
+    given = tasks.case(catalog.BY_NAME[task], SEED, name)
+    found = change(given.tensors[0], tasks.expected(catalog.BY_NAME[task], given.tensors))
+    dtype = str(found.dtype).removeprefix("torch.")
+    return tasks.difference(catalog.BY_NAME[task], given, tuple(found.shape), dtype, wire.raw(found))
+
+
+@pytest.mark.parametrize(("task", "inside", "outside"), [("add", 5e-5, 5e-4), ("maximum", 1e-3, 1e-2)])
+def test_the_tolerance_is_the_dtypes_in_proportion_to_the_result(task: str, inside: float, outside: float) -> None:
+    for name in ("tiny", "random-0", "large", "spread"):
+        assert answered(task, name, lambda x, right: right * (1 + inside)) is None
+        assert answered(task, name, lambda x, right: right * (1 + outside)) is not None
+
+
+@pytest.mark.parametrize(
+    ("task", "change"),
+    [
+        ("sigmoid", lambda x, right: torch.where(x < -20, right + 0.09, right)),
+        ("hardtanh", lambda x, right: torch.where(x.abs() > 10, torch.zeros_like(right), right)),
+        ("tanh", lambda x, right: torch.where(x > 7, right - 0.01, right)),
+        ("silu", lambda x, right: torch.where(x < -20, right - 0.01, right)),
+        ("elu", lambda x, right: torch.where(x < -50, right + 0.5, right)),
+    ],
+)
+@pytest.mark.parametrize("name", ["large", "spread"])
+def test_a_bounded_result_is_not_measured_by_a_large_input(
+    task: str, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], name: str
+) -> None:
+    assert answered(task, name, lambda x, right: right) is None
+    assert answered(task, name, change) is not None
+
+
+def test_where_terms_cancel_another_order_of_the_same_terms_is_right() -> None:
+    task = catalog.BY_NAME["lerp"]
+    for name in ("random-3", "spread", "large"):
+        given = tasks.case(task, SEED, name)
+        x, y = given.tensors
+        for other in (0.7 * x + 0.3 * y, x - 0.3 * (x - y)):
+            assert tasks.difference(task, given, tuple(other.shape), "float32", wire.raw(other)) is None
+        wrong = x + 0.301 * (y - x)
+        assert tasks.difference(task, given, tuple(wrong.shape), "float32", wire.raw(wrong)) is not None
+
+
+def test_infinity_counts_and_what_the_reference_makes_nan_does_not() -> None:
+    assert answered("relu", "special", lambda x, right: right.nan_to_num(nan=7.0, posinf=float("inf"))) is None
+    assert answered("relu", "special", lambda x, right: torch.where(x.isinf(), torch.zeros_like(x), right)) is not None
+    assert answered("relu", "special", lambda x, right: torch.full_like(right, float("nan"))) is not None
 
 
 def test_a_reference_that_does_not_repeat_gives_no_speedup() -> None:
     task, times = catalog.BY_NAME["relu"], iter(range(1, 1000))
 
-    def reference(head: dict[str, object], blobs: object = None) -> tuple[dict[str, object], list[bytes]]:
+    def reference(head: dict[str, Any], blobs: Any = None) -> tuple[dict[str, Any], list[bytes]]:
         return ({"seconds": 0.0 if head.get("empty") else float(next(times))} if head["do"] == "trial" else {}), []
 
     found = timing.calibrated(task, SEED, _steady(task), reference, trials=3, suspicious=1e9)
@@ -278,33 +343,104 @@ def test_a_reference_that_does_not_repeat_gives_no_speedup() -> None:
     assert "the reference's own repeat differs by" in found.why
 
 
+class Clock:
+    """The judge's: it moves when a program says that it works."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("job.kernels.timing.time.perf_counter", lambda: self.now)
+
+    def taking(self, ask: timing.Ask, *, says: float, takes: float) -> timing.Ask:
+        def answer(head: dict[str, Any], *more: Any, **rest: Any) -> tuple[dict[str, Any], list[bytes]]:
+            reply, blobs = ask(head, *more, **rest)
+            if head["do"] == "trial" and not head["empty"]:
+                self.now += takes
+                reply = {"seconds": says}
+            return reply, blobs
+
+        return answer
+
+
+RELU = catalog.BY_NAME["relu"]
+
+
 def test_a_claim_far_below_the_judges_clock_is_a_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100_000))
-    monkeypatch.setattr("job.kernels.timing.time.perf_counter", lambda: float(next(clock)))
-
-    def ask(head: dict[str, object], blobs: object = None) -> tuple[dict[str, object], list[bytes]]:
-        if head["do"] == "trial" and not head["empty"]:
-            next(clock)  # the judge sees a second more than for an empty call
-        return ({"seconds": 1e-6} if head["do"] == "trial" else {}), []
-
+    clock = Clock(monkeypatch)
+    liar = clock.taking(_steady(RELU), says=1e-6, takes=1.0)
     with pytest.raises(timing.Rejected, match="the judge's clock at least 1000"):
-        timing.calibrated(
-            catalog.BY_NAME["relu"], SEED, ask, _steady(catalog.BY_NAME["relu"]), trials=3, suspicious=2.0
-        )
+        timing.calibrated(RELU, SEED, liar, _steady(RELU), trials=3, suspicious=2.0)
+
+
+@pytest.mark.parametrize(("says", "takes"), [(0.4, 0.79), (0.6, 0.9)])  # above what is suspicious, and below
+def test_no_speedup_is_above_what_the_judges_clock_saw(
+    says: float, takes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    reference = clock.taking(_steady(RELU), says=1.0, takes=1.0)
+    boasts = clock.taking(_steady(RELU), says=says, takes=takes)
+    found = timing.calibrated(RELU, SEED, boasts, reference, trials=3, suspicious=2.0)
+    assert found.speedup == pytest.approx(1 / takes)
+    modest = clock.taking(_steady(RELU), says=takes, takes=takes)
+    assert timing.calibrated(RELU, SEED, modest, reference, trials=3, suspicious=2.0).speedup == pytest.approx(
+        1 / takes
+    )
+
+
+def test_a_slow_program_gets_fewer_trials_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], [0]
+    for clock in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(f"job.kernels.timing.time.{clock}", lambda: now[0])
+    steady = _steady(RELU)
+
+    def slow(head: dict[str, Any], *more: Any, **rest: Any) -> tuple[dict[str, Any], list[bytes]]:
+        if head["do"] == "trial" and not head["empty"]:
+            now[0], calls[0] = now[0] + 0.25, calls[0] + 1
+        return steady(head, *more, **rest)
+
+    found = timing.calibrated(RELU, SEED, slow, slow, trials=100, suspicious=9.0, limit_s=60.0)
+    assert found.speedup == pytest.approx(1.0)
+    assert now[0] < 60.0
+    assert calls[0] > 20
+
+
+def test_every_call_that_is_timed_gets_other_inputs_and_which_are_checked_is_not_to_be_foreseen() -> None:
+    def course(secret: str) -> tuple[list[tuple[int, ...]], list[str]]:
+        steady, shifts, checked = _steady(RELU), [], []
+
+        def ask(head: dict[str, Any], *more: Any, **rest: Any) -> tuple[dict[str, Any], list[bytes]]:
+            if head["do"] == "ready" and "shifts" in head:
+                shifts.append(tuple(head["shifts"]))
+            if head["do"] in ("trial", "collect") and not head.get("empty"):
+                checked.append(head["do"] + str(head.get("ops")))
+            return steady(head, *more, **rest)
+
+        timing.calibrated(RELU, SEED, ask, _steady(RELU), trials=30, suspicious=9.0, ops=True, secret=secret)
+        return shifts, checked
+
+    shifts, checked = course("a")
+    assert len(set(shifts)) > 0.9 * len(shifts)  # drawn from about 1500
+    assert checked.count("trialTrue") == timing.LISTED
+    assert checked.count("collectNone") == timing.LISTED + timing.LOOKED_AT
+    assert course("a") == (shifts, checked)
+    assert course("b")[0] != shifts
+    assert course("b")[1] != checked
 
 
 def _steady(task: catalog.Task) -> timing.Ask:
     """A program that is right and always takes a second."""
     given: list[torch.Tensor] = []
+    shifts: list[int] = []
 
-    def ask(head: dict[str, object], blobs: list[bytes] | None = None) -> tuple[dict[str, object], list[bytes]]:
+    def ask(head: dict[str, Any], blobs: Any = None, *, most_bytes: int = 0) -> tuple[dict[str, Any], list[bytes]]:
         if head["do"] == "give":
-            specs = head["inputs"]
-            assert isinstance(specs, list)
-            given[:] = [wire.unpack(spec, blob) for spec, blob in zip(specs, blobs or [], strict=True)]
+            given[:] = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs or [], strict=True)]
+        if head["do"] == "ready":
+            shifts[:] = head.get("shifts", shifts)
         if head["do"] == "collect":
-            right = tasks.expected(task, tasks.Case(name="", tensors=tuple(given)))
-            return {"shape": list(right.shape), "dtype": "float32"}, [wire.raw(right)]
+            moved = tuple(tensor.roll(shift) for tensor, shift in zip(given, shifts, strict=True))
+            right = tasks.expected(task, moved)
+            said = {"shape": list(right.shape), "dtype": "float32", "alias": False, "changed": False, "ops": []}
+            return said, [wire.raw(right)]
         return ({"seconds": 0.0 if head.get("empty") else 1.0} if head["do"] == "trial" else {}), []
 
     return ask
