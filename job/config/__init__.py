@@ -5,9 +5,10 @@ One module per experiment; what they share is in `common`. User mistakes raise V
 
 from __future__ import annotations
 
+import math
 import types
 import typing
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from job.config.common import Checkpoint, Log, bounded
@@ -52,28 +53,60 @@ EXPERIMENTS: dict[str, type[JobConfig]] = {
 
 
 def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:
-    """The typed config of `run.json`'s job.parameters. Raises ValueError naming an unknown key or experiment."""
+    """The typed config of `run.json`'s job.parameters. Raises ValueError naming an unknown experiment, or every unknown
+    key and every value of another type or beyond its field's bounds, which are those that the loader checks.
+    """
     if experiment not in EXPERIMENTS:
         raise ValueError(f"job.experiment: {experiment!r} is not one of {', '.join(sorted(EXPERIMENTS))}")
-    config: JobConfig = _build(EXPERIMENTS[experiment], tree, "job.parameters")
+    problems: list[str] = []
+    config: JobConfig = _build(EXPERIMENTS[experiment], tree, "job.parameters", problems)
+    if problems:
+        raise ValueError("; ".join(problems))
     return config
 
 
-def _build(cls: type[Any], tree: dict[str, Any], path: str) -> Any:
-    hints = typing.get_type_hints(cls)
-    unknown = sorted(set(tree) - {f.name for f in fields(cls)})
-    if unknown:
-        raise ValueError(f"{path}: unknown keys {', '.join(unknown)}")
-    return cls(**{key: _value(hints[key], value, f"{path}.{key}") for key, value in tree.items()})
+def _build(cls: type[Any], tree: Any, path: str, problems: list[str]) -> Any:
+    if not isinstance(tree, dict):
+        problems.append(f"{path}: {tree!r} is not a section of keys")
+        return cls()
+    hints, known = typing.get_type_hints(cls), {f.name: f for f in fields(cls)}
+    if unknown := sorted(set(tree) - set(known)):
+        problems.append(f"{path}: unknown keys {', '.join(unknown)}")
+    given = {key: value for key, value in tree.items() if key in known}
+    return cls(
+        **{key: _value(hints[key], value, f"{path}.{key}", known[key], problems) for key, value in given.items()}
+    )
 
 
-def _value(hint: Any, value: Any, path: str) -> Any:
+def _value(hint: Any, value: Any, path: str, spec: Field[Any], problems: list[str]) -> Any:
+    """The typed value; where it is not allowed, a problem, and what was given."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (arm for arm in typing.get_args(hint) if arm is not types.NoneType)
     if is_dataclass(hint) and isinstance(hint, type):
-        return _build(hint, value, path)
-    if typing.get_origin(hint) is tuple:
-        return tuple(value)
-    if hint is float and isinstance(value, int):
-        return float(value)
-    if isinstance(hint, types.UnionType) and value is None:
-        return None
+        return _build(hint, value, path, problems)
+    if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
+        arm = typing.get_args(hint)[0]
+        return tuple(_value(arm, item, f"{path}[{index}]", spec, problems) for index, item in enumerate(value))
+    if hint is float and type(value) is int:
+        value = float(value)
+    if wanted := _not_allowed(hint, value, spec.metadata.get("minimum"), spec.metadata.get("maximum")):
+        problems.append(f"{path}: {value!r} is not {wanted}")
     return value
+
+
+def _not_allowed(hint: Any, value: Any, minimum: float | None, maximum: float | None) -> str | None:
+    """What it should be, in words; None: it is."""
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        return None if value in choices else f"one of {', '.join(choices)}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint, "a list")
+    if minimum is not None or maximum is not None:
+        words += f" from {'any' if minimum is None else minimum} to {'any' if maximum is None else maximum}"
+    if type(value) is not hint:
+        return words
+    if hint is float and not math.isfinite(value):
+        return words
+    low, high = minimum is not None and value < minimum, maximum is not None and value > maximum
+    return words if low or high else None

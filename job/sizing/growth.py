@@ -44,6 +44,8 @@ def problems(config: GrowthConfig) -> list[tuple[str, str]]:
         wanted = len(_PHASES) if name == "optim.lr" else 2
         if len(values) != wanted:
             found.append((name, f"{len(values)} values; {wanted} are needed"))
+    if not all(prompt.strip() for prompt in config.eval.prompts):
+        found.append(("eval.prompts", "an empty prompt cannot be continued: give it a word, or leave it out"))
     return found
 
 

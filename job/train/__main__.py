@@ -157,7 +157,10 @@ class Run:
         tree = atomic.read_object(workdir / "run.json")
         if tree is None:
             raise ValueError(f"{workdir / 'run.json'}: missing or not JSON")
-        name, parameters = tree["job"]["experiment"], tree["job"]["parameters"]
+        try:
+            name, parameters = tree["job"]["experiment"], tree["job"]["parameters"]
+        except (KeyError, TypeError):
+            raise ValueError(f"{workdir / 'run.json'}: job.experiment and job.parameters are needed") from None
         return cls(name=name, config=from_json(name, parameters), digest=config_digest(name, parameters), tree=tree)
 
 
