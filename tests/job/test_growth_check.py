@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from growth_models import CONFIG, PROBE, dense, generator, moe
 from safetensors.torch import load_file
+from torch import Tensor
 
 from job.config import Precision
 from job.experiments import growth_check
@@ -62,6 +64,37 @@ def test_one_flipped_routing_is_no_pass() -> None:
     difference = compare(old, new, PROBE)
     assert difference.routing_flips > 0
     assert not difference.passed
+
+
+def swap(old: Growth, new: Growth, windows: int, margin: float) -> None:
+    """In the first `windows` windows, the models disagree by `margin` on which expert of a token is second."""
+    for module, ahead in ((old, (0, 1, 2)), (new, (0, 2, 1))):
+        seen = iter(range(10**6))
+
+        def choose(_: object, __: object, logits: Tensor, seen: Iterator[int] = seen, at: Any = ahead) -> Tensor:
+            logits = logits.clone()
+            if next(seen) < windows:
+                logits[0], logits[0, at[0]] = -9.0, 1.0
+                logits[0, at[1]], logits[0, at[2]] = 0.5 + margin, 0.5
+            return logits
+
+        module.blocks[0].ffn.router.register_forward_hook(choose)
+
+
+def test_a_tie_that_rounding_decides_leaves_its_window_out() -> None:
+    old, new = boundary(2)
+    swap(old, new, windows=1, margin=1e-6)
+    difference = compare(old, new, PROBE)
+    assert (difference.ties, difference.routing_flips) == (1, 0)
+    assert difference.routings == (len(PROBE) - 1) * PROBE.shape[1] * len(old.blocks)
+    assert difference.passed
+
+
+@pytest.mark.parametrize(("windows", "margin"), [(1, 1e-2), (len(PROBE), 1e-6)])
+def test_a_choice_that_was_clear_or_ties_everywhere_are_no_pass(windows: int, margin: float) -> None:
+    old, new = boundary(2)
+    swap(old, new, windows, margin)
+    assert not compare(old, new, PROBE).passed
 
 
 def test_not_a_number_is_a_failure() -> None:
