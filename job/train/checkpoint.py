@@ -52,6 +52,7 @@ class Commit:
     dataset: dict[str, Any]
     requires: tuple[str, ...]  # what must be uploaded before this counts
     reason: Reason
+    base_weights: str | None = None  # job/train/identity.py
     torch: str = torch.__version__
     world_size: int = 1
     schema: int = 1

@@ -23,7 +23,7 @@ from torch import nn
 from job import atomic, sizing
 from job.config import KEEPS_BEST
 from job.dataset.prepare import read_manifest
-from job.train import device, metrics, optimizer, step
+from job.train import device, identity, metrics, optimizer, step
 from job.train.checkpoint import Commit, Found, Reason, Saved, State, all_finite
 from job.train.compile_cache import CompileCache
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
@@ -48,6 +48,8 @@ class Loop:
         self._best = math.inf  # lowest validation loss that has a checkpoint
         self._ended: str | None = None  # why this phase is over before its last step
         self._manifest = read_manifest(session.data)
+        given = session.inputs if self.world.first else None
+        self._base_weights = None if given is None else identity.of_weights(given)
         self._clock = metrics.StepClock(session.device.synchronize)
         self._journal = Journal(session, experiment.phases)
         self._guard = SpikeGuard()
@@ -96,6 +98,12 @@ class Loop:
         differing = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
         if differing:
             self.session.say(f"not bit for bit the same from here: {'; '.join(differing)}")
+        for what, was, given in (
+            ("dataset", found.commit["dataset"]["sha256"], self._manifest.sha256),
+            ("base weights", found.commit.get("base_weights"), self._base_weights),
+        ):
+            if self.world.first and was not in (None, given):
+                self._journal.event(f"warning: {what}: was {was}, is {given}; another run from here", aloud=True)
         self._journal.event(f"resumed at {self.step}")
         first = next(phase.index for phase in self.experiment.phases if phase.name == found.commit["phase"])
         return list(self.experiment.phases[first:])
@@ -239,6 +247,7 @@ class Loop:
             config_sha256=self.session.config_sha256,
             determinism=device.determinism(self.session.device),
             dataset={"sha256": self._manifest.sha256, "source": self._manifest.source},
+            base_weights=self._base_weights,
             requires=self.experiment.requires(phase),
             reason=reason,
             world_size=self.world.size,

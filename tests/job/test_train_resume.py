@@ -9,6 +9,9 @@ import pytest
 import train_world as world
 from train_world import STEPS, StopAt
 
+from job.dataset import prepare, sources
+from job.train import identity
+
 TOTAL = 3 * STEPS
 # Looks at the stop file: one before each phase's first step, one after each step, one after each phase.
 LOOKS = 3 * (STEPS + 2)
@@ -78,3 +81,22 @@ def test_a_resume_on_a_work_folder_with_nothing_but_the_checkpoint_reports_both_
     assert world.train(second) == 0
     for name in ("growth_report.json", "loss.csv"):
         assert (second / name).read_bytes() == (uninterrupted / name).read_bytes()
+
+
+def test_a_resume_says_which_of_its_inputs_are_others_than_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = world.make(tmp_path)
+    (workdir / "inputs").mkdir()
+    weights = workdir / "inputs" / "model.safetensors"
+    weights.write_bytes(b"\0" * (3 * identity.ENDS))
+    assert world.train(workdir, StopAt(workdir, 2)) == 75
+    assert world.train(workdir, StopAt(workdir, 1)) == 75
+    assert "warning" not in capsys.readouterr().out
+    weights.write_bytes(b"\0" * (3 * identity.ENDS - 1) + b"\1")
+    prepare.prepare(workdir / "data", sources.Generated(count=200, seed=2), model_vocab=160)
+    assert world.train(workdir, StopAt(workdir, 1)) == 75
+    said = capsys.readouterr().out
+    assert "warning: dataset: was " in said
+    assert "warning: base weights: was " in said
+    assert "warning: dataset: was " in world.records(workdir)[-1]["event"]
