@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from job import atomic
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
+SHUTDOWN = "--shutdown-timeout"  # torchrun's
 UNEXPLAINED = 1  # torchrun says all is well, and no rank has said how the run ended
 
 
@@ -107,9 +109,19 @@ def trainer(workdir: Path, rung: int, ranks: int = 1) -> list[str]:
     alone = [sys.executable, *leash, str(os.getpid())]
     if ranks == 1:
         return [*alone, *train]
-    # torchrun kills ranks 30 s after a SIGTERM unless told otherwise; docker stop waits 115 s
-    several = ["--standalone", "--nproc-per-node", str(ranks), "--shutdown-timeout", "110"]
+    several = ["--standalone", "--nproc-per-node", str(ranks), *_patience()]
     return [*alone, "-m", "torch.distributed.run", *several, *leash, "-", *train]
+
+
+def _patience() -> list[str]:
+    """torchrun kills ranks 30 s after a SIGTERM unless told otherwise; docker stop waits 115 s. Torch 2.11 cannot be
+    told (2.13 can): its source is looked at, because importing torch takes seconds.
+    """
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    known = SHUTDOWN in (Path(found.origin).parent / "distributed" / "run.py").read_text(encoding="utf-8")
+    return [SHUTDOWN, "110"] if known else []
 
 
 class Progress:

@@ -172,7 +172,12 @@ def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) 
     speak = say if world.first else _silent
     speak(found.banner() + (f" | {world.size} ranks" if world.size > 1 else ""))
     if found.is_cuda:
-        preflight.run(workdir, found, world, gpus=getattr(run.config, "gpus", None), say=speak)
+
+        def hung(problem: str) -> None:
+            say(f"this node is refused: {problem}")
+            os._exit(leave(workdir, world, REFUSED))
+
+        preflight.run(workdir, found, world, gpus=getattr(run.config, "gpus", None), say=speak, hung=hung)
     session = Session(
         workdir=workdir,
         config=run.config,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. Below it a checkpoint of 10 GB
 
 THROTTLED = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
 SMI_S = 20.0
+LIMIT_S = 60.0  # for one rank's measurements, which take some seconds
 BEST_OF = 3
 
 
@@ -54,8 +56,18 @@ class Measured:
     throttled: bool | None = None
 
 
-def run(workdir: Path, device: Device, world: World, *, gpus: int | None, say: Callable[[str], None]) -> None:
-    """Measures, once per attempt; every rank calls it. `gpus`: as many as the run config asks for, None: any.
+def run(
+    workdir: Path,
+    device: Device,
+    world: World,
+    *,
+    gpus: int | None,
+    say: Callable[[str], None],
+    hung: Callable[[str], object],
+) -> None:
+    """Measures, once per attempt; every rank calls it. `gpus`: as many as the run config asks for, None: any. `hung`:
+    called from a thread when this rank's GPU has not answered within LIMIT_S, with the reason; it ends the process,
+    because nothing else can.
 
     Leaves preflight.json. Raises NodeRefusedError on every rank when one of them is refused, unless the supervisor has
     left accept.json.
@@ -63,7 +75,19 @@ def run(workdir: Path, device: Device, world: World, *, gpus: int | None, say: C
     if (workdir / RESULT).exists():  # a restart on a lower rung
         return
     began = time.perf_counter()
-    own = measure(device)
+
+    def give_up() -> None:
+        problem = f"rank {world.rank}: no answer from {device.name} within {LIMIT_S:.0f} s: it hangs"
+        atomic.write_json(workdir / RESULT, {"ranks": [], "problems": [problem]})
+        hung(problem)
+
+    watchdog = threading.Timer(LIMIT_S, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        own = measure(device)
+    finally:
+        watchdog.cancel()
     found = world.every([asdict(own), judge(own, gpus=gpus)])
     problems = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(found) for text in texts]
     say(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import signal
 import subprocess
@@ -223,3 +224,17 @@ def test_gpus_are_read_from_the_driver_in_decimal_gigabytes() -> None:
     record = machine.record(found)
     assert (record["gpu"], record["gpu_count"], record["gpu_memory_gb"]) == ("NVIDIA A10G", 1, 24.15)
     assert machine.record(())["gpu"] is None
+
+
+@pytest.mark.parametrize(("options", "told"), [("'--shutdown-timeout',", True), ("'--standalone',", False)])
+def test_torchrun_is_told_to_wait_only_where_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, told: bool
+) -> None:
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "distributed" / "run.py").write_text(f"parser.add_argument({options})")
+    spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    words = trainer(Path("/gpufleet/run"), 0, 2)
+    assert ("--shutdown-timeout" in words) is told
+    assert words[words.index("--nproc-per-node") + 1] == "2"

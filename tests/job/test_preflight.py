@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -98,6 +101,22 @@ def test_clocks_are_read_from_nvidia_smi(answer: str, expected: tuple[Any, ...])
     assert parse_clocks(answer) == expected
 
 
+ROOT = Path(__file__).parents[2]
+HANGING = """
+import sys, threading
+from pathlib import Path
+import torch
+from job.train import __main__ as trainer, preflight
+from job.train.device import Device
+from job.train.requests import Requests
+preflight.LIMIT_S = 0.01
+preflight.measure = lambda device: threading.Event().wait()
+Device.is_cuda = property(lambda self: True)
+torch.cuda.is_available = lambda: False
+trainer.train(Path(sys.argv[1]), 0, Requests(Path(sys.argv[1])))
+"""
+
+
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
     """Every device is a slow GPU; the calls."""
     calls: list[Device] = []
@@ -126,13 +145,43 @@ def test_a_refused_node_trains_nothing_and_has_its_own_code(tmp_path: Path, monk
 def test_a_run_that_may_refuse_no_more_goes_on_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, said = slow(monkeypatch), list[str]()
     with pytest.raises(NodeRefusedError, match="10% of the data sheet"):
-        preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append)
+        preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append, hung=said.append)
     (tmp_path / "preflight.json").unlink()
     (tmp_path / "accept.json").write_text("{}")
-    preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append)
+    preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append, hung=said.append)
     assert "warning: this node would be refused, as others were before it" in said[-1]
-    preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append)
+    preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append, hung=said.append)
     assert len(calls) == 2  # a restart within the attempt does not measure again
+
+
+def test_a_gpu_that_hangs_ends_the_pre_flight_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    ended = threading.Event()
+
+    def hung(problem: str) -> None:
+        said.append(problem)
+        ended.set()
+
+    def hanging(device: Device) -> Measured:
+        assert ended.wait(30)
+        return SOUND
+
+    monkeypatch.setattr(preflight, "measure", hanging)
+    monkeypatch.setattr(preflight, "LIMIT_S", 0.0)
+    preflight.run(tmp_path, replace(CPU, name="NVIDIA L4"), World(rank=0), gpus=None, say=said.append, hung=hung)
+    assert said[0] == "rank 0: no answer from NVIDIA L4 within 0 s: it hangs"
+
+
+def test_a_process_whose_gpu_hangs_is_refused_although_it_cannot_go_on(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, str(workdir)], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 71, done.stderr
+    record = atomic.read_object(workdir / "preflight.json")
+    assert record is not None
+    assert "it hangs" in record["problems"][0]
+    assert "this node is refused: rank 0: no answer" in done.stdout
 
 
 def refuse(trainer: FakeTrainer) -> int | None:
