@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from infra import outcomes
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost import compare, compare_table, deadline
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         return footing(work, root, catalog)
 
     listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=found)
+    ended = outcomes.read(root, definition.name)
+    listed = [replace(row, outcome=outcomes.of(row, ended)) for row in listed]
     asked = _chosen(variants, args.scenario)
     rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards, found=found)
     rows = compare.refined(rows, hours_left=left)

@@ -121,13 +121,14 @@ def settings(definition: StackDefinition) -> dict[str, Any]:
         "fleet": asdict(definition.fleet),
         "estimate": asdict(definition.estimate),
     }
-    return {path: value for name, tree in trees.items() for path, value in _flat(tree, name)}
+    return {path: value for name, tree in trees.items() for path, value in flat(tree, name)}
 
 
-def _flat(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+def flat(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """Every value with its dotted path."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{above}.{key}")
+            yield from flat(value, f"{above}.{key}")
         else:
             yield f"{above}.{key}", value
 

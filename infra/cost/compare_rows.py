@@ -35,6 +35,19 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a finished run came to. `settings` as in Row, of the job's parameters alone."""
+
+    run: str
+    at: str  # UTC
+    types: tuple[str, ...]
+    settings: dict[str, Any]
+    data_seed: tuple[str, int]  # the dataset's sha256, the run's seed
+    tokens: int  # up to the last validation
+    val_loss: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One way to do one piece of work. Figures are None where they cannot be known; `why` says so."""
 
@@ -72,6 +85,7 @@ class Row:
     basis: str = ""  # claim, target (roofline and an efficiency), measured
     sharded: bool = False  # trained state cut over the GPUs
     settings: dict[str, Any] = field(default_factory=dict, repr=False)  # path -> value, of job, fleet and estimate
+    outcome: Outcome | None = None  # of a finished run of it
     lost: str = ""  # why it is not the first
     side: Side | None = field(default=None, repr=False)
 

@@ -1,6 +1,6 @@
 """The decision matrix: what to choose between layouts by, each criterion with a figure instead of a mark out of ten.
 
-Accuracy is measured by runs and by nothing else: until two have finished with equal tokens and seed the matrix says so.
+Accuracy is measured by runs and by nothing else: a scenario of which none has finished says so.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from infra.cost.compare_rows import Row
+from infra.cost.compare_rows import Outcome, Row
 
 Layout = Literal["one process", "replicated", "sharded"]
 
@@ -18,11 +18,14 @@ RESUME_TESTS: dict[Layout, str] = {
     "replicated": "tests/job/test_train_ranks.py",
     "sharded": "tests/job/test_train_ranks.py",
 }
+AGREE = 0.005  # of the loss: layouts compute alike, and a difference is a bug
+_SPREAD = ("gpus", "reshard_after_forward", "batch.micro", "measures", "checkpoint", "log")  # change no loss
 EXPLAINED = (
     "cost and time: to the end of the job's last phase, p50 / p90. lost: mean minutes of restarts and repeated work."
-    " accuracy: every layout computes in the same precision, so validation losses at equal tokens and seed must agree"
-    " within 0.5 %; a difference is a bug. settings: keys that differ from the file; no layout needs another"
-    " package. resume: the test that continues this layout from its checkpoint on CPU."
+    " accuracy: the last validation loss of a finished run of the scenario (its results/, as gpufleet results brings"
+    " them), and where it did the default's work in another layout, how far it is from that one's: every layout"
+    " computes in the same precision, so more than 0.5 % is a bug. settings: keys that differ from the file; no layout"
+    " needs another package. resume: the test that continues this layout from its checkpoint on CPU."
 )
 
 
@@ -52,8 +55,23 @@ def _launch(row: Row, _: Row) -> str:
     return f"{nodes}, " + ("launchable" if row.launchable and row.fits else "NOT launchable")
 
 
-def _accuracy(row: Row, _: Row) -> str:
-    return "not measured"
+def _accuracy(row: Row, default: Row) -> str:
+    own, other = row.outcome, default.outcome
+    if own is None:
+        return "not measured"
+    said = f"{own.val_loss:.4f} ({own.run})"
+    if other is None or own is other or not _comparable(own, other):
+        return said
+    apart = own.val_loss / other.val_loss - 1
+    return f"{said}, {apart:+.2%} of {default.scenario}'s" + (": DIFFERS" if abs(apart) > AGREE else "")
+
+
+def _comparable(one: Outcome, other: Outcome) -> bool:
+    """Whether they differ in nothing but how the work was spread and kept."""
+    spread = tuple(f"job.parameters.{path}" for path in _SPREAD)
+    differing = [path for path, value in one.settings.items() if other.settings.get(path) != value]
+    same = (one.data_seed, one.tokens) == (other.data_seed, other.tokens)
+    return same and all(path.startswith(spread) for path in differing)
 
 
 def _complexity(row: Row, default: Row) -> str:

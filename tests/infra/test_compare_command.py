@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.cli import main
+from infra.loader import load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = 60_000  # a tenth of what sft-h100 expects
@@ -53,6 +56,21 @@ def test_a_prepared_datasets_counts_enter_every_row_as_they_enter_the_bill(
         assert counted[scenario]["dataset"] == "data/sft"
         assert counted[scenario]["tokens"] < expected[scenario]["tokens"] / 10
         assert counted[scenario]["usd"] == printed(capsys, "cost", "sft-h100", "--scenario", scenario)["usd"]
+
+
+def test_the_matrix_shows_the_loss_of_a_finished_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    definition = load(project / "stacks" / "sft-h100.yaml", now=datetime.now(UTC), past_deadline=True)
+    folder = project / "results" / "sft-h100" / "r7"
+    folder.mkdir(parents=True)
+    job = {"experiment": "sft-h100", "parameters": asdict(definition.job.parameters)}
+    run = {"run": {"id": "r7"}, "job": job, "inputs": {"dataset": {"sha256": "d"}}}
+    receipt = {"reason": "finished", "counted_until": "2026-11-21", "attempts": [{"type": "p5.4xlarge"}]}
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "receipt.json").write_text(json.dumps(receipt))
+    (folder / "metrics.jsonl").write_text(json.dumps({"tokens": 9, "val_loss": 1.25}) + "\n")
+    main(["compare", "sft-h100", "--matrix"])
+    (line,) = (line for line in capsys.readouterr().out.split("\n") if line.startswith("h100-optimized "))
+    assert " 1.2500 (r7) " in line
 
 
 def test_the_options_of_a_work_are_counted_alike(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
