@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import itertools
 import os
 import platform
 import resource
@@ -168,16 +169,20 @@ def settings(device: Device) -> Iterator[None]:
 
 
 class Utilization:
-    """The GPU's utilisation, from one nvidia-smi that runs beside training, where wanted. None without one."""
+    """That of the least busy of the node's first `gpus` GPUs (in a mean one that waits hides behind seven that work),
+    from one nvidia-smi that runs beside training, where wanted. None without one.
+    """
 
-    def __init__(self, device: Device, *, wanted: bool = True) -> None:
+    def __init__(self, device: Device, *, gpus: int = 1, wanted: bool = True) -> None:
         self.percent: float | None = None
+        self._gpus = gpus
         self._recent: collections.deque[float] = collections.deque(maxlen=UTILIZATION_SAMPLES)
         self._process: subprocess.Popen[str] | None = None
         smi = shutil.which("nvidia-smi") if device.is_cuda and wanted else None
         if smi is None:
             return
-        query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]
+        query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i"]
+        query.append(",".join(map(str, range(gpus))))
         self._process = subprocess.Popen(
             [smi, *query, "-l", str(UTILIZATION_INTERVAL_S)], stdout=subprocess.PIPE, text=True
         )
@@ -201,9 +206,9 @@ class Utilization:
     def _read(self) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
-        for line in self._process.stdout:
+        while lines := list(itertools.islice(self._process.stdout, self._gpus)):
             with contextlib.suppress(ValueError):
-                self.percent = float(line)
+                self.percent = min(float(line) for line in lines)
                 self._recent.append(self.percent)
 
 

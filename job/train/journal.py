@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from job import atomic
@@ -14,16 +15,24 @@ from job.train.experiment import Phase, Session
 from job.train.guard import Thresholds
 from job.train.scalars import Scalars
 
+FIGURES = (
+    ("step_ms", ".1f", "ms"),
+    ("tokens_per_s", ",.0f", "tok/s"),
+    ("mfu", ".1%", "mfu"),
+    ("memory_gb", ".1f", "GB"),
+)
+
 
 class Journal:
     """One start's. `event` may be called on every rank; only rank 0's words are kept."""
 
     def __init__(self, session: Session, phases: Sequence[Phase]) -> None:
         self._session, self._phases = session, phases
-        self._utilization = Utilization(session.device, wanted=session.world.first)
+        self._utilization = Utilization(session.device, gpus=session.world.size, wanted=session.world.first)
         self._events: list[str] = []  # for the next line
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None
+        self._measured: dict[str, list[float]] = {}  # of this phase, by the bill's names
         self._lost = False  # a line could not be written, and it was said
 
     def open(self, step: int) -> None:
@@ -91,6 +100,10 @@ class Journal:
             validation=phase.validation or "val",
         )
         session.say(str(line))
+        own = {"step_ms": step_s and step_s * 1000, "tokens_per_s": tok_s, "mfu": mfu, "memory_gb": memory_gb}
+        for name, figure in own.items():
+            if figure is not None:
+                self._measured.setdefault(name, []).append(figure)
         thresholds = self._thresholds.setdefault(phase.name, Thresholds(phase, session.predicted, session.device))
         for text in thresholds.check(
             tokens_per_s=tok_s, mfu=mfu, memory_gb=memory_gb, utilization=self._utilization.mean()
@@ -117,6 +130,19 @@ class Journal:
         if self._scalars is not None:
             with self._on_any_disk("TensorBoard's"):
                 self._scalars.write(record)
+
+    def compare(self, phase: Phase) -> None:
+        """At the phase's end: one line, the bill's figures beside the medians of those logged, and memory's peak."""
+        told = next((row for row in self._session.predicted if row.get("phase") == phase.name), {})
+        seen: dict[str, float | None] = {name: median(figures) for name, figures in self._measured.items()}
+        if "memory_gb" in seen:
+            seen["memory_gb"] = max(self._measured["memory_gb"])
+        self._measured.clear()
+        pairs = (
+            f"{metrics.shown(told.get(name), form)} / {metrics.shown(seen.get(name), form)} {unit}"
+            for name, form, unit in FIGURES
+        )
+        self._session.say(f"phase {phase.name}, predicted / measured: {', '.join(pairs)}")
 
     @contextmanager
     def _on_any_disk(self, whose: str) -> Iterator[None]:

@@ -151,6 +151,7 @@ class Loop:
                 self._heed(phase, state, stop)
                 if self.step == started + 1:
                     gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
+        self._journal.compare(phase)
         self._save(phase, state, "final" if phase is self.experiment.phases[-1] else "boundary", self.val_loss)
         gc.unfreeze()
 

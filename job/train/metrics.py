@@ -126,20 +126,21 @@ class Line:
             (
                 f"step {self.step:06d}/{self.steps:06d}",
                 f"loss {self.loss:.4f}",
-                f"{self.validation} {_shown(self.val_loss, '.4f')}",
+                f"{self.validation} {shown(self.val_loss, '.4f')}",
                 f"lr {self.lr:.2e}",
-                f"{_shown(None if self.step_s is None else self.step_s * 1000, '.1f')} ms",
-                f"{_shown(self.tokens_per_s, ',.0f')} tok/s",
-                f"mfu {_shown(self.mfu, '.1%')}",
+                f"{shown(None if self.step_s is None else self.step_s * 1000, '.1f')} ms",
+                f"{shown(self.tokens_per_s, ',.0f')} tok/s",
+                f"mfu {shown(self.mfu, '.1%')}",
                 f"mem {self.memory_gb:.1f}/{self.memory_total_gb:.1f} GB",
-                f"gpu {_shown(None if self.gpu_util is None else self.gpu_util / 100, '.0%')}",
-                f"${_shown(self.spent_usd, '.3f')}",
+                f"gpu {shown(None if self.gpu_util is None else self.gpu_util / 100, '.0%')}",
+                f"${shown(self.spent_usd, '.3f')}",
                 f"eta {_clock(self.eta_s)}",
             )
         )
 
 
-def _shown(value: float | None, form: str) -> str:
+def shown(value: float | None, form: str) -> str:
+    """A dash where there is no figure."""
     return "-" if value is None else format(value, form)
 
 

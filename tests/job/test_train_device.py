@@ -54,6 +54,20 @@ def test_utilisation_comes_from_nvidia_smi_where_there_is_one(tmp_path: Path, mo
     assert Utilization(replace(gpu, torch=torch.device("cpu"))).percent is None
 
 
+def test_the_utilisation_of_several_gpus_is_the_least_busy_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\n[ "$4" = 0,1,2 ] && printf "97\\n5\\n99\\n98\\n40\\n97\\n"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gpu = Device(torch=torch.device("cuda"), name="", count=8, memory_gb=24, driver=None, peak_tflops=70)
+    utilization = Utilization(gpu, gpus=3)
+    utilization._reader.join()
+    utilization.close()
+    assert list(utilization._recent) == [5.0, 40.0]
+
+
 def test_this_torch_pins_memory_in_the_sizes_asked_for() -> None:
     assert pin_exactly()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +183,12 @@ def test_a_slow_run_is_warned_of_in_its_log(tmp_path: Path, capsys: pytest.Captu
     ]
     (workdir / "run.json").write_text(json.dumps(tree))
     assert world.train(workdir) == 0
-    assert capsys.readouterr().out.count("that the bill is made of") == 3  # once a phase
+    said = capsys.readouterr().out
+    assert said.count("that the bill is made of") == 3  # once a phase
+    for name in ("dense", "moe", "grown"):
+        (line,) = (line for line in said.splitlines() if line.startswith(f"phase {name}, predicted / measured: "))
+        figures = r"0\.0 / [0-9.]+ ms, 1,000,000,000,000 / [0-9,]+ tok/s, - / - mfu, 0\.1 / [0-9.]+ GB"
+        assert re.search(figures, line), line
     assert sum("warning: " in (record["event"] or "") for record in world.records(workdir)) == 3
 
 
