@@ -6,6 +6,8 @@ import math
 
 from infra.cost.risk import NOTICE_H, Exposure
 
+FINEST = 1e-4  # interruptions per node-hour that are told apart
+
 
 def expected_hours(exposure: Exposure, hazard: float) -> float:
     """Mean hours of its nodes at one fixed hazard per node-hour, without limits; the simulation is checked against it.
@@ -46,7 +48,7 @@ def break_even(exposure: Exposure, on_demand_usd: float, *, highest: float = 10.
     if not dearer(highest):
         return None
     low, high = 0.0, highest
-    while high - low > 1e-4:
+    while high - low > FINEST:
         middle = (low + high) / 2
         low, high = (low, middle) if dearer(middle) else (middle, high)
-    return 0.0 if dearer(0.0) else high
+    return 0.0 if high <= FINEST else high  # also where only the rounding of the lines' amounts is between them
