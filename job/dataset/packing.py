@@ -18,7 +18,7 @@ from job.dataset.prepare import DatasetManifest
 from job.dataset.shards import HEADER, read_header
 
 MOST_EXAMPLES = (1 << 15) - 1  # in a row: what a mark can count to
-_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
+GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 Split = Literal["train", "validation"]
 Ids = NDArray[np.uint32]
 
@@ -88,9 +88,9 @@ def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int
 def order(seed: int, salt: int, count: int) -> NDArray[np.int64]:
     """A permutation of `count`, sorted by a hash of (seed, salt, place): the same on every machine and version."""
     mask = (1 << 64) - 1
-    start = np.array([((seed * _GOLDEN) ^ (salt * 0xD1342543DE82EF95)) & mask], dtype=np.uint64)
-    x = _mix(start) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    found: NDArray[np.int64] = np.argsort(_mix(x), kind="stable")
+    start = np.array([((seed * GOLDEN) ^ (salt * 0xD1342543DE82EF95)) & mask], dtype=np.uint64)
+    x = mix64(start) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    found: NDArray[np.int64] = np.argsort(mix64(x), kind="stable")
     return found
 
 
@@ -123,7 +123,7 @@ def _load(paths: list[Path], row: int) -> NDArray[Any]:
     return np.concatenate(parts)
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's output function."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from job.config.pretrain import EarlyStop, MuonAdamW
 from job.dataset import characters
 from job.dataset.prepare import read_manifest
 from job.models.char_gpt import CharGpt, generate, initial
-from job.train import export, muon, parallel
+from job.train import export, metrics, muon, parallel
 from job.train.checkpoint import COMMIT, PROGRESS, Found
 from job.train.experiment import Experiment, Phase, Session, Stopped, Work
 from job.train.rows import Rows
@@ -210,10 +209,6 @@ class Pretrain(Experiment):
         steps = evaluations[-1]["step"]
         final = atomic.read_object(session.workdir / "final" / export.META) or {}
 
-        def middle(key: str) -> float | None:
-            values = [record[key] for record in records if record[key] is not None]
-            return median(values) if values else None
-
         return {
             "schema": 1,
             "experiment": EXPERIMENT,
@@ -233,12 +228,7 @@ class Pretrain(Experiment):
             "evaluations": evaluations,
             "samples": samples,
             "predicted": next((p for p in session.predicted if p.get("phase") == self.size.name), None),
-            "measured": {
-                "step_ms": middle("step_ms"),
-                "tokens_per_s": middle("tok_s"),
-                "mfu": middle("mfu"),
-                "memory_gb": max((record["mem_gb"] for record in records), default=None),
-            },
+            "measured": metrics.measured(records),
         }
 
     def _heed_stop(self) -> None:

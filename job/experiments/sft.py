@@ -8,7 +8,6 @@ The base is frozen in bf16 and only the adapter is trained, checkpointed and red
 from __future__ import annotations
 
 import time
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from job.dataset.prepare import read_manifest
 from job.experiments import merge, tuning
 from job.models import decoder, lora
 from job.models.decoder import Decoder
-from job.train import optimizer, parallel
+from job.train import metrics, optimizer, parallel
 from job.train.experiment import Experiment, Phase, Session, Work
 from job.train.packed_rows import PackedBatches
 
@@ -135,15 +134,8 @@ class Sft(Experiment):
         config, session, phase = self.config, self.session, self.phases[0]
         own = [record for record in session.metrics.records() if record["phase"] == phase.name]
 
-        def middle(key: str) -> float | None:
-            values = [record[key] for record in own if record[key] is not None]
-            return median(values) if values else None
-
         measured = {
-            "step_ms": middle("step_ms"),
-            "tokens_per_s": middle("tok_s"),
-            "mfu": middle("mfu"),
-            "memory_gb": max((record["mem_gb"] for record in own), default=None),
+            **metrics.measured(own),
             "data_share": round(self.batches.waited_s / self.trained_s, 6),  # of this attempt's time, at most
         }
         return {

@@ -11,7 +11,6 @@ import csv
 import os
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from job.experiments.growth_check import GrowthCheckFailed, check_boundary, expe
 from job.models import growth
 from job.models.blocks import any_length
 from job.models.growing import grow
-from job.train import export, optimizer
+from job.train import export, metrics, optimizer
 from job.train.data import Dataset
 from job.train.experiment import Experiment, Phase, Session, Work
 
@@ -183,11 +182,6 @@ class TinystoriesGrowth(Experiment):
         own = [record for record in records if record["phase"] == phase.name]
         predicted = next((p for p in self.session.predicted if p.get("phase") == phase.name), None)
 
-        def middle(key: str) -> float | None:
-            values = [record[key] for record in own if record[key] is not None]
-            return median(values) if values else None
-
-        measured = {"step_ms": middle("step_ms"), "tokens_per_s": middle("tok_s"), "mfu": middle("mfu")}
         return {
             "name": phase.name,
             "params_total": size.params_total,
@@ -199,7 +193,7 @@ class TinystoriesGrowth(Experiment):
             "loss_first": own[0]["loss"] if own else None,
             "loss_last": own[-1]["loss"] if own else None,
             "predicted": predicted,
-            "measured": {**measured, "memory_gb": max((r["mem_gb"] for r in own), default=None)},
+            "measured": metrics.measured(own),
             **self.progress["phases"][phase.name],
         }
 

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from job.dataset.packing import GOLDEN, mix64
 from job.dataset.prepare import DatasetManifest, read_manifest
 from job.dataset.shards import HEADER, read_header
 from job.dataset.tokenizer import Tokenizer, open_tokenizer
 from job.train.experiment import Micro, Work
 from job.train.parallel import World
-
-GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 
 
 class Corpus:
@@ -111,21 +110,14 @@ def split(total: int, world: World, micro: int) -> list[range]:
 def draw(seed: int, step: int, count: int, below: int) -> Tensor:
     """`count` numbers in [0, below), int64: a hash of (seed, step, position), the same on every machine and torch."""
     mask = (1 << 64) - 1
-    start = _mix(np.array([(seed * GOLDEN + step) & mask], dtype=np.uint64))
+    start = mix64(np.array([(seed * GOLDEN + step) & mask], dtype=np.uint64))
     counters = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-    return torch.from_numpy((_mix(counters) % np.uint64(below)).astype(np.int64))
+    return torch.from_numpy((mix64(counters) % np.uint64(below)).astype(np.int64))
 
 
 def mix(*words: int) -> int:
     """One number in [0, 2**63) from several: what random generators are seeded with."""
     mixed = np.zeros(1, dtype=np.uint64)
     for word in words:
-        mixed = _mix(mixed * np.uint64(GOLDEN) + np.uint64(word & 0xFFFFFFFFFFFFFFFF))
+        mixed = mix64(mixed * np.uint64(GOLDEN) + np.uint64(word & 0xFFFFFFFFFFFFFFFF))
     return int(mixed[0]) >> 1
-
-
-def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """SplitMix64's output function."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
 from job import atomic
@@ -32,7 +31,6 @@ class Journal:
         self._events: list[str] = []  # for the next line
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None
-        self._measured: dict[str, list[float]] = {}  # of this phase, by the bill's names
         self._lost = False  # a line could not be written, and it was said
 
     def open(self, step: int) -> None:
@@ -100,10 +98,6 @@ class Journal:
             validation=phase.validation or "val",
         )
         session.say(str(line))
-        own = {"step_ms": step_s and step_s * 1000, "tokens_per_s": tok_s, "mfu": mfu, "memory_gb": memory_gb}
-        for name, figure in own.items():
-            if figure is not None:
-                self._measured.setdefault(name, []).append(figure)
         thresholds = self._thresholds.setdefault(phase.name, Thresholds(phase, session.predicted, session.device))
         for text in thresholds.check(
             tokens_per_s=tok_s, mfu=mfu, memory_gb=memory_gb, utilization=self._utilization.mean()
@@ -132,14 +126,13 @@ class Journal:
                 self._scalars.write(record)
 
     def compare(self, phase: Phase) -> None:
-        """At the phase's end: one line, the bill's figures beside the medians of those logged, and memory's peak."""
+        """At the phase's end: one line, the bill's figures beside the measured ones."""
+        if not self._session.world.first:
+            return
         told = next((row for row in self._session.predicted if row.get("phase") == phase.name), {})
-        seen: dict[str, float | None] = {name: median(figures) for name, figures in self._measured.items()}
-        if "memory_gb" in seen:
-            seen["memory_gb"] = max(self._measured["memory_gb"])
-        self._measured.clear()
+        seen = metrics.measured([line for line in self._session.metrics.records() if line["phase"] == phase.name])
         pairs = (
-            f"{metrics.shown(told.get(name), form)} / {metrics.shown(seen.get(name), form)} {unit}"
+            f"{metrics.shown(told.get(name), form)} / {metrics.shown(seen[name], form)} {unit}"
             for name, form, unit in FIGURES
         )
         self._session.say(f"phase {phase.name}, predicted / measured: {', '.join(pairs)}")

@@ -6,9 +6,10 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from job import atomic
@@ -100,6 +101,21 @@ class MetricsFile:
         if not self.path.exists():
             return []
         return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Of one phase's lines of metrics.jsonl, by the bill's names: medians, memory's peak. None: nothing was timed."""
+
+    def middle(key: str) -> float | None:
+        values = [record[key] for record in records if record[key] is not None]
+        return median(values) if values else None
+
+    return {
+        "step_ms": middle("step_ms"),
+        "tokens_per_s": middle("tok_s"),
+        "mfu": middle("mfu"),
+        "memory_gb": max((record["mem_gb"] for record in records), default=None),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
