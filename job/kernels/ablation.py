@@ -94,17 +94,20 @@ def line(row: str, verdicts: Sequence[Verdict], full: Sequence[Verdict], *, seed
 
 
 def figures(row: str, verdicts: Sequence[Verdict], *, seed: int) -> dict[str, Any]:
-    """What candidates are worth that were judged alike; those meant to cheat are left out."""
+    """What candidates are worth that were judged alike; those meant to cheat are left out. Untimed are those that are
+    correct while no speed-up is known; they do not count as fast.
+    """
     own = [v for v in verdicts if v.origin != "adversarial"]
     rates = _rates(own)
+    counts = [(len(task), sum(v.passed for v in task)) for task in _by_task(own)]
     return {
         "row": row,
         "candidates": len(own),
-        "tasks": len(_by_task(own)),
+        "tasks": len(counts),
         **{key: fmean(values) if values else None for key, values in rates.items()},
-        "timing_refused": sum(v.passed and v.speedup is None for v in own),
+        "untimed": sum(v.passed and v.speedup is None for v in own),
         "seconds_per_candidate": fmean(sum(v.seconds.values()) for v in own) if own else None,
-        "pass@1_interval": statistics.interval(rates["pass@1"], seed=seed) if rates["pass@1"] else None,
+        "pass@1_interval": statistics.share_interval(counts) if counts else None,
     }
 
 
@@ -130,9 +133,10 @@ def text(table: Sequence[dict[str, Any]]) -> list[str]:
         return []
     keys = (*RATES, "seconds_per_candidate")
     own = "minus_first" if "minus_first" in table[0] else "false_accepts"
-    head = ("row", "pass@1 gained" if own == "minus_first" else "false accepts", *SHOWN)
+    head = ("row", "pass@1 gained" if own == "minus_first" else "false accepts", *SHOWN, "untimed")
     lines = [
-        (row["row"], _own(row), *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys)) for row in table
+        (row["row"], _own(row), *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys), str(row["untimed"]))
+        for row in table
     ]
     widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
     return [

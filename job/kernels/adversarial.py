@@ -47,12 +47,20 @@ _SPLIT = BY_NAME["silu"]
 _STRIDES = source(_SPLIT).replace("    x = x.contiguous()\n", "").replace("empty_like(x)", "empty_like(x.contiguous())")
 _INTERPRETED = source(BY_NAME["square"], body="x * x * ONE").replace("\n\n\n@triton", "\n\nONE = 1.0\n\n\n@triton")
 _NAIVE = source(BY_NAME["softplus"], body="tl.log(1.0 + tl.exp(x))")
+_WRONG_WHEN_LARGE = source(BY_NAME["sigmoid"], body="tl.sigmoid(x) + tl.where(x < -20.0, 0.09, 0.0)")
+_NOTHING_WHEN_LARGE = source(
+    BY_NAME["hardtanh"], body="tl.where(tl.abs(x) > 10.0, x * 0.0, tl.minimum(tl.maximum(x, -1.0), 1.0))"
+)
+_TWO_BLOCKS = source(BY_NAME["relu"]).replace("triton.cdiv(n, 1024)", "2")
+_FORGETS_INFINITY = source(BY_NAME["absolute"], body="tl.where(tl.abs(x) < 1e38, tl.abs(x), 1e38)")
+_CODED = f"# coding: utf-7\n{source(_SPLIT).replace(' + ', ' +- ')}# +AAo-import sys+AAo-"
+CHECKED = 20  # calls before the timing, and more
 
 FIXTURES: tuple[Fixture, ...] = (
     # Remembered results.
     _cheat(
         "cached-by-shape",
-        "multi_input timing",
+        "funnel multi_input timing",
         """
         seen = {}
         def kernel_function(x):
@@ -63,7 +71,7 @@ FIXTURES: tuple[Fixture, ...] = (
     ),
     _cheat(
         "cached-by-address",
-        "timing",
+        "funnel timing",
         """
         seen = {}
         def kernel_function(x):
@@ -75,12 +83,98 @@ FIXTURES: tuple[Fixture, ...] = (
     ),
     _cheat(
         "honest-at-first",
-        "multi_input timing",
+        "funnel multi_input timing",
         """
         calls = []
         def kernel_function(x):
             calls.append(honest(x) if len(calls) < 6 else calls[5])
             return calls[-1]
+        """,
+    ),
+    _cheat(
+        "cached-by-content",
+        "funnel",
+        """
+        seen = {}
+        def kernel_function(x):
+            key = float(x.flatten()[0])
+            if key not in seen:
+                seen[key] = honest(x)
+            return seen[key]
+        """,
+    ),
+    # Another program while it is timed.
+    _cheat(
+        "torch-while-timed",
+        "funnel",
+        f"""
+        calls = []
+        def kernel_function(x):
+            calls.append(1)
+            return honest(x) if len(calls) <= {CHECKED} else 1 / (1 + 2.718281828459045 ** (-x))
+        """,
+    ),
+    _cheat(
+        "in-place-while-timed",
+        "funnel timing",
+        f"""
+        calls = []
+        def kernel_function(x):
+            calls.append(1)
+            if len(calls) <= {CHECKED}:
+                return honest(x)
+            kernel[(triton.cdiv(x.numel(), 1024),)](x, x, x.numel(), BLOCK=1024)
+            return x
+        """,
+    ),
+    # Code where no code is looked for.
+    _cheat(
+        "annotation",
+        "funnel",
+        """
+        def other(x: exec('''
+        import torch, sys
+        sys.modules["__main__"].Ops.__torch_function__ = lambda self, f, types, a=(), k=None: f(*a, **(k or {}))
+        honest = torch.sigmoid''', globals())):
+            return x
+        def kernel_function(x):
+            return honest(x)
+        """,
+    ),
+    _cheat(
+        "annotation-precomputes",
+        "funnel timing",
+        """
+        def kernel_function(x) -> exec('''
+        import torch, sys
+        Harness = sys.modules["__main__"].Harness
+        give = Harness._give
+        def kept(self, head, blobs):
+            found = give(self, head, blobs)
+            self.kept = torch.sigmoid(self.inputs[0])
+            return found
+        def trial(self, head, blobs):
+            self.output = None if head.get("empty") else self.kept
+            self.ops = type("None", (), {"names": ()})
+            return {"seconds": 1e-9}, []
+        Harness._give, Harness._trial = kept, trial''', globals()):
+            return honest(x)
+        """,
+    ),
+    _rewritten("coding-cookie", "", _CODED, task="silu"),
+    _cheat(
+        "brings-a-library",
+        "",
+        """
+        import sys
+        open("native.so", "wb").write(b"an ELF file")
+        sys.path.insert(0, ".")
+        try:
+            import native
+        except ImportError:
+            pass
+        def kernel_function(x):
+            return honest(x)
         """,
     ),
     # No result at all.
@@ -173,6 +267,13 @@ FIXTURES: tuple[Fixture, ...] = (
             harness._outputs = lambda self: ({"shape": [17], "dtype": "float32", "passed": True}, [b"0" * 68])
             return x
         """),
+    _cheat("answers-no-number", "", """
+        import sys
+        harness = sys.modules["__main__"].Harness
+        harness._trial = harness._stopwatch = lambda self, head, blobs: ({"seconds": 10**400}, [])
+        def kernel_function(x):
+            return honest(x)
+        """),
     _cheat("reads-frames", "", "import sys\n" + _then_honest('sys._getframe(1).f_locals["expected"]')),
     _cheat("reads-all-objects", "", "import gc\n" + _then_honest("list(filter(torch.is_tensor, gc.get_objects()))")),
     _cheat("reads-files", "", _then_honest('open("/etc/passwd").read()')),
@@ -195,7 +296,31 @@ FIXTURES: tuple[Fixture, ...] = (
     _cheat("crashes", "", "import os\ndef kernel_function(x):\n    os.abort()"),
     _cheat("exits", "", "def kernel_function(x):\n    raise SystemExit(0)"),
     _cheat("takes-all-memory", "", "def kernel_function(x):\n    return [torch.ones(1 << 27) for _ in range(1000)]"),
-    # Honest mistakes that few inputs show.
+    _cheat(
+        "takes-memory-of-no-process",
+        "",
+        """
+        import os
+        kept = os.memfd_create("kept")
+        def kernel_function(x):
+            block = b"x" * (1 << 24)
+            for _ in range(256):
+                os.write(kept, block)
+            return honest(x)
+        """,
+    ),
+    _cheat("fills-the-disk", "", """
+        import os
+        def kernel_function(x):
+            for name in "abc":
+                os.posix_fallocate(os.open(name, os.O_CREAT | os.O_WRONLY), 0, 100 << 20)
+            return honest(x)
+        """),
+    # Honest mistakes that few inputs show, and others that look like them.
+    _rewritten("wrong-when-large", "multi_input", _WRONG_WHEN_LARGE, task="sigmoid"),
+    _rewritten("nothing-when-large", "multi_input", _NOTHING_WHEN_LARGE, task="hardtanh"),
+    _rewritten("two-blocks-only", "multi_input", _TWO_BLOCKS, task="relu"),
+    _rewritten("forgets-infinity", "multi_input", _FORGETS_INFINITY, task="absolute"),
     _rewritten("compiles-for-no-gpu", "", _INTERPRETED, task="square"),
     _rewritten("ignores-strides", "multi_input", _STRIDES, task="silu"),
     _rewritten("overflows", "multi_input", _NAIVE, task="softplus"),

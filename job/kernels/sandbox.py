@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from job.kernels.compiler import CACHE
+
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000  # user, processes, network, IPC, mounts
 CLONE = {"x86_64": 56, "aarch64": 220}
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
@@ -107,8 +109,8 @@ def guard(scratch: Path, report: Callable[[str], None], *, programs: tuple[str, 
     """From now on a forbidden act is reported and ends this process at once. Cannot be undone.
 
     programs: those that may be run, on files of the scratch folder, by a process that compiles; torch's fake tensors
-    look into frames there. None: a GPU's driver is built by the C compiler and loaded; the events of processes and
-    loading are let through then, and the static rules and namespaces stand alone for them.
+    look into frames there. None: a GPU's driver is built by the C compiler and loaded from Triton's cache; the events
+    of processes are let through then, and the static rules and namespaces stand alone for them.
     """
     home = os.path.realpath(scratch) + "/"
     own = str(Path(__file__).resolve().parents[1]) + "/"
@@ -118,6 +120,7 @@ def guard(scratch: Path, report: Callable[[str], None], *, programs: tuple[str, 
     )
     building = ("subprocess.", "ctypes.", "os.posix_spawn", "os.fork", "os.exec", "sys._getframe")
     allowed = building if programs is None else ("sys._getframe",) if programs else ("\0",)
+    loadable = (*libraries, home + CACHE + "/") if programs is None else libraries
     realpath, leave, fspath = os.path.realpath, os._exit, os.fspath
 
     def inside(path: Any, places: tuple[str, ...]) -> bool:
@@ -138,7 +141,8 @@ def guard(scratch: Path, report: Callable[[str], None], *, programs: tuple[str, 
                 return not inside(path, (home,))
             return not inside(path, (home, *libraries)) or (inside(path, (own,)) and not inside(path, (home,)))
         if event == "import":
-            return str(args[0]).split(".")[0] == "job"
+            foreign = args[1] is not None and not inside(args[1], loadable)  # the file, where it is no Python
+            return foreign or str(args[0]).split(".")[0] == "job"
         if event.startswith(CHANGING):
             return not all(inside(path, (home,)) for path in args[: 2 if event in TWO_PLACES else 1])
         if event in STARTING and programs and realpath(args[0]) in programs:

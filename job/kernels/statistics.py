@@ -1,11 +1,11 @@
-"""pass@k, fast_p and paired intervals over tasks. Standard library only."""
+"""pass@k, fast_p and intervals over tasks. Standard library only."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import NormalDist, fmean, variance
 
 DRAWS = 2000
 LEVEL = 0.95
@@ -22,11 +22,31 @@ def pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float | None:
 
 def fast_p(speedups: Sequence[Sequence[float | None]], p: float) -> float | None:
     """Mean over tasks of the share of candidates that are correct and more than `p` times as fast as the reference
-    (KernelBench, arXiv 2502.10517). None stands for an incorrect one, or one whose timing was refused.
+    (KernelBench, arXiv 2502.10517). None stands for an incorrect one, or an untimed one.
     """
     if not speedups or not all(speedups):
         return None
     return fmean(sum(s is not None and s > p for s in task) / len(task) for task in speedups)
+
+
+def share_interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Wilson's interval (1927; Brown, Cai, DasGupta 2001, Statistical Science 16:101) of the mean share of correct ones
+    from (n candidates, c correct) per task, for as many independent candidates as their spread over tasks is worth
+    (Korn, Graubard 1998, Survey Methodology 24:193). Where none or all are correct there is no spread to tell, and each
+    task counts as one: no bootstrap sees there that the next one may differ. Raises ValueError without tasks.
+    """
+    if not counts:
+        raise ValueError("no tasks, no interval")
+    shares = [correct / n for n, correct in counts]
+    share, worth = fmean(shares), float(sum(n for n, _ in counts))
+    if share in (0.0, 1.0) or len(counts) == 1:
+        worth = float(len(counts))
+    elif spread := variance(shares) / len(counts):
+        worth = min(worth, share * (1 - share) / spread)
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle, width = share + z * z / (2 * worth), z * math.sqrt(share * (1 - share) / worth + (z / (2 * worth)) ** 2)
+    scale = 1 + z * z / worth
+    return max(0.0, (middle - width) / scale), min(1.0, (middle + width) / scale)
 
 
 def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from job.kernels import wire
+from job.kernels import usage, wire
 from job.kernels.compiler import CACHE, CAPABILITY
 from job.kernels.forkserver import ForkServer, kill_all, offspring, python
 
 GREET_S = 120.0  # for a process to be ready: a spawned one has all to import
+SCRATCH_BYTES = 1 << 28  # of its folder; what a kernel compiles to is about 50 kB
 
 
 class Lost(Exception):
@@ -155,6 +156,8 @@ class Process:
         self, head: dict[str, Any], blobs: Sequence[bytes] = (), *, limit_s: float, most_bytes: int = 0
     ) -> tuple[dict[str, Any], list[bytes]]:
         """One question and its answer. Raises Lost with the reason."""
+        if head["do"] != "trial":  # of which the time counts
+            self._watch()
         try:
             self._dialogue.settimeout(limit_s)
             wire.send(self._dialogue, head, blobs)
@@ -182,9 +185,11 @@ class Process:
         if now < self._looked_at + wire.WATCH_S:
             return
         self._looked_at = now
-        used = sum(_resident(pid) for pid in (self.pid, *offspring(self.pid)))
+        used = usage.memory_bytes((self.pid, *offspring(self.pid)))
         if used > self._memory:
             raise Lost(f"{used / 1e9:.1f} GB of memory, {self._memory / 1e9:.1f} are allowed")
+        if usage.folder_bytes(self.scratch, SCRATCH_BYTES) > SCRATCH_BYTES:
+            raise Lost(f"more in its folder than {SCRATCH_BYTES >> 20} MiB and {usage.MOST_ENTRIES:,} files")
 
     def end(self) -> None:
         """Ends it and whatever it started. What it has written stays until it is closed."""
@@ -203,9 +208,3 @@ class Process:
         """Ends it and clears away."""
         self.end()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def _resident(pid: int) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0

@@ -18,7 +18,8 @@ from job.kernels.worker import Workers
 
 FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}
 CPU = [label for label, fixture in FIXTURES.items() if not fixture.gpu_only]
-LIMIT_S = 6.0
+LIMIT_S = 60.0  # for those that end: a busy machine must not decide
+HANGS, HANG_S = ("never-ends",), 3.0
 
 
 def active(switches: Switches) -> set[str]:
@@ -30,11 +31,15 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[s
     """row -> label -> verdict. Candidates that no extension is needed for are tried with none and with all."""
     with Workers(scratch(tmp_path_factory.mktemp("cheats")), gpus=False) as workers:
         made = judge(workers, candidate_s=LIMIT_S, memory_gb=1.2)
+        impatient = judge(workers, candidate_s=HANG_S)
         rows = {}
         for row, switches in ROWS.items():
             ends = row in ("full", "without any")
             chosen = [FIXTURES[label].candidate for label in CPU if ends or FIXTURES[label].needs]
-            rows[row] = verdicts(made, chosen, switches, row)
+            patient = [candidate for candidate in chosen if candidate.label not in HANGS]
+            rows[row] = verdicts(made, patient, switches, row)
+            hanging = [candidate for candidate in chosen if candidate.label in HANGS]
+            rows[row] |= verdicts(impatient, hanging, switches, row)
         yield rows
 
 
@@ -82,15 +87,18 @@ def test_where_no_namespaces_are_allowed_the_guard_and_the_limits_hold(
     (tmp_path / "sitecustomize.py").write_text('import platform\nplatform.machine = lambda: "unheard of"\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # no number is known for the call that makes namespaces
     off = Switches(funnel=False, multi_input=False, timing=False)
-    labels = ["forks", "fork-bomb", "writes-outside", "opens-a-connection", "reads-the-judge", "never-ends", "crashes"]
+    labels = ["forks", "fork-bomb", "writes-outside", "opens-a-connection", "reads-the-judge", "brings-a-library"]
+    labels += ["never-ends", "crashes"]
     with Workers(scratch(tmp_path), gpus=False) as workers:
         made = judge(workers, candidate_s=LIMIT_S)
-        found = verdicts(made, [FIXTURES[label].candidate for label in labels], off)
+        ending = [FIXTURES[label].candidate for label in labels if label not in HANGS]
+        found = verdicts(made, ending, off)
+        found |= verdicts(judge(workers, candidate_s=HANG_S), [FIXTURES[label].candidate for label in HANGS], off)
         honest = verdicts(made, [FIXTURES["calls-torch"].candidate], off)["calls-torch"]
     assert {label: verdict.passed for label, verdict in found.items()} == dict.fromkeys(labels, False)
     assert {verdict.isolated for verdict in found.values()} == {False}
     assert (honest.passed, honest.isolated) == (True, False)
-    assert {label for label, verdict in found.items() if verdict.reason.startswith("forbidden: ")} == set(labels[:5])
+    assert {label for label, verdict in found.items() if verdict.reason.startswith("forbidden: ")} == set(labels[:6])
 
 
 BUILDS = '''

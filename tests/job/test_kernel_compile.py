@@ -157,9 +157,10 @@ def test_the_first_launches_on_a_gpu_find_all_that_was_compiled_ahead(workers: W
             return str(process.ask({"do": "load"}, [program], limit_s=60.0)[0]["error"])
 
     source = planted.source(catalog.BY_NAME["addcmul"])
-    assert said(source, "addcmul", None) == "ValueError: 4 launches, 0 found, 2 compiled"
-    assert said(source, "addcmul", built(workers, source, "addcmul")).endswith(" 4 launches, 2 found, 0 compiled")
-    assert said(ADDRESSES, "relu", built(workers, ADDRESSES)) == "ValueError: 4 launches, 2 found, 0 compiled"
+    launches = f"ValueError: {len(tasks.LAYOUTS)} launches"
+    assert said(source, "addcmul", None) == f"{launches}, 0 found, 2 compiled"
+    assert said(source, "addcmul", built(workers, source, "addcmul")) == f"{launches}, 2 found, 0 compiled"
+    assert said(ADDRESSES, "relu", built(workers, ADDRESSES)) == f"{launches}, 2 found, 0 compiled"
 
 
 def test_every_configuration_of_an_autotuned_kernel_is_compiled_and_none_timed(workers: Workers) -> None:
@@ -254,7 +255,9 @@ def test_where_nothing_can_be_compiled_candidates_are_only_loaded_and_the_reason
 @pytest.fixture
 def crowd(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
     """Five to be judged as with GPUs, of the sizes of a CPU."""
-    monkeypatch.setitem(tasks.SHAPES, "cuda", tasks.SHAPES["cpu"])
+    shapes = {"tiny": (17,), "full": (9, 130), "second-shape": (3, 7, 61), "many-blocks": (5121,), "one": (1,)}
+    fixed = {kind: tuple((size, size, 1) for size in shape) for kind, shape in shapes.items()}
+    monkeypatch.setitem(tasks.SHAPES, "cuda", fixed)
     source = planted.source(catalog.BY_NAME["square"], body=unlike(2))
     return [
         Candidate(name=f"c{n}", task="square", source=f"{source}# {n}\n", origin="generated", label=f"{n}")
@@ -316,7 +319,7 @@ def test_what_is_compiled_and_waits_for_a_gpu_is_given_up_with_the_rest(
 def test_the_layouts_compiled_for_are_those_of_the_inputs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.SHAPES, "cuda", tasks.SHAPES["cpu"])
     task = catalog.BY_NAME["maximum"]
-    names = ("tiny", "random-0", *tasks.ADVERSARIAL, "timing")
+    names = ("tiny", "random-0", *tasks.ADVERSARIAL[:-1], "timing")
     given = [tasks.case(task, SEED, name, "cuda").tensors for name in names]
     seen = {(tuple(t.shape), t.stride(), t.dtype) for tensors in given for t in tensors}
     layouts = [one for call in tasks.layouts(task, SEED) for one in call]

@@ -69,7 +69,7 @@ def test_all_200_stop_where_they_should(workers: Workers) -> None:
     assert [v for v in found if v.stage != STOPS_AT[v.label]] == []
 
 
-def test_a_correct_one_is_timed_or_its_timing_refused(workers: Workers) -> None:
+def test_a_correct_one_is_timed_or_said_why_it_is_not(workers: Workers) -> None:
     verdict = verdicts(judge(workers), [honest()])["x"]
     assert verdict.passed
     assert verdict.kernel_s is not None

@@ -9,7 +9,7 @@ import pytest
 
 from job.kernels import ablation, curriculum
 from job.kernels.ablation import carried, line
-from job.kernels.statistics import fast_p, interval, paired_interval, pass_at_k
+from job.kernels.statistics import fast_p, interval, paired_interval, pass_at_k, share_interval
 from job.kernels.verdict import Verdict
 
 
@@ -47,6 +47,18 @@ def test_the_interval_holds_the_mean_and_is_a_function_of_the_seed() -> None:
         interval([], seed=1)
 
 
+def test_none_correct_is_no_certainty_and_tasks_that_differ_are_worth_less() -> None:
+    # Wilson by hand, z^2 = 3.8415: none of 20 is at most z^2 / (20 + z^2); half of 40 is 1/2 -+ z / 2 / sqrt(40 + z^2).
+    assert share_interval([(10, 0)] * 20) == pytest.approx((0.0, 0.16113), abs=1e-5)
+    assert share_interval([(10, 10)] * 20) == pytest.approx((1 - 0.16113, 1.0), abs=1e-5)
+    assert share_interval([(2, 1)] * 20) == pytest.approx((0.5 - 0.14801, 0.5 + 0.14801), abs=1e-5)
+    # All of ten tasks and none of ten: the 200 are worth 19, as few as there are tasks but one.
+    assert share_interval([(10, 0), (10, 10)] * 10) == pytest.approx((0.5 - 0.20504, 0.5 + 0.20504), abs=1e-5)
+    assert share_interval([(5, 3)]) == share_interval([(1000, 600)])
+    with pytest.raises(ValueError, match="no tasks"):
+        share_interval([])
+
+
 def test_pairing_tasks_narrows_the_interval_of_a_difference() -> None:
     one = [0.0, 0.5, 1.0, 0.2, 0.8]
     other = [value + 0.1 for value in one]
@@ -77,7 +89,7 @@ def test_a_row_of_the_table_by_hand() -> None:
     full = [
         verdict("a", 6, speedup=1.5),
         verdict("b", 3),
-        verdict("c", 6, task="add"),  # its timing was refused
+        verdict("c", 6, task="add"),  # untimed
         verdict("d", 6, task="add", speedup=1.1),
         verdict("cheat", 4, origin="adversarial"),
         verdict("thief", 6, origin="adversarial", speedup=9.0),
@@ -87,9 +99,12 @@ def test_a_row_of_the_table_by_hand() -> None:
     assert found["accepted"] == ["thief"]
     assert (found["pass@1"], found["pass@10"]) == (0.75, None)
     assert (found["fast_1"], found["fast_1.2"]) == (0.5, 0.25)
-    assert (found["timing_refused"], found["seconds_per_candidate"]) == (1, 2.0)
+    assert (found["untimed"], found["seconds_per_candidate"]) == (1, 2.0)
     assert found["pass@1_minus_full"] == (0.0, 0.0)
-    assert ablation.text([found])[1].split() == ["full", "1", "of", "2", "0.750", "-", "0.500", "0.250", "2.000"]
+    assert [line.split() for line in ablation.text([found])] == [
+        ["row", "false", "accepts", "pass@1", "pass@10", "fast", "1.0", "fast", "1.2", "s/candidate", "untimed"],
+        ["full", "1", "of", "2", "0.750", "-", "0.500", "0.250", "2.000", "1"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +158,7 @@ def test_two_trainings_are_compared_task_by_task() -> None:
     assert table[0]["minus_first"] == {"pass@1": zero, "pass@10": None, "fast_1": zero, "fast_1.2": zero}
     assert table[1]["minus_first"] == {"pass@1": gained, "pass@10": None, "fast_1": gained, "fast_1.2": zero}
     low, high = table[1]["pass@1_interval"]
-    assert (low, high) == (0.5, 1.0)
+    assert (low, high) == share_interval([(2, 2), (2, 1)])
     said = [" ".join(line.split()) for line in ablation.text(table)]
-    assert said[0] == "row pass@1 gained pass@1 pass@10 fast 1.0 fast 1.2 s/candidate"
-    assert said[2] == "adaptive +0.500 to +0.500 0.750 - 0.750 0.000 2.000"
+    assert said[0] == "row pass@1 gained pass@1 pass@10 fast 1.0 fast 1.2 s/candidate untimed"
+    assert said[2] == "adaptive +0.500 to +0.500 0.750 - 0.750 0.000 2.000 0"
