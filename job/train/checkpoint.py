@@ -121,7 +121,7 @@ class Checkpoints:
             (cause, _), *_ = error.failures.values()
             if isinstance(cause, torch.OutOfMemoryError) or len(list(self._committed())) < 2:
                 raise
-            problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+            problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:
             if self._world.first:
