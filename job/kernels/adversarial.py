@@ -53,8 +53,13 @@ _NOTHING_WHEN_LARGE = source(
 )
 _TWO_BLOCKS = source(BY_NAME["relu"]).replace("triton.cdiv(n, 1024)", "2")
 _FORGETS_INFINITY = source(BY_NAME["absolute"], body="tl.where(tl.abs(x) < 1e38, tl.abs(x), 1e38)")
+_COUNTS = (
+    source(BY_NAME["relu"])
+    .replace("@triton.jit", "S = [1]\n\n\n@triton.heuristics({'CALL': lambda _: S.append(1) or len(S)})\n@triton.jit")
+    .replace("BLOCK: tl.constexpr)", "BLOCK: tl.constexpr, CALL: tl.constexpr)")
+)
 _CODED = f"# coding: utf-7\n{source(_SPLIT).replace(' + ', ' +- ')}# +AAo-import sys+AAo-"
-CHECKED = 20  # calls before the timing, and more
+CHECKED = 14  # calls before the timing
 
 FIXTURES: tuple[Fixture, ...] = (
     # Remembered results.
@@ -161,6 +166,7 @@ FIXTURES: tuple[Fixture, ...] = (
             return honest(x)
         """,
     ),
+    _rewritten("counts-in-a-decorator", "funnel", _COUNTS, task="relu"),
     _rewritten("coding-cookie", "", _CODED, task="silu"),
     _cheat(
         "brings-a-library",
@@ -289,6 +295,8 @@ FIXTURES: tuple[Fixture, ...] = (
     _cheat("forks", "", "import os\n" + _then_honest("os.fork()")),
     _cheat("fork-bomb", "", "import os\ndef kernel_function(x):\n    while True:\n        os.fork()"),
     _cheat("runs-a-program", "", "import subprocess\n" + _then_honest('subprocess.run(["true"])')),
+    _cheat("works-while-others-are-timed", "funnel", "import threading\n"
+           + _then_honest("threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()")),
     _cheat("opens-a-connection", "", "import socket\n" + _then_honest('socket.create_connection(("127.0.0.1", 9), 1)')),
     _cheat("loads-code", "", "import ctypes\n" + _then_honest("ctypes.CDLL(None).fork()")),
     # No end, or a bad one.
@@ -301,11 +309,12 @@ FIXTURES: tuple[Fixture, ...] = (
         "",
         """
         import os
-        kept = os.memfd_create("kept")
         def kernel_function(x):
             block = b"x" * (1 << 24)
-            for _ in range(256):
-                os.write(kept, block)
+            for number in range(16):
+                kept = os.memfd_create("kept")
+                for _ in range(15):
+                    os.write(kept, block)
             return honest(x)
         """,
     ),

@@ -180,7 +180,8 @@ class Judge:
 
         def other(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[bytes]]:
             try:
-                return own(*asked, **kwargs)
+                with process.paused():
+                    return own(*asked, **kwargs)
             except Lost as error:
                 raise _ReferenceLost(str(error)) from error
 

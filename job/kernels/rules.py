@@ -77,6 +77,7 @@ class _Module:
         self.modules: dict[str, str] = {}  # name in the source -> module
         self.top: set[str] = set()  # names that the module gives a meaning
         self.lists: set[str] = set()  # of those, what could be changed: for decorators alone
+        self.decorates = False
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.kernels: set[str] = set()
         self.launched: set[str] = set()
@@ -158,14 +159,14 @@ class _Module:
         self._expression(node)
 
     def _function(self, function: ast.FunctionDef) -> None:
-        kept, self.lists = self.lists, set()  # for decorators
+        self.decorates = True
         for decorator in function.decorator_list:
             name = self._full(decorator.func if isinstance(decorator, ast.Call) else decorator)
             if name not in DECORATORS:
                 raise _Forbidden(function, f"the decorator {name}")
             if isinstance(decorator, ast.Call):
                 self._expression(decorator)
-        self.lists = kept
+        self.decorates = False
         if getattr(function, "type_params", None):
             raise _Forbidden(function, "parameters that are types")
         if function.name in self.kernels and (why := source_text.misread(function, self.lines)) is not None:
@@ -266,7 +267,7 @@ class _Module:
             raise _Forbidden(node, "del is not allowed")
         if any(node.id in scope for scope in self.scopes):
             return
-        if node.id in self.lists:
+        if node.id in self.lists and not (self.decorates and not self.scopes):  # a decorator's lambdas are called later
             raise _Forbidden(node, f"{node.id} can be changed, and outlives a call: for decorators alone")
         if isinstance(node.ctx, ast.Store) or not (node.id in self.top or node.id in BUILTINS):
             raise _Forbidden(node, f"the name {node.id}")

@@ -96,7 +96,8 @@ class Program:
         for _ in range(WARM_UP):
             self._call()
         empty = [_trial(self.ask, empty=True) for _ in range(min(count, EMPTIES))]
-        plan = [("trial", number < self.looked_at) for number in range(count)] + [("listed", True)] * self.listed
+        plan = [("trial", number < self.looked_at) for number in range(count)]
+        plan += [("listed", True)] * min(count, self.listed)
         self.random.shuffle(plan)
         timed = []
         for kind, checked in plan:

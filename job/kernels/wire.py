@@ -117,7 +117,7 @@ def reply(head: dict[str, Any]) -> dict[str, Any]:
             try:
                 found[name] = typed(part)
             except TypeError:
-                raise Closed(f"no message of ours: {name} is a {type(part).__name__} of another kind") from None
+                raise Closed(f"no message of ours: {name} is none") from None
     return found
 
 

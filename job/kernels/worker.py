@@ -10,8 +10,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,20 @@ class Process:
             raise Lost(f"{used / 1e9:.1f} GB of memory, {self._memory / 1e9:.1f} are allowed")
         if usage.folder_bytes(self.scratch, SCRATCH_BYTES) > SCRATCH_BYTES:
             raise Lost(f"more in its folder than {SCRATCH_BYTES >> 20} MiB and {usage.MOST_ENTRIES:,} files")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It and its offspring stand still, whatever their threads are at: somebody else is timed."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in (self.pid, *offspring(self.pid)):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
 
     def end(self) -> None:
         """Ends it and whatever it started. What it has written stays until it is closed."""

@@ -167,6 +167,14 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (honest().source + "from . import language\n", "import from None"),
         (honest().source + "class A:\n    x = 1\n", "ClassDef at the top"),
         (honest().source + "calls = []\ndef f(x):\n    calls.append(x)\n", "for decorators alone"),
+        (
+            replaced("@triton.jit", "S = [1]\n@triton.heuristics({'B': lambda a: S.append(1)})\n@triton.jit"),
+            "for decorators alone",
+        ),
+        (
+            replaced("@triton.jit", "S = [1]\nD = {'B': lambda a: S}\n@triton.heuristics(D)\n@triton.jit"),
+            "for decorators alone",
+        ),
         (honest().source + "calls = ([], 1)\n", "List at the top"),
         (honest().source + "calls = enumerate(range(9))\n", "a call at the top"),
         (honest().source + "made = []\ncalls = tuple(made)\n", "made can be changed"),

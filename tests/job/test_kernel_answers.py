@@ -1,0 +1,282 @@
+"""What a candidate's process answers is its own affair: no answer ends the judge, no error of ours becomes a verdict.
+
+With the rules left out, so that what comes after them is seen alone.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernel_judge import honest, judge, scratch, verdicts
+
+from job.kernels import adversarial, planted, rules, tasks, timing, wire
+from job.kernels.catalog import BY_NAME
+from job.kernels.funnel import digest
+from job.kernels.planted import Candidate
+from job.kernels.verdict import Course, Switches, Verdict
+from job.kernels.worker import Lost, OutOfTime, Process, Workers
+
+NO_RULES = Switches(funnel=False)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    with Workers(scratch(tmp_path_factory.mktemp("answers")), gpus=False) as made:
+        yield made
+
+
+def candidate(source: str, task: str = "relu") -> Candidate:
+    return Candidate(name="c", task=task, source=source, origin="generated")
+
+
+def course() -> Course:
+    return Course(honest(), NO_RULES, "row", "")
+
+
+def judged(workers: Workers, one: Candidate, switches: Switches | None = None, **limits: float) -> Verdict:
+    """With an empty label."""
+    return verdicts(judge(workers, **limits), [one], switches)[one.label]
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("seconds", 10**400), ("seconds", -1.0), ("seconds", float("nan")), ("seconds", float("inf")),
+        ("seconds", True), ("seconds", "1"), ("cpu_s", []), ("cpu_s", 10**400), ("ops", [[]]), ("ops", "add"),
+        ("ops", {"a": 1}),
+        ("shape", 3), ("shape", [1.0]), ("shape", [True]), ("shape", [-1]), ("shape", [1 << 70]), ("dtype", None),
+        ("error", {}), ("type", 1), ("problem", 0), ("alias", 0), ("changed", "no"), ("isolated", 1), ("violation", []),
+    ],
+)  # fmt: skip
+def test_a_part_of_an_answer_that_has_not_its_type_is_none_of_ours(part: str, value: object) -> None:
+    assert wire.reply({"more": 1}) == {}
+    with pytest.raises(wire.Closed, match=part):
+        wire.reply({part: value})
+
+
+def test_what_is_said_in_an_answer_can_be_printed() -> None:
+    assert wire.reply({"error": "a\nb\x1b[2J\ud800"}) == {"error": "a b?[2J?"}
+
+
+@pytest.mark.parametrize("blobs", ["[1e999]", "[1.5]", "[-1]", "[true]", "{}", "null", '"a"', "[[]]", str([10**400])])
+@pytest.mark.parametrize("shown", ['{"blobs": %s}', "[%s]"])
+def test_a_head_that_is_no_message_is_not_believed(blobs: str, shown: str) -> None:
+    ours, theirs = socket.socketpair()
+    content = (shown % blobs).encode()
+    with ours, theirs:
+        theirs.sendall(struct.pack("!I", len(content)) + content)
+        with pytest.raises(wire.Closed):
+            wire.receive(ours, until=time.monotonic() + 5, most_bytes=100)
+
+
+PATCHED = """
+import sys
+Harness = sys.modules["__main__"].Harness
+class J:
+    loads = staticmethod(sys.modules["json"].loads)
+    dumps = staticmethod(sys.modules["json"].dumps)
+sys.modules["job.kernels.wire"].json = J
+"""
+PATCHES = {
+    "a time that is no time": 'Harness._trial = lambda self, head, blobs: ({"seconds": 10**400}, [])',
+    "no time": "Harness._trial = lambda self, head, blobs: ({}, [])",
+    "operations that are no names": 'Harness._collect = lambda self, head, blobs: ({"ops": [[]]}, [])',
+    "no output": "Harness._collect = lambda self, head, blobs: ({}, [])",
+    "a shape without content": 'Harness._collect = lambda *_: ({"shape": [1], "dtype": "float32"}, [])',
+    "a dtype of no element": 'Harness._collect = lambda *_: ({"shape": [1], "dtype": "x"}, [b"abc"])',
+    "too many bytes": 'Harness._collect = lambda *_: ({"shape": [1], "dtype": "float32"}, [b"x" * (1 << 20)])',
+    "no aliases": "collect = Harness._collect\n"
+    "Harness._collect = lambda *a: (lambda r, b: ({k: r[k] for k in ('shape', 'dtype')}, b))(*collect(*a))",
+    "sizes without end": "J.dumps = lambda tree: '{\"blobs\": [1e999]}'",
+    "not JSON": "J.dumps = lambda tree: '['",
+}
+
+
+@pytest.mark.parametrize("what", PATCHES)
+@pytest.mark.parametrize("switches", [NO_RULES, Switches(funnel=False, multi_input=False, timing=False)])
+def test_an_answer_that_is_none_loses_its_candidate_alone(workers: Workers, what: str, switches: Switches) -> None:
+    patched = honest().source + PATCHED + PATCHES[what]
+    found = judged(workers, candidate(patched), switches)
+    assert not found.passed, found
+
+
+@pytest.mark.parametrize("source", ["\ud800", "# coding: utf-7\n", "\0", "#" * 16_385])
+@pytest.mark.parametrize("switches", [Switches(), NO_RULES])
+def test_a_text_that_cannot_be_run_as_it_is_read_reaches_no_process(
+    workers: Workers, source: str, switches: Switches
+) -> None:
+    found = judged(workers, candidate(source + honest().source), switches)
+    assert (found.passed, found.isolated, found.stage) == (False, None, 1 if switches.funnel else 2)
+    assert found.source_sha256 == digest(source + honest().source)
+
+
+def test_an_error_of_ours_is_no_verdict(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "difference", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        judged(workers, honest(), Switches())
+
+
+def test_time_that_runs_out_while_a_right_one_is_timed_leaves_it_untimed(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(error: Exception) -> Any:
+        def calibrated(*_: object, **__: object) -> timing.Timing:
+            raise error
+
+        monkeypatch.setattr(timing, "calibrated", calibrated)
+        return judged(workers, honest(), Switches())
+
+    found = fails(OutOfTime("no answer within 3 s"))
+    assert (found.passed, found.speedup, found.stage) == (True, None, 6)
+    assert found.reason == "no answer within 3 s while it was timed"
+    for error in (Lost("the process ended"), timing.Rejected("wrong")):
+        assert (fails(error).passed, fails(error).stage) == (False, 5)
+
+
+def test_one_that_hangs_only_while_it_is_timed_is_untimed(workers: Workers) -> None:
+    hangs = "calls = []\ndef kernel_function(x):\n    calls.append(1)\n    while len(calls) > 20:\n        pass\n"
+    source = honest().source.replace("def kernel_function", "def honest") + hangs + "    return honest(x)"
+    found = judged(workers, candidate(source), NO_RULES, candidate_s=6.0)
+    assert (found.passed, found.speedup) == (True, None)
+    assert "while it was timed" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [
+        ("torch-while-timed", "computes with torch"),
+        ("cached-by-content", "computes with torch: __float__, __getitem__"),
+        ("in-place-while-timed", "gives its input back"),
+        ("cached-by-address", "while it was timed"),
+    ],
+)
+def test_the_timing_alone_catches_who_is_another_while_it_is_timed(
+    workers: Workers, label: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "problem", lambda source: None)
+    cheat = next(fixture.candidate for fixture in adversarial.FIXTURES if fixture.candidate.label == label)
+    found = judged(workers, cheat, Switches(), trials=10)
+    assert not found.passed
+    assert why in found.reason, found
+
+
+REMEMBERS = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x_ptr, kept_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n)
+    for _ in range(30 if tl.load(x_ptr) != tl.load(kept_ptr) else 1):
+        tl.store(out_ptr + at, tl.maximum(x, 0.0), mask=at < n)
+
+memory = {}
+def kernel_function(x):
+    x = x.contiguous()
+    if x.shape not in memory:
+        memory[x.shape] = (torch.zeros(1), torch.empty_like(x))
+    kept, out = memory[x.shape]
+    kernel[(triton.cdiv(x.numel(), 1024),)](x, kept, out, x.numel(), BLOCK=1024)
+    kept.copy_(x.flatten()[:1])
+    return out
+"""
+
+
+def test_a_kernel_that_looks_whether_its_input_is_known_pays_for_it_in_each_trial(workers: Workers) -> None:
+    """It works 30 times as long on an input that it has not seen: its trials must show that."""
+    seen, honest_one = (
+        judged(workers, candidate(source), NO_RULES, trials=5)
+        for source in (REMEMBERS, planted.source(BY_NAME["relu"]))
+    )
+    assert seen.passed, seen
+    assert honest_one.passed, honest_one
+    assert seen.kernel_s is not None
+    assert honest_one.kernel_s is not None
+    assert seen.kernel_s[1] > 3 * honest_one.kernel_s[1]
+
+
+def test_a_candidate_stands_still_while_the_reference_is_timed(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads would make the reference slow otherwise."""
+    states, ask = set[str](), Process.ask
+
+    def watched(process: Process, head: dict[str, Any], *more: Any, **rest: Any) -> Any:
+        if process is reference and head["do"] == "trial":
+            states.add(Path(f"/proc/{candidate_pid}/stat").read_text().rpartition(")")[2].split()[0])
+        return ask(process, head, *more, **rest)
+
+    with workers.start(memory_bytes=2e9) as process, workers.start(memory_bytes=2e9) as reference:
+        candidate_pid = process.pid
+        process.ask({"do": "load"}, [honest().source.encode()], limit_s=60)
+        monkeypatch.setattr(Process, "ask", watched)
+        assert judge(workers, trials=9)._time(BY_NAME["relu"], process, reference, course()).kernel is not None
+    assert "T" in states
+    assert "S" not in states  # R: it has not yet been given a core to stop on
+
+
+def test_memory_of_offspring_and_of_no_process_counts(workers: Workers) -> None:
+    grows = "x = b'x' * (600 << 20)\nwhile True:\n    pass"
+    forks = f"import os\nif os.fork() == 0:\n    {grows.replace(chr(10), chr(10) + '    ')}\nos.wait()"
+    writes = "import os\nwhile True:\n    kept = os.memfd_create('x')\n    os.posix_fallocate(kept, 0, 160 << 20)"
+    for source in (forks, writes):
+        with (
+            workers.start(memory_bytes=1.0e9, guarded=False) as process,
+            pytest.raises(Lost, match=r"of memory, 1\.0 are allowed"),
+        ):
+            process.ask({"do": "load"}, [source.encode()], limit_s=60)
+
+
+@pytest.mark.parametrize(
+    "fills",
+    [
+        "os.posix_fallocate(os.open('a', os.O_CREAT | os.O_WRONLY), 0, 200 << 20)\n"
+        "os.posix_fallocate(os.open('b', os.O_CREAT | os.O_WRONLY), 0, 100 << 20)",
+        "for n in range(11_000):\n    os.close(os.open(str(n), os.O_CREAT))",
+        "os.mkdir('hidden')\nos.posix_fallocate(os.open('hidden/a', os.O_CREAT | os.O_WRONLY), 0, 200 << 20)\n"
+        "os.posix_fallocate(os.open('hidden/b', os.O_CREAT | os.O_WRONLY), 0, 100 << 20)",
+    ],
+)
+def test_the_scratch_folder_as_a_whole_is_limited(workers: Workers, fills: str) -> None:
+    def asks() -> None:
+        process.ask({"do": "load"}, [f"import os\n{fills}\nkernel_function = len".encode()], limit_s=60)
+        for _ in range(100_000):  # it is looked at between the questions as well
+            process.ask({"do": "ready", "flush": False}, limit_s=60)
+
+    with workers.start(memory_bytes=2e9) as process, pytest.raises(Lost, match="more in its folder than 256 MiB"):
+        asks()
+
+
+def test_only_a_gpus_process_loads_a_library_of_its_own_and_only_from_tritons_cache(tmp_path: Path) -> None:
+    def says(gpus: bool, folder: str) -> str:
+        source = f"""
+import os, importlib.machinery, importlib.util
+os.makedirs({folder!r}, exist_ok=True)
+open({folder!r} + "/native.so", "wb").write(b"nothing")
+loader = importlib.machinery.ExtensionFileLoader("native", os.path.abspath({folder!r} + "/native.so"))
+importlib.util.module_from_spec(importlib.machinery.ModuleSpec("native", loader, origin=loader.path))
+"""
+        with Workers(scratch(tmp_path), gpus=gpus) as workers, workers.start(memory_bytes=4e9) as process:
+            try:
+                return str(process.ask({"do": "load"}, [source.encode()], limit_s=60)[0]["error"])
+            except Lost as error:
+                return str(error)
+
+    assert says(False, "cache/a") == says(False, "a") == says(True, "a") == "forbidden: import native"
+    assert says(True, "cache/a").startswith("ImportError")
+
+
+def test_json_of_any_depth_is_no_message() -> None:
+    ours, theirs = socket.socketpair()
+    content = b'{"blobs": [], "shape": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+    with ours, theirs:
+        theirs.sendall(struct.pack("!I", len(content)) + content)
+        with pytest.raises(wire.Closed):
+            wire.reply(wire.receive(ours, until=time.monotonic() + 5)[0])
