@@ -295,8 +295,6 @@ FIXTURES: tuple[Fixture, ...] = (
     _cheat("forks", "", "import os\n" + _then_honest("os.fork()")),
     _cheat("fork-bomb", "", "import os\ndef kernel_function(x):\n    while True:\n        os.fork()"),
     _cheat("runs-a-program", "", "import subprocess\n" + _then_honest('subprocess.run(["true"])')),
-    _cheat("works-while-others-are-timed", "funnel", "import threading\n"
-           + _then_honest("threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()")),
     _cheat("opens-a-connection", "", "import socket\n" + _then_honest('socket.create_connection(("127.0.0.1", 9), 1)')),
     _cheat("loads-code", "", "import ctypes\n" + _then_honest("ctypes.CDLL(None).fork()")),
     # No end, or a bad one.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import builtins
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from job.kernels import source_text
@@ -77,7 +77,6 @@ class _Module:
         self.modules: dict[str, str] = {}  # name in the source -> module
         self.top: set[str] = set()  # names that the module gives a meaning
         self.lists: set[str] = set()  # of those, what could be changed: for decorators alone
-        self.decorates = False
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.kernels: set[str] = set()
         self.launched: set[str] = set()
@@ -134,7 +133,7 @@ class _Module:
             if node.value is None:
                 raise _Forbidden(node, "a name without a value")
             if isinstance(node.value, ast.List | ast.Dict | ast.ListComp):
-                self._expression(node.value)
+                self._held(node.value)
                 self.lists |= {target.id for target in targets if isinstance(target, ast.Name)}
             else:
                 self._constant(node.value)
@@ -158,15 +157,66 @@ class _Module:
                 raise _Forbidden(part, f"{type(part).__name__} at the top, or in a default: it outlives a call")
         self._expression(node)
 
+    def _held(self, node: ast.expr) -> None:
+        """What a decorator, or a list at the top for one, may hold: nothing that can be changed and that a lambda, a
+        kernel or its grid would find again.
+        """
+        if isinstance(node, ast.List):
+            for part in node.elts:
+                self._element(part)
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                self._constant(key or node)
+                self._element(value)
+        elif isinstance(node, ast.ListComp):
+            self._each(node, self._element, self._iterated)
+        elif not (isinstance(node, ast.Name) and node.id in self.lists):
+            self._element(node)
+
+    def _element(self, node: ast.expr) -> None:
+        if isinstance(node, ast.Lambda) and not self.scopes:  # which would be found again
+            self._expression(node)
+        elif isinstance(node, ast.Call) and self._full(node.func) == "triton.Config":
+            self._plain(node)
+            for part in (*node.args, *(keyword.value for keyword in node.keywords)):
+                pairs = [*part.keys, *part.values] if isinstance(part, ast.Dict) else [part]
+                for each in pairs:
+                    self._constant(each or node)
+        else:
+            self._constant(node)
+
+    def _iterated(self, node: ast.expr) -> None:
+        if isinstance(node, ast.Call) and self._full(node.func) == "range":
+            node = ast.List([*node.args, *(keyword.value for keyword in node.keywords)])
+        for part in node.elts if isinstance(node, ast.List) else [node]:
+            self._constant(part)
+
+    def _each(
+        self,
+        node: ast.ListComp | ast.GeneratorExp,
+        element: Callable[[ast.expr], None],
+        iterated: Callable[[ast.expr], None],
+    ) -> None:
+        """A comprehension. What the first part goes through is looked at in the scope around it."""
+        iterated(node.generators[0].iter)
+        with self._scope(node, _stored([part.target for part in node.generators])):
+            for number, part in enumerate(node.generators):
+                self._expression(part.target)
+                for inner in part.ifs:
+                    self._expression(inner)
+                if number:
+                    iterated(part.iter)
+            element(node.elt)
+
     def _function(self, function: ast.FunctionDef) -> None:
-        self.decorates = True
         for decorator in function.decorator_list:
             name = self._full(decorator.func if isinstance(decorator, ast.Call) else decorator)
             if name not in DECORATORS:
                 raise _Forbidden(function, f"the decorator {name}")
             if isinstance(decorator, ast.Call):
-                self._expression(decorator)
-        self.decorates = False
+                self._plain(decorator)
+                for part in (*decorator.args, *(keyword.value for keyword in decorator.keywords)):
+                    self._held(part)
         if getattr(function, "type_params", None):
             raise _Forbidden(function, "parameters that are types")
         if function.name in self.kernels and (why := source_text.misread(function, self.lines)) is not None:
@@ -211,12 +261,7 @@ class _Module:
             with self._scope(node, _argument_names(node.args)):
                 self._expression(node.body)
         elif isinstance(node, ast.ListComp | ast.GeneratorExp):
-            self._expression(node.generators[0].iter)  # in the scope around it
-            with self._scope(node, _stored([part.target for part in node.generators])):
-                for number, part in enumerate(node.generators):
-                    for inner in (part.target, *([part.iter] if number else []), *part.ifs):
-                        self._expression(inner)
-                self._expression(node.elt)
+            self._each(node, self._expression, self._expression)
         elif isinstance(node, EXPRESSIONS):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 self.launched |= {node.func.value.id} if isinstance(node.func.value, ast.Name) else set()
@@ -267,7 +312,7 @@ class _Module:
             raise _Forbidden(node, "del is not allowed")
         if any(node.id in scope for scope in self.scopes):
             return
-        if node.id in self.lists and not (self.decorates and not self.scopes):  # a decorator's lambdas are called later
+        if node.id in self.lists:
             raise _Forbidden(node, f"{node.id} can be changed, and outlives a call: for decorators alone")
         if isinstance(node.ctx, ast.Store) or not (node.id in self.top or node.id in BUILTINS):
             raise _Forbidden(node, f"the name {node.id}")

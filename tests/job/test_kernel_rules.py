@@ -271,3 +271,25 @@ def test_twice_the_names_take_twice_the_steps(unit: str) -> None:
 
     few, more, most = steps(50), steps(150), steps(350)
     assert most - more == pytest.approx(2 * (more - few), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "decorator",
+    [
+        "triton.heuristics({'C': [lambda a: s.append(1) or len(s) for s in [[1]]][0]})",
+        "triton.heuristics({'C': (lambda s: lambda a: s.append(1) or len(s))([1])})",
+        "triton.heuristics({'C': made([1])})",
+        "triton.heuristics({'C': (lambda g: lambda a: min(zip(g, [0])))(enumerate(range(9)))})",
+        "triton.heuristics({'C': L[0]})",
+        "triton.heuristics({**{}})",
+        "triton.autotune(configs=[triton.Config({'C': [1]})], key=[])",
+        "triton.autotune(configs=[triton.Config({'C': s}) for s in [[1]]], key=[])",
+        "triton.autotune(configs=[triton.Config({'C': s}) for t in [[[1]]] for s in t], key=[])",
+        "triton.autotune(configs=[triton.Config({'C': L})], key=[])",
+        "triton.autotune(configs=[triton.Config(L)], key=[])",
+        "triton.autotune(configs=made([1]), key=[])",
+    ],
+)
+def test_what_a_decorator_holds_is_no_memory_of_a_kernels(decorator: str) -> None:
+    before = "L = [1]\n\n\ndef made(s):\n    return lambda a: s.append(1) or len(s)\n\n\n"
+    assert "line" in (rules.problem(replaced("@triton.jit", f"{before}@{decorator}\n@triton.jit")) or "")
