@@ -254,8 +254,10 @@ def test_the_scratch_folder_as_a_whole_is_limited(workers: Workers, fills: str) 
         asks()
 
 
-def test_only_a_gpus_process_loads_a_library_of_its_own_and_only_from_tritons_cache(tmp_path: Path) -> None:
-    def says(gpus: bool, folder: str) -> str:
+def test_only_a_gpus_process_loads_a_library_of_its_own_and_only_from_tritons_cache(
+    workers: Workers, tmp_path: Path
+) -> None:
+    def says(made: Workers, folder: str) -> str:
         source = f"""
 import os, importlib.machinery, importlib.util
 os.makedirs({folder!r}, exist_ok=True)
@@ -263,14 +265,15 @@ open({folder!r} + "/native.so", "wb").write(b"nothing")
 loader = importlib.machinery.ExtensionFileLoader("native", os.path.abspath({folder!r} + "/native.so"))
 importlib.util.module_from_spec(importlib.machinery.ModuleSpec("native", loader, origin=loader.path))
 """
-        with Workers(scratch(tmp_path), gpus=gpus) as workers, workers.start(memory_bytes=4e9) as process:
+        with made.start(memory_bytes=4e9) as process:
             try:
                 return str(process.ask({"do": "load"}, [source.encode()], limit_s=60)[0]["error"])
             except Lost as error:
                 return str(error)
 
-    assert says(False, "cache/a") == says(False, "a") == says(True, "a") == "forbidden: import native"
-    assert says(True, "cache/a").startswith("ImportError")
+    with Workers(scratch(tmp_path), gpus=True) as spawning:
+        assert says(workers, "cache/a") == says(spawning, "a") == "forbidden: import native"
+        assert says(spawning, "cache/a").startswith("ImportError")
 
 
 def test_json_of_any_depth_is_no_message() -> None:
