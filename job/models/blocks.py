@@ -8,13 +8,14 @@ E experts, K experts per token.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Literal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from job import sizing
@@ -150,13 +151,36 @@ def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return (x_BHTD * cos_TD + turned * sin_TD).to(x_BHTD.dtype)
 
 
-def any_length() -> AbstractContextManager[None]:
+class _Generating:
+    """How many are at it, and what the switch was before: it is the process's, and a server generates in threads."""
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.before = threading.Lock(), 0, True
+
+
+_generating = _Generating()
+
+
+@contextmanager
+def any_length() -> Iterator[None]:
     """Within it attention takes every length as it comes: for generation, whose keys grow by one with each token.
 
     On Hopper torch prefers cuDNN's kernels, which are faster in training but build a plan for each new shape: 0.4 s
     (torch 2.11 on a B200, modelscope/FunASR issue 3704, 2026-09; that 2.13 prefers them was asked of torch itself).
     """
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    cuda: Any = torch.backends.cuda
+    with _generating.lock:
+        if not _generating.count:
+            _generating.before = cuda.cudnn_sdp_enabled()
+            cuda.enable_cudnn_sdp(False)
+        _generating.count += 1
+    try:
+        yield
+    finally:
+        with _generating.lock:
+            _generating.count -= 1
+            if not _generating.count:
+                cuda.enable_cudnn_sdp(_generating.before)
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -16,6 +16,7 @@ from job.config.common import Decoder as Shape
 from job.config.pretrain import CharModel
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import char_gpt, decoder, growth
+from job.models.blocks import any_length
 from job.models.generate import generate
 
 SHAPE = Shape(
@@ -66,4 +67,14 @@ def test_no_length_of_a_generated_text_waits_for_a_plan_of_its_own(
     assert before
     assert seen
     assert not any(seen)
+    assert allowed()
+
+
+def test_threads_that_generate_at_once_leave_training_its_kernels() -> None:
+    first, second = any_length(), any_length()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not allowed()
+    second.__exit__(None, None, None)
     assert allowed()
