@@ -72,7 +72,9 @@ def inputs(module: nn.Module, rows: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(False, id="kept"), pytest.param(True, id="checkpointed", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_is_one_graph_for_each_size_and_never_compiled_again(
     name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch

@@ -139,6 +139,7 @@ def test_time_that_runs_out_while_a_right_one_is_timed_leaves_it_untimed(
         assert (fails(error).passed, fails(error).stage) == (False, 5)
 
 
+@pytest.mark.slow
 def test_one_that_hangs_only_while_it_is_timed_is_untimed(workers: Workers) -> None:
     hangs = "calls = []\ndef kernel_function(x):\n    calls.append(1)\n    while len(calls) > 20:\n        pass\n"
     source = honest().source.replace("def kernel_function", "def honest") + hangs + "    return honest(x)"
@@ -254,6 +255,7 @@ def test_the_scratch_folder_as_a_whole_is_limited(workers: Workers, fills: str) 
         asks()
 
 
+@pytest.mark.slow
 def test_only_a_gpus_process_loads_a_library_of_its_own_and_only_from_tritons_cache(
     workers: Workers, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_nothing_was_written_outside(table: dict[str, dict[str, Verdict]]) -> No
         assert not Path("/var/tmp/gpufleet-was-here").exists()
 
 
+@pytest.mark.slow
 def test_where_no_namespaces_are_allowed_the_guard_and_the_limits_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def kernel_function(x):
 '''
 
 
+@pytest.mark.slow
 def test_a_gpus_compiler_works_within_the_confinement(tmp_path: Path) -> None:
     """For sm_90, which needs no GPU: Triton's cache, ptxas and the launcher that the C compiler makes."""
     headers = Path(sysconfig.get_path("include"), "Python.h").exists() and shutil.which("gcc") is not None

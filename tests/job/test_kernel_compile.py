@@ -240,6 +240,7 @@ def test_a_process_that_compiles_may_take_no_more_memory_than_others(workers: Wo
         compiles()
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_compiled_candidates_are_only_loaded_and_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_lost_candidates_of_weights_that_are_gone_are_an_error(compared: Path, t
     assert "4 candidates of sft-uniform are missing" in (workdir / "fatal.json").read_text()
 
 
+@pytest.mark.slow
 def test_on_a_rank_that_stops_within_a_batch_all_stop_and_keep_what_is_finished(tmp_path: Path) -> None:
     """Rank 1 alone sees the stop, at the second token of its second batch; rank 0 generates its share to the end."""
     workdir = make(tmp_path, gpus=2, generate={"candidates": 33})

@@ -138,6 +138,7 @@ def test_a_child_multiplies_matrices_after_a_parallel_operation_here(workers: Wo
     assert torch.frombuffer(bytearray(blobs[0]), dtype=torch.float32).reshape(32, 32).equal(2 * x @ x)
 
 
+@pytest.mark.slow
 def test_a_new_process_instead_of_a_fork_gives_the_same_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_stop_request_ends_all_ranks_with_a_save_and_the_code_of_a_stop(tmp_pa
     assert (workdir / "job.log").read_text().count("stopped after step") == 1
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     workdir = make(tmp_path, 1_000_000)
     child = launch(workdir)
