@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from job import sizing
 from job.config import GrowthConfig
-from job.models.blocks import Experts
+from job.experiments.growth_routing import flipped, routed, tied
 from job.models.growth import Growth, load, state_dtype
 
 PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # x max(1, largest logit)
@@ -151,14 +151,14 @@ def compare(old: Growth, new: Growth, probe_BT: Tensor) -> Difference:
             layers = list(zip(before, after, strict=False))  # only the old layers
             before.clear()
             after.clear()
-            if _tied(layers, PASS[dtype]):
+            if tied(layers, PASS[dtype]):
                 ties += 1
                 continue
             gap = (a - b).abs()
             largest, top = max(largest, gap.max().item()), max(top, a.abs().max().item())
             total, count = total + gap.sum(dtype=torch.float64).item(), count + gap.numel()
             loss += _loss(b, tokens_1T) - _loss(a, tokens_1T)
-            flips += sum(_flipped(x, y).sum().item() for x, y in layers)
+            flips += sum(flipped(x, y).sum().item() for x, y in layers)
             routings += sum(x.experts.shape[0] for x, _ in layers)
     if ties > TIES * probe_BT.shape[0]:
         largest = math.inf
@@ -262,50 +262,6 @@ def exact(*modules: Growth) -> Iterator[None]:
         for module, training, compute_dtype in kept:
             module.train(training)
             module.compute_dtype = compute_dtype
-
-
-class Routing(NamedTuple):
-    """What one expert layer chose. Legend: N tokens, K experts of a token."""
-
-    experts: Tensor  # [N, K], sorted by number
-    margin: Tensor  # [N], between the last expert chosen and the first that was not
-    scale: Tensor  # the largest logit
-
-
-@contextlib.contextmanager
-def routed(module: Growth) -> Iterator[list[Routing]]:
-    """Collects each expert layer's choice, in layer order."""
-    chosen: list[Routing] = []
-
-    def choice(logits_NE: Tensor, k: int) -> Routing:
-        values, experts = logits_NE.sort(-1, descending=True)
-        margin_N = (
-            values[:, k - 1] - values[:, k] if k < logits_NE.shape[-1] else torch.full_like(values[:, 0], torch.inf)
-        )
-        return Routing(experts[:, :k].sort().values, margin_N, logits_NE.abs().max())
-
-    with contextlib.ExitStack() as stack:
-        for block in module.blocks:
-            if isinstance(block.ffn, Experts):
-                k = block.ffn.top_k
-                hook = block.ffn.router.register_forward_hook(
-                    lambda _, __, logits_NE, k=k: chosen.append(choice(logits_NE, k))
-                )
-                stack.enter_context(hook)
-        yield chosen
-
-
-def _flipped(old: Routing, new: Routing) -> Tensor:
-    return (old.experts != new.experts).any(-1)
-
-
-def _tied(layers: list[tuple[Routing, Routing]], limit: float) -> bool:
-    """Whether the first layer that routes differently does so only where its logits tie; what follows, follows."""
-    for old, new in layers:
-        flipped_N = _flipped(old, new)
-        if flipped_N.any():
-            return bool(old.margin[flipped_N].max() <= limit * old.scale.clamp(min=1.0))
-    return False
 
 
 def _windows(probe_BT: Tensor) -> list[Tensor]:

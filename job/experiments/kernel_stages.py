@@ -36,7 +36,7 @@ from job.models import decoder
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.kernel import AT_ONCE, TRIED
-from job.train import parallel
+from job.train import metrics, parallel
 from job.train.experiment import Phase, Stopped
 
 if TYPE_CHECKING:
@@ -266,6 +266,7 @@ def _report(kernel: Kernel, found: dict[str, list[Verdict]], digest: str) -> Non
         "torch": torch.__version__,
         "dataset": {"sha256": kernel.manifest.sha256, **kernel.manifest.facts},
         "predicted": next((p for p in session.predicted if p.get("phase") == phase.name), None),
+        "measured": metrics.measured(session.metrics.records(phase.name)),
         "final": phase.name,
         "weights_sha256": digest,
     }

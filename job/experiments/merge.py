@@ -142,7 +142,7 @@ def _loss(sft: Sft, module: Decoder, variant: Variant) -> dict[str, Any]:
     lora.set_mode(module, variant.mode, variant.merged)
     try:
         for micro in work.micros:
-            tuning.heed(sft.session)
+            sft.session.heed()
             loss_sum = module(*micro.inputs).loss_sum
             assert loss_sum is not None
             total += loss_sum.double()
@@ -195,7 +195,7 @@ def _answers(sft: Sft, module: Decoder, done: Done) -> list[dict[str, Any]]:
                 prompts,
                 config.eval.sample_tokens,
                 stop=stop,
-                heed=lambda: tuning.heed(session),
+                heed=session.heed,
                 agree=session.world.agree,
             )
             return [

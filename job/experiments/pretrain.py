@@ -24,7 +24,7 @@ from job.dataset.prepare import read_manifest
 from job.models.char_gpt import CharGpt, generate, initial
 from job.train import export, metrics, muon, parallel
 from job.train.checkpoint import COMMIT, PROGRESS, Found
-from job.train.experiment import Experiment, Phase, Session, Stopped, Work
+from job.train.experiment import Experiment, Phase, Session, Work
 from job.train.rows import Rows
 
 EXPERIMENT = "pretrain-d64"
@@ -115,7 +115,7 @@ class Pretrain(Experiment):
         """The best checkpoint's weights, their continuations of the prompts, and the result table."""
         module, session = self._module, self.session
         assert module is not None
-        self._heed_stop()
+        self.session.heed()
         best = session.world.agree(self._best())
         session.say(f"best: step {best['step']}, {best['val_loss']:.4f} nats per character")
         if best["step"] != self.progress["evaluations"][-1]["step"]:
@@ -124,7 +124,7 @@ class Pretrain(Experiment):
         if session.world.first:
             self._export(weights, best)
         del weights
-        self._heed_stop()
+        self.session.heed()
         samples = {prompt: self._continue(module, prompt) for prompt in self.config.eval.prompts}
         for prompt, text in samples.items():
             session.say(f"  {prompt!r} -> {text!r}")
@@ -205,7 +205,6 @@ class Pretrain(Experiment):
 
     def _results(self, best: dict[str, Any], samples: dict[str, str]) -> dict[str, Any]:
         session, evaluations = self.session, self.progress["evaluations"]
-        records = [record for record in session.metrics.records() if record["phase"] == self.size.name]
         steps = evaluations[-1]["step"]
         final = atomic.read_object(session.workdir / "final" / export.META) or {}
 
@@ -228,15 +227,8 @@ class Pretrain(Experiment):
             "evaluations": evaluations,
             "samples": samples,
             "predicted": next((p for p in session.predicted if p.get("phase") == self.size.name), None),
-            "measured": metrics.measured(records),
+            "measured": metrics.measured(session.metrics.records(self.size.name)),
         }
-
-    def _heed_stop(self) -> None:
-        """Between the parts of `finish`, which a restart repeats."""
-        stop = self.session.requests.stop() if self.session.world.first else None
-        reason = self.session.world.agree(None if stop is None else stop.reason[:200])
-        if reason is not None:
-            raise Stopped(reason)
 
 
 def make_optimizer(module: nn.Module, config: PretrainConfig) -> muon.Combined:

@@ -132,8 +132,7 @@ class Sft(Experiment):
     def _results(self, found: dict[str, Any]) -> dict[str, Any]:
         """Sizes, what was predicted, what was measured, and what the merge gave."""
         config, session, phase = self.config, self.session, self.phases[0]
-        own = [record for record in session.metrics.records() if record["phase"] == phase.name]
-
+        own = session.metrics.records(phase.name)
         measured = {
             **metrics.measured(own),
             "data_share": round(self.batches.waited_s / self.trained_s, 6),  # of this attempt's time, at most

@@ -25,7 +25,7 @@ from job.dataset.rendering import TEMPLATES, FileTokenizer, Renderer, file_id, o
 from job.models import decoder, hf
 from job.models.decoder import Decoder
 from job.train import parallel
-from job.train.experiment import Session, Stopped
+from job.train.experiment import Session
 from job.train.export import META
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -99,19 +99,10 @@ def cosine(config: CosineAdamW, step: int, steps: int) -> float:
     return config.lr * (config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
-def heed(session: Session) -> None:
-    """All ranks together. Raises Stopped."""
-    stop = session.requests.stop() if session.world.first else None
-    reason = session.world.agree(None if stop is None else stop.reason[:200])
-    if reason is not None:
-        session.say(f"stopped after training: {reason}")
-        raise Stopped(reason)
-
-
 def gathered(session: Session, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a sharded module, one at a time; on rank 0. Every rank goes through it. Raises Stopped."""
     for name, parameter in module.named_parameters():
-        heed(session)
+        session.heed()
         yield from parallel.gather({name: parameter}, session.world).items()
 
 

@@ -114,6 +114,14 @@ class Session:
     predicted: Sequence[dict[str, Any]]  # the bill's figures per phase; may be empty
     say: Callable[[str], None]  # silent but on rank 0
 
+    def heed(self) -> None:
+        """Between the parts of what follows training, all ranks together. Raises Stopped."""
+        stop = self.requests.stop() if self.world.first else None
+        reason = self.world.agree(None if stop is None else stop.reason)
+        if reason is not None:
+            self.say(f"stopped after training: {reason}")
+            raise Stopped(reason)
+
 
 class Experiment(ABC):
     """What the loop asks; it calls every method on every rank, in the same order. Only rank 0 may write a file.

@@ -130,7 +130,7 @@ class Journal:
         if not self._session.world.first:
             return
         told = next((row for row in self._session.predicted if row.get("phase") == phase.name), {})
-        seen = metrics.measured([line for line in self._session.metrics.records() if line["phase"] == phase.name])
+        seen = metrics.measured(self._session.metrics.records(phase.name))
         pairs = (
             f"{metrics.shown(told.get(name), form)} / {metrics.shown(seen[name], form)} {unit}"
             for name, form, unit in FIGURES

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from job import atomic, sizing
+from job import sizing
 from job.config import KEEPS_BEST
 from job.dataset.prepare import read_manifest
-from job.train import device, identity, metrics, optimizer, step
+from job.train import device, identity, metrics, optimizer, rungs, step
 from job.train.checkpoint import Commit, Found, Reason, Saved, State, all_finite
 from job.train.compile_cache import CompileCache
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
@@ -31,7 +31,6 @@ from job.train.guard import SpikeGuard
 from job.train.journal import Journal
 from job.train.stall import Stall
 
-REASON_CHARACTERS = 200  # of a stop request
 STALL = 0.01  # of the time since a save: what it may have cost when an improvement asks for the next one
 
 
@@ -110,7 +109,7 @@ class Loop:
 
     def _phase(self, phase: Phase, module: nn.Module, found: Found | None) -> None:
         """The steps of one phase that are left."""
-        rung = self._choose_rung(phase)
+        rung = rungs.choose(self.session, phase)
         if found is not None and self._over(phase):
             self.session.checkpoints.load(found, {"model": self.experiment.weights(module)})
             return
@@ -233,7 +232,6 @@ class Loop:
         checkpoints = self.session.checkpoints
         if self.world.agree(checkpoints.saved_step == self.step):
             return
-        self._clock.settle()
         self._finite &= all_finite(state)  # the update of this very step: its loss was of the weights before
         self._require_finite()
         if val_loss is not None:
@@ -274,7 +272,7 @@ class Loop:
     def _stop(self) -> tuple[str, bool] | None:
         """The stop request, as rank 0 sees it."""
         stop = self.session.requests.stop() if self.world.first else None
-        return None if stop is None else (stop.reason[:REASON_CHARACTERS], stop.save)
+        return None if stop is None else (stop.reason, stop.save)
 
     def _heed(self, phase: Phase, state: State | None, stop: tuple[str, bool] | None) -> None:
         """Once per optimizer step. `state` None: this step's checkpoint is on its way already."""
@@ -300,32 +298,3 @@ class Loop:
         raise LossNotFiniteError(
             f"{what} not finite at step {self.step}; {before}. Lower optim.lr or optim.clip and start a run anew"
         )
-
-    def _choose_rung(self, phase: Phase) -> sizing.Rung:
-        """The rung asked for, or the first lower one that is predicted to fit this GPU. Left in rung.json."""
-        session, ranks = self.session, self.world.size
-        ladder = sizing.ladder(self.config, ranks)
-        index = min(session.rung, len(ladder) - 1)
-        if session.device.is_cuda:
-            fitting = sizing.choose_rung(self.config, session.device.memory_gb, phase.index, ranks)
-            if fitting is None:
-                raise ValueError(
-                    f"phase {phase.name} does not fit {session.device.memory_gb:.1f} GB at any micro-batch: choose an "
-                    "instance type with more GPU memory, or a smaller state (precision, method)"
-                )
-            index = max(index, ladder.index(fitting))
-        rung = ladder[index]
-        lower = sizing.lower_rung(self.config, rung, phase.index, ranks)
-        record = {
-            "phase": phase.name,
-            "rung": index,
-            "micro": rung.micro,
-            "checkpointing": rung.checkpointing,
-            "lower": None if lower is None else ladder.index(lower),  # where to go after an out-of-memory
-        }
-        if self.world.first:
-            try:
-                atomic.write_json(session.workdir / "rung.json", record)
-            except OSError as error:
-                session.say(f"warning: rung.json is not written, so an out-of-memory would end the run: {error}")
-        return rung

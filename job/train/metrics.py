@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from job import atomic
+from job import atomic, ledger
 
 WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
 
@@ -96,11 +96,11 @@ class MetricsFile:
                 file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    def records(self) -> list[dict[str, Any]]:
-        """Every line."""
+    def records(self, phase: str | None = None) -> list[dict[str, Any]]:
+        """Every line, or those of one phase."""
         if not self.path.exists():
             return []
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [record for record in ledger.read(self.path) if phase in (None, record["phase"])]
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -27,7 +27,7 @@ RESULT, ACCEPT = "preflight.json", "accept.json"
 # has lost its clocks or a memory stack stays far below. Estimates, 2026-11. An L4 at its 72 W falls to its base clock,
 # 795 of 2040 MHz, in long products (a 70 W T4, likewise sound: 24 of 65 TFLOP/s; NVIDIA's forum, thread 264462).
 MATMUL_SHARE, BANDWIDTH_SHARE = 0.4, 0.4
-POWER_LIMITED = {"L4": 0.2}  # instead of MATMUL_SHARE, by the word in the GPU's name
+POWER_LIMITED = {"NVIDIA L4": 0.2}  # instead of MATMUL_SHARE
 TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. Below it a checkpoint of 10 GB stops training for 7 s and more
 
 THROTTLED = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
@@ -110,15 +110,14 @@ def measure(device: Device) -> Measured:
     matmul = _matmul_tflops(device, 8192 if cuda else 256)
     clock, clock_max, throttled = _clocks(device) if cuda else (None, None, None)
     memory = _copy_gb_s(device, 1 << 30 if cuda else 1 << 24)
-    peak, words = device.peak_tflops, device.name.replace("-", " ").split()
-    bandwidth = bandwidth_gb_s(device.name)
+    peak, bandwidth = device.peak_tflops, bandwidth_gb_s(device.name)
     return Measured(
         gpus=torch.cuda.device_count() if cuda else 0,
         matmul_tflops=round(matmul, 3),
         memory_gb_s=round(memory, 1),
         to_host_gb_s=round(_to_host_gb_s(device, 1 << 28), 2) if cuda else None,
         matmul_share=round(matmul / peak, 3) if peak else None,
-        matmul_least=next((POWER_LIMITED[word] for word in words if word in POWER_LIMITED), MATMUL_SHARE),
+        matmul_least=POWER_LIMITED.get(device.name, MATMUL_SHARE),
         memory_share=round(memory / bandwidth, 3) if bandwidth else None,
         clock_mhz=clock,
         clock_max_mhz=clock_max,

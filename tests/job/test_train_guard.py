@@ -40,6 +40,17 @@ def falling(count: int = 30, noise: float = 0.05) -> list[float]:
     return [2 + 9 * 0.9**index + draw.gauss(0, noise) for index in range(count)]
 
 
+def spike(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+    """From then on each step's loss is three times what it is."""
+    real = step.update
+
+    def spiked(*given: Any) -> step.StepResult:
+        result = real(*given)
+        return result._replace(loss=result.loss * 3) if given[4] >= after else result
+
+    monkeypatch.setattr(step, "update", spiked)
+
+
 def test_an_ordinary_loss_curve_is_never_suspicious() -> None:
     assert not seen(falling(200, noise=0.3)).suspicious
 
@@ -84,13 +95,7 @@ def test_a_spike_in_the_first_steps_after_an_interruption_ends_the_run(
     workdir = world.make(tmp_path, steps_per_phase=20, eval={"every": 100})
     assert world.train(workdir, StopAt(workdir, 14)) == 75
     stopped = world.committed(workdir)[-1]
-    real = step.update
-
-    def spiked(*given: Any) -> step.StepResult:
-        result = real(*given)
-        return result._replace(loss=result.loss * 3)
-
-    monkeypatch.setattr(step, "update", spiked)
+    spike(monkeypatch, after=0)
     assert world.train(workdir) == 65
     record = atomic.read_object(workdir / "fatal.json")
     assert record is not None
@@ -100,13 +105,7 @@ def test_a_spike_in_the_first_steps_after_an_interruption_ends_the_run(
 def test_a_spike_ends_the_run_with_its_reason_and_without_a_save_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = step.update
-
-    def spiked(*given: Any) -> step.StepResult:
-        result = real(*given)
-        return result._replace(loss=result.loss * 3) if given[4] >= 12 else result
-
-    monkeypatch.setattr(step, "update", spiked)
+    spike(monkeypatch, after=12)
     workdir = world.make(tmp_path, steps_per_phase=20, eval={"every": 100})
     assert world.train(workdir, StopAt(workdir, saves=tuple(range(1, 100)))) == 65
     record = atomic.read_object(workdir / "fatal.json")
@@ -120,13 +119,7 @@ def test_a_spike_ends_the_run_with_its_reason_and_without_a_save_of_it(
 def test_a_save_between_two_logs_waits_for_a_loss_that_clears_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = step.update
-
-    def spiked(*given: Any) -> step.StepResult:
-        result = real(*given)
-        return result._replace(loss=result.loss * 3) if given[4] >= 31 else result
-
-    monkeypatch.setattr(step, "update", spiked)
+    spike(monkeypatch, after=31)
     workdir = world.make(tmp_path, steps_per_phase=60, log={"every": 3}, eval={"every": 100})
     asked = StopAt(workdir, saves=(20, 32))  # the spike begins with step 32, the logs after 30 and 33
     assert world.train(workdir, asked) == 65

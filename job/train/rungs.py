@@ -1,0 +1,39 @@
+"""Which rung of the micro-batch ladder a phase runs on: decided by predicted memory, before its first step."""
+
+from __future__ import annotations
+
+from job import atomic, sizing
+from job.train.experiment import Phase, Session
+
+
+def choose(session: Session, phase: Phase) -> sizing.Rung:
+    """The rung asked for, or the first lower one that is predicted to fit this GPU. Left in rung.json.
+
+    Raises ValueError where none fits.
+    """
+    config, ranks = session.config, session.world.size
+    ladder = sizing.ladder(config, ranks)
+    index = min(session.rung, len(ladder) - 1)
+    if session.device.is_cuda:
+        fitting = sizing.choose_rung(config, session.device.memory_gb, phase.index, ranks)
+        if fitting is None:
+            raise ValueError(
+                f"phase {phase.name} does not fit {session.device.memory_gb:.1f} GB at any micro-batch: choose an "
+                "instance type with more GPU memory, or a smaller state (precision, method)"
+            )
+        index = max(index, ladder.index(fitting))
+    rung = ladder[index]
+    lower = sizing.lower_rung(config, rung, phase.index, ranks)
+    record = {
+        "phase": phase.name,
+        "rung": index,
+        "micro": rung.micro,
+        "checkpointing": rung.checkpointing,
+        "lower": None if lower is None else ladder.index(lower),  # where to go after an out-of-memory
+    }
+    if session.world.first:
+        try:
+            atomic.write_json(session.workdir / "rung.json", record)
+        except OSError as error:
+            session.say(f"warning: rung.json is not written, so an out-of-memory would end the run: {error}")
+    return rung
