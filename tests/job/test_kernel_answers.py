@@ -8,7 +8,6 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from job.kernels.verdict import Course, Switches, Verdict
 from job.kernels.worker import Lost, OutOfTime, Process, Workers
 
 NO_RULES = Switches(funnel=False)
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    with Workers(scratch(tmp_path_factory.mktemp("answers")), gpus=False) as made:
-        yield made
 
 
 def candidate(source: str, task: str = "relu") -> Candidate:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from job.kernels.worker import Workers
 FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}
 CPU = [label for label, fixture in FIXTURES.items() if not fixture.gpu_only]
 LIMIT_S = 60.0  # for those that end: a busy machine must not decide
-HANGS, HANG_S = ("never-ends",), 3.0
+HANGS, HANG_S = ("never-ends",), 1.5
 
 
 def active(switches: Switches) -> set[str]:
@@ -27,20 +26,19 @@ def active(switches: Switches) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Verdict]]]:
+def table(workers: Workers) -> dict[str, dict[str, Verdict]]:
     """row -> label -> verdict. Candidates that no extension is needed for are tried with none and with all."""
-    with Workers(scratch(tmp_path_factory.mktemp("cheats")), gpus=False) as workers:
-        made = judge(workers, candidate_s=LIMIT_S, memory_gb=1.2)
-        impatient = judge(workers, candidate_s=HANG_S)
-        rows = {}
-        for row, switches in ROWS.items():
-            ends = row in ("full", "without any")
-            chosen = [FIXTURES[label].candidate for label in CPU if ends or FIXTURES[label].needs]
-            patient = [candidate for candidate in chosen if candidate.label not in HANGS]
-            rows[row] = verdicts(made, patient, switches, row)
-            hanging = [candidate for candidate in chosen if candidate.label in HANGS]
-            rows[row] |= verdicts(impatient, hanging, switches, row)
-        yield rows
+    made = judge(workers, candidate_s=LIMIT_S, memory_gb=1.2)
+    impatient = judge(workers, candidate_s=HANG_S)
+    rows = {}
+    for row, switches in ROWS.items():
+        ends = row in ("full", "without any")
+        chosen = [FIXTURES[label].candidate for label in CPU if ends or FIXTURES[label].needs]
+        patient = [candidate for candidate in chosen if candidate.label not in HANGS]
+        rows[row] = verdicts(made, patient, switches, row)
+        hanging = [candidate for candidate in chosen if candidate.label in HANGS]
+        rows[row] |= verdicts(impatient, hanging, switches, row)
+    return rows
 
 
 @pytest.mark.parametrize("label", CPU)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,12 +63,6 @@ TUNED = (
     "@triton.autotune(configs=[triton.Config({'BLOCK': size}, num_warps=4) for size in (128, 256, SIZE)], key=['n'])\n"
     "@triton.jit"
 )
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    with Workers(scratch(tmp_path_factory.mktemp("compile")), gpus=False) as made:
-        yield made
 
 
 def unlike(number: int) -> str:

@@ -50,9 +50,9 @@ def told(workdir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _one_server(workers: Workers) -> Iterator[None]:
     """Every run of this file uses one fork server: importing torch takes seconds."""
-    with Workers(tmp_path_factory.mktemp("server"), gpus=False) as workers, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_stages, "_workers", lambda kernel: contextlib.nullcontext(workers))
         yield
 

@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,6 @@ def kernel_function(x):
     kernel[(1,)](x, out, N=32)
     return out + x @ x
 """
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    with Workers(scratch(tmp_path_factory.mktemp("funnel")), gpus=False) as made:
-        yield made
 
 
 def run(process: Process, source: str, *tensors: torch.Tensor) -> tuple[dict[str, object], list[bytes]]:

@@ -35,16 +35,12 @@ def told(workdir: Path) -> list[tuple[Any, ...]]:
     return sorted(tuple(line[key] for key in keys) for line in kernel.lines(workdir, "verdicts"))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    with Workers(tmp_path_factory.mktemp("server"), gpus=False) as workers:
-        yield workers
-
-
-@pytest.fixture(autouse=True)
-def _one_server(finished: Path, server: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run of this file but the first uses one fork server: importing torch takes seconds."""
-    monkeypatch.setattr(kernel_stages, "_workers", lambda kernel: contextlib.nullcontext(server))
+@pytest.fixture(scope="module", autouse=True)
+def _one_server(workers: Workers) -> Iterator[None]:
+    """Every run of this file but those on two ranks uses one fork server: importing torch takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_stages, "_workers", lambda kernel: contextlib.nullcontext(workers))
+        yield
 
 
 @pytest.fixture(scope="module")
