@@ -11,7 +11,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_world
 import runs
+import torch
 
 from job.config import Batch, Checkpoint, TextData
+from job.train import __main__ as trainer
 from rehearsal.imds import Imds
 
 CONFIG = replace(
@@ -97,16 +99,18 @@ def undisturbed(folder: Path, run: dict[str, Any], bucket: Path) -> str:
     runs.place(workdir, run)
     data = bucket / "inputs" / run["inputs"]["dataset"]["sha256"]
     (workdir / "data").symlink_to(data)
-    subprocess.run(
-        [sys.executable, "-m", "job.train", str(workdir)],
-        cwd=runs.ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    process = rank_world.CONTEXT.Process(target=_train, args=(workdir,), daemon=True)
+    process.start()
+    process.join(120)
+    process.kill()  # no effect on one that has ended
+    assert process.exitcode == 0
     weights: str = json.loads((workdir / "results.json").read_text())["weights_sha256"]
     return weights
+
+
+def _train(workdir: Path) -> None:
+    torch.set_num_threads(1)
+    sys.exit(trainer.main([str(workdir)]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a trainer dies with its supervisor on Linux only")

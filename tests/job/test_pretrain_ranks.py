@@ -4,45 +4,50 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pretrain_world as pretrain
 import pytest
+import rank_world
 import torch
 import train_world as world
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from job import atomic
+from job import atomic, sizing
+from job.experiments.pretrain import Pretrain
 from job.train import __main__ as trainer
+from job.train.experiment import Phase
 
-ROOT = Path(__file__).parents[2]
 OPTIM = {"muon": {"kind": "muon", "lr": 0.02, "momentum_steps": 10}, "adamw": {"kind": "adamw", "lr": 0.003}}
 ODD: dict[str, Any] = {"batch": {"rows": 9}, "eval": {"windows": 9}}  # leave the second rank a row of padding
-TWO = """
-import os, sys, warnings
-from pathlib import Path
-import torch
-import job.experiments.pretrain as pretrain
-from job.train import __main__ as trainer
-from train_world import StopAt
-torch.set_num_threads(1)
-class Rising(pretrain.Pretrain):
-    def evaluate(self, phase, module, rung):
+
+
+class Rising(Pretrain):
+    """Its validation loss rises from the first evaluation, whatever it learns."""
+
+    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float:
         super().evaluate(phase, module, rung)
         return 1 + self._step / 100
-for work in sys.argv[1:]:
-    folder, _, look = work.partition(":")
-    if folder.endswith("rising"):
-        pretrain.Pretrain = Rising
-    code = trainer.train(Path(folder), 0, StopAt(Path(folder), int(look) if look else None))
-    assert code == 0, code
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-"""
+
+
+def rank(number: int, port: int, works: list[tuple[Path, int | None]]) -> None:
+    """A rank's process: one run after the other, each stopped at its `look`."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("default")  # those of the ranks are no concern of this file
+    for folder, look in works:
+        os.environ.update(
+            RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        if folder.name == "rising":
+            trainer.EXPERIMENTS["pretrain-d64"] = "test_pretrain_ranks:Rising"
+        code = trainer.train(folder, 0, world.StopAt(folder, look))
+        assert code == 0, code
+        port += 1
 
 
 def free_port() -> int:
@@ -63,32 +68,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     two["zero-3"] = pretrain.make(root / "zero-3", optim=OPTIM["adamw"], **reshard, **ODD)
     two["cut"] = pretrain.make(root / "cut", optim=OPTIM["adamw"], **ODD)
     two["rising"] = pretrain.make(root / "rising", optim=OPTIM["muon"])
-    work = [str(two["muon"]), str(two["adamw"]), str(two["zero-3"]), f"{two['cut']}:6", str(two["rising"])]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "PYTHONPATH": str(Path(__file__).parent),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO, *work],
-            cwd=ROOT,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=200)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    works = [(two[kind], 6 if kind == "cut" else None) for kind in ("muon", "adamw", "zero-3", "cut", "rising")]
+    port = free_port()
+    ranks = [rank_world.CONTEXT.Process(target=rank, args=(number, port, works), daemon=True) for number in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(200)
+        process.kill()  # no effect on one that has ended
+    assert [process.exitcode for process in ranks] == [0, 0]
     for kind, optim in OPTIM.items():
         two[f"{kind} on one"] = pretrain.make(root / f"{kind}-one", optim=optim, **ODD)
         assert world.train(two[f"{kind} on one"]) == trainer.FINISHED
