@@ -145,7 +145,8 @@ class Checkpoints:
         ended = self.wait()
         began = time.perf_counter()
         size = sum(t.numel() * t.element_size() for tensors in state.values() for t in tensors.values())
-        problem = self._world.agree(self._make_room(size) if self._world.first else None)
+        path = self.folder / f"step_{commit.step:08d}"
+        problem = self._world.agree(self._make_way(path, size) if self._world.first else None)
         if problem is not None:
             return [
                 *ended,
@@ -155,7 +156,7 @@ class Checkpoints:
         self.saved_step = commit.step
         blocking = time.perf_counter() - began
         host = {kind: self._host[kind] for kind in state}
-        self._future = self._thread.submit(self._write, host, commit, progress, size, blocking)
+        self._future = self._thread.submit(self._write, path, host, commit, progress, size, blocking)
         return ended
 
     def poll(self) -> list[Saved]:
@@ -205,13 +206,12 @@ class Checkpoints:
                 if name not in kept:
                     kept[name] = on_host(tensor, _host_copy(local(tensor)).zero_(), self._world)
 
-    def _write(self, host: State, commit: Commit, progress: dict[str, Any], size: int, blocking_s: float) -> Saved:
+    def _write(
+        self, path: Path, host: State, commit: Commit, progress: dict[str, Any], size: int, blocking_s: float
+    ) -> Saved:
         began = time.perf_counter()
-        path = self.folder / f"step_{commit.step:08d}"
         problem: str | None = None
         try:
-            if self._world.first:
-                shutil.rmtree(path, ignore_errors=True)  # what an earlier attempt left torn
             with _without_crc32():
                 save(
                     dict(host),
@@ -241,8 +241,11 @@ class Checkpoints:
         atomic.sync_folder(self.folder)
         self._prune(KEEP)
 
-    def _make_room(self, size: int) -> str | None:
-        """Why there is no room for a save of `size` bytes; None when there is, after pruning if need be."""
+    def _make_way(self, path: Path, size: int) -> str | None:
+        """Why there is no room for a save of `size` bytes; None when there is, after pruning if need be. What an
+        earlier attempt left torn at `path` goes now: later it would go under the feet of ranks that write.
+        """
+        shutil.rmtree(path, ignore_errors=True)
         for keep in (KEEP, 1):
             free = shutil.disk_usage(self.folder).free
             if free >= FREE_FACTOR * size:

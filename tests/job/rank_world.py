@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,6 +213,24 @@ def one(rank: int, size: int, port: int, workdir: Path, look: int | None, saves:
             raise OSError(28, "No space left on device")
 
         FileSystemWriter.write_data = full  # type: ignore[method-assign, assignment]
+    if broken == "slow rank 0":
+        from torch.distributed.checkpoint.filesystem import FileSystem
+
+        clear, make = shutil.rmtree, FileSystem.mkdir
+
+        def slow_clear(*given: Any, **named: Any) -> None:
+            time.sleep(0.2)
+            clear(*given, **named)
+
+        def slow_make(self: FileSystem, path: Path) -> None:
+            existed = path.is_dir()
+            time.sleep(0.4 if rank else 0.8)
+            if existed and not path.is_dir():
+                raise FileExistsError(17, "File exists")  # what pathlib does when it goes between two looks
+            make(self, path)
+
+        shutil.rmtree = slow_clear if rank == 0 else clear  # type: ignore[assignment]
+        FileSystem.mkdir = slow_make  # type: ignore[method-assign]
     if broken == "compiled":
         from job.train import step
 

@@ -111,6 +111,15 @@ def test_a_full_disk_under_one_rank_costs_a_checkpoint_and_not_the_run(tmp_path:
     assert any("NOT saved" in (record["event"] or "") for record in records(workdir))
 
 
+def test_what_was_left_torn_is_gone_before_any_rank_writes(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path, sharded=False)
+    torn = workdir / "ckpt" / "step_00000002"
+    torn.mkdir(parents=True)
+    (torn / "__1_0.distcp").write_bytes(b"half")
+    assert world.train(2, workdir, 2, broken="slow rank 0") == 75
+    assert committed(workdir) == [2]
+
+
 def test_sharded_blocks_compile_without_a_break_and_change_nothing(alone: Path, tmp_path: Path) -> None:
     workdir = world.make(tmp_path, sharded=True)
     assert world.train(2, workdir, broken="compiled") == 0
