@@ -32,7 +32,9 @@ from job.train.experiment import Experiment, Micro, Phase, Session, Work
 
 STEPS, ROWS, LENGTH, VOCAB = 12, 16, 9, 37
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "job.train.__main__"])
+CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "job.train.__main__"]
+)
 PARAMETERS: dict[str, Any] = {
     "steps": STEPS,
     "device": "cpu",
