@@ -21,7 +21,7 @@ rehearse-all: .venv/ready
 	@$(BIN)/gpufleet rehearse --all
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from job.kernels.worker import Workers
 FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}
 CPU = [label for label, fixture in FIXTURES.items() if not fixture.gpu_only]
 LIMIT_S = 60.0  # for those that end: a busy machine must not decide
+BETWEEN = [row for row in ROWS if row not in ("full", "without any")]
 HANGS, HANG_S = ("never-ends",), 1.5
 
 
@@ -25,39 +28,48 @@ def active(switches: Switches) -> set[str]:
     return {name for name in ("funnel", "multi_input", "timing") if getattr(switches, name)}
 
 
+Row = Callable[[str], dict[str, Verdict]]
+
+
 @pytest.fixture(scope="module")
-def table(workers: Workers) -> dict[str, dict[str, Verdict]]:
-    """row -> label -> verdict. Candidates that no extension is needed for are tried with none and with all."""
+def judged(workers: Workers) -> Row:
+    """row -> label -> verdict, a row when it is first asked for. Candidates that no extension is needed for are tried
+    with none and with all.
+    """
     made = judge(workers, candidate_s=LIMIT_S, memory_gb=1.2)
     impatient = judge(workers, candidate_s=HANG_S)
-    rows = {}
-    for row, switches in ROWS.items():
-        ends = row in ("full", "without any")
+
+    @functools.cache
+    def row(name: str) -> dict[str, Verdict]:
+        ends = name in ("full", "without any")
         chosen = [FIXTURES[label].candidate for label in CPU if ends or FIXTURES[label].needs]
         patient = [candidate for candidate in chosen if candidate.label not in HANGS]
-        rows[row] = verdicts(made, patient, switches, row)
         hanging = [candidate for candidate in chosen if candidate.label in HANGS]
-        rows[row] |= verdicts(impatient, hanging, switches, row)
-    return rows
+        return {
+            **verdicts(made, patient, ROWS[name], name),
+            **verdicts(impatient, hanging, ROWS[name], name),
+        }
+
+    return row
 
 
 @pytest.mark.parametrize("label", CPU)
-def test_the_full_funnel_rejects(table: dict[str, dict[str, Verdict]], label: str) -> None:
-    assert not table["full"][label].passed, table["full"][label]
+def test_the_full_funnel_rejects(judged: Row, label: str) -> None:
+    assert not judged("full")[label].passed, judged("full")[label]
 
 
 @pytest.mark.parametrize("label", [label for label in CPU if not FIXTURES[label].needs])
-def test_isolation_and_comparison_alone_reject(table: dict[str, dict[str, Verdict]], label: str) -> None:
-    assert not table["without any"][label].passed, table["without any"][label]
+def test_isolation_and_comparison_alone_reject(judged: Row, label: str) -> None:
+    assert not judged("without any")[label].passed, judged("without any")[label]
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "row", ["full", "without any", *(pytest.param(row, marks=pytest.mark.slow) for row in BETWEEN)]
+)
 @pytest.mark.parametrize("label", [label for label in CPU if FIXTURES[label].needs])
-def test_a_row_lets_through_what_its_extensions_do_not_catch(
-    table: dict[str, dict[str, Verdict]], label: str, row: str
-) -> None:
+def test_a_row_lets_through_what_its_extensions_do_not_catch(judged: Row, label: str, row: str) -> None:
     caught = bool(FIXTURES[label].needs & active(ROWS[row]))
-    assert table[row][label].passed is not caught, table[row][label]
+    assert judged(row)[label].passed is not caught, judged(row)[label]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="another stream exists only on a GPU")
@@ -67,15 +79,15 @@ def test_work_on_another_stream_is_rejected(tmp_path: Path) -> None:
     assert not found["wrong-stream"].passed
 
 
-def test_a_kernel_that_only_an_interpreter_runs_stops_at_the_compiler(table: dict[str, dict[str, Verdict]]) -> None:
-    found = table["full"]["compiles-for-no-gpu"]
+def test_a_kernel_that_only_an_interpreter_runs_stops_at_the_compiler(judged: Row) -> None:
+    found = judged("full")["compiles-for-no-gpu"]
     assert found.stage == 2
     assert "Cannot access global variable ONE" in found.reason
 
 
-def test_nothing_was_written_outside(table: dict[str, dict[str, Verdict]]) -> None:
-    assert table["without any"]["writes-outside"].reason.startswith("forbidden: open")
-    if table["without any"]["writes-outside-natively"].isolated:
+def test_nothing_was_written_outside(judged: Row) -> None:
+    assert judged("without any")["writes-outside"].reason.startswith("forbidden: open")
+    if judged("without any")["writes-outside-natively"].isolated:
         assert not Path("/var/tmp/gpufleet-was-here").exists()
 
 

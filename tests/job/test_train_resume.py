@@ -16,6 +16,7 @@ TOTAL = 3 * STEPS
 # Looks at the stop file: one before each phase's first step, one after each step, one after each phase.
 LOOKS = 3 * (STEPS + 2)
 POINTS = sorted(random.Random(20261121).sample(range(LOOKS), 17))
+QUICK = POINTS[::2]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
-@pytest.mark.parametrize("look", POINTS)
+@pytest.mark.parametrize(
+    "look", [look if look in QUICK else pytest.param(look, marks=pytest.mark.slow) for look in POINTS]
+)
 def test_a_run_stopped_at_a_seeded_point_ends_with_the_same_weights(
     look: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -37,9 +40,9 @@ def test_a_run_stopped_at_a_seeded_point_ends_with_the_same_weights(
 
 
 def test_the_seeded_points_lie_in_every_phase_and_at_a_boundary() -> None:
-    phases = {look // (STEPS + 2) for look in POINTS}
+    phases = {look // (STEPS + 2) for look in QUICK}
     assert phases == {0, 1, 2}
-    assert any(look % (STEPS + 2) in (0, STEPS, STEPS + 1) for look in POINTS)
+    assert any(look % (STEPS + 2) in (0, STEPS, STEPS + 1) for look in QUICK)
 
 
 def test_a_run_stopped_three_times_logs_each_step_once(uninterrupted: Path, tmp_path: Path) -> None:
