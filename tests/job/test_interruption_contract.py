@@ -13,7 +13,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -93,19 +94,24 @@ def manifests(bucket: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in (bucket / "r1" / "ckpt").glob("step_*/manifest.json"))
 
 
-def undisturbed(folder: Path, run: dict[str, Any], bucket: Path) -> str:
-    """sha256 of the final weights of a run in one piece, by the trainer alone."""
-    workdir = folder / "undisturbed"
+@contextmanager
+def undisturbed(workdir: Path, run: dict[str, Any], bucket: Path) -> Iterator[Callable[[], str]]:
+    """A run in one piece, by the trainer alone, beside the others; asked for, it gives its final weights' sha256."""
     runs.place(workdir, run)
-    data = bucket / "inputs" / run["inputs"]["dataset"]["sha256"]
-    (workdir / "data").symlink_to(data)
+    (workdir / "data").symlink_to(bucket / "inputs" / run["inputs"]["dataset"]["sha256"])
     process = rank_world.CONTEXT.Process(target=_train, args=(workdir,), daemon=True)
     process.start()
-    process.join(120)
-    process.kill()  # no effect on one that has ended
-    assert process.exitcode == 0
-    weights: str = json.loads((workdir / "results.json").read_text())["weights_sha256"]
-    return weights
+
+    def weights() -> str:
+        process.join(120)
+        assert process.exitcode == 0
+        found: str = json.loads((workdir / "results.json").read_text())["weights_sha256"]
+        return found
+
+    try:
+        yield weights
+    finally:
+        process.kill()  # no effect on one that has ended
 
 
 def _train(workdir: Path) -> None:
@@ -121,7 +127,7 @@ def test_sigkills_and_a_notice_change_no_bit_of_the_weights(killed: tuple[int, .
     run = runs.with_stories(runs.tree(CONFIG), bucket)
     draw = random.Random(SEED)
 
-    with Imds() as imds:
+    with Imds() as imds, undisturbed(tmp_path / "undisturbed", run, bucket) as expected:
         first = Attempt(tmp_path, bucket, run, "i-1", AWS_EC2_METADATA_SERVICE_ENDPOINT=imds.endpoint)
         first.wait_for(lambda: len(first.steps()) >= 2)
         told = time.monotonic()
@@ -129,29 +135,29 @@ def test_sigkills_and_a_notice_change_no_bit_of_the_weights(killed: tuple[int, .
         first.wait_for(lambda: "spot notice" in first.own_log())
         assert time.monotonic() - told < 5.0
         said = first.output()
-    assert first.process.returncode == 75, said
-    ended = json.loads((bucket / "r1" / "attempts" / "i-1.json").read_text())["exit"]
-    assert ended["notice"] is True
-    assert manifests(bucket)[-1] == first.steps()[-1]  # 0 optimizer steps lost
+        assert first.process.returncode == 75, said
+        ended = json.loads((bucket / "r1" / "attempts" / "i-1.json").read_text())["exit"]
+        assert ended["notice"] is True
+        assert manifests(bucket)[-1] == first.steps()[-1]  # 0 optimizer steps lost
 
-    # A kill in a phase, some steps after its beginning (or after where the attempt went on).
-    for number, phase in enumerate(killed, 2):
-        newest, steps = manifests(bucket)[-1], draw.randrange(2, 7)
-        attempt = Attempt(tmp_path, bucket, run, f"i-{number}")
-        least = max(newest, phase * CONFIG.steps_per_phase) + steps
-        attempt.wait_for(lambda attempt=attempt, least=least: max(attempt.steps(), default=0) >= least)
-        attempt.sigkill()
-        assert attempt.steps()[0] == newest + 1  # it went on from the newest manifest
-        assert not (bucket / "r1" / "done.json").exists()
+        # A kill in a phase, some steps after its beginning (or after where the attempt went on).
+        for number, phase in enumerate(killed, 2):
+            newest, steps = manifests(bucket)[-1], draw.randrange(2, 7)
+            attempt = Attempt(tmp_path, bucket, run, f"i-{number}")
+            least = max(newest, phase * CONFIG.steps_per_phase) + steps
+            attempt.wait_for(lambda attempt=attempt, least=least: max(attempt.steps(), default=0) >= least)
+            attempt.sigkill()
+            assert attempt.steps()[0] == newest + 1  # it went on from the newest manifest
+            assert not (bucket / "r1" / "done.json").exists()
 
-    last = Attempt(tmp_path, bucket, run, "i-5")
-    said = last.output()
-    assert last.process.returncode == 0, said
-    results = json.loads((bucket / "r1" / "results.json").read_text())
-    assert results["weights_sha256"] == undisturbed(tmp_path, run, bucket)
-    logged = [json.loads(line)["step"] for line in (bucket / "r1" / "metrics.jsonl").read_text().splitlines()]
-    assert logged == list(range(1, 3 * CONFIG.steps_per_phase + 1))
-    receipt = json.loads((bucket / "r1" / "receipt.json").read_text())
-    assert len(receipt["attempts"]) == 2 + len(killed)
-    assert (receipt["interruptions"]["with_notice"], receipt["interruptions"]["without_notice"]) == (1, len(killed))
-    assert json.loads((bucket / "r1" / "done.json").read_text())["reason"] == "finished"
+        last = Attempt(tmp_path, bucket, run, "i-5")
+        said = last.output()
+        assert last.process.returncode == 0, said
+        results = json.loads((bucket / "r1" / "results.json").read_text())
+        assert results["weights_sha256"] == expected()
+        logged = [json.loads(line)["step"] for line in (bucket / "r1" / "metrics.jsonl").read_text().splitlines()]
+        assert logged == list(range(1, 3 * CONFIG.steps_per_phase + 1))
+        receipt = json.loads((bucket / "r1" / "receipt.json").read_text())
+        assert len(receipt["attempts"]) == 2 + len(killed)
+        assert (receipt["interruptions"]["with_notice"], receipt["interruptions"]["without_notice"]) == (1, len(killed))
+        assert json.loads((bucket / "r1" / "done.json").read_text())["reason"] == "finished"
