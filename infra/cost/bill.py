@@ -2,12 +2,12 @@
 
 Lines are exact and price the run without interruptions; one more line, `interruptions`, makes their sum the p50 of the
 simulation. It can be negative: AWS does not charge an interrupted first hour. The bill knows no clock: the same
-definition, catalog and inputs give the same bill on any day (its table may say how old the prices are).
+definition, catalog and dataset size give the same bill on any day (its table may say how old the prices are).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from decimal import Decimal
@@ -117,13 +117,12 @@ def price(
     catalog: Catalog,
     *,
     dataset_bytes: int | None = None,
-    inputs: Mapping[str, Any] | None = None,
     not_ready: Sequence[str] = (),
     calibrations: options.Calibrations | None = None,
     hazards: Hazards | None = None,
     runs: int = risk.RUNS,
 ) -> Bill:
-    """The bill of `definition`. Without `dataset_bytes` or `inputs` (as in run.json) the dataset's size is assumed.
+    """The bill of `definition`. Without `dataset_bytes` the dataset's size is assumed.
 
     `not_ready` are sentences to show among the warnings; `calibrations` come from infra.calibration.find_all, `hazards`
     from infra.cost.hazard.learn, and count where the definition fixes none. Raises PriceMissing when a needed price is
@@ -132,8 +131,6 @@ def price(
     only_priced = definition.variant.only_priced
     if only_priced:
         definition = replace(definition, limits=UNBOUND)
-    if dataset_bytes is None and inputs and inputs.get("dataset"):
-        dataset_bytes = sum(int(file["bytes"]) for file in inputs["dataset"]["files"])
     types, capacity = options.type_costs(definition, catalog, calibrations), definition.fleet.capacity
     if options.dearest(types, capacity) is None:
         raise options.refuse(definition, types)

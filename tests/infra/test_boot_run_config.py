@@ -24,6 +24,7 @@ INPUTS: dict[str, Any] = {
     "archive": {"sha256": "a" * 64, "bytes": 1000},
     "dataset": {"uri": None, "sha256": "d" * 64, "files": [{"name": "train.bin", "bytes": 5, "sha256": "e" * 64}]},
 }
+DATASET_BYTES = sum(file["bytes"] for file in INPUTS["dataset"]["files"])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def definition() -> StackDefinition:
 
 @pytest.fixture(scope="module")
 def bill(definition: StackDefinition) -> Bill:
-    return price(definition, load_catalog(), inputs=INPUTS, runs=200)
+    return price(definition, load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
 
 
 def written(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def test_run_estimate_and_inputs_are_there(definition: StackDefinition, bill: Bi
 
 
 def test_the_same_run_is_the_same_bytes(definition: StackDefinition, bill: Bill) -> None:
-    again = price(definition, load_catalog(), inputs=INPUTS, runs=200)
+    again = price(definition, load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
     reordered = {"dataset": INPUTS["dataset"], "archive": INPUTS["archive"]}
 
     assert encode(run_config(definition, again, reordered)) == encode(run_config(definition, bill, INPUTS))

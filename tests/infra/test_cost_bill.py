@@ -116,11 +116,6 @@ def test_a_dataset_that_lies_in_s3_is_not_stored_again() -> None:
     assert amounts(own)["S3 storage"] - amounts(other)["S3 storage"] == pytest.approx(Decimal("0.0053"))
 
 
-def test_the_dataset_may_be_given_as_run_json_lists_it() -> None:
-    inputs = {"dataset": {"files": [{"bytes": DATASET - 1}, {"bytes": 1}]}}
-    assert price(definition(), CATALOG, inputs=inputs, runs=100).lines[3] == bill().lines[3]
-
-
 def test_a_bucket_that_goes_with_the_stack_costs_one_day_and_keeps_nothing() -> None:
     found = bill(keep=Keep(bucket=False))
     assert amounts(found)["S3 storage"] == Decimal("0.0384")  # 50.843 GB x 24 / 730 x 0.023

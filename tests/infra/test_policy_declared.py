@@ -30,6 +30,7 @@ INPUTS: dict[str, Any] = {
     "archive": {"sha256": "0", "bytes": 1},
     "dataset": {"uri": None, "sha256": "0", "files": []},
 }
+DATASET_BYTES = sum(file["bytes"] for file in INPUTS["dataset"]["files"])
 
 
 class Properties(dict[str, Any]):
@@ -47,7 +48,7 @@ def stack() -> StackDefinition:
 
 def resources() -> list[SimpleNamespace]:
     """Some of a run on two types, as the engine spells them."""
-    bill = price(stack(), load_catalog(), inputs=INPUTS, runs=200)
+    bill = price(stack(), load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
     content = run_config.encode(run_config.run_config(stack(), bill, INPUTS)).decode()
     found = [
         ("aws:s3/bucket:Bucket", "gpufleet-growth", Properties(bucket=None)),
@@ -60,7 +61,7 @@ def resources() -> list[SimpleNamespace]:
 
 def test_run_json_states_the_same_facts_as_definition_and_bill() -> None:
     found = [declared.facts(each.resource_type, each.name, each.props) for each in resources()]
-    bill = price(stack(), load_catalog(), inputs=INPUTS, runs=200)
+    bill = price(stack(), load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
     assert found == [None, None, facts(stack(), bill), None]
 
 
