@@ -11,6 +11,7 @@ The constants are assumptions of ours unless a source is named. None of them is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from infra.calibration import Calibration, PhaseSpeed
@@ -259,7 +260,8 @@ def _beside_s(
         width = 2 if config.precision.compute == "bf16" else 4
         decode_s = max(decode_s, size.params_total * width / 1e9 / (instance.gpu.bandwidth_gb_s * instance.gpu_share))
     beside_s = size.cpu_core_s / instance.vcpu + size.gpu_s / ranks
-    return forward_s + size.decode_steps * decode_s + beside_s
+    rounds = math.ceil(math.ceil(size.decode_sequences / ranks) / size.decode_at_once)
+    return forward_s + rounds * size.decode_steps * decode_s + beside_s
 
 
 def _growth_s(config: JobConfig, size: sizing.PhaseSize, seen: PhaseSpeed | None) -> float:

@@ -14,8 +14,8 @@ class PhaseSize:
     """One phase in numbers. `flops_per_token` is useful work of training: forward and backward, no recompute.
 
     Work beside the optimizer steps: `evaluations` of `evaluation_tokens` each and `forward_tokens` once, forward only;
-    `decode_steps` tokens generated one after another, as many sequences at once as there are; `cpu_core_s` spread over
-    the node's vCPUs and `gpu_s` over its GPUs.
+    `decode_steps` tokens generated one after another in each of `decode_sequences`, which the ranks share and of which
+    one takes `decode_at_once` side by side; `cpu_core_s` spread over the node's vCPUs and `gpu_s` over its GPUs.
     """
 
     name: str
@@ -31,6 +31,8 @@ class PhaseSize:
     evaluation_tokens: int = 0
     forward_tokens: int = 0
     decode_steps: int = 0
+    decode_sequences: int = 1
+    decode_at_once: int = 1
     cpu_core_s: float = 0.0
     gpu_s: float = 0.0
     launch_ms: float = (

@@ -13,9 +13,9 @@ from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts, in_gb, processe
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 CANDIDATE_GPU_S = 4.0  # tiny and full run
 TIMING_GPU_S = 2.0  # of a correct one
-INTERPRETED_S = 0.13  # of a candidate in Triton's interpreter, all stages: 7.5 a second on two cores (bench/funnel.py)
+INTERPRETED_S = 0.3  # of a rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
-TASKS, PLANTED = 20, 200  # job/kernels/catalog.py and planted.py
+TASKS, PLANTED, CHEATS = 20, 200, 53  # job/kernels/catalog.py, planted.py and adversarial.py
 ABLATION_ROWS = 5  # the funnel and four rows without one or all of its extensions, on the same candidates
 AT_ONCE = 32  # sequences of a rank generated together, and lost together when it is stopped
 TRIED = 4  # candidates per task of a curriculum's evaluation
@@ -39,8 +39,9 @@ def ranks(config: KernelConfig, gpu_count: int) -> int:
 
 
 def candidates(config: KernelConfig) -> int:
-    """Generated and planted."""
-    return config.generate.tasks * config.generate.candidates + config.funnel.planted
+    """Generated and planted, and for the ablation those that cheat."""
+    cheats = CHEATS if config.funnel.ablations else 0
+    return config.generate.tasks * config.generate.candidates + config.funnel.planted + cheats
 
 
 def trainings(config: KernelConfig) -> tuple[str, ...]:
@@ -79,15 +80,23 @@ def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
             steps=decoder.steps(tokens, config.batch.tokens),
             forward_tokens=int(HELD_OUT * tokens),  # an evaluation after each epoch
             decode_steps=tries * config.generate.max_tokens,
+            decode_sequences=config.generate.tasks * TRIED,
+            decode_at_once=AT_ONCE,
             cpu_core_s=tried * compile_s,
             gpu_s=tried * judge_s,
             **sizes,  # type: ignore[arg-type]
         )
 
-    decoded = len(names) * config.generate.max_tokens
     return (
         *map(training, names),
-        PhaseSize(name="generate", steps=0, decode_steps=decoded, **sizes),  # type: ignore[arg-type]
+        PhaseSize(
+            name="generate",
+            steps=0,
+            decode_steps=len(names) * config.generate.max_tokens,
+            decode_sequences=config.generate.tasks * config.generate.candidates,
+            decode_at_once=AT_ONCE,
+            **sizes,  # type: ignore[arg-type]
+        ),
         PhaseSize(
             name="verify",
             steps=0,

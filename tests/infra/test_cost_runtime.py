@@ -11,7 +11,7 @@ from infra.catalog import Instance, load_catalog
 from infra.cost import runtime
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
-from job.config import GrowthConfig
+from job.config import GrowthConfig, KernelConfig
 
 ROOT = Disk(size_gib=100)
 
@@ -140,3 +140,10 @@ def test_evaluations_saves_growth_and_the_final_upload_are_in_the_hours() -> Non
     parts = steps_s + found.evaluation_s + found.stalls_s + found.growth_s + found.upload_s
     assert found.work_s == pytest.approx(parts)
     assert min(found.evaluation_s, found.stalls_s, found.growth_s, found.upload_s) > 5
+
+
+@pytest.mark.parametrize(("gpus", "rounds"), [(8, 1), (4, 2), (2, 4), (1, 7)])
+def test_a_rank_generates_its_share_of_the_candidates_32_at_once(gpus: int, rounds: int) -> None:
+    config = KernelConfig(gpus=gpus)  # 200 candidates of at most 2,048 tokens, 20 ms each
+    _, generate, _ = runtime.hours(config, instance("p5.48xlarge"), Estimate(), ROOT).phases
+    assert generate.seconds == pytest.approx(rounds * 2048 * 0.02)

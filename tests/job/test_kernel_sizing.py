@@ -11,7 +11,7 @@ from job import sizing
 from job.config import KernelConfig
 from job.config.common import Decoder
 from job.dataset import kernel_pairs
-from job.kernels import planted
+from job.kernels import adversarial, planted
 from job.kernels.catalog import TASKS
 from job.sizing import kernel
 
@@ -54,20 +54,22 @@ def test_state_is_16_4_gb_per_gpu_on_eight() -> None:
 def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
     _, generate, verify = sizing.phases(FULL)
     assert (generate.steps, generate.decode_steps) == (0, 2048)
+    assert (generate.decode_sequences, generate.decode_at_once) == (200, 32)
     assert (verify.steps, verify.decode_steps) == (0, 0)
-    assert verify.cpu_core_s == 200 * kernel.COMPILE_CORE_S
-    assert verify.gpu_s == pytest.approx(5 * 200 * (4.0 + 0.2 * 2.0))
+    assert verify.cpu_core_s == 253 * kernel.COMPILE_CORE_S
+    assert verify.gpu_s == pytest.approx(5 * 253 * (4.0 + 0.2 * 2.0))
     one_row = replace(FULL, funnel=replace(FULL.funnel, ablations=False))
-    assert sizing.phases(one_row)[2].gpu_s == pytest.approx(verify.gpu_s / 5)
+    assert sizing.phases(one_row)[2].gpu_s == pytest.approx(200 * (4.0 + 0.2 * 2.0))
 
 
 def test_planted_candidates_are_verified_too() -> None:
     more = replace(FULL, funnel=replace(FULL.funnel, planted=200))
-    assert sizing.phases(more)[2].gpu_s == 2 * sizing.phases(FULL)[2].gpu_s
+    assert sizing.phases(more)[2].gpu_s == pytest.approx(453 / 253 * sizing.phases(FULL)[2].gpu_s)
 
 
 def test_the_tasks_and_planted_candidates_are_those_there_are() -> None:
     assert (len(TASKS), len(planted.candidates(10_000))) == (kernel.TASKS, kernel.PLANTED)
+    assert len(adversarial.candidates(gpus=True)) == kernel.CHEATS
 
 
 def test_the_test_worlds_parameters_are_counted() -> None:
@@ -88,8 +90,8 @@ def test_a_comparison_trains_and_generates_twice_and_judges_the_first_in_one_row
     assert uniform == replace(plain, name="sft-uniform")
     assert adaptive.steps == uniform.steps == 32
     assert both.decode_steps == 2 * generate.decode_steps
-    assert judged.cpu_core_s == 2 * verify.cpu_core_s
-    assert judged.gpu_s == pytest.approx(verify.gpu_s * 6 / 5)
+    assert judged.cpu_core_s == verify.cpu_core_s + 200 * kernel.COMPILE_CORE_S
+    assert judged.gpu_s == pytest.approx(verify.gpu_s * (5 * 253 + 200) / (5 * 253))
     for old, new in ((0, 0), (0, 1), (1, 2), (2, 3)):
         assert sizing.memory(twice, new, 1, ranks=8) == sizing.memory(once, old, 1, ranks=8)
         assert sizing.checkpoint_bytes(twice, new) == sizing.checkpoint_bytes(once, old)
