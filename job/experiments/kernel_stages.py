@@ -70,15 +70,17 @@ def candidates(kernel: Kernel, module: Decoder | None, phase: Phase) -> list[Can
     folder, rank = session.workdir / "stages", session.world.rank
     wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(config.candidates)]
     ledger = Ledger(folder / ("candidates.jsonl" if rank == 0 else f"candidates-{rank}.jsonl"))
+    # Equal for equal weights: trained again, on a GPU, they may be others.
+    weights = f"{phase.last} {kernel.progress['val_loss'][phase.name]!r}"
     session.world.barrier()  # nobody's last line is half written now
-    known = _known(folder)
+    known = _known(folder, weights)
     session.world.barrier()
     missing = [pair for pair in wanted if _name(phase.name, *pair) not in known]
 
     def keep(part: list[Pair], texts: list[str]) -> None:
         for pair, text in zip(part, texts, strict=True):
-            entry = {"name": _name(phase.name, *pair), "task": pair[0].name, "source": code(text), "answer": text}
-            ledger.append(entry)
+            name, task = _name(phase.name, *pair), pair[0].name
+            ledger.append({"name": name, "weights": weights, "task": task, "source": code(text), "answer": text})
 
     if missing:
         if module is None:
@@ -91,7 +93,7 @@ def candidates(kernel: Kernel, module: Decoder | None, phase: Phase) -> list[Can
             "tokens each"
         )
         _generate_share(kernel, module, missing, "", keep)
-        known = _known(folder)
+        known = _known(folder, weights)
     return [known[_name(phase.name, *pair)] for pair in wanted]
 
 
@@ -131,10 +133,14 @@ def code(text: str) -> str:
     return (fenced[1] if fenced else text).strip() + "\n"
 
 
-def _known(folder: Path) -> dict[str, Candidate]:
-    """From the files of all ranks."""
+def _known(folder: Path, weights: str) -> dict[str, Candidate]:
+    """Those of these weights, from the files of all ranks."""
     entries = [entry for path in sorted(folder.glob("candidates*.jsonl")) for entry in Ledger(path).entries]
-    return {entry["name"]: _candidate(entry["name"], entry["task"], entry["source"]) for entry in entries}
+    return {
+        entry["name"]: _candidate(entry["name"], entry["task"], entry["source"])
+        for entry in entries
+        if entry.get("weights") == weights
+    }
 
 
 def _candidate(name: str, task: str, source: str) -> Candidate:

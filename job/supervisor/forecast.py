@@ -25,8 +25,10 @@ class Forecast:
         self._config = config
         phases = sizing.phases(config)
         self._names = [phase.name for phase in phases]
-        self._last = list(itertools.accumulate(phase.steps for phase in phases))
-        self._step_s = {row["phase"]: float(row["step_ms"]) / 1000 for row in estimate.get("phases", ())}
+        rows = estimate.get("phases", ())
+        counted = {row["phase"]: int(row["steps"]) for row in rows if "steps" in row}  # of the dataset as it is
+        self._last = list(itertools.accumulate(counted.get(phase.name, phase.steps) for phase in phases))
+        self._step_s = {row["phase"]: float(row["step_ms"]) / 1000 for row in rows}
         self._stop_s = {
             row["phase"]: float(row["seconds"])
             for row in estimate.get("notice", ())

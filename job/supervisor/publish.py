@@ -97,6 +97,7 @@ class Publisher:
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
         self._cancel = threading.Event()
         self._stages = Mirror(store, workdir)
+        self._reading = threading.Lock()
 
     def resumed(self, step: int) -> None:
         """The store's newest good checkpoint is that of `step`; a best of a later step is nobody's."""
@@ -104,6 +105,8 @@ class Publisher:
         self._done.add(step)
         best = atomic.parse_object(self._store.get_bytes("best.json"))
         self._best = best if best and isinstance(best.get("step"), int) and best["step"] <= step else None
+        manifest = atomic.parse_object(self._store.get_bytes(f"ckpt/step_{step:08d}/manifest.json"))
+        self._offer(step, _finite((manifest or {}).get("val_loss")))  # a node may end between the two
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters."""
@@ -111,7 +114,7 @@ class Publisher:
         return [
             commit
             for commit in waiting
-            if self._improves(commit)
+            if self._improves(commit.val_loss)
             or (commit.step > self.newest and (commit is waiting[-1] or commit.reason != "timed"))
         ]
 
@@ -153,18 +156,11 @@ class Publisher:
         manifest = {**commit.tree, **self._stamp(), "files": files, "required_files": required}
         self._check_cancel()
         self._store.put_bytes(_json(manifest), f"{folder}/manifest.json")
+        self._offer(commit.step, commit.val_loss)
         self._done.add(commit.step)
         self.newest = max(self.newest, commit.step)
         self.measured = (commit.bytes, time.monotonic() - started)
         self._say(f"published step {commit.step} ({commit.reason}), {commit.bytes / 1e6:.1f} MB")
-        if self._improves(commit):
-            self._best = {
-                "schema": 1,
-                "step": commit.step,
-                "val_loss": commit.val_loss,
-                "manifest": f"{folder}/manifest.json",
-            }
-            self._store.put_bytes(_json(self._best), "best.json")
 
     def prune(self) -> None:
         """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last."""
@@ -181,21 +177,22 @@ class Publisher:
         self._prune_disk(keep | {commit.step for commit in self.pending()})
         held = [commit for commit in commits(self._workdir) if commit.step == self.newest]
         if held and shutil.disk_usage(self._workdir).free < FREE_FACTOR * held[0].bytes:
-            self._say("the disk is short of room for another checkpoint: only the last one stays on it")
-            self._prune_disk({self.newest})
+            self._say("the disk is short of room for another checkpoint: only the last and the best stay on it")
+            self._prune_disk(self._kept([]))
 
     def metrics(self) -> None:
         """metrics.jsonl as it is now, up to its last whole line; likewise what the stages after training appended."""
-        path = self._workdir / "metrics.jsonl"
-        content = whole_lines(path.read_bytes()) if path.exists() else b""
-        if content:
-            self._store.put_bytes(content, "metrics.jsonl")
-        self._stages.send()
-        for path in _files(self._workdir / "tb"):  # they grow: what is there now, not the file
-            content = path.read_bytes()
-            if len(content) != self._scalars.get(path.name):
-                self._store.put_bytes(content, f"tb/{path.name}")
-                self._scalars[path.name] = len(content)
+        with self._reading:  # the pulse and the uploads call this: an older reading must not be put last
+            path = self._workdir / "metrics.jsonl"
+            content = whole_lines(path.read_bytes()) if path.exists() else b""
+            if content:
+                self._store.put_bytes(content, "metrics.jsonl")
+            self._stages.send()
+            for path in _files(self._workdir / "tb"):  # they grow: what is there now, not the file
+                content = path.read_bytes()
+                if len(content) != self._scalars.get(path.name):
+                    self._store.put_bytes(content, f"tb/{path.name}")
+                    self._scalars[path.name] = len(content)
 
     def exported(self) -> list[Path]:
         """Files of complete exports (their meta.json is written last) that are not in the store as they are here."""
@@ -252,9 +249,17 @@ class Publisher:
         if self._cancel.is_set():
             raise GivenUpError("publication given up")
 
-    def _improves(self, commit: Commit) -> bool:
+    def _improves(self, val_loss: float | None) -> bool:
         best = None if self._best is None else _finite(self._best.get("val_loss"))
-        return commit.val_loss is not None and (best is None or commit.val_loss < best)
+        return val_loss is not None and (best is None or val_loss < best)
+
+    def _offer(self, step: int, val_loss: float | None) -> None:
+        """best.json names this published step, if it is better than the one it names."""
+        if self._improves(val_loss):
+            manifest = f"ckpt/step_{step:08d}/manifest.json"
+            best = {"schema": 1, "step": step, "val_loss": val_loss, "manifest": manifest}
+            self._store.put_bytes(_json(best), "best.json")
+            self._best = best
 
     def _kept(self, steps: list[int]) -> set[int]:
         return {*steps[-2:], *([self._best["step"]] if self._best else []), self.newest}

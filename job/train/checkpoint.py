@@ -10,6 +10,7 @@ group of their own, and rank 0 writes the commit when all are done. What N ranks
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -158,6 +159,10 @@ class Checkpoints:
         host = {kind: self._host[kind] for kind in state}
         self._future = self._thread.submit(self._write, path, host, commit, progress, size, blocking)
         return ended
+
+    def best(self) -> float:
+        """The least validation loss of the whole checkpoints on this disk; inf without one."""
+        return min((c["val_loss"] for _, c in self._committed() if c["val_loss"] is not None), default=math.inf)
 
     def poll(self) -> list[Saved]:
         """The save that ended since the last look, if one did."""

@@ -45,6 +45,7 @@ class Loop:
         self.step = 0  # steps done
         self.val_loss: float | None = None  # the newest
         self._best = math.inf  # lowest validation loss that has a checkpoint
+        self._to_beat = math.inf  # and that of earlier nodes, wherever its checkpoint is
         self._ended: str | None = None  # why this phase is over before its last step
         self._manifest = read_manifest(session.data)
         given = session.inputs if self.world.first else None
@@ -89,7 +90,10 @@ class Loop:
         """Takes over where the checkpoint stands; the phases that are left, its own included."""
         self.step = found.commit["step"]
         best, self.val_loss = found.progress["best"], found.progress["val_loss"]
-        self._best = math.inf if best is None else best
+        # What is exported must be on this disk; elsewhere the best that was ever saved is what is to be beaten.
+        if best is not None and not isinstance(self.config, KEEPS_BEST):
+            self._to_beat = best
+        self._best = min(self._to_beat, self.session.checkpoints.best())
         self._ended = found.progress.get("ended")
         self.experiment.progress.update(found.progress["experiment"])
         self.session.say(f"resuming from step {self.step} ({found.commit['phase']}, {found.commit['reason']})")
@@ -268,6 +272,7 @@ class Loop:
                 self._journal.event(f"saved {saved.step} ({saved.reason}, {size}, blocked {saved.blocking_s:.3f} s)")
             else:
                 self._journal.event(f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}", aloud=True)
+                self._best = min(self._to_beat, self.session.checkpoints.best())  # not of weights that are nowhere
 
     def _stop(self) -> tuple[str, bool] | None:
         """The stop request, as rank 0 sees it."""

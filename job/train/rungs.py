@@ -35,5 +35,6 @@ def choose(session: Session, phase: Phase) -> sizing.Rung:
         try:
             atomic.write_json(session.workdir / "rung.json", record)
         except OSError as error:
-            session.say(f"warning: rung.json is not written, so an out-of-memory would end the run: {error}")
+            (session.workdir / "rung.json").unlink(missing_ok=True)  # not another phase's
+            session.say(f"warning: rung.json is not written; an out-of-memory goes one rung down: {error}")
     return rung

@@ -19,6 +19,7 @@ from train_world import StopAt
 from job import atomic
 from job.config import from_json
 from job.experiments import kernel_stages
+from job.kernels import funnel
 from job.kernels.worker import Workers
 from job.ledger import Ledger
 
@@ -144,6 +145,18 @@ def test_without_its_stages_only_the_final_weights_are_needed_again(finished: Pa
     assert world.train(workdir) == 0
     assert kernel.lines(workdir, "verdicts") == before
     assert kernel.results(workdir)["statement"] == kernel.results(finished)["statement"]
+
+
+def test_candidates_of_other_weights_are_written_again(finished: Path, tmp_path: Path) -> None:
+    workdir = kernel.make(tmp_path, funnel={"planted": 0})
+    (workdir / "stages").mkdir()
+    of_others = [{**line, "weights": "4 9.9", "source": "pass\n"} for line in kernel.lines(finished, "candidates")]
+    left = "".join(json.dumps(line) + "\n" for line in of_others)
+    (workdir / "stages" / "candidates.jsonl").write_text(left)
+    assert world.train(workdir) == 0
+    assert kernel.lines(workdir, "candidates") == of_others + kernel.lines(finished, "candidates")
+    judged = {line["source_sha256"] for line in kernel.lines(workdir, "verdicts")}
+    assert judged == {funnel.digest(line["source"]) for line in kernel.lines(finished, "candidates")}
 
 
 def test_ablations_judge_the_same_candidates_in_five_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

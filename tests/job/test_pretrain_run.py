@@ -21,6 +21,7 @@ from job.models.char_gpt import CharGpt
 from job.serving.model import open_model
 from job.serving.request import Generation
 from job.train import __main__ as trainer
+from job.train.checkpoint import Checkpoints
 from job.train.experiment import Phase
 from job.train.rows import Rows
 
@@ -131,6 +132,45 @@ def test_a_rising_validation_ends_the_run_and_the_best_weights_are_kept(
     assert not torch.equal(exported["head.weight"], written[27]["head.weight"])
     events = "; ".join(record["event"] or "" for record in world.records(workdir))
     assert "ends early at step 28" in events
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
+    """Validation losses by the number of optimizer steps done."""
+
+    def evaluate(self: Pretrain, phase: Any, module: Any, rung: Any) -> float:
+        real(self, phase, module, rung)
+        return losses[self._step]
+
+    real = Pretrain.evaluate
+    monkeypatch.setattr(Pretrain, "evaluate", evaluate)
+
+
+def test_a_best_that_could_not_be_saved_is_not_what_the_next_must_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_way(self: Checkpoints, path: Path, size: int) -> str | None:
+        return "full" if path.name == "step_00000008" else real(self, path, size)
+
+    real = Checkpoints._make_way
+    monkeypatch.setattr(Checkpoints, "_make_way", make_way)
+    planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.05, 16: 1.3})
+    workdir = pretrain.make(tmp_path, steps=16)
+    assert world.train(workdir) == trainer.FINISHED
+    assert world.committed(workdir) == [12, 16]
+    assert results(workdir)["best_step"] == 12
+
+
+def test_a_best_that_did_not_reach_the_next_node_is_not_what_it_must_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
+    workdir = pretrain.make(tmp_path, steps=16)
+    assert world.train(workdir, world.StopAt(workdir, 9)) == trainer.STOPPED
+    assert world.committed(workdir) == [8, 9]
+    shutil.rmtree(workdir / "ckpt" / "step_00000008")
+    assert world.train(workdir) == trainer.FINISHED
+    assert world.committed(workdir) == [12, 16]
+    assert results(workdir)["best_step"] == 12
 
 
 def test_an_end_by_early_stop_is_repeated_without_a_step_when_it_is_cut(

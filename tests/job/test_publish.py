@@ -20,6 +20,8 @@ from job.supervisor.store import GivenUpError, StoreError
 from job.supervisor.uploads import Uploader
 from job.train.checkpoint import Checkpoints
 
+MANIFEST_3 = "ckpt/step_00000003/manifest.json"
+
 
 def publisher(bench: Bench, store: object = None) -> Publisher:
     return Publisher(
@@ -300,3 +302,37 @@ def test_a_best_value_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> 
         made.publish(made.pending()[-1])
     assert bench.json("best.json")["step"] == 3
     assert json.loads(bench.store.get_bytes("best.json") or b"")["val_loss"] == 2.0
+
+
+def test_the_best_is_named_again_when_it_could_not_be_the_first_time(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    failing = FaultyStore(bench.store, lambda _, key: StoreError("not now") if key == "best.json" else None)
+    made = publisher(bench, failing)
+    commit(tmp_path / "w", 3, "c", reason="best", val_loss=2.0)
+    with pytest.raises(StoreError):
+        made.publish(made.pending()[-1])
+    made._store = bench.store
+    (again,) = made.pending()
+    made.publish(again)
+    assert bench.json("best.json")["step"] == 3
+
+
+def test_the_best_is_named_by_the_next_node_when_one_ended_just_before(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    made = publisher(bench)
+    commit(tmp_path / "w", 3, "c", reason="best", val_loss=2.0)
+    made.publish(made.pending()[-1])
+    bench.store.delete(["best.json"])
+    publisher(bench).resumed(3)
+    assert bench.json("best.json") == {"schema": 1, "step": 3, "val_loss": 2.0, "manifest": MANIFEST_3}
+
+
+def test_a_disk_short_of_room_keeps_the_best_beside_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+    made = publisher(bench)
+    for step, loss in ((3, 1.0), (6, 2.0), (9, 3.0)):
+        commit(tmp_path / "w", step, "c", reason="best", val_loss=loss)
+        made.publish(made.pending()[-1])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    made.prune()
+    assert [found.step for found in commits(tmp_path / "w")] == [3, 9]

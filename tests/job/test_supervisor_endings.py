@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, outage, state
 
-from job import atomic
+from job import atomic, sizing
+from job.config import KernelConfig
+from job.supervisor.forecast import Forecast
 from job.supervisor.store import StoreError
 
 
@@ -298,3 +300,12 @@ def test_a_supervisor_that_dies_in_the_middle_takes_its_trainer_along(tmp_path: 
     with pytest.raises(Death):
         bench.attempt(store=dying).run()
     assert bench.trainers[0].killed
+
+
+def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> None:
+    config = KernelConfig()  # 16 steps by its estimate, 25 by its data
+    (first, *_), rows = sizing.phases(config), [{"phase": "sft", "steps": 25, "step_ms": 8000.0}]
+    forecast = Forecast(config, {"phases": rows}, "p5.48xlarge")
+    assert first.steps == 16
+    assert forecast.stop_s(24, None) == forecast.stop_s(0, None) > 100  # a checkpoint of 98 GB
+    assert forecast.stop_s(25, None) < 10  # nothing is left to save
