@@ -32,7 +32,7 @@ from job.experiments import tuning
 from job.models import hf, lora
 from job.models.decoder import Decoder
 from job.models.generate import generate
-from job.sizing.sft import VALIDATION_ROWS
+from job.sizing.sft import ANSWERS_AT_ONCE, VALIDATION_ROWS
 from job.train.experiment import Session
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 MATCH = 1e-5  # nats: the fp32 merge against the adapter
 CLOSE = 0.002  # nats: the bf16 merge against the adapter (the same)
-ANSWERS_AT_ONCE = 20
 STAGES = Path("stages") / "sft.jsonl"
 
 

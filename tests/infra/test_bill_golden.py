@@ -164,8 +164,9 @@ def sft_lines(*, nodes: int, efficiency: float, usd_per_hour: str) -> dict[str, 
     checkpoint_gb, end_gb = 12 * ADAPTERS / 1e9, 4 * ADAPTERS / 1e9
     saves = (steps * step_s + evaluation_s) / 300 + evaluations + 1
     stalls_s = saves * (0.1 + checkpoint_gb / 4 / nodes)
-    # three losses over the held-out rows, 2 x 32 rows in fp32 (15 times the work), 128 tokens of every answer at 20 ms
-    merge_s = step_s * (3 * 512 * 4096 + 2 * 32 * 15 * 4096) / 16_384 / 3 + 128 * 0.02
+    # three losses over the held-out rows, 2 x 32 rows in fp32 (15 times the work), 100 answers of 128 tokens at 20 ms,
+    # 20 at once
+    merge_s = step_s * (3 * 512 * 4096 + 2 * 32 * 15 * 4096) / 16_384 / 3 + 5 * 128 * 0.02
     merged_gb = 4 * LLAMA / 1e9
     seconds = 900 + steps * step_s + evaluation_s + stalls_s + merge_s
     seconds += end_s(end_gb + 2 * merged_gb, 1.02)  # 100 Gbit/s are more than 1.02 GB/s
