@@ -33,9 +33,7 @@ def per_query(scores_QM: Floats, gains_QM: Floats) -> dict[str, Tensor]:
     return dict(zip(METRICS, values, strict=True))
 
 
-def method(
-    name: str, values: dict[str, Tensor], fold_Q: Indices, epochs: list[int] | None, note: str | None = None
-) -> dict[str, Any]:
+def method(name: str, values: dict[str, Tensor], fold_Q: Indices, epochs: list[int] | None) -> dict[str, Any]:
     """One row of a table; `epochs`: the chosen one of each fold."""
     folds = int(fold_Q.max()) + 1
     rows: list[dict[str, Any]] = []
@@ -44,7 +42,7 @@ def method(
         row = {metric: round(values[metric][own].mean().item(), 6) for metric in METRICS}
         rows.append({"fold": fold, "queries": int(own.sum()), **row, "epoch": epochs[fold] if epochs else None})
     summary = {metric: spread([row[metric] for row in rows], (0.0, 1.0)) for metric in METRICS}
-    return {"method": name, "note": note, "folds": rows, **summary}
+    return {"method": name, "note": None, "folds": rows, **summary}
 
 
 def absent(name: str, note: str) -> dict[str, Any]:
