@@ -20,7 +20,7 @@ from job.kernels.worker import Workers
 FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}
 CPU = [label for label, fixture in FIXTURES.items() if not fixture.gpu_only]
 LIMIT_S = 60.0  # for those that end: a busy machine must not decide
-BETWEEN = [row for row in ROWS if row not in ("full", "without any")]
+OTHERS = [row for row in ROWS if row != "full"]
 HANGS, HANG_S = ("never-ends",), 1.5
 
 
@@ -58,14 +58,13 @@ def test_the_full_funnel_rejects(judged: Row, label: str) -> None:
     assert not judged("full")[label].passed, judged("full")[label]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [label for label in CPU if not FIXTURES[label].needs])
 def test_isolation_and_comparison_alone_reject(judged: Row, label: str) -> None:
     assert not judged("without any")[label].passed, judged("without any")[label]
 
 
-@pytest.mark.parametrize(
-    "row", ["full", "without any", *(pytest.param(row, marks=pytest.mark.slow) for row in BETWEEN)]
-)
+@pytest.mark.parametrize("row", ["full", *(pytest.param(row, marks=pytest.mark.slow) for row in OTHERS)])
 @pytest.mark.parametrize("label", [label for label in CPU if FIXTURES[label].needs])
 def test_a_row_lets_through_what_its_extensions_do_not_catch(judged: Row, label: str, row: str) -> None:
     caught = bool(FIXTURES[label].needs & active(ROWS[row]))
@@ -85,6 +84,7 @@ def test_a_kernel_that_only_an_interpreter_runs_stops_at_the_compiler(judged: Ro
     assert "Cannot access global variable ONE" in found.reason
 
 
+@pytest.mark.slow
 def test_nothing_was_written_outside(judged: Row) -> None:
     assert judged("without any")["writes-outside"].reason.startswith("forbidden: open")
     if judged("without any")["writes-outside-natively"].isolated:

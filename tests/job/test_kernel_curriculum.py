@@ -123,9 +123,13 @@ class StopOnceExported(Requests):
     ("look", "place"),
     [
         (4, "stopped after step 4: test"),
-        (12, "sft-uniform: generating 4 of 4 candidates, at most 6 tokens each\nstopped while generating: test"),
+        pytest.param(
+            12,
+            "sft-uniform: generating 4 of 4 candidates, at most 6 tokens each\nstopped while generating: test",
+            marks=pytest.mark.slow,
+        ),
         (18, "stopped after step 10: test"),
-        (22, "stopped while generating: test\nstep 000012/000016"),
+        pytest.param(22, "stopped while generating: test\nstep 000012/000016", marks=pytest.mark.slow),
         (None, "sft-adaptive: generating 4 of 4 candidates, at most 6 tokens each\nstopped while generating: test"),
     ],
 )

@@ -127,7 +127,7 @@ def whole(workdir: Path) -> list[str]:
     return content[: content.rfind("\n") + 1].splitlines()
 
 
-@pytest.mark.parametrize("look", [9, 14])
+@pytest.mark.parametrize("look", [pytest.param(9, marks=pytest.mark.slow), 14])
 def test_a_stop_is_heeded_in_every_stage_and_the_run_goes_on(finished: Path, tmp_path: Path, look: int) -> None:
     workdir = kernel.make(tmp_path)
     assert world.train(workdir, StopAt(workdir, look)) == 75

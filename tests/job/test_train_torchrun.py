@@ -77,6 +77,7 @@ def test_ranks_do_not_outlive_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     assert child.poll() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_an_error_that_all_ranks_see_ends_with_its_own_code(tmp_path: Path) -> None:
     workdir = make(tmp_path, 4)
     (workdir / "data" / "dataset.json").unlink()
