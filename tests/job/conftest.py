@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,3 +19,13 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 
     with Workers(tmp_path_factory.mktemp("judge") / "scratch", gpus=False) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def one_judge(workers: Workers) -> Iterator[None]:
+    """kernel-sft runs of this process use those servers; ranks of their own start their own."""
+    from job.experiments import kernel_stages
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_stages, "_workers", lambda kernel: contextlib.nullcontext(workers))
+        yield

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,6 +162,27 @@ def make(workdir: Path, *, sharded: bool) -> Path:
     return workdir
 
 
+def launched(target: Callable[..., None], size: int, *given: Any, limit_s: float) -> list[int | None]:
+    """Exit codes of `size` processes that run target(rank, size, port, *given)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [CONTEXT.Process(target=target, args=(rank, size, port, *given), daemon=True) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(limit_s)
+        process.kill()  # no effect on one that has ended
+    return [process.exitcode for process in ranks]
+
+
+def environment(rank: int, size: int, port: int) -> None:
+    """As torchrun sets it."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
 def train(
     size: int,
     workdir: Path,
@@ -173,22 +195,9 @@ def train(
     """One start of `size` ranks; the run's exit code. `look`, `saves`: train_world.StopAt, on rank 0; `others`: what
     the other ranks see, which counts only where each of them is on its own.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     (workdir / "ended.json").unlink(missing_ok=True)
-    ranks = [
-        CONTEXT.Process(
-            target=one, args=(rank, size, port, workdir, others if rank else look, saves, broken), daemon=True
-        )
-        for rank in range(size)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(90)
-        process.kill()  # no effect on one that has ended
-    codes = [process.exitcode for process in ranks]
+    looks = (look, *[others] * (size - 1))
+    codes = launched(one, size, workdir, looks, saves, broken, limit_s=90)
     if size == 1:
         assert codes[0] is not None
         return codes[0]
@@ -199,11 +208,17 @@ def train(
     return code
 
 
-def one(rank: int, size: int, port: int, workdir: Path, look: int | None, saves: tuple[int, ...], broken: str) -> None:
+def one(
+    rank: int,
+    size: int,
+    port: int,
+    workdir: Path,
+    looks: tuple[int | None, ...],
+    saves: tuple[int, ...],
+    broken: str,
+) -> None:
     """A rank's process."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    environment(rank, size, port)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -241,7 +256,7 @@ def one(rank: int, size: int, port: int, workdir: Path, look: int | None, saves:
         torch.compile = lambda *given, **named: real(*given, **{**named, "backend": "eager"})  # type: ignore[assignment]
         within = step.compiled
         step.compiled = lambda module, device, **named: within(module, torch.device("cuda"), **named)
-    sys.exit(trainer.train(workdir, 0, StopAt(workdir, look, saves=saves)))
+    sys.exit(trainer.train(workdir, 0, StopAt(workdir, looks[rank], saves=saves)))
 
 
 if __name__ == "__main__":  # under torchrun

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ from job.config import from_json
 from job.experiments import kernel_stages
 from job.kernels import curriculum
 from job.kernels.catalog import BY_NAME, TASKS
-from job.kernels.worker import Workers
 from job.train import step
 from job.train.requests import Requests, Stop
+
+pytestmark = pytest.mark.usefixtures("one_judge")
 
 STEPS, GENERATED = 8, 4  # of one training of two epochs; two tasks, two candidates
 RATES = {"relu": 0.0, "leaky_relu": 0.5}
@@ -47,14 +46,6 @@ def told(workdir: Path) -> dict[str, Any]:
         "verdicts": sorted((line["candidate"], line["stage"]) for line in kernel.lines(workdir, "verdicts")),
         "weights": found["weights_sha256"],
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_server(workers: Workers) -> Iterator[None]:
-    """Every run of this file uses one fork server: importing torch takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_stages, "_workers", lambda kernel: contextlib.nullcontext(workers))
-        yield
 
 
 @pytest.fixture(scope="module")

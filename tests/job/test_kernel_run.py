@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,9 @@ from job import atomic
 from job.config import from_json
 from job.experiments import kernel_stages
 from job.kernels import funnel
-from job.kernels.worker import Workers
 from job.ledger import Ledger
+
+pytestmark = pytest.mark.usefixtures("one_judge")
 
 GENERATED, PLANTED = 4, 4
 
@@ -34,14 +33,6 @@ def told(workdir: Path) -> list[tuple[Any, ...]]:
     """The verdicts without what a clock says."""
     keys = ("row", "candidate", "source_sha256", "stage", "passed")
     return sorted(tuple(line[key] for key in keys) for line in kernel.lines(workdir, "verdicts"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_server(workers: Workers) -> Iterator[None]:
-    """Every run of this file but those on two ranks uses one fork server: importing torch takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_stages, "_workers", lambda kernel: contextlib.nullcontext(workers))
-        yield
 
 
 @pytest.fixture(scope="module")

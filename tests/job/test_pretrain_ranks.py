@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -35,26 +33,16 @@ class Rising(Pretrain):
         return 1 + self._step / 100
 
 
-def rank(number: int, port: int, works: list[tuple[Path, int | None]]) -> None:
+def rank(number: int, size: int, port: int, works: list[tuple[Path, int | None]]) -> None:
     """A rank's process: one run after the other, each stopped at its `look`."""
     torch.set_num_threads(1)
     warnings.simplefilter("default")  # those of the ranks are no concern of this file
-    for folder, look in works:
-        os.environ.update(
-            RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
+    for place, (folder, look) in enumerate(works):
+        rank_world.environment(number, size, port + place)
         if folder.name == "rising":
             trainer.EXPERIMENTS["pretrain-d64"] = "test_pretrain_ranks:Rising"
         code = trainer.train(folder, 0, world.StopAt(folder, look))
         assert code == 0, code
-        port += 1
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     two["cut"] = pretrain.make(root / "cut", optim=OPTIM["adamw"], **ODD)
     two["rising"] = pretrain.make(root / "rising", optim=OPTIM["muon"])
     works = [(two[kind], 6 if kind == "cut" else None) for kind in ("muon", "adamw", "zero-3", "cut", "rising")]
-    port = free_port()
-    ranks = [rank_world.CONTEXT.Process(target=rank, args=(number, port, works), daemon=True) for number in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(200)
-        process.kill()  # no effect on one that has ended
-    assert [process.exitcode for process in ranks] == [0, 0]
+    assert rank_world.launched(rank, 2, works, limit_s=200) == [0, 0]
     for kind, optim in OPTIM.items():
         two[f"{kind} on one"] = pretrain.make(root / f"{kind}-one", optim=optim, **ODD)
         assert world.train(two[f"{kind} on one"]) == trainer.FINISHED

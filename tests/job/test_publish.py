@@ -323,7 +323,7 @@ def test_the_best_is_named_by_the_next_node_when_one_ended_just_before(tmp_path:
     commit(tmp_path / "w", 3, "c", reason="best", val_loss=2.0)
     made.publish(made.pending()[-1])
     bench.store.delete(["best.json"])
-    publisher(bench).resumed(3)
+    publisher(bench).resumed(bench.json(MANIFEST_3))
     assert bench.json("best.json") == {"schema": 1, "step": 3, "val_loss": 2.0, "manifest": MANIFEST_3}
 
 

@@ -4,7 +4,6 @@ phase's end.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,9 @@ from train_world import STEPS, StopAt
 
 from job import atomic, sizing
 from job.config import from_json
-from job.experiments import kernel_stages
 from job.experiments.kernel import Kernel
 from job.experiments.pretrain import Pretrain
 from job.experiments.tinystories_growth import TinystoriesGrowth
-from job.kernels.worker import Workers
 from job.train import metrics, step
 from job.train.checkpoint import Checkpoints, Commit, Saved, State
 from job.train.stall import Stall
@@ -195,10 +192,8 @@ def test_a_run_cut_after_its_last_save_trains_nothing_and_makes_no_optimizer(
     assert (world.final_hash(workdir), len(world.records(workdir))) == (before, lines)
 
 
-def test_kernel_sft_cut_while_it_generates_needs_no_step_again(
-    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel_stages, "_workers", lambda kernel: contextlib.nullcontext(workers))
+@pytest.mark.usefixtures("one_judge")
+def test_kernel_sft_cut_while_it_generates_needs_no_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workdir = kernel.make(tmp_path, generate={"candidates": 1}, funnel={"planted": 0})
     assert world.train(workdir, StopAt(workdir, 9)) == 75
     assert kinds(workdir, len(world.records(workdir))) == {"model"}
