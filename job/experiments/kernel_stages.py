@@ -70,8 +70,7 @@ def candidates(kernel: Kernel, module: Decoder | None, phase: Phase) -> list[Can
     folder, rank = session.workdir / "stages", session.world.rank
     wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(config.candidates)]
     ledger = Ledger(folder / ("candidates.jsonl" if rank == 0 else f"candidates-{rank}.jsonl"))
-    # Equal for equal weights: trained again, on a GPU, they may be others.
-    weights = f"{phase.last} {kernel.progress['val_loss'][phase.name]!r}"
+    weights = tuning.of_weights(phase.last, kernel.progress["val_loss"][phase.name])
     session.world.barrier()  # nobody's last line is half written now
     known = _known(folder, weights)
     session.world.barrier()

@@ -98,7 +98,7 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
     Stopped between two micro-batches or tokens.
     """
     session, adapter = sft.session, sft.config.method == "lora"
-    trained = f"{sft.phases[0].last} {sft.val_loss!r}"  # equal for equal weights; a resumed run may have others
+    trained = tuning.of_weights(sft.phases[0].last, sft.val_loss)
     done = Done(session.workdir / STAGES, session, trained)
     module.eval()
     losses: dict[str, Any] = {}

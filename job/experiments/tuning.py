@@ -99,6 +99,13 @@ def cosine(config: CosineAdamW, step: int, steps: int) -> float:
     return config.lr * (config.floor + (1 - config.floor) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
+def of_weights(step: int, val_loss: float | None) -> str:
+    """What results of the weights at `step` are kept under. Equal for equal weights: trained again, on a GPU, by a node
+    that lost the last steps, they may be others.
+    """
+    return f"{step} {val_loss!r}"
+
+
 def gathered(session: Session, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a sharded module, one at a time; on rank 0. Every rank goes through it. Raises Stopped."""
     for name, parameter in module.named_parameters():

@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -99,14 +99,14 @@ class Publisher:
         self._stages = Mirror(store, workdir)
         self._reading = threading.Lock()
 
-    def resumed(self, step: int) -> None:
-        """The store's newest good checkpoint is that of `step`; a best of a later step is nobody's."""
+    def resumed(self, manifest: Mapping[str, Any]) -> None:
+        """The store's newest good checkpoint is this manifest's; a best of a later step is nobody's."""
+        step: int = manifest["step"]
         self.newest = step
         self._done.add(step)
         best = atomic.parse_object(self._store.get_bytes("best.json"))
         self._best = best if best and isinstance(best.get("step"), int) and best["step"] <= step else None
-        manifest = atomic.parse_object(self._store.get_bytes(f"ckpt/step_{step:08d}/manifest.json"))
-        self._offer(step, _finite((manifest or {}).get("val_loss")))  # a node may end between the two
+        self._offer(step, _finite(manifest.get("val_loss")))  # a node may end between the two
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters."""

@@ -133,7 +133,7 @@ class Supervisor:
         manifest = staging.checkpoint(stage)
         self.resumed_step = 0 if manifest is None else manifest["step"]
         if manifest is not None:
-            self.publisher.resumed(self.resumed_step)
+            self.publisher.resumed(manifest)
             metrics = self.store.get_bytes("metrics.jsonl")
             if metrics:
                 atomic.write_bytes(self.workdir / "metrics.jsonl", metrics)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from job import atomic, sizing
 from job.train.experiment import Phase, Session
 
@@ -35,6 +37,7 @@ def choose(session: Session, phase: Phase) -> sizing.Rung:
         try:
             atomic.write_json(session.workdir / "rung.json", record)
         except OSError as error:
-            (session.workdir / "rung.json").unlink(missing_ok=True)  # not another phase's
+            with suppress(OSError):
+                (session.workdir / "rung.json").unlink(missing_ok=True)  # not another phase's
             session.say(f"warning: rung.json is not written; an out-of-memory goes one rung down: {error}")
     return rung
