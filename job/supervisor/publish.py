@@ -39,6 +39,7 @@ OWN = {
     "compiled.json",
     "ended.json",
     "accept.json",
+    "unreadable.json",
 }  # no results
 
 
@@ -103,7 +104,7 @@ class Publisher:
         """The store's newest good checkpoint is this manifest's; a best of a later step is nobody's."""
         step: int = manifest["step"]
         self.newest = step
-        self._done.add(step)
+        self._done = {step}
         best = atomic.parse_object(self._store.get_bytes("best.json"))
         self._best = best if best and isinstance(best.get("step"), int) and best["step"] <= step else None
         self._offer(step, _finite(manifest.get("val_loss")))  # a node may end between the two

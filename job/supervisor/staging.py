@@ -106,10 +106,26 @@ def checkpoint(stage: Stage) -> dict[str, Any] | None:
                     _best_too(stage, manifest["step"], sizes)
                 return manifest
         stage.say(f"{key} does not verify: {why}")
-        # Out of the way, but kept to look at: the node script counts progress by the newest manifest.
-        stage.store.put_bytes(f"{why}\n".encode(), key.replace("manifest.json", "rejected.txt"))
-        stage.store.delete([key])
+        _reject(stage, key, why)
     return None
+
+
+def set_aside(stage: Stage, step: Any, why: str) -> bool:
+    """Rejects a step that verifies but cannot be read. False: there is no other, and nothing is done."""
+    found = {entry.key for entry in stage.store.entries("ckpt/") if MANIFEST.fullmatch(entry.key)}
+    key = f"ckpt/step_{step:08d}/manifest.json" if isinstance(step, int) else None
+    if key is None or not found - {key}:
+        return False
+    if key in found:
+        stage.say(f"{key} verifies but cannot be used: {why}")
+        _reject(stage, key, why)
+    return True
+
+
+def _reject(stage: Stage, key: str, why: str) -> None:
+    """Out of the way, but kept to look at: the node script counts progress by the newest manifest."""
+    stage.store.put_bytes(f"{why}\n".encode(), key.replace("manifest.json", "rejected.txt"))
+    stage.store.delete([key])
 
 
 def _best_too(stage: Stage, newest: int, sizes: dict[str, int]) -> None:

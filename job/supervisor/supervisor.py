@@ -6,6 +6,7 @@ over before it began. Only the first two write done.json, last of all. See endin
 
 from __future__ import annotations
 
+import shutil
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from job.supervisor.store import StoreError
 from job.supervisor.uploads import Pulse, Uploader
 from job.supervisor.world import Cause, Trainer, World
 
-DONE, FATAL, OUT_OF_MEMORY, REFUSED, STOPPED = 0, 65, 69, 71, 75  # the trainer's
+DONE, FATAL, OUT_OF_MEMORY, REFUSED, UNREADABLE, STOPPED = 0, 65, 69, 71, 72, 75  # the trainer's
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
@@ -121,7 +122,17 @@ class Supervisor:
         self._beat()
 
     def _stage(self) -> None:
-        stage = staging.Stage(
+        staging.inputs(self._staging)
+        self._resume()
+        if lines := stages.restore(self.store, self.workdir):
+            self.say(f"{lines} results of the stages after training are there already")
+        self.graphs.restore(self._check_early)
+        self._check_early()
+        self._look()
+
+    @property
+    def _staging(self) -> staging.Stage:
+        return staging.Stage(
             store=self.store,
             run=self.run_file,
             workdir=self.workdir,
@@ -129,21 +140,18 @@ class Supervisor:
             check=self._check_early,
             pause=self.world.sleep,
         )
-        staging.inputs(stage)
-        manifest = staging.checkpoint(stage)
+
+    def _resume(self) -> None:
+        """Brings the store's newest good checkpoint, and the log that belongs to it."""
+        manifest = staging.checkpoint(self._staging)
         self.resumed_step = 0 if manifest is None else manifest["step"]
         if manifest is not None:
             self.publisher.resumed(manifest)
             metrics = self.store.get_bytes("metrics.jsonl")
             if metrics:
                 atomic.write_bytes(self.workdir / "metrics.jsonl", metrics)
-        if lines := stages.restore(self.store, self.workdir):
-            self.say(f"{lines} results of the stages after training are there already")
-        self.graphs.restore(self._check_early)
         self.progress.skip(self.resumed_step)
         self.record.update(resumed_step=self.resumed_step)
-        self._check_early()
-        self._look()
 
     def _lacking(self) -> str | None:
         """Why this node is refused before anything is staged: the trainer would make do with the GPUs it finds."""
@@ -181,6 +189,8 @@ class Supervisor:
                 self.world.sleep(TICK_S)
             self.progress.poll()
             self._take_notes()
+            if code == UNREADABLE and self.cause is None and self._fall_back():
+                continue
             if code != OUT_OF_MEMORY or self.cause is not None:
                 return code
             used = atomic.read_object(self.workdir / "rung.json") or {}
@@ -192,6 +202,19 @@ class Supervisor:
             self.say(f"out of memory on rung {used.get('rung', self.rung)}: again on rung {lower}")
             self.rung = lower
         return STOPPED
+
+    def _fall_back(self) -> bool:
+        """A checkpoint whose bytes are right cannot be read: the store's one before it. False: there is none."""
+        said = self._unreadable
+        if not staging.set_aside(self._staging, said.get("step"), str(said.get("problem"))):
+            return False
+        shutil.rmtree(self.workdir / "ckpt", ignore_errors=True)
+        self._resume()
+        return True
+
+    @property
+    def _unreadable(self) -> dict[str, Any]:
+        return atomic.read_object(self.workdir / "unreadable.json") or {}
 
     def _tick(self) -> None:
         now = self.clock()
@@ -275,6 +298,8 @@ class Supervisor:
         if code == REFUSED:
             problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
             return endings.crashed(self, f"node refused: {'; '.join(problems)}", code=endings.REFUSED)
+        if code == UNREADABLE:
+            return endings.crashed(self, f"{self._unreadable.get('problem')}, and there is none before it")
         return endings.crashed(self, f"the trainer ended with {code}")
 
     # Beside training ------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """`python -m job.train WORKDIR --rung N`: trains what WORKDIR/run.json says, from WORKDIR/ckpt's newest checkpoint.
 
 Exit codes: 0 finished; 75 stopped on request; 69 out of memory (rung.json names the next rung); 65 cannot succeed, the
-reason in fatal.json; 71 this node is refused, the reason in preflight.json; anything else is a crash, or another
-trainer at work in WORKDIR.
+reason in fatal.json; 71 this node is refused, the reason in preflight.json; 72 the newest checkpoint cannot be read
+(unreadable.json names its step); anything else is a crash, or another trainer at work in WORKDIR.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from job.train.metrics import MetricsFile
 from job.train.parallel import World
 from job.train.requests import Requests
 
-FINISHED, BUSY, FATAL, OUT_OF_MEMORY, REFUSED, STOPPED = 0, 1, 65, 69, 71, 75
+FINISHED, BUSY, FATAL, OUT_OF_MEMORY, REFUSED, UNREADABLE, STOPPED = 0, 1, 65, 69, 71, 72, 75
 EXPERIMENTS = {  # module:class, imported when the run asks for it
     "tinystories-growth": "job.experiments.tinystories_growth:TinystoriesGrowth",
     "sft-h100": "job.experiments.sft:Sft",
@@ -63,8 +63,8 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         run = Run.read(workdir)
         with alone(workdir):
             world = parallel.join(run.config.device)
-            while not _trained(run, workdir, rung, requests, world):
-                pass
+            experiment, session = start(run, workdir, rung, requests, world)
+            Loop(session, experiment).run()
     except Stopped:
         code = STOPPED
     except RuntimeError as error:
@@ -78,6 +78,10 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
     except preflight.NodeRefusedError as error:
         say(f"this node is refused: {error}")
         code = REFUSED
+    except CheckpointDamagedError as error:
+        atomic.write_json(workdir / "unreadable.json", {"step": error.step, "problem": str(error)})
+        say(f"{error}; another start takes the one before it, if there is one")
+        code = UNREADABLE
     except ValueError as error:
         atomic.write_json(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
         say(f"fatal: {error}")
@@ -87,17 +91,6 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         if world.first:
             say("finished")
     return leave(workdir, world, code)
-
-
-def _trained(run: Run, workdir: Path, rung: int, requests: Requests, world: World) -> bool:
-    """False: the newest checkpoint turned out to be damaged, and is out of the way."""
-    experiment, session = start(run, workdir, rung, requests, world)
-    try:
-        Loop(session, experiment).run()
-    except CheckpointDamagedError as error:
-        session.say(str(error))
-        return False
-    return True
 
 
 class WorkdirBusyError(Exception):

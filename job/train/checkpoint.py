@@ -83,6 +83,10 @@ class Saved:
 class CheckpointDamagedError(Exception):
     """A committed checkpoint whose files cannot be read, although they have their sizes."""
 
+    def __init__(self, step: int, problem: str) -> None:
+        super().__init__(problem)
+        self.step = step
+
 
 class Checkpoints:
     """The checkpoints of one config in one work folder. At most one is being written at any time."""
@@ -108,8 +112,8 @@ class Checkpoints:
     def load(self, found: Found, state: State) -> None:
         """Reads the tensors into `state`'s own: of each, this rank's part. However many ranks wrote them.
 
-        Raises CheckpointDamagedError on every rank where one of them cannot, after which `newest` gives the one before;
-        what torch raises where there is none.
+        Raises CheckpointDamagedError on every rank where one of them cannot, after which `newest` gives the one before
+        it, if there is one: what is alone stays, and no run begins again because of it.
         """
         problem: str | None = None
         try:
@@ -120,15 +124,15 @@ class Checkpoints:
             )
         except CheckpointException as error:
             (cause, _), *_ = error.failures.values()
-            if isinstance(cause, torch.OutOfMemoryError) or len(list(self._committed())) < 2:
+            if isinstance(cause, torch.OutOfMemoryError):
                 raise
             problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:
-            if self._world.first:
+            if self._world.first and len(list(self._committed())) > 1:
                 (found.path / COMMIT).replace(found.path / DAMAGED)
             self._world.barrier()
-            raise CheckpointDamagedError(f"{found.path.name} cannot be read, {problems[0]}: the one before it is used")
+            raise CheckpointDamagedError(found.commit["step"], f"{found.path.name} cannot be read, {problems[0]}")
 
     def prepare(self, state: State) -> None:
         """Takes host memory for saves of `state`, beside training: the first save does not stop for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections import namedtuple
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import train_world as world
-from torch.distributed.checkpoint.api import CheckpointException
 from train_world import STEPS, StopAt
 
 from job import atomic
@@ -222,19 +222,20 @@ def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_resumes_from_the_o
     assert world.train(workdir, StopAt(workdir, STEPS + 4, saves=(1, 2))) == 75
     *_, before, newest = world.committed(workdir)
     damage(workdir / "ckpt" / f"step_{newest:08d}" / name)
+    assert world.train(workdir) == 72
+    assert json.loads((workdir / "unreadable.json").read_text())["step"] == newest
     assert world.train(workdir) == 0
     said = capsys.readouterr().out
     assert f"step_{newest:08d} cannot be read" in said
     assert f"resuming from step {before} " in said
 
 
-def test_a_damaged_checkpoint_without_another_is_a_crash_and_never_a_run_from_the_beginning(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_without_another_is_never_a_run_from_the_beginning(tmp_path: Path) -> None:
     workdir = world.make(tmp_path)
     assert world.train(workdir, StopAt(workdir, 2)) == 75
     (only,) = world.committed(workdir)
     damage(workdir / "ckpt" / f"step_{only:08d}" / "__0_0.distcp")
-    with pytest.raises(CheckpointException):
-        world.train(workdir)
+    assert [world.train(workdir) for _ in range(2)] == [72, 72]
     assert world.committed(workdir) == [only]
 
 

@@ -43,6 +43,37 @@ def test_the_next_attempt_on_the_same_type_begins_on_that_rung(tmp_path: Path) -
     assert bench.trainers[-1].rung == 1
 
 
+def unreadable(trainer: FakeTrainer) -> int | None:
+    """Script: the checkpoint of step 5 cannot be read."""
+    if trainer.began_at != 5:
+        return None
+    atomic.write_json(trainer.workdir / "unreadable.json", {"step": 5, "problem": "step_00000005 cannot be read"})
+    return 72
+
+
+def test_a_checkpoint_that_verifies_and_cannot_be_read_is_rejected_for_the_one_before_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    crash = {4: lambda t: t.commit("timed", val_loss=0.5), 5: lambda t: t.commit("best", val_loss=0.2), 6: lambda t: 1}
+    assert bench.attempt(script=crash).run() == 1
+    assert bench.manifests() == [4, 5]
+    assert bench.json("best.json")["step"] == 5
+    assert bench.attempt("i-2", script={6: unreadable}, commit_every=5).run() == 0
+    assert [trainer.began_at for trainer in bench.trainers] == [0, 5, 4]
+    assert bench.json("attempts/i-2.json")["resumed_step"] == 4
+    assert bench.json("best.json")["step"] == 4
+    assert bench.said.count("published step 5 ") == 2  # what was rejected is no reason not to publish that step again
+    steps = [json.loads(line)["step"] for line in (bench.store.get_bytes("metrics.jsonl") or b"").splitlines()]
+    assert steps[-1] == STEPS
+
+
+def test_the_only_checkpoint_is_never_rejected_for_a_beginning_from_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.attempt(script={5: lambda t: t.commit("best"), 6: lambda t: 1}, commit_every=99).run() == 1
+    assert bench.attempt("i-2", script={6: unreadable}).run() == 1
+    assert bench.manifests() == [5]
+    assert "cannot be read" in bench.json("attempts/i-2.json")["exit"]["reason"]
+
+
 @pytest.mark.parametrize("lower", [None, 99])
 def test_the_end_of_the_ladder_fails_for_good(tmp_path: Path, lower: int | None) -> None:
     bench = Bench(tmp_path)
