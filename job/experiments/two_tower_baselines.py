@@ -1,24 +1,28 @@
 """What the towers must beat: popularity, LambdaRank and random order, on the same folds and the same training queries.
 
 Each gives one row of scores per query, from a model that saw neither the query's fold nor its watched fold (LambdaRank
-stops early on the latter, as the towers do). Legend: Q judged queries, T training queries, M models, F features.
+stops early on the latter, as the towers do). Legend: T training or known queries, M models, S sentence width,
+P principal axes, F features.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from job.dataset.arrays import Floats, Labels, unit_rows
 from job.dataset.ranking import GAINS, Tables
-from job.experiments.two_tower_data import Indices, Member, gains
+from job.experiments.two_tower_data import Indices, Member, fold_of, gains
 
 NEIGHBOURS = 10  # of the neighbour feature
 PROJECTIONS = 8  # principal directions of the training queries' sentence vectors
+FEATURES = 5 + PROJECTIONS
+PARTS = 8  # of the training queries: the features of each come from the other seven
 MAX_TREES, PATIENCE = 100, 10  # a tree takes 0.2 core-seconds on 274 queries x 1131 models
 LAMBDARANK = {
     "objective": "lambdarank",
@@ -37,7 +41,7 @@ LAMBDARANK = {
 
 def popularity(member: Member, tables: Tables) -> Floats:
     """Mean gain of each model on the training queries: the same order for every query. [test, M]"""
-    mean_M = gains(tables.labels[member.train]).mean(axis=0)
+    mean_M = _mean(tables.labels[member.train], GAINS).astype(np.float32)
     return np.tile(mean_M, (len(member.test), 1))
 
 
@@ -64,12 +68,16 @@ def lambdarank(
     """LightGBM's LambdaRank. `stop` is called after each tree and may raise. [test, M]"""
     lightgbm = importlib.import_module("lightgbm")
     train, watch, test = member.train, member.watch, member.test
-    features = Features(tables, train)
+    axes_PS = principal_axes(tables.queries[train])
+    given = {
+        "train": (train, training_features(tables, train, axes_PS, seed)),
+        "watch": (watch, features(tables, train, watch, axes_PS)),
+    }
     sets: dict[str, Any] = {}
-    for name, queries in (("train", train), ("watch", watch)):
+    for name, (queries, seen) in given.items():
         relevance = np.array([0, 2, 1], dtype=np.int32)[tables.labels[queries]]
         sets[name] = lightgbm.Dataset(
-            features.of(queries).reshape(-1, features.count),
+            seen.reshape(-1, FEATURES),
             label=relevance.reshape(-1),
             group=np.full(len(queries), relevance.shape[1]),
             reference=sets.get("train"),
@@ -82,54 +90,64 @@ def lambdarank(
         valid_sets=[sets["watch"]],
         callbacks=[lightgbm.early_stopping(PATIENCE, verbose=False), lambda environment: stop()],
     )
-    scores = ranker.predict(features.of(test).reshape(-1, features.count), num_threads=threads)
+    asked = features(tables, train, test, axes_PS).reshape(-1, FEATURES)
+    scores = ranker.predict(asked, num_threads=threads)
     found: Floats = np.asarray(scores, dtype=np.float32).reshape(len(test), -1)
     return found
 
 
-class Features:
-    """What LambdaRank sees of a query and a model, from training queries alone. A training query never counts itself.
+def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int) -> Floats:
+    """[train, M, F]: of each of PARTS parts of the training queries, from the other parts.
 
-    Popularity (share of training queries with a label), mean and variance of the gain, the gain of the NEIGHBOURS most
-    similar training queries weighted by similarity, the cosine between the query and the gain-weighted mean query of
-    the model, and the query's PROJECTIONS principal coordinates.
+    A query that only left itself out would tell its label: of a model's rows, exactly those of its positive queries
+    would show one positive query less. Trees read that, and on a test query it is not there.
     """
+    found = np.zeros((len(train), tables.labels.shape[1], FEATURES), dtype=np.float32)
+    parts = min(PARTS, len(train))
+    part_T = fold_of(len(train), parts, seed)
+    for part in range(parts):
+        own = part_T == part
+        found[own] = features(tables, train[~own], train[own], axes_PS)
+    return found
 
-    count = 5 + PROJECTIONS
 
-    def __init__(self, tables: Tables, train: Indices) -> None:
-        self._tables, self._train = tables, train
-        self._gains_TM = gains(tables.labels[train])
-        self._sentences_TS = tables.queries[train]
-        self._sum_M, self._square_M = self._gains_TM.sum(axis=0), np.square(self._gains_TM).sum(axis=0)
-        self._liked_M = (self._gains_TM > 0).sum(axis=0)
-        self._profile_MS = self._gains_TM.T @ self._sentences_TS
-        centred = self._sentences_TS - self._sentences_TS.mean(axis=0)
-        self._axes = np.linalg.svd(centred, full_matrices=False)[2][:PROJECTIONS]
+def features(tables: Tables, known: Indices, queries: Indices, axes_PS: Floats) -> Floats:
+    """[queries, M, F]: what LambdaRank sees of a query and a model, from the judgements of `known`, none of `queries`.
 
-    def of(self, queries: Indices) -> Floats:
-        """[queries, M, F]."""
-        sentences = self._tables.queries[queries]
-        labels: Labels = self._tables.labels
-        found = np.zeros((len(queries), labels.shape[1], self.count), dtype=np.float32)
-        cosine = sentences @ self._sentences_TS.T
-        place = {query: row for row, query in enumerate(self._train.tolist())}
-        for row, query in enumerate(queries.tolist()):
-            own = place.get(query)
-            left = len(self._train) - (own is not None)
-            mine = np.zeros_like(self._sum_M) if own is None else self._gains_TM[own]
-            near = cosine[row].copy()
-            if own is not None:
-                near[own] = -np.inf
-            nearest = np.argsort(-near, kind="stable")[: min(NEIGHBOURS, left)]
-            weight = np.maximum(near[nearest], 0)
-            mean = (self._sum_M - mine) / left
-            profile = unit_rows(self._profile_MS - np.outer(mine, sentences[row]).astype(np.float32))
-            found[row, :, 0] = (self._liked_M - (mine > 0)) / left
-            found[row, :, 1] = mean
-            found[row, :, 2] = (self._square_M - mine**2) / left - mean**2
-            found[row, :, 3] = weight @ self._gains_TM[nearest] / max(weight.sum(), 1e-9)
-            found[row, :, 4] = profile @ sentences[row]
-            coordinates = sentences[row] @ self._axes.T
-            found[row, :, 5 : 5 + len(coordinates)] = coordinates
-        return found
+    Popularity (share of known queries with a label), mean and variance of the gain, the gain of the NEIGHBOURS most
+    similar known queries weighted by similarity, the cosine between the query and the gain-weighted mean query of the
+    model, and the query's coordinates on `axes_PS`.
+    """
+    labels_TM, known_TS, sentences = tables.labels[known], tables.queries[known], tables.queries[queries]
+    gains_TM = gains(labels_TM)
+    mean_M = _mean(labels_TM, GAINS)
+    cosine = sentences @ known_TS.T
+    nearest = np.argsort(-cosine, axis=1, kind="stable")[:, :NEIGHBOURS]
+    weight = np.maximum(np.take_along_axis(cosine, nearest, axis=1), 0)
+    shares = np.zeros_like(cosine)
+    np.put_along_axis(shares, nearest, weight / np.maximum(weight.sum(axis=1, keepdims=True), 1e-9), axis=1)
+    coordinates = sentences @ axes_PS.T
+    found = np.zeros((len(queries), labels_TM.shape[1], FEATURES), dtype=np.float32)
+    found[:, :, 0] = _mean(labels_TM, [float(gain > 0) for gain in GAINS])
+    found[:, :, 1] = mean_M
+    found[:, :, 2] = _mean(labels_TM, [gain**2 for gain in GAINS]) - mean_M**2
+    found[:, :, 3] = shares @ gains_TM
+    found[:, :, 4] = sentences @ unit_rows(gains_TM.T @ known_TS).T
+    found[:, :, 5 : 5 + coordinates.shape[1]] = coordinates[:, None, :]
+    return found
+
+
+def principal_axes(sentences_TS: Floats) -> Floats:
+    """[at most PROJECTIONS, S]: the directions in which the sentence vectors differ most."""
+    found: Floats = np.linalg.svd(sentences_TS - sentences_TS.mean(axis=0), full_matrices=False)[2][:PROJECTIONS]
+    return found
+
+
+def _mean(labels_TM: Labels, worth: Sequence[float]) -> NDArray[np.float64]:
+    """Mean over the queries of what labels 0, 1, 2 are worth, [M]; of no query 0. From counts: models with the same
+    counts get the same number, where sums of gains would differ by the order of their queries.
+    """
+    total_M = np.zeros(labels_TM.shape[1])
+    for label, each in enumerate(worth):
+        total_M += each * (labels_TM == label).sum(axis=0)
+    return total_M / max(1, len(labels_TM))

@@ -81,12 +81,38 @@ def test_no_label_of_a_test_fold_reaches_lambdarank() -> None:
     assert len(np.unique(found[0])) > 5
 
 
-def test_a_training_querys_features_do_not_know_its_own_label() -> None:
-    member = of_fold(1)[0]
-    query = member.train[:1]
-    a, b = (baselines.Features(tables, member.train).of(query) for tables in (TABLES, flipped(int(query[0]))))
-    assert np.allclose(a, b, atol=1e-5)
-    assert a.std(axis=1).max() > 0
+def test_a_training_querys_features_know_neither_its_own_label_nor_its_parts() -> None:
+    tables = generate(60, 31, 12, 16, seed=3)
+    train, axes = np.arange(0, 60, 2), baselines.principal_axes(tables.queries[::2])
+    labels = tables.labels.copy()
+    labels[train[4]] = (labels[train[4]] + 1) % 3
+    a, b = (baselines.training_features(each, train, axes, seed=1) for each in (tables, replace(tables, labels=labels)))
+    same = (a == b).all(axis=(1, 2))
+    assert same[4]
+    assert same.sum() in (3, 4)  # 30 queries in 8 parts
+    # What a model's popularity says is one number for the part, whoever of it likes the model.
+    assert (a[same][:, :, :3] == a[4][:, :3]).all()
+    assert a.std(axis=(0, 1)).min() > 0
+
+
+def test_features_are_made_of_the_known_queries() -> None:
+    labels = np.array([[1, 0], [2, 0], [0, 2], [1, 1]], dtype=np.int8)
+    queries = np.array([[1, 0], [0.6, 0.8], [-1, 0], [1, 0]], dtype=np.float32)
+    tables = replace(TABLES, labels=labels, queries=queries)
+    axes = np.array([[0, 1]], dtype=np.float32)
+    first, second = baselines.features(tables, np.arange(3), np.array([3]), axes)[0]
+    profile = np.array([1 + 0.7 * 0.6, 0.7 * 0.8])
+    mean = 1.7 / 3
+    near = (1 + 0.7 * 0.6) / 1.6
+    assert np.allclose(first[:6], [2 / 3, mean, 1.49 / 3 - mean**2, near, profile[0] / np.linalg.norm(profile), 0])
+    assert np.allclose(second[:6], [1 / 3, 0.7 / 3, 0.49 / 3 - (0.7 / 3) ** 2, 0, -1, 0])
+    assert not first[6:].any()
+
+
+def test_a_single_training_query_has_features_of_nobody() -> None:
+    axes = baselines.principal_axes(TABLES.queries[:1])
+    found = baselines.training_features(TABLES, np.arange(1), axes, seed=1)
+    assert not found[:, :, :5].any()
 
 
 def test_weak_labels_are_the_similarity_weighted_mean_of_the_nearest_queries() -> None:
@@ -101,6 +127,19 @@ def test_weak_labels_are_the_similarity_weighted_mean_of_the_nearest_queries() -
     assert weak_labels(discovery, queries, wanted, replace(weak, confidence=0.5))[0].tolist() == [0]
     assert weak_labels(discovery, queries, wanted, replace(weak, queries=1))[0].tolist() == [0]
     assert weak_labels(discovery, queries, wanted, replace(weak, queries=0))[0].tolist() == []
+
+
+def test_a_weak_label_is_made_of_no_query_that_points_away() -> None:
+    queries = np.array([[1.0, 0.0], [-0.6, 0.8]], dtype=np.float32)
+    weak = Weak(similarity=0.0, confidence=0.0, neighbours=2, queries=1)
+    _, found = weak_labels(np.eye(2, dtype=np.float32)[:1], queries, np.eye(2, dtype=np.float32), weak)
+    assert found.tolist() == [[1.0, 0.0]]
+
+
+def test_a_least_similarity_below_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"weak\.similarity"):
+        world.config(weak={"similarity": -0.1})
+    assert world.config(weak={"similarity": 0.0}).weak.similarity == 0
 
 
 def test_a_members_rows_are_padded_with_rows_that_weigh_nothing() -> None:
@@ -135,6 +174,15 @@ def test_popularity_is_the_mean_gain_and_knows_no_query() -> None:
     found = baselines.popularity(member, TABLES)
     assert np.allclose(found[0], gains(TABLES.labels[member.train]).mean(axis=0))
     assert (found == found[0]).all()
+
+
+def test_models_with_the_same_labels_are_tied_in_popularity_whatever_the_order_of_the_queries() -> None:
+    column = np.repeat(np.array([0, 1, 2], dtype=np.int8), [40, 31, 29])
+    draw = np.random.default_rng(1)
+    tables = replace(TABLES, labels=np.stack([draw.permutation(column) for _ in range(50)], axis=1))
+    found = baselines.popularity(replace(refit_member(100), test=np.arange(1)), tables)
+    assert found.shape == (1, 50)
+    assert len(np.unique(found)) == 1
 
 
 def test_random_order_is_seeded_and_different_for_every_fold() -> None:
