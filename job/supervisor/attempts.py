@@ -1,7 +1,7 @@
 """What earlier attempts of the run did and cost, from attempts/*.json and heartbeat/*.jsonl.
 
-A killed node says nothing after its last heartbeat: its cost is known to within one heartbeat. A node that was told of
-its end is billed until that end.
+A killed node says nothing after its last heartbeat: its cost is known to within one heartbeat. One that never sent any
+is billed until the next node's launch, LOST_BOOT_S at most. A node that was told of its end is billed until that end.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from decimal import Decimal
 from typing import Any
 
 from job import atomic
-from job.run_file import RunFile
+from job.run_file import Node, RunFile
 from job.supervisor.metadata import epoch
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 from job.supervisor.store import Store, StoreError
 
+LOST_BOOT_S = 900.0  # what the bills take for a node's set-up with base weights; longer, it would have sent a heartbeat
 FREE_S = 3600  # AWS does not charge compute when it interrupts a spot instance in its first hour (EC2 User Guide)
 
 
@@ -74,17 +75,23 @@ class Record:
                 raise
 
 
-def read(store: Store, run: RunFile, *, but: str | None = None) -> list[Attempt]:
-    """Every attempt, oldest first, except that of the instance `but`."""
+def read(store: Store, run: RunFile, *, but: Node) -> list[Attempt]:
+    """Every attempt, oldest first, except that of the node `but`, which came after them."""
     keys = [entry.key for prefix in ("attempts/", "heartbeat/") for entry in store.entries(prefix)]
     with ThreadPoolExecutor(8) as pool:
         texts = dict(zip(keys, pool.map(store.get_bytes, keys), strict=True))
-    names = {key.split("/", 1)[1].rsplit(".", 1)[0] for key in keys} - {but}
-    found = [
-        _attempt(run, name, atomic.parse_object(texts.get(f"attempts/{name}.json")) or {}, _last(texts, name))
-        for name in names
+    names = {key.split("/", 1)[1].rsplit(".", 1)[0] for key in keys} - {but.instance}
+    records = {name: atomic.parse_object(texts.get(f"attempts/{name}.json")) or {} for name in names}
+    ordered = sorted(names, key=lambda name: _launched(records[name]))
+    launches = [*(_launched(records[name]) for name in ordered), but.launched_at]
+    return [
+        _attempt(run, name, records[name], _last(texts, name), until)
+        for name, until in zip(ordered, launches[1:], strict=True)
     ]
-    return sorted(found, key=lambda attempt: attempt.launched_at)
+
+
+def _launched(record: dict[str, Any]) -> float:
+    return epoch(record.get("launched_at")) or epoch(record.get("booted_at")) or 0.0
 
 
 def _last(texts: dict[str, bytes | None], name: str) -> dict[str, Any]:
@@ -92,10 +99,11 @@ def _last(texts: dict[str, bytes | None], name: str) -> dict[str, Any]:
     return next((beat for line in reversed(lines) if (beat := atomic.parse_object(line)) is not None), {})
 
 
-def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any]) -> Attempt:
+def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], until: float) -> Attempt:
+    """`until`: the launch of the node after it."""
     kind, zone = str(record.get("type", "")), str(record.get("zone", ""))
     rates = run.rates(kind, zone)
-    launched = epoch(record.get("launched_at")) or epoch(record.get("booted_at")) or 0.0
+    launched = _launched(record)
     ended = record.get("exit") if isinstance(record.get("exit"), dict) else None
     seen = Decimal(str(beat.get("attempt_s", 0)))
     lived = Decimal(str(beat.get("lived_s", seen)))
@@ -103,6 +111,8 @@ def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, An
         time = epoch((ended or {}).get(key))
         if time is not None and launched:
             lived = max(lived, Decimal(f"{time - launched:.3f}"))
+    if not beat and ended is None and launched:  # lost while it booted: it was there until another one came, at most
+        lived = Decimal(f"{min(max(until - launched, 0.0), LOST_BOOT_S):.3f}")
     seconds = max(lived, MINIMUM_S)
     compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.assumed * hours(seen)
     compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.assumed)))

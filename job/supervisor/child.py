@@ -20,6 +20,7 @@ from job import atomic
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
 SHUTDOWN = "--shutdown-timeout"  # torchrun's
+KILL_S = 5.0  # for a killed process to be gone
 UNEXPLAINED = 1  # torchrun says all is well, and no rank has said how the run ended
 
 
@@ -62,6 +63,7 @@ class Child:
         if ended is not None:
             ended.unlink(missing_ok=True)
         self.output_at = clock()
+        self._killed = False
         self._clock = clock
         self._log = log
         self._process = subprocess.Popen(
@@ -78,6 +80,8 @@ class Child:
     def poll(self) -> int | None:
         """Exit code, negative for a signal; None while it runs. Nothing of its group is left when it has one."""
         code = self._process.poll()
+        if code is None and self._killed:
+            return -signal.SIGKILL
         if code is not None:
             self.kill()
             if self._ended is not None and code >= 0:
@@ -85,14 +89,17 @@ class Child:
         return code
 
     def kill(self) -> None:
-        """Ends the whole group now. Safe to call again."""
-        if self._process.stdout is None or self._process.stdout.closed:
+        """Ends the whole group now, and never waits long. Safe to call again."""
+        if self._killed:
             return
+        self._killed = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._reader.join(timeout=5)
-        self._process.stdout.close()
+        with suppress(subprocess.TimeoutExpired):  # who waits for a GPU that fell off the bus cannot be killed
+            self._process.wait(timeout=KILL_S)
+        self._reader.join(timeout=KILL_S)
+        if self._process.stdout is not None and not self._reader.is_alive():  # else closing waits for whoever holds it
+            self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -180,7 +187,8 @@ class Progress:
         return max(self._step_s, default=None)
 
     def quiet_limit_s(self) -> float:
-        """How long silence is normal: 20 times the median gap between records, 15 to 30 minutes."""
+        """How long silence is normal: 20 times the median gap between records, from 15 minutes to 30 or 3 such gaps."""
         if not self._gaps:
             return FIRST_SIGN_S
-        return min(max(20 * median(self._gaps), QUIET_MIN_S), FIRST_SIGN_S)
+        gap = median(self._gaps)
+        return min(max(20 * gap, QUIET_MIN_S), max(FIRST_SIGN_S, 3 * gap))

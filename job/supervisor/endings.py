@@ -30,7 +30,7 @@ def finish(s: Supervisor, reason: str, detail: str = "") -> int:
     code = FAILED if reason == "failed" else FINISHED
     s.say(f"the run ends: {reason} {detail}".rstrip())
     until = s.clock() + FINISH_S
-    if not _drain(s, until if code == FINISHED else s.clock() + CRASH_S) and code == FINISHED:
+    if not drain(s, until if code == FINISHED else s.clock() + CRASH_S) and code == FINISHED:
         return crashed(s, "the last checkpoints could not be uploaded")
     at = iso(s.clock())
     s.record.update(exit={"code": code, "reason": reason, "notice": False, "at": at})
@@ -54,7 +54,7 @@ def interrupted(s: Supervisor) -> int:
     assert cause.deadline is not None
     s.uploader.hurry()
     s.uploader.fast()
-    published = _drain(s, cause.deadline + LATE_S)
+    published = drain(s, cause.deadline + (LATE_S if cause.reason == "notice" else 0.0))
     s.say(
         f"interrupted ({cause.reason}); newest published step {s.publisher.newest}"
         + ("" if published else "; more was committed, and is lost")
@@ -77,7 +77,7 @@ def crashed(s: Supervisor, why: str, code: int = CRASHED) -> int:
     """
     s.say(f"this attempt failed: {why}")
     if hasattr(s, "meter"):
-        _drain(s, s.clock() + CRASH_S)
+        drain(s, s.clock() + CRASH_S)
         _leave(s, {"code": code, "reason": why, "notice": False, "at": iso(s.clock())})
     return code
 
@@ -91,7 +91,7 @@ def _leave(s: Supervisor, ending: dict[str, Any]) -> None:
             s.say(f"not written: {error}")
 
 
-def _drain(s: Supervisor, until: float) -> bool:
+def drain(s: Supervisor, until: float) -> bool:
     """Uploads what is committed until there is no more, or no more time. True: nothing is left."""
     s.uploader.poll()
     while not s.uploader.idle and s.clock() < until:

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +96,7 @@ class Publisher:
         self._done: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
+        self._arrived: dict[str, tuple[int, str]] = {}  # of the commit under way: time of writing and sha256
         self._cancel = threading.Event()
         self._stages = Mirror(store, workdir)
         self._reading = threading.Lock()
@@ -143,25 +144,41 @@ class Publisher:
             self._store.delete([f"{folder}/manifest.json"])  # never new files under an old manifest
         required = self._require(commit.requires)
         started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
-        names = [name for name, _ in commit.files]
-        with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
-            hashes = [pool.submit(_sha256, commit.path / name) for name in names]
-            sent = [pool.submit(self._send, commit.path / name, f"{folder}/{name}") for name in names]
-            _all(sent)
-            digests = [done.result() for done in hashes]
-        self.metrics()
-        files = [
-            {"name": name, "bytes": size, "sha256": digest}
-            for (name, size), digest in zip(commit.files, digests, strict=True)
-        ]
+        digests = self._send_all(commit, folder)
+        try:
+            self.metrics(patience_s=1.0)
+        except StoreError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
+            self._say(f"metrics not sent: {error}")
+        files = [{"name": name, "bytes": size, "sha256": digests[name]} for name, size in commit.files]
         manifest = {**commit.tree, **self._stamp(), "files": files, "required_files": required}
         self._check_cancel()
         self._store.put_bytes(_json(manifest), f"{folder}/manifest.json")
         self._offer(commit.step, commit.val_loss)
+        self._arrived = {}
         self._done.add(commit.step)
         self.newest = max(self.newest, commit.step)
         self.measured = (commit.bytes, time.monotonic() - started)
         self._say(f"published step {commit.step} ({commit.reason}), {commit.bytes / 1e6:.1f} MB")
+
+    def _send_all(self, commit: Commit, folder: str) -> dict[str, str]:
+        """Every file of the commit, those apart that arrived before a try of it failed. Their sha256 by name."""
+        paths = {f"{folder}/{name}": commit.path / name for name, _ in commit.files}
+        written = {key: path.stat().st_mtime_ns for key, path in paths.items()}
+        self._arrived = {key: kept for key, kept in self._arrived.items() if written.get(key) == kept[0]}
+        with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
+            waiting = [
+                (key, pool.submit(_sha256, path), pool.submit(self._send, path, key))
+                for key, path in paths.items()
+                if key not in self._arrived
+            ]
+            failed = None
+            for key, digest, sent in waiting:
+                failed = failed or sent.exception()
+                if sent.exception() is None:
+                    self._arrived[key] = (written[key], digest.result())
+        if failed is not None:
+            raise failed
+        return {name: self._arrived[f"{folder}/{name}"][1] for name, _ in commit.files}
 
     def prune(self) -> None:
         """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last."""
@@ -181,9 +198,13 @@ class Publisher:
             self._say("the disk is short of room for another checkpoint: only the last and the best stay on it")
             self._prune_disk(self._kept([]))
 
-    def metrics(self) -> None:
-        """metrics.jsonl as it is now, up to its last whole line; likewise what the stages after training appended."""
-        with self._reading:  # the pulse and the uploads call this: an older reading must not be put last
+    def metrics(self, patience_s: float = -1) -> None:
+        """metrics.jsonl as it is now, up to its last whole line; likewise what the stages after training appended.
+        Where somebody else is at it for longer than `patience_s`, it is theirs; -1 waits.
+        """
+        if not self._reading.acquire(timeout=patience_s):
+            return
+        try:  # the pulse and the uploads call this: an older reading must not be put last
             path = self._workdir / "metrics.jsonl"
             content = whole_lines(path.read_bytes()) if path.exists() else b""
             if content:
@@ -194,6 +215,8 @@ class Publisher:
                 if len(content) != self._scalars.get(path.name):
                     self._store.put_bytes(content, f"tb/{path.name}")
                     self._scalars[path.name] = len(content)
+        finally:
+            self._reading.release()
 
     def exported(self) -> list[Path]:
         """Files of complete exports (their meta.json is written last) that are not in the store as they are here."""
@@ -289,11 +312,6 @@ def _held(folder: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             mark.unlink(missing_ok=True)
-
-
-def _all(futures: list[Future[None]]) -> None:
-    for future in futures:
-        future.result()
 
 
 def _finite(value: Any) -> float | None:

@@ -40,6 +40,7 @@ class Stage:
     say: Callable[[str], None]
     check: Callable[[], None] = lambda: None
     pause: Callable[[float], None] = field(default=lambda seconds: None)
+    doubt: bool = False  # bytes that arrive wrong are this node's fault, and not yet the store's
 
 
 class MismatchError(ValueError):
@@ -58,7 +59,7 @@ def clear(workdir: Path) -> None:
 def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
     """Fills <workdir>/data with the dataset, and <workdir>/inputs with base weights where the run names any.
 
-    Raises ValueError when they are not what the run names.
+    Raises ValueError when they are not what the run names, MismatchError when bytes arrive wrong.
     """
     _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / "data", opened)
     if stage.run.weights is not None:
@@ -90,7 +91,10 @@ def _listed(path: Path, sha256: str | None, what: str) -> tuple[InputFile, ...]:
 
 
 def checkpoint(stage: Stage) -> dict[str, Any] | None:
-    """Puts the newest good checkpoint into <workdir>/ckpt and gives its manifest; None: start from scratch."""
+    """Puts the newest good checkpoint into <workdir>/ckpt and gives its manifest; None: start from scratch.
+
+    Raises MismatchError where bytes arrive wrong and the stage doubts this node.
+    """
     sizes = {entry.key: entry.bytes for entry in _retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
     for key in sorted((key for key in sizes if MANIFEST.fullmatch(key)), reverse=True):
         manifest = atomic.parse_object(_retried(stage, partial(stage.store.get_bytes, key), key))
@@ -100,10 +104,10 @@ def checkpoint(stage: Stage) -> dict[str, Any] | None:
             try:
                 _restore(stage, key, manifest)
             except (MismatchError, MissingError) as error:
+                if stage.doubt and isinstance(error, MismatchError):
+                    raise
                 why = str(error)
             else:
-                if isinstance(stage.run.config, KEEPS_BEST):
-                    _best_too(stage, manifest["step"], sizes)
                 return manifest
         stage.say(f"{key} does not verify: {why}")
         _reject(stage, key, why)
@@ -128,13 +132,16 @@ def _reject(stage: Stage, key: str, why: str) -> None:
     stage.store.delete([key])
 
 
-def _best_too(stage: Stage, newest: int, sizes: dict[str, int]) -> None:
+def best_too(stage: Stage, newest: int) -> None:
     """The best checkpoint beside a newer one, for a job that exports the best. One that is gone is only missed."""
+    if not isinstance(stage.run.config, KEEPS_BEST):
+        return
     best = atomic.parse_object(stage.store.get_bytes(BEST)) if _there(stage, BEST) else None
     step = best.get("step") if best else None
     if not isinstance(step, int) or step >= newest:
         return
     key = f"ckpt/step_{step:08d}/manifest.json"
+    sizes = {entry.key: entry.bytes for entry in _retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
     if key not in sizes:
         return
     manifest = atomic.parse_object(_retried(stage, lambda: stage.store.get_bytes(key), key))
@@ -143,6 +150,8 @@ def _best_too(stage: Stage, newest: int, sizes: dict[str, int]) -> None:
         if why is None and manifest is not None:
             _restore(stage, key, manifest, "the best so far, of")
     except (MismatchError, MissingError) as error:
+        if stage.doubt and isinstance(error, MismatchError):
+            raise
         why = str(error)
     if why is not None:
         stage.say(f"{key}, the best so far, does not verify: {why}")

@@ -145,7 +145,10 @@ class S3Store:
         self._transfers = create_transfer_manager(
             self._client,
             TransferConfig(
-                max_concurrency=CONNECTIONS // 2, multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES
+                max_concurrency=CONNECTIONS // 2,
+                multipart_threshold=PART_BYTES,
+                multipart_chunksize=PART_BYTES,
+                preferred_transfer_client="classic",  # the other one knows neither these settings nor `cancel`
             ),
         )
         self._running: set[Any] = set()
@@ -253,7 +256,13 @@ def _client() -> Any:
 def _translated(what: str) -> Iterator[None]:
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
-    from s3transfer.exceptions import CancelledError
+    from s3transfer.exceptions import (
+        CancelledError,
+        RetriesExceededError,
+        S3DownloadFailedError,
+        S3UploadFailedError,
+        S3ValidationError,
+    )
     from urllib3.exceptions import HTTPError
 
     try:
@@ -263,5 +272,14 @@ def _translated(what: str) -> Iterator[None]:
         raise _KINDS.get(code, StoreError)(f"{what}: {error}") from error
     except CancelledError as error:
         raise GivenUpError(f"{what}: given up") from error
-    except (BotoCoreError, Boto3Error, HTTPError, OSError) as error:
+    except (
+        BotoCoreError,
+        Boto3Error,
+        HTTPError,
+        OSError,
+        RetriesExceededError,
+        S3DownloadFailedError,
+        S3UploadFailedError,
+        S3ValidationError,
+    ) as error:
         raise StoreError(f"{what}: {error}") from error

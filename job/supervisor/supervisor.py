@@ -7,6 +7,7 @@ over before it began. Only the first two write done.json, last of all. See endin
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,22 @@ class Supervisor:
             try:
                 self._stage()
                 self.rung = self._first_rung()
+            except staging.MismatchError:
+                raise
             except ValueError as error:  # wrong on every node
                 return endings.finish(self, "failed", str(error))
             return self._conclude(self._train())
         except InterruptedEarlyError:
             self._look()
             return endings.interrupted(self)
+        except staging.MismatchError as error:  # memory or disk of this node, until others have said the same
+            if self._refused < REFUSALS:
+                return endings.crashed(self, f"node refused: {error}", code=endings.REFUSED)
+            return endings.finish(self, "failed", str(error))
         except StoreError as error:
             return endings.crashed(self, f"the store: {error}")
+        except OSError as error:
+            return endings.crashed(self, f"this node's disk: {error}")
         finally:
             if self._child is not None:
                 self._child.kill()
@@ -100,7 +109,7 @@ class Supervisor:
         if earlier:
             atomic.write_bytes(self.world.log.path, earlier)
         self.record = attempts.Record(self.store, self.node.instance)
-        self.earlier = attempts.read(self.store, self.run_file, but=self.node.instance)
+        self.earlier = attempts.read(self.store, self.run_file, but=self.node)
         self.meter = Meter(
             rates=self.run_file.rates(self.node.type, self.node.zone),
             launched_at=self.node.launched_at,
@@ -139,6 +148,7 @@ class Supervisor:
             say=self.say,
             check=self._check_early,
             pause=self.world.sleep,
+            doubt=self._refused < REFUSALS,
         )
 
     def _resume(self) -> None:
@@ -146,7 +156,8 @@ class Supervisor:
         manifest = staging.checkpoint(self._staging)
         self.resumed_step = 0 if manifest is None else manifest["step"]
         if manifest is not None:
-            self.publisher.resumed(manifest)
+            self.publisher.resumed(manifest)  # before anything may end this attempt: it prunes what it does not know of
+            staging.best_too(self._staging, self.resumed_step)
             metrics = self.store.get_bytes("metrics.jsonl")
             if metrics:
                 atomic.write_bytes(self.workdir / "metrics.jsonl", metrics)
@@ -182,6 +193,8 @@ class Supervisor:
             self._tell("accept.json", {"refused": self._refused})
         while self.cause is None:
             self.record.update(floor=self.rung)
+            with suppress(OSError):  # what an earlier start left says nothing of this one
+                (self.workdir / "rung.json").unlink(missing_ok=True)
             self._child = self.world.start(self.rung)
             self.progress.grew_at = self.clock()
             while (code := self._child.poll()) is None:
@@ -208,6 +221,7 @@ class Supervisor:
         said = self._unreadable
         if not staging.set_aside(self._staging, said.get("step"), str(said.get("problem"))):
             return False
+        endings.drain(self, self.clock() + endings.CRASH_S)
         shutil.rmtree(self.workdir / "ckpt", ignore_errors=True)
         self._resume()
         return True

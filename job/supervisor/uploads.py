@@ -54,8 +54,8 @@ class Uploader:
         self._newest_first = True
 
     def fast(self) -> None:
-        """Forgets a pause after a failure: there is no time for it."""
-        self._not_before = 0.0
+        """Forgets pauses after failures: there is no time for them."""
+        self._pause_s, self._not_before = BACKOFF_S[0], 0.0
 
     @property
     def idle(self) -> bool:
@@ -85,7 +85,7 @@ class Uploader:
         elif isinstance(error, StoreError):
             self._say(f"{what} not published: {error}; again in {self._pause_s:.0f} s")
             self._not_before = self._clock() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
+            self._pause_s = BACKOFF_S[0] if self._newest_first else min(2 * self._pause_s, BACKOFF_S[1])
         elif isinstance(error, OSError | KeyError | TypeError | ValueError):
             self._say(f"{what} cannot be published: {type(error).__name__}: {error}")
             if commit is None:  # an export replaced while it was sent: later

@@ -75,7 +75,9 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
     except WorkdirBusyError as error:
         say(str(error))
         return BUSY  # nothing is written: the folder is somebody else's
-    except preflight.NodeRefusedError as error:
+    except device.NodeRefusedError as error:
+        if not (workdir / preflight.RESULT).exists():
+            atomic.write_json(workdir / preflight.RESULT, {"ranks": [], "problems": [str(error)]})
         say(f"this node is refused: {error}")
         code = REFUSED
     except CheckpointDamagedError as error:
@@ -83,7 +85,8 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         say(f"{error}; another start takes the one before it, if there is one")
         code = UNREADABLE
     except ValueError as error:
-        atomic.write_json(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
+        if workdir.is_dir():
+            atomic.write_json(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
         say(f"fatal: {error}")
         code = FATAL
     else:

@@ -113,7 +113,8 @@ class Checkpoints:
         """Reads the tensors into `state`'s own: of each, this rank's part. However many ranks wrote them.
 
         Raises CheckpointDamagedError on every rank where one of them cannot, after which `newest` gives the one before
-        it, if there is one: what is alone stays, and no run begins again because of it.
+        it, if there is one: what is alone stays, and no run begins again because of it. What is this node's fault
+        (memory, disk, GPU) is raised as it is.
         """
         problem: str | None = None
         try:
@@ -124,8 +125,8 @@ class Checkpoints:
             )
         except CheckpointException as error:
             (cause, _), *_ = error.failures.values()
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise
+            if isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError):
+                raise cause from error  # of this node, and says nothing of the checkpoint
             problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:

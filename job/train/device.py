@@ -39,7 +39,11 @@ UTILIZATION_SAMPLES = 60  # five minutes
 
 
 class DeviceRefusedError(ValueError):
-    """The run config asks for a device that is not there, or cannot do what it asks for."""
+    """The device cannot do what the run config asks for, on any node of its kind."""
+
+
+class NodeRefusedError(Exception):
+    """This node is not what it was rented as, or not worth its price."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,15 +92,15 @@ class Device:
 
 
 def choose(wanted: str, *, bf16: bool, local_rank: int = 0) -> Device:
-    """This rank's device of the kind that a run config names. Raises DeviceRefusedError: never a silent CPU run, never
-    an emulated bf16.
+    """This rank's device of the kind that a run config names: never a silent CPU run, never an emulated bf16. Raises
+    DeviceRefusedError, and NodeRefusedError where CUDA does not start: nvidia-smi may list GPUs all the same.
     """
     if wanted == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
         name = platform.machine()
         return Device(torch=torch.device("cpu"), name=name, count=0, memory_gb=memory, driver=None, peak_tflops=None)
     if not torch.cuda.is_available():
-        raise DeviceRefusedError(
+        raise NodeRefusedError(
             "the run config says device: cuda and there is no CUDA device: check the instance type and the driver, or "
             "set job.parameters.device: cpu"
         )

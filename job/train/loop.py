@@ -151,7 +151,7 @@ class Loop:
                         self._note(self.session.checkpoints.wait())
                     self._saved_at, self._wished = time.monotonic(), False
                     self._stall.begin(self._saved_at - began)
-                self._heed(phase, state, stop)
+                self._heed(phase, state, stop, val_loss)
                 if self.step == started + 1:
                     gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
         self._journal.compare(phase)
@@ -279,14 +279,18 @@ class Loop:
         stop = self.session.requests.stop() if self.world.first else None
         return None if stop is None else (stop.reason, stop.save)
 
-    def _heed(self, phase: Phase, state: State | None, stop: tuple[str, bool] | None) -> None:
-        """Once per optimizer step. `state` None: this step's checkpoint is on its way already."""
+    def _heed(
+        self, phase: Phase, state: State | None, stop: tuple[str, bool] | None, val_loss: float | None = None
+    ) -> None:
+        """Once per optimizer step. `state` None: this step's checkpoint is on its way already. `val_loss`: this step's
+        evaluation, which its checkpoint must tell: no resume repeats it.
+        """
         if stop is None:
             return
         reason, save = stop
         if save:
             if state is not None:
-                self._save(phase, state, "stop", None)
+                self._save(phase, state, "stop", val_loss)
             self._note(self.session.checkpoints.wait())
         self.session.say(f"stopped after step {self.step}: {reason}")
         raise Stopped(reason)

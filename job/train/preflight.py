@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from job import atomic
-from job.train.device import Device, bandwidth_gb_s
+from job.train.device import Device, NodeRefusedError, bandwidth_gb_s
 from job.train.parallel import World
 
 RESULT, ACCEPT = "preflight.json", "accept.json"
@@ -34,10 +34,6 @@ THROTTLED = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.hw_thermal_sl
 SMI_S = 20.0
 LIMIT_S = 60.0  # for one rank's measurements, which take some seconds
 BEST_OF = 3
-
-
-class NodeRefusedError(Exception):
-    """This node is not worth its price."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,8 @@ from job.train import parallel
 from job.train.data import mix
 from job.train.experiment import Experiment, Output, Work
 
+GRAPHS = 16  # of one phase's block, one more is an error: sizes of micro-batches, training and evaluation, take up to 8
+
 
 class StepResult(NamedTuple):
     """One optimizer step, on the device: nothing is read back until it is logged."""
@@ -64,12 +66,15 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
     whether anything is compiled.
     """
     blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []
+    if not blocks:
+        yield False
+        return
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     try:
-        yield bool(blocks)
+        with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+            yield True
     finally:
         for block in blocks:
             del block.forward
-        if blocks:
-            torch.compiler.reset()  # graphs of all phases share one cache: more than 8 (12 + 4 windows) are an error
+        torch.compiler.reset()  # graphs of all phases share one cache

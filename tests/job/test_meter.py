@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import runs
 
-from job.run_file import Limits, Rates, load
+from job.run_file import Limits, Node, Rates, load
 from job.supervisor import attempts
 from job.supervisor.meter import Meter, spot_history
 from job.supervisor.store import FolderStore
@@ -178,9 +178,11 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     record(store, "i-old", 2000, {"code": 75, "notice": True, "at": iso(6000)}, None)
     record(store, "i-crashed", 9000, {"code": 1, "notice": False, "at": iso(9030)}, None)
     record(store, "i-silent", 9500, None, None)
-    record(store, "i-me", 9900, None, None)
-    found = {attempt.instance: attempt for attempt in attempts.read(store, run, but="i-me")}
-    assert list(found) == ["i-killed", "i-noticed", "i-old", "i-crashed", "i-silent"]
+    record(store, "i-silent-too", 9700, None, None)
+    record(store, "i-me", 19900, None, None)
+    me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=1_800_019_900)
+    found = {attempt.instance: attempt for attempt in attempts.read(store, run, but=me)}
+    assert list(found) == ["i-killed", "i-noticed", "i-old", "i-crashed", "i-silent", "i-silent-too"]
 
     killed = found["i-killed"]
     assert (killed.seconds, killed.compute_usd, killed.last_step) == (Decimal("600.000"), Decimal("0.0900"), 40)
@@ -196,4 +198,6 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     assert found["i-old"].seconds == 4000
     assert found["i-old"].free_usd == 0  # past its first hour
     assert found["i-crashed"].seconds == 60  # a minute at least
-    assert found["i-silent"].compute_usd == Decimal("0.0060")
+    assert found["i-silent"].seconds == 200  # until the next one came
+    assert found["i-silent"].compute_usd == Decimal("0.0200")
+    assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity

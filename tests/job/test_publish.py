@@ -336,3 +336,35 @@ def test_a_disk_short_of_room_keeps_the_best_beside_the_last(tmp_path: Path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     made.prune()
     assert [found.step for found in commits(tmp_path / "w")] == [3, 9]
+
+
+def test_a_try_that_failed_late_sends_again_only_what_had_not_arrived(tmp_path: Path) -> None:
+    bench, keys = Bench(tmp_path), []
+
+    def fault(_: int, key: str) -> StoreError | None:
+        keys.append(key)
+        return StoreError("503") if key.endswith("manifest.json") and keys.count(key) == 1 else None
+
+    commit(tmp_path / "w", 3, "c")
+    made = publisher(bench, FaultyStore(bench.store, fault))
+    with pytest.raises(StoreError, match="503"):
+        made.publish(made.pending()[0])
+    commit(tmp_path / "w", 3, "c")  # written anew: what arrived is not this
+    made.publish(made.pending()[0])
+    assert keys.count("ckpt/step_00000003/w.bin") == 2
+    keys.clear()
+    commit(tmp_path / "w", 6, "c")
+    with pytest.raises(StoreError, match="503"):
+        made.publish(made.pending()[0])
+    made.publish(made.pending()[0])
+    assert keys.count("ckpt/step_00000006/w.bin") == 1
+    assert bench.manifests() == [3, 6]
+
+
+def test_a_log_that_cannot_be_sent_does_not_keep_a_checkpoint_back(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c")
+    (tmp_path / "w" / "metrics.jsonl").write_text('{"step": 3}\n')
+    made = publisher(bench, FaultyStore(bench.store, lambda _, key: StoreError("503") if "metrics" in key else None))
+    made.publish(made.pending()[0])
+    assert bench.manifests() == [3]

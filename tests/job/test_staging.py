@@ -33,7 +33,10 @@ def resume(bench: Bench, store: Any = None) -> dict[str, Any] | None:
     workdir = bench.folder / "next"
     run = load(_run_json(bench, workdir))
     said: list[str] = []
-    found = staging.checkpoint(staging.Stage(store=store or bench.store, run=run, workdir=workdir, say=said.append))
+    stage = staging.Stage(store=store or bench.store, run=run, workdir=workdir, say=said.append)
+    found = staging.checkpoint(stage)
+    if found is not None:
+        staging.best_too(stage, found["step"])
     bench.output.write("\n".join(said).encode())
     return found
 
@@ -160,3 +163,13 @@ def test_a_best_checkpoint_that_is_damaged_is_missed_and_said(bench: Bench, monk
     bench.store.put_bytes(state(7), "ckpt/step_00000003/w.bin")
     assert (resume(bench) or {})["step"] == 6
     assert "the best so far, does not verify: ckpt/step_00000003/w.bin: sha256 is" in bench.said
+
+
+def test_bytes_that_arrive_wrong_on_a_doubted_node_reject_nothing(bench: Bench) -> None:
+    bench.store.put_bytes(state(7), "ckpt/step_00000006/w.bin")
+    workdir = bench.folder / "next"
+    run = load(_run_json(bench, workdir))
+    stage = staging.Stage(store=bench.store, run=run, workdir=workdir, say=lambda text: None, doubt=True)
+    with pytest.raises(staging.MismatchError, match="sha256 is"):
+        staging.checkpoint(stage)
+    assert bench.manifests() == [3, 6]

@@ -112,6 +112,22 @@ def test_a_cancelled_upload_raises_and_leaves_no_object(tmp_path: Path) -> None:
         store.put_file(tmp_path / "w.bin", "w.bin")
 
 
+@pytest.mark.parametrize("name", ["RetriesExceededError", "S3DownloadFailedError", "S3ValidationError"])
+def test_what_the_transfer_itself_gives_up_is_a_store_error(client: Any, tmp_path: Path, name: str) -> None:
+    from s3transfer import exceptions
+
+    error = exceptions.RetriesExceededError(TimeoutError()) if name.startswith("R") else getattr(exceptions, name)("x")
+
+    class Transfer:
+        def result(self) -> None:
+            raise error
+
+    store = S3Store("s3://bucket/r1", client=client)
+    store._transfers = type("Manager", (), {"download": lambda *_: Transfer()})()
+    with pytest.raises(StoreError, match=r"download of w\.bin"):
+        store.get_file("w.bin", tmp_path / "w.bin")
+
+
 def test_an_s3_that_does_not_answer_is_a_store_error(tmp_path: Path) -> None:
     from botocore.config import Config
 

@@ -43,6 +43,19 @@ def test_the_next_attempt_on_the_same_type_begins_on_that_rung(tmp_path: Path) -
     assert bench.trainers[-1].rung == 1
 
 
+def test_a_rung_that_an_earlier_start_left_does_not_count_for_the_next(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def full(trainer: FakeTrainer) -> int:
+        if len(bench.trainers) == 1:  # the others run out of memory before they have chosen a rung
+            atomic.write_json(trainer.workdir / "rung.json", {"rung": 0, "lower": 1})
+        return 69
+
+    assert bench.attempt(script=dict.fromkeys(range(1, STEPS), full)).run() == 70
+    rungs = [trainer.rung for trainer in bench.trainers]
+    assert rungs == list(range(len(rungs)))
+
+
 def unreadable(trainer: FakeTrainer) -> int | None:
     """Script: the checkpoint of step 5 cannot be read."""
     if trainer.began_at != 5:

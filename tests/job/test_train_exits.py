@@ -130,13 +130,15 @@ def test_sigterm_is_a_stop_with_a_save(tmp_path: Path) -> None:
     assert (stop.reason, stop.save) == ("SIGTERM", True)
 
 
-def test_cuda_without_a_cuda_device_is_fatal_and_says_what_to_do(
+def test_cuda_without_a_cuda_device_refuses_the_node_and_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     workdir = world.make(tmp_path, device="cuda")
-    assert world.train(workdir) == 65
-    assert "there is no CUDA device" in fatal(workdir)
+    assert world.train(workdir) == 71
+    (problem,) = json.loads((workdir / "preflight.json").read_text())["problems"]
+    assert "there is no CUDA device" in problem
+    assert not (workdir / "fatal.json").exists()
     assert not (workdir / "metrics.jsonl").exists()
 
 

@@ -22,6 +22,7 @@ from job.config import from_json
 from job.experiments.kernel import Kernel
 from job.experiments.pretrain import Pretrain
 from job.experiments.tinystories_growth import TinystoriesGrowth
+from job.supervisor.publish import commits
 from job.train import metrics, step
 from job.train.checkpoint import Checkpoints, Commit, Saved, State
 from job.train.stall import Stall
@@ -205,3 +206,11 @@ def test_kernel_sft_cut_while_it_generates_needs_no_step_again(tmp_path: Path, m
     monkeypatch.setattr(step, "update", never)
     assert world.train(workdir) == 0
     assert len(kernel.lines(workdir, "candidates")) == 2
+
+
+def test_a_stop_in_a_phases_last_step_saves_its_evaluation_with_it(tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, STEPS)) == 75
+    (newest,) = (commit for commit in commits(workdir) if commit.step == STEPS)
+    assert newest.reason == "stop"
+    assert newest.val_loss == world.records(workdir)[-1]["val_loss"] is not None
