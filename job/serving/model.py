@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -64,7 +65,9 @@ class Served:
 
 
 def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
-    """The model in `folder`, products in fp32. Raises ValueError when it is not a character model's or is damaged."""
+    """The model in `folder`, products in fp32. Raises ValueError when it is not a character model's, is damaged, or the
+    device cannot take it.
+    """
     meta = atomic.read_object(folder / META)
     if meta is None or not (folder / WEIGHTS).is_file():
         raise ValueError(
@@ -78,15 +81,23 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
         )
     try:
         shape = CharModel(**{f.name: meta["shape"][f.name] for f in fields(CharModel)})
-        sequence, expected = int(meta["sequence"]), int(meta["files"][0]["bytes"])
-        if (size := (folder / WEIGHTS).stat().st_size) != expected:
-            raise ValueError(f"{WEIGHTS} is {size} bytes, {META} says {expected}: copy it again")
+        sequence, entry = int(meta["sequence"]), meta["files"][0]
+        if (size := (folder / WEIGHTS).stat().st_size) != int(entry["bytes"]):
+            raise ValueError(f"{WEIGHTS} is {size} bytes, {META} says {entry['bytes']}: copy it again")
+        with (folder / WEIGHTS).open("rb") as file:  # reads what is mapped below, about 1 s per GiB
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                raise ValueError(f"{WEIGHTS} is damaged: its sha256 is not the one in {META}; copy it again")
         with torch.device("meta"):
             module = CharGpt(shape)
-        module.load_state_dict(load_file(folder / WEIGHTS, device=str(device)), assign=True)
+        module.load_state_dict(load_file(folder / WEIGHTS), assign=True)
     except (KeyError, IndexError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder}: damaged export ({type(error).__name__}: {error}); copy it again") from error
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+    try:
+        module.to(device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # no such device, no driver, no memory; not built in
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"{folder}: cannot be put on device {str(device)!r} ({said}); try --device cpu") from error
     name = f"m{shape.layers}x{shape.width} step {meta.get('step')}"
     return Served(module=module.eval(), name=name, sequence=sequence, meta=meta)

@@ -146,6 +146,7 @@ def test_a_bad_body_is_answered_with_what_is_allowed(running: Server, body: Any,
         ("GET", "/", None, 404, "there are /health, /info, /generate"),
         ("POST", "/v1/completions", {}, 404, "there is no /v1/completions"),
         ("POST", "/generate", b"1" * 65_537, 413, "at most 65536"),
+        ("POST", "/generate", b"1" * 1_000_000, 413, "at most 65536"),  # whole before the answer is read
     ],
 )
 def test_a_wrong_method_path_or_size_is_refused(
@@ -161,6 +162,8 @@ def test_a_wrong_method_path_or_size_is_refused(
     [
         (b"POST /generate HTTP/1.1\r\nHost: x\r\n\r\n", b"411", b"Content-Length is missing"),
         (b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"411", b"not chunked"),
+        (b"POST /generate HTTP/1.1\r\nContent-Length: 65537\r\n\r\n", b"413", b"65537 bytes; at most 65536"),
+        (b"POST /generate HTTP/1.1\r\nContent-Length: " + b"9" * 5_000 + b"\r\n\r\n", b"413", b"at most 65536"),
         (b"POST /generate HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"400", b"'-5' is not a number of bytes"),
         (
             b"POST /generate HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -174,7 +177,7 @@ def test_a_wrong_method_path_or_size_is_refused(
     ],
 )
 def test_a_broken_request_is_refused_in_json_and_the_connection_closed(
-    running: Server, head: bytes, status: bytes, said: bytes
+    running: Server, head: bytes, status: bytes, said: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_connection(running.server_address[:2], timeout=20) as raw:
         raw.sendall(head)
@@ -183,6 +186,13 @@ def test_a_broken_request_is_refused_in_json_and_the_connection_closed(
     assert said in answer
     assert answer.count(b"HTTP/1.1 ") <= 1  # and its body is not taken for another request
     assert "error" in json.loads(answer.rpartition(b"\r\n")[2])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_length_with_leading_zeros_is_a_length(running: Server) -> None:
+    body = {"prompt": "1", "max_tokens": 1}
+    stated = f"{len(json.dumps(body)):06}"
+    assert ask(running, "POST", "/generate", body, **{"Content-Length": stated})[0] == 200
 
 
 def test_a_full_server_says_come_again_and_serves_on(running: Server) -> None:

@@ -103,3 +103,70 @@ def test_the_generation_of_a_client_that_left_ends(
         running.free.release()
     assert all(free)
     assert ask(running, "GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "begun", [b"GET /health HTTP/1.1\r\nX: ", b"POST /generate HTTP/1.1\r\nContent-Length: 9999\r\n\r\n"]
+)
+def test_a_request_that_comes_byte_by_byte_is_dropped(
+    begun: bytes, running: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "PATIENCE_S", 0.3)
+    with socket.create_connection(running.server_address[:2], timeout=0.05) as client:
+        client.sendall(begun)
+        answer = None
+        for _ in range(200):  # each waits as long as the socket's timeout
+            try:
+                client.sendall(b"1")
+                answer = client.recv(1)
+                break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                answer = b""
+                break
+    assert answer == b""
+
+
+def test_a_slow_request_leaves_the_time_of_the_next_and_of_writes_alone(
+    running: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    real = serving.Incoming.readinto
+
+    def noted(incoming: serving.Incoming, buffer: Any) -> int:
+        waited.append(incoming.deadline)
+        try:
+            return real(incoming, buffer)
+        finally:
+            assert incoming.connection.gettimeout() == serving.PATIENCE_S
+
+    monkeypatch.setattr(serving.Incoming, "readinto", noted)
+    with closing(http.client.HTTPConnection(*running.server_address[:2], timeout=20)) as connection:
+        for _ in range(2):
+            connection.request("GET", "/health")
+            assert connection.getresponse().read()
+    assert waited[0] < waited[1]
+
+
+def test_connections_beyond_the_room_are_told_to_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving, "CONNECTIONS", 2)
+    with served(tmp_path / "final") as server:
+        silent = [socket.create_connection(server.server_address[:2], timeout=20) for _ in range(2)]
+        for _ in range(3):
+            with socket.create_connection(server.server_address[:2], timeout=20) as client:
+                head, _, content = b"".join(iter(lambda: client.recv(4096), b"")).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"Retry-After: 1" in head
+            assert f"Content-Length: {len(content)}".encode() in head
+            assert json.loads(content) == {"error": "2 connections are open already; try again in a moment"}
+        for client in silent:
+            client.close()
+        for _ in silent:
+            assert server.room.acquire(timeout=20)
+        for _ in silent:
+            server.room.release()
+        assert ask(server, "GET", "/health")[0] == 200
+    assert capsys.readouterr().err == ""
