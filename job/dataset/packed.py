@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from job.config.sft import SftConfig
 from job.dataset import prepare
-from job.dataset.chat import Chats, Conversation, GeneratedPairs, JsonlChats
+from job.dataset.chat import Chats, GeneratedPairs, JsonlChats
 from job.dataset.packing import Example, Packing, Split, order, pack
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import (
@@ -124,12 +124,12 @@ def prepare_packed(
     }
     rows = {split: pack(examples, how) for split, examples in splits.items()}
     names = {split: _names(split, len(found), how.row) for split, found in rows.items()}
-    asked = {read.conversations[i] for i in sorted(held)[: how.prompts]}
+    prompts = _prompts(chats, [read.conversations[i] for i in sorted(held)], renderer, how)
 
     def write(made: Path) -> None:
         for split, examples in splits.items():
             _write_rows(made, names[split], examples, rows[split], how.row, tokenizer.vocab)
-        _write_prompts(made / PROMPTS, chats, asked, renderer)
+        (made / PROMPTS).write_text("".join(prompts), encoding="utf-8")
         if how.texts:
             numbers = [number for i, number in enumerate(read.conversations) if i not in held]
             _write_texts(made / TEXTS, chats, [[numbers[i] for i in row] for row in rows["train"]])
@@ -142,7 +142,7 @@ def prepare_packed(
         "tokenizer_id": tokenizer.id,
         "template": template.name,
         "stop": renderer.end,
-        "prompts": len(asked),
+        "prompts": len(prompts),
     }
     manifest = prepare.publish(
         folder,
@@ -268,13 +268,23 @@ def _flat(values: NDArray[Any]) -> array[int]:
     return flat
 
 
-def _write_prompts(path: Path, chats: Chats, asked: set[int], renderer: Renderer) -> None:
-    lines = []
-    found: Iterator[tuple[int, Conversation]] = (item for item in enumerate(chats.conversations()) if item[0] in asked)
-    for _, turns in itertools.islice(found, len(asked)):
-        tree = {"prompt": turns[-2].text, "tokens": renderer.prompt(turns), "reference": turns[-1].text}
-        lines.append(json.dumps(tree, ensure_ascii=False) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
+def _prompts(chats: Chats, held_out: Sequence[int], renderer: Renderer, how: Packing) -> list[str]:
+    """A line for each of the first held-out questions that are no longer than a training example: answers are made
+    side by side, and one whole conversation would take all the memory.
+    """
+    lines: list[str] = []
+    left = set(held_out)
+    for number, turns in enumerate(chats.conversations()):
+        if len(lines) == how.prompts or not left:
+            break
+        if number not in left:
+            continue
+        left.remove(number)
+        tokens = renderer.prompt(turns)
+        if len(tokens) <= how.longest:
+            tree = {"prompt": turns[-2].text, "tokens": tokens, "reference": turns[-1].text}
+            lines.append(json.dumps(tree, ensure_ascii=False) + "\n")
+    return lines
 
 
 def _write_texts(path: Path, chats: Chats, rows: list[list[int]]) -> None:

@@ -258,6 +258,10 @@ class Attention(nn.Module):
             assert isinstance(packed, Tensor)
             return packed.view_as(q_RTHD)
         q, k, v = (x.transpose(1, 2) for x in (q_RTHD, k_RSHD, v_RSHD))
+        if self.group > 1 and q.shape[2] == 1 and layout.mask is not None:  # decoding: a group's heads as its queries
+            grouped = q.view(len(q), k.shape[1], self.group, self.head_dim)
+            y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=layout.mask)
+            return y.view(len(q), 1, -1, self.head_dim)
         if self.group > 1:  # the kernels that take a mask take no groups
             k, v = k.repeat_interleave(self.group, dim=1), v.repeat_interleave(self.group, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None)

@@ -171,6 +171,17 @@ def test_held_out_questions_are_kept_with_their_answers(tmp_path: Path) -> None:
         assert any(str(prompt["tokens"])[1:-1] in str(row) for row in held)
 
 
+def test_no_question_is_longer_than_an_example_of_training(tmp_path: Path) -> None:
+    turn = [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "the answer"}]
+    endless = {"messages": turn * 30}  # its first answer lies within data.longest, its last question far beyond
+    path, file = jsonl(tmp_path, *PAIRS, *[endless] * 40), bpe(tmp_path, *LLAMA)
+    config = replace(CONFIG, data=ChatData(row=128, longest=64, held_out=0.5), eval=RowEval(prompts=200))
+    manifest = packed.prepare_sft(tmp_path / "data", config, text=path, tokenizer=file)
+    prompts = [json.loads(line) for line in (tmp_path / "data" / packed.PROMPTS).read_text().splitlines()]
+    assert max(len(prompt["tokens"]) for prompt in prompts) <= 64
+    assert 20 < len(prompts) == manifest.facts["prompts"] < manifest.facts["held_out_examples"]
+
+
 def test_mistakes_in_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
     path = jsonl(
         tmp_path,
