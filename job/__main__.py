@@ -62,12 +62,12 @@ def supervise(run_json: Path) -> int:
     terminated: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))
     workdir, environment = run_json.parent, os.environ
-    log = Log(workdir / "job.log")
     try:
         run, node = load(run_json), Node.of(environment, time.time())
-    except ValueError as error:  # the same on every node: the run ends here
-        log.say(f"fatal: {error}")
+    except ValueError as error:  # the same on every node: the run ends here, and nothing is written beside the file
+        sys.stdout.write(f"fatal: {error}\n")
         return FAILED
+    log = Log(workdir / "job.log")
     gpus = machine.gpus() if run.config.device == "cuda" else ()
     ranks = sizing.ranks(run.config, len(gpus))
     ended = workdir / "ended.json" if ranks > 1 else None

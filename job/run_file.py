@@ -10,7 +10,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from job import atomic
 from job.config import JobConfig, from_json
 from job.supervisor.metadata import epoch
 
@@ -126,9 +125,7 @@ class Node:
 
 def load(path: Path) -> RunFile:
     """Raises ValueError with what is wrong."""
-    tree = atomic.read_object(path)
-    if tree is None or tree.get("schema") != 1:
-        raise ValueError(f"{path}: not a run config of schema 1")
+    tree = _document(path)
     try:
         limits, job, dataset = tree["limits"], tree["job"], tree["inputs"]["dataset"]
         weights = tree["inputs"].get("base_weights")
@@ -152,6 +149,23 @@ def load(path: Path) -> RunFile:
     except (KeyError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     return run
+
+
+def _document(path: Path) -> dict[str, Any]:
+    wanted = "name the run.json of a run, as `gpufleet results` brings it"
+    try:
+        tree = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {wanted}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); it is cut or damaged: bring it again, or {wanted}") from error
+    if not isinstance(tree, dict) or "schema" not in tree:
+        raise ValueError(f"{path}: JSON, but no run config: it has no `schema`; {wanted}")
+    if tree["schema"] != 1:
+        raise ValueError(
+            f"{path}: a run config of schema {tree['schema']!r}, and this code reads 1; use its own version"
+        )
+    return tree
 
 
 def _inputs(entry: Mapping[str, Any]) -> Dataset:

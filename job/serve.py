@@ -6,7 +6,9 @@ Bound to this machine alone unless --host says otherwise: there is no password. 
 from __future__ import annotations
 
 import argparse
+import errno
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -29,9 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         served = open_model(args.folder, device=args.device)
-        server = Server((args.host, args.port), served)
-    except (ValueError, OSError, OverflowError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         sys.stderr.write(f"{error}\n")
+        return 2
+    try:
+        server = Server((args.host, args.port), served)
+    except (OSError, OverflowError) as error:
+        sys.stderr.write(f"{refusal(args.host, args.port, error)}\n")
         return 2
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -46,6 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         server.serve_forever(poll_interval=0.1)
     return 0
+
+
+def refusal(host: str, port: int, error: OSError | OverflowError) -> str:
+    """What is wrong with --host or --port, and what to give instead."""
+    if isinstance(error, OverflowError):
+        return f"--port {port}: 0 to 65535 are allowed; 0 takes a free one"
+    why = error.strerror or str(error)
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"--host {host}: no IPv4 address of this machine ({why}); 127.0.0.1 serves this machine alone, 0.0.0.0 the "
+            "network too"
+        )
+    if error.errno == errno.EADDRINUSE:
+        return f"--port {port} on {host} is in use; --port 0 takes a free one"
+    return f"--port {port} on {host}: {why}; --port 0 takes a free one"
 
 
 if __name__ == "__main__":

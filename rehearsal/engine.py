@@ -47,7 +47,7 @@ class Result:
     """What one command did."""
 
     ok: bool
-    changes: Mapping[str, int]  # by operation; a resource left alone counts as `same`
+    changes: Mapping[str, int]  # by operation; a resource left alone counts as `same`; InProcess: `kept`, at a destroy
     steps: tuple[Step, ...]
     diagnostics: str  # what the user reads under Diagnostics
     outputs: Mapping[str, Any]  # of a preview: what is known before anything exists
@@ -231,19 +231,19 @@ class InProcess(Engine):
 
     def destroy(self) -> Result:
         """In the reverse order of creation."""
-        deleted = []
+        deleted, kept = [], 0
         created = json.loads(self._state.read_text())["resources"] if self._state.exists() else []
         for resource in reversed(created):
             if not resource["id"] or resource["options"]["retain_on_delete"]:
+                kept += bool(resource["id"])
                 continue
             self._say(f"delete {resource['type']} {resource['name']}")
             aws = Aws(environment=self._environment, region=resource["region"])
             handler(resource["type"]).delete(aws, resource["id"], resource["state"])
             deleted.append(Step(operation="delete", type=resource["type"], name=resource["name"]))
         self._state.unlink(missing_ok=True)
-        return Result(
-            ok=True, changes={"delete": len(deleted)}, steps=tuple(deleted), diagnostics="", outputs={}, text=""
-        )
+        changes = {"delete": len(deleted), **({"kept": kept} if kept else {})}
+        return Result(ok=True, changes=changes, steps=tuple(deleted), diagnostics="", outputs={}, text="")
 
     def outputs(self) -> dict[str, Any]:
         return dict(json.loads(self._state.read_text())["outputs"]) if self._state.exists() else {}

@@ -139,7 +139,9 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
         handled = resumption.kind == "notice"
         yield Check(
             name="steps lost on a handled notice" if handled else "steps repeated after a loss without notice",
-            figure=f"{resumption.lost} (last logged {resumption.last_step}, resumed at {resumption.resumed_step})",
+            figure=(
+                f"{resumption.lost} (last logged {resumption.last_step}, resumed after step {resumption.resumed_step})"
+            ),
             held=resumption.lost == 0 if handled else 0 < resumption.resumed_step <= resumption.last_step,
         )
         if resumption.started_s is not None:

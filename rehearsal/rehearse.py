@@ -45,7 +45,7 @@ class Rehearsal:
     """One rehearsal: where it works, what it works on, and what it has seen."""
 
     definition: StackDefinition  # the rehearsal's form
-    folder: Path  # rehearsals/<stack>/<run>
+    folder: Path  # rehearsals/<stack>/<run>.unfinished
     project: Path  # the scratch project
     root: Path  # the user's project
     timeline: Timeline
@@ -71,8 +71,19 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
             f"{path.name} cannot be rehearsed: a rehearsal trains on this machine's CPU. Add a `rehearsal` section "
             "that lays `device: cpu` and a small model over job.parameters, as stacks/tinystories-growth.yaml does."
         )
-    folder = root / "rehearsals" / definition.name / definition.run.id
-    shutil.rmtree(folder, ignore_errors=True)
+    finished = root / "rehearsals" / definition.name / definition.run.id
+    with scratch.held(finished.parent):
+        folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
+        shutil.rmtree(folder, ignore_errors=True)
+        code = _attempt(path, definition, folder, root, out)
+        if code == 0:
+            shutil.rmtree(finished, ignore_errors=True)
+            folder.rename(finished)
+    return code
+
+
+def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, out: Callable[[str], None]) -> int:
+    """The rehearsal, in a new `folder`."""
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path)})
     timeline = Timeline(folder / "timeline.jsonl", out=out)
     out(
@@ -110,10 +121,11 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
         out(f"\nFAILED after {timeline.seconds:.0f} s, at {error}\nEverything it left is in {_shown(project, root)}")
         return 1
     except KeyboardInterrupt:
-        shutil.rmtree(project, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         out("\nStopped. Every process of the rehearsal has ended; its scratch project is removed.")
         return 130
     shutil.rmtree(project)
+    timeline.sort()
     return 0
 
 
@@ -146,7 +158,8 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
         checks = evidence.checks(rehearsal)
     with step(rehearsal, "destroy"):
         destroyed = _ok(rehearsal.engine.destroy())
-        timeline.add("destroy", f"destroy: {_changes(destroyed)}")
+        asked = " (the bucket and what belongs to it, as asked)" if "kept" in destroyed.changes else ""
+        timeline.add("destroy", f"destroy: {_changes(destroyed)}{asked}")
     with step(rehearsal, "sweep"):
         swept = command(rehearsal, "sweep", name)
         left = evidence.leftovers(rehearsal)

@@ -52,7 +52,7 @@ def write(
     out(f"        sweep: {swept.strip().splitlines()[-1]}")
     told = json.dumps(summary(rehearsal, evidence, checks), indent=1)
     (folder / "summary.json").write_text(told + "\n", encoding="utf-8")
-    place = folder.relative_to(rehearsal.root)
+    place = folder.with_suffix("").relative_to(rehearsal.root)  # where it will be in a moment: all of it has held
     out(f"\nFiles: {place}/{{bill.json, receipt.json, summary.json, timeline.jsonl, loss.png, results/}}")
     out(closing(checks, rehearsal.timeline.seconds))
 

@@ -6,13 +6,42 @@ prices: those of the project from which it is made. Nothing of the user's enviro
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from infra.catalog import files, project_prices
+from infra.errors import GpufleetError
 from rehearsal.engine import write_project
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """`folder` for this process alone. Raises GpufleetError: another one rehearses in it, or it cannot be written."""
+    path = folder / ".lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a+", encoding="ascii")
+    except OSError as error:
+        raise GpufleetError(
+            f"{folder}: a rehearsal writes there and cannot ({error.strerror}: {error.filename}); put that right, or "
+            "rehearse in another checkout"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise GpufleetError(
+                f"{folder.name} is being rehearsed already, by process {path.read_text(encoding='ascii').strip()}; "
+                "wait for it or end it, or rehearse in another checkout"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
 
 
 def make(folder: Path, definitions: Mapping[str, str]) -> Path:

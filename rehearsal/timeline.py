@@ -30,7 +30,7 @@ class Moment:
 
 
 class Timeline:
-    """Moments in order. `log` is written line by line, so that a rehearsal that dies leaves what it saw."""
+    """Moments as they are learned. `log` is written line by line, so that a rehearsal that dies leaves what it saw."""
 
     def __init__(self, log: Path, *, out: Callable[[str], None] = say) -> None:
         self._log = log
@@ -40,7 +40,7 @@ class Timeline:
         self.moments: list[Moment] = []
 
     def add(self, what: str, text: str, *, at: datetime | None = None, quiet: bool = False, **facts: Any) -> Moment:
-        """Records and prints. `at` for what was learned later than it happened."""
+        """Records and prints, under the time of now. `at` for what was learned later than it happened."""
         t = time.monotonic() - self._began if at is None else at.timestamp() - self._epoch
         when = at or datetime.now(UTC)
         moment = Moment(t=round(t, 3), at=when.isoformat(timespec="milliseconds"), what=what, text=text, facts=facts)
@@ -48,8 +48,15 @@ class Timeline:
         with self._log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(asdict(moment)) + "\n")
         if not quiet:
-            self._out(f"{clock(t)}  {text}")
+            now = self.seconds
+            late = f" (at {clock(t).strip()})" if now - t >= 1 else ""
+            self._out(f"{clock(now)}  {text}{late}")
         return moment
+
+    def sort(self) -> None:
+        """Puts the log in time order, once nothing more is to come."""
+        moments = sorted(self.moments, key=lambda m: m.t)
+        self._log.write_text("".join(json.dumps(asdict(moment)) + "\n" for moment in moments), encoding="utf-8")
 
     def of(self, *kinds: str) -> list[Moment]:
         """The moments of these kinds, in time order."""

@@ -1,7 +1,8 @@
 """The README and the pages cannot rot: commands are run, shown outputs are compared, every command and page is there.
 
 ```sh          run here, in the checkout
-```console     `$ command` and what it prints, compared with what it prints now; `...` stands for lines left out
+```console     `$ command` and what it prints, compared with what it prints now; `...` stands for lines left out;
+               in docs/compare.md too
 ```sh setup    the two make commands; CI runs them
 ```sh aws      needs an account: only checked to name commands that exist
 """
@@ -46,9 +47,12 @@ def commands(marker: str) -> list[str]:
 
 
 def shown() -> dict[str, list[str]]:
-    """Command -> the lines that the README shows of its output."""
+    """Command -> the lines that the README, or the page about comparing, shows of its output."""
     found = {}
-    for body in blocks("console"):
+    compared = [
+        body for name, _, body in BLOCK.findall((ROOT / "docs" / "compare.md").read_text()) if name == "console"
+    ]
+    for body in (*blocks("console"), *compared):
         first, *lines = body.splitlines()
         found[first.removeprefix("$ ")] = lines
     return found

@@ -30,7 +30,7 @@ class Towers:
 class Weak:
     """Labels for discovery queries from similar training queries, made anew for every fold."""
 
-    similarity: float = bounded(0.4, -1.0, 1.0)
+    similarity: float = bounded(0.4, 0.0, 1.0)  # it is a neighbour's weight too, so not negative
     confidence: float = bounded(0.5, 0.0, 1.0)
     neighbours: int = bounded(10, 1, 1000)
     queries: int = bounded(101, 0, 1_000_000)  # discovery queries used
@@ -43,7 +43,7 @@ class Ranking:
     source: Literal["million-llms", "generated-relevance"] = "million-llms"
     queries: int = bounded(342, 2, 1_000_000)
     models: int = bounded(1131, 2, 1_000_000)
-    folds: int = bounded(10, 2, 100)
+    folds: int = bounded(10, 3, 100)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,14 +97,15 @@ def prepare_characters(
             f"{folder}: not prepared, and job.parameters.data.source is text: name the file of characters (gpufleet "
             "prepare STACK TEXT), or set data.source: generated-sums"
         )
-    ids = encode(source.characters(), source.name)
+    where = source.name if text is None else str(text)
+    ids = encode(source.characters(), where)
     cut = len(ids) - round(len(ids) * held_out)
     parts = {TRAIN: ids[:cut], VALIDATION: ids[cut:]}
     least = 2 * sequence + 1  # what the trainer asks of each part (job/train/rows.py)
     for name in (TRAIN, VALIDATION):
         if len(parts[name]) < least:
             raise ValueError(
-                f"{source.name}: {len(parts[name])} characters in {name}, at least {least} are needed for rows of "
+                f"{where}: {len(parts[name])} characters in {name}, at least {least} are needed for rows of "
                 f"{sequence} + 1: give more text, lower data.sequence, or change data.held_out ({held_out:g})"
             )
 

@@ -91,7 +91,7 @@ def prepare_ranking(
         )
     problems = mismatches(config, made.queries.shape, made.labels.shape)
     if problems:
-        raise ValueError(f"{source}: " + "; ".join(problems))
+        raise ValueError(f"{source if text is None else text}: " + "; ".join(problems))
     return prepare.publish(
         folder,
         kind="ranking",
@@ -237,9 +237,7 @@ def _open(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error.strerror}); job/dataset/ranking.py says what it holds"
-        ) from error
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); docs/two-tower.md says what it holds") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 (byte {error.start}); convert it first, e.g. iconv -t UTF-8") from error
 

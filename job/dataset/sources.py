@@ -50,7 +50,9 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """GPT-2's BPE where the model can hold it and its file can be had; bytes otherwise, saying why."""
+    """GPT-2's BPE where the model can hold it, bytes where it cannot. Never bytes because a file is lacking: with 257
+    ids instead of 50,257 it would be another job than the bill's.
+    """
 
     model_vocab: int
     cache: Path  # where fetched files are kept
@@ -59,20 +61,31 @@ class TextTokenizer:
     say: Callable[[str], None] = field(default=lambda line: None)
 
     def choose(self) -> Named:
-        """Raises ValueError only for a file given by hand that is not GPT-2's."""
+        """Raises ValueError: a file given by hand is not GPT-2's, GPT-2's cannot be had, or its package is lacking."""
         if self.file is not None:
             return self._gpt2(self.file)
         if self.model_vocab < GPT2_VOCAB:
             return self._bytes(f"the model's vocabulary, {self.model_vocab}, is below GPT-2's {GPT2_VOCAB}")
         try:
             return self._gpt2(fetch.fetch(self.url, self.cache / "gpt2-tokenizer.json"))
-        except ImportError:
-            return self._bytes("the `tokenizers` package is not installed")
         except fetch.FetchError as error:
-            return self._bytes(f"GPT-2's tokenizer.json could not be fetched ({error}); give it with --tokenizer FILE")
+            raise ValueError(
+                f"job.parameters.model.vocab is {self.model_vocab}, that is GPT-2's tokenizer, and its tokenizer.json "
+                f"could not be fetched ({error}): download {self.url} where there is internet and give it with "
+                f"--tokenizer FILE, {self._or_bytes}"
+            ) from error
+
+    @property
+    def _or_bytes(self) -> str:
+        return f"or set model.vocab: {BYTES_VOCAB} to train, and be billed for, a model of plain bytes"
 
     def _gpt2(self, file: Path) -> Named:
-        tokenizer = Gpt2(file)
+        try:
+            tokenizer = Gpt2(file)
+        except ImportError as error:
+            raise ValueError(
+                f"GPT-2's tokenizer needs the `tokenizers` package: pip install tokenizers, {self._or_bytes}"
+            ) from error
         self.say(f"tokenizer: GPT-2 BPE from {file}")
         return tokenizer, "gpt2", "gpt2-" + hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
@@ -102,6 +115,11 @@ class TextFile:
         found = split(text)
         if not found:
             raise ValueError(f"{self.path}: empty; give a text with stories separated by blank lines or {END_OF_TEXT}")
+        if len(found) < 2:
+            raise ValueError(
+                f"{self.path}: 1 story; at least 2 are needed, since the last 1 % is held out: separate them by blank "
+                f"lines or {END_OF_TEXT}"
+            )
         return found
 
     def tokenizer(self) -> Named:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from serve_world import SHAPE, exported, served
 
+from job.models.char_gpt import CharGpt
 from job.serve import main
 from job.serving import request
 from job.serving import server as serving
@@ -79,10 +81,66 @@ def test_a_missing_or_cut_export_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "copy it again" in capsys.readouterr().err
 
 
+def test_a_flipped_bit_in_the_weights_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = exported(tmp_path / "final")
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    assert main([str(folder), "--port", "0", "--device", "cpu"]) == 2
+    assert "model.safetensors is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Found no NVIDIA driver on your system.\nPlease"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        AssertionError("Torch not compiled with CUDA enabled"),
+    ],
+)
+def test_a_device_that_fails_is_said_and_no_damage(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(module: CharGpt, device: str) -> CharGpt:
+        raise error
+
+    monkeypatch.setattr(CharGpt, "to", failing)
+    assert main([str(exported(tmp_path / "final")), "--port", "0", "--device", "cuda:1"]) == 2
+    said = f"{type(error).__name__}: {error}".partition("\n")[0]
+    assert f"cannot be put on device 'cuda:1' ({said}); try --device cpu\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["foo", "hpu", "xpu"])
+def test_a_device_that_is_not_there_is_no_damage(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(exported(tmp_path / "final")), "--port", "0", "--device", device]) == 2
+    assert f"cannot be put on device '{device}'" in (said := capsys.readouterr().err)
+    assert "damaged" not in said
+
+
 def test_a_taken_port_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(tmp_path / "final") as running:
-        assert main([str(tmp_path / "final"), "--port", str(running.server_address[1])]) == 2
-    assert "in use" in capsys.readouterr().err
+        port = running.server_address[1]
+        assert main([str(tmp_path / "final"), "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert said == f"--port {port} on 127.0.0.1 is in use; --port 0 takes a free one\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--port", "99999999"), "--port 99999999: 0 to 65535 are allowed; 0 takes a free one"),
+        (("--port", "-1"), "--port -1: 0 to 65535 are allowed; 0 takes a free one"),
+        (("--port", "0", "--host", "nope.invalid"), "--host nope.invalid: no IPv4 address of this machine"),
+        (("--port", "0", "--host", "192.0.2.1"), "--host 192.0.2.1: no IPv4 address of this machine"),
+    ],
+)
+def test_a_place_that_cannot_be_served_from_is_named(
+    options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(exported(tmp_path / "final")), "--device", "cpu", *options]) == 2
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_the_page_names_every_option_route_field_and_limit() -> None:
@@ -98,3 +156,5 @@ def test_the_page_names_every_option_route_field_and_limit() -> None:
     assert f"1 to {request.MAX_TOP_K}, or null" in page
     assert f"{serving.BODY_BYTES // 1024} KiB" in page
     assert f"when {serving.AT_ONCE} generations" in page
+    assert f"{serving.CONNECTIONS} connections" in page
+    assert f"{serving.PATIENCE_S:g} s after the connection" in page

@@ -177,6 +177,8 @@ def test_a_node_writes_into_its_run_and_the_compiled_graphs_and_nowhere_else(sto
 
 def test_a_destroy_keeps_the_bucket_with_its_settings_and_nothing_else(story: Story) -> None:
     assert story.destroyed.ok
+    deleted, kept = story.destroyed.changes["delete"], story.destroyed.changes["kept"]
+    assert (deleted + kept, kept) == (len(story.declared), 6)  # bucket, four settings of it, run.json
     assert set(story.left) == {("bucket", story.outputs["bucket"])}
     assert story.kept_settings["policy"]["Statement"][0]["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
     assert {rule["ID"]: rule.get("Expiration", {}).get("Days") for rule in story.kept_settings["lifecycle"]} == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from declared import fleet, template
 
 from infra.errors import GpufleetError
+from rehearsal import scratch
 from rehearsal.cloud import Cloud
 from rehearsal.interruptions import Planned
 from rehearsal.node import NodeRunner
@@ -30,17 +32,21 @@ def test_a_stack_that_is_not_there_is_named(tmp_path: Path) -> None:
         rehearse("no-such-stack", root=tmp_path)
 
 
-def test_the_step_that_fails_is_named_with_its_reason_and_its_scratch_is_kept(tmp_path: Path) -> None:
+def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsal_before(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
     text = (REPOSITORY / "stacks" / "tinystories-growth.yaml").read_text()
     assert "vocab: 512" in text
     (tmp_path / "stacks" / "small.yaml").write_text(text.replace("vocab: 512", "vocab: 16"))
     said: list[str] = []
+    earlier = tmp_path / "rehearsals" / "small" / "r1" / "receipt.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("{}")
     assert rehearse("small", root=tmp_path, out=said.append) == 1
     assert "FAILED" in said[-1]
     assert "at prepare: gpufleet prepare small gave 2" in said[-1]
-    assert "rehearsals/small/r1/scratch" in said[-1]
-    assert (tmp_path / "rehearsals" / "small" / "r1" / "scratch" / "commands.log").is_file()
+    assert "rehearsals/small/r1.unfinished/scratch" in said[-1]
+    assert (tmp_path / "rehearsals" / "small" / "r1.unfinished" / "scratch" / "commands.log").is_file()
+    assert earlier.read_text() == "{}"
 
 
 def test_a_stack_for_gpus_alone_is_refused_with_what_to_add(tmp_path: Path) -> None:
@@ -50,6 +56,52 @@ def test_a_stack_for_gpus_alone_is_refused_with_what_to_add(tmp_path: Path) -> N
     with pytest.raises(GpufleetError, match="device: cpu"):
         rehearse("big", root=tmp_path)
     assert not (tmp_path / "rehearsals").exists()
+
+
+def test_a_rehearsal_that_has_held_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stacks").mkdir()
+    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
+    finished = tmp_path / "rehearsals" / "tinystories-growth" / "r1"
+    (finished / "results").mkdir(parents=True)
+
+    def held(path: Path, definition: object, folder: Path, *rest: object) -> int:
+        assert (finished / "results").is_dir()
+        folder.mkdir()
+        (folder / "receipt.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr("rehearsal.rehearse._attempt", held)
+    assert rehearse("tinystories-growth", root=tmp_path) == 0
+    assert [path.name for path in finished.iterdir()] == ["receipt.json"]
+    assert sorted(path.name for path in finished.parent.iterdir()) == [".lock", "r1"]
+
+
+def test_a_stack_that_is_being_rehearsed_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
+    folder = tmp_path / "rehearsals" / "tinystories-growth"
+    live = folder / "r1.unfinished" / "scratch" / "nodes"
+    live.mkdir(parents=True)
+    said = f"tinystories-growth is being rehearsed already, by process {os.getpid()}; wait for it or end it"
+    with scratch.held(folder), pytest.raises(GpufleetError, match=said):
+        rehearse("tinystories-growth", root=tmp_path)
+    assert live.is_dir()
+
+
+def test_a_lock_that_a_dead_rehearsal_left_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("1\n")
+    with scratch.held(tmp_path):
+        assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+    with scratch.held(tmp_path):
+        pass
+
+
+def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
+    (tmp_path / "rehearsals").touch()
+    with pytest.raises(GpufleetError, match=r"rehearsals/tinystories-growth: a rehearsal writes there and cannot"):
+        rehearse("tinystories-growth", root=tmp_path)
 
 
 def test_ctrl_c_leaves_no_process_and_no_scratch(tmp_path: Path) -> None:
@@ -71,7 +123,7 @@ def test_ctrl_c_leaves_no_process_and_no_scratch(tmp_path: Path) -> None:
         rest = process.stdout.read()
     assert process.returncode == 130
     assert "Every process of the rehearsal has ended" in rest
-    assert not (tmp_path / "rehearsals" / "tinystories-growth" / "r1" / "scratch").exists()
+    assert [path.name for path in (tmp_path / "rehearsals" / "tinystories-growth").iterdir()] == [".lock"]
     assert not [p for p in Path("/proc").glob("[0-9]*/environ") if _names(p, tmp_path)]
 
 

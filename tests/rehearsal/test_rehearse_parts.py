@@ -73,6 +73,20 @@ def test_the_timeline_is_on_disk_as_it_grows(tmp_path: Path) -> None:
     assert [moment.what for moment in timeline.of("seen", "notice")] == ["notice", "seen"]
 
 
+def test_what_is_learned_late_is_printed_in_its_turn_and_sorted_into_the_log(tmp_path: Path) -> None:
+    printed: list[str] = []
+    timeline = Timeline(tmp_path / "timeline.jsonl", out=printed.append)
+    timeline._began -= 17
+    timeline._epoch -= 17
+    began = datetime.fromtimestamp(timeline._epoch).astimezone()
+    timeline.add("up", "up: 36 create")
+    timeline.add("launched", "node 1: launched", at=began + timedelta(seconds=15.5))
+    assert printed == ["  0:17  up: 36 create", "  0:17  node 1: launched (at 0:15)"]
+    timeline.sort()
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [line["what"] for line in lines] == ["launched", "up"]
+
+
 def test_a_clock_reads_minutes_and_seconds() -> None:
     assert clock(65.9) == "  1:05"
 

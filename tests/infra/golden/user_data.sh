@@ -143,7 +143,7 @@ leave() { # the only way out
 }
 over() { # REASON DETAIL: the run has ended
   ENDED=yes
-  say "the run is over: $1 $2"
+  say "the run is over: $1${2:+: $2}"
   upload_log
   put_done "$1" "$2" || say "the done marker cannot be written"
   stop_fleet
