@@ -69,7 +69,15 @@ def _model(config: JobConfig, findings: Findings) -> None:
         _growth(config, findings)
         return
     for path, sentence in sizing.problems(config):
-        findings.add(f"job.parameters.{path}", sentence)
+        findings.add(f"job.parameters.{path}", sentence, default=_standing(config, path))
+
+
+def _standing(config: JobConfig, path: str) -> str:
+    """The plain value at `model.heads` of the run config, as text; nothing for any other."""
+    value: object = config
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return str(value) if isinstance(value, int | float | str) else ""
 
 
 def _growth(config: GrowthConfig, findings: Findings) -> None:
@@ -79,12 +87,13 @@ def _growth(config: GrowthConfig, findings: Findings) -> None:
     if model.width % model.heads:
         fits = [heads for heads in range(1, model.width + 1) if model.width % (2 * heads) == 0]
         closest = f"Nearest: {min(fits, key=lambda heads: abs(heads - model.heads))}." if fits else ""
-        findings.add(f"{at}.model.heads", f"a divisor of the width, {model.width}", closest)
+        findings.add(f"{at}.model.heads", f"a divisor of the width, {model.width}", closest, default=str(model.heads))
     elif model.width // model.heads % 2:
         each = model.width // model.heads
-        findings.add(f"{at}.model.heads", f"an even width per head (rotary positions turn pairs), not {each}")
+        even = f"an even width per head (rotary positions turn pairs), not {each}"
+        findings.add(f"{at}.model.heads", even, default=str(model.heads))
     if model.top_k > model.experts:
-        findings.add(f"{at}.model.top_k", f"at most the number of experts, {model.experts}")
+        findings.add(f"{at}.model.top_k", f"at most the number of experts, {model.experts}", default=str(model.top_k))
     if batch.micro is not None and batch.micro > batch.sequences:
         findings.add(f"{at}.batch.micro", f"at most the global batch, {batch.sequences} sequences")
     if len(optim.lr) != phases:
@@ -166,13 +175,17 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
         return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
     name = kind.gpu.name if kind.gpu_share == 1 else f"a slice of {kind.gpu.name}"
     ranks = sizing.ranks(config, kind.gpu_count)
+    needs: list[tuple[float, str]] = []
     for index, phase in enumerate(sizing.phases(config)):
         if sizing.choose_rung(config, kind.gpu_memory_gb, index, ranks) is None:
             micro = sizing.ladder(config, ranks)[-1]
             need = sizing.memory(config, index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks).total_gb
-            has = f"{name} has {kind.gpu_memory_gb:g}"
-            return f"phase {phase.name} needs {need:.1f} GB at its smallest micro-batch, {has}"
-    return ""
+            needs.append((need, phase.name))
+    if not needs:
+        return ""
+    need, phase_name = max(needs)  # the one that decides which type fits
+    has = f"{name} has {kind.gpu_memory_gb:g}"
+    return f"phase {phase_name} needs {need:.1f} GB at its smallest micro-batch, {has}"
 
 
 def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 
 from infra.errors import GpufleetError
@@ -31,6 +33,16 @@ COMMANDS = {
     "sweep": "after pulumi destroy: what is left in the account, and what it costs",
     "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
 }
+_TO_DO = {
+    errno.ENOSPC: "Free some space on the disk of this folder and of the temporary files, then run it again.",
+    errno.EDQUOT: "Free some of your quota, then run it again.",
+    errno.EROFS: "That disk can only be read: run this in a copy of the project that can be written.",
+    errno.EACCES: "Give yourself the right to it, then run it again.",
+    errno.EPERM: "Give yourself the right to it, then run it again.",
+    errno.EEXIST: "Something else stands where a folder has to be: move it away, then run it again.",
+    errno.ENOTDIR: "A file stands where a folder has to be: move it away, then run it again.",
+    errno.EISDIR: "A folder stands where a file has to be: move it away, then run it again.",
+}
 EPILOG = """STACK is a file of stacks/ without its .yaml, or a path to such a file. Where the Pulumi stack of that name
 is configured to run another file or a scenario (gpufleet:definition, gpufleet:scenario), that is what is meant.
 Exit codes: 0 done, 1 the answer is no, 2 something has to be put right first."""
@@ -39,15 +51,8 @@ Exit codes: 0 done, 1 the answer is no, 2 something has to be put right first.""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and gives its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    chosen = next((word for word in words if word in COMMANDS), None)
-    module = importlib.import_module(f"infra.commands.{chosen}") if chosen else None
-    parser = _parser(chosen, module)
-    args = parser.parse_args(words)
-    if module is None:
-        parser.print_help()
-        return 2
     try:
-        code: int = module.run(args)
+        code = _run(words)
         sys.stdout.flush()
     except GpufleetError as error:
         return _say(error)
@@ -59,9 +64,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         refused = _refused(error)
+        if refused is None and isinstance(error, OSError):
+            refused = _of_the_machine(error)
         if refused is None:
             raise
         return _say(refused)
+    return code
+
+
+def _run(words: list[str]) -> int:
+    chosen = next((word for word in words if word in COMMANDS), None)
+    module = importlib.import_module(f"infra.commands.{chosen}") if chosen else None
+    parser = _parser(chosen, module)
+    args = parser.parse_args(words)
+    if module is None:
+        parser.print_help()
+        return 2
+    code: int = module.run(args)
     return code
 
 
@@ -88,6 +107,16 @@ def _refused(error: Exception) -> GpufleetError | None:
     from infra.commands.aws import refusal
 
     return refusal(error)
+
+
+def _of_the_machine(error: OSError) -> GpufleetError:
+    """A disk, folder or connection that does not do what was asked, with the path where the system names one."""
+    said = error.strerror or str(error) or type(error).__name__
+    path = error.filename
+    if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        path = Path.cwd()  # a write to a full disk names no file
+    where = f"{path}: " if path else ""
+    return GpufleetError(f"{where}{said}. {_TO_DO.get(error.errno or 0, '')}".rstrip())
 
 
 def _say(error: GpufleetError) -> int:

@@ -1,7 +1,7 @@
 """Reads, checks and pins definition files: the one way from `stacks/<experiment>.yaml` to a StackDefinition.
 
-Program, CLI and tests all load through here. Every load validates the file twice, as written and with its `rehearsal`
-section laid over it, and reports the problems of both at once; `scenarios` are validated by who asks for them.
+Program, CLI and tests all load through here. Every load validates the whole file, as written, with its `rehearsal`
+section laid over it and with each of its `scenarios`, and reports the problems of all at once.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ def load(
         problems += _overlay_problems(overlay)
         merged, found = definition(_overlaid(tree), path, text, now, past_deadline, catalog=catalog)
         problems += found
+    from infra.scenarios import made  # here: it stands on this module
+
+    problems += made(tree, path, text, now, catalog)[1]
     if problems:
         raise DefinitionError(str(path), in_order(problems))
     return merged if rehearsal else plain
@@ -71,11 +74,16 @@ def find(name_or_path: str, root: Path) -> Path:
         for path in (Path(name_or_path), root / name_or_path):  # the program's working directory is infra/
             if path.is_file():
                 return path
-        raise GpufleetError(f"there is no file {name_or_path}")
+        meant = Path(name_or_path).name.removesuffix(".yaml").removesuffix(".yml")
+        there = (root / "stacks" / f"{meant}.yaml").is_file()
+        hint = f"; stacks/{meant}.yaml is there: write {meant}" if there else ""
+        raise GpufleetError(f"there is no file {name_or_path}{hint}")
     path = root / "stacks" / f"{name_or_path}.yaml"
     if path.is_file():
         return path
-    names = sorted(file.stem for file in (root / "stacks").glob("*.yaml"))
+    if path.exists():
+        raise GpufleetError(f"{path} is a folder or device, not a file; a stack is one file: move it away")
+    names = names_of(root)
     if not names:
         raise GpufleetError(f"there is no stacks/ folder with definition files in {root}; run this inside the project")
     close = difflib.get_close_matches(name_or_path, names, n=1)
@@ -83,6 +91,11 @@ def find(name_or_path: str, root: Path) -> Path:
         f"there is no stack {name_or_path!r}; stacks/ has {', '.join(names)}."
         + (f" Nearest: {close[0]}." if close else "")
     )
+
+
+def names_of(root: Path) -> list[str]:
+    """The stacks of `stacks/`, by name."""
+    return sorted(file.stem for file in (root / "stacks").glob("*.yaml") if file.is_file())
 
 
 def project_root(start: Path) -> Path:

@@ -7,12 +7,16 @@ import re
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.definition import StackDefinition, Variant
 from infra.errors import DefinitionError, GpufleetError, Problem
 from infra.loader import OVERLAID, definition, in_order, load, open_file, over
 from infra.schema import Findings, build, check_keys
 from infra.yaml_tree import Mapping, Node, Scalar, at
+
+if TYPE_CHECKING:
+    from infra.catalog import Catalog
 
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
@@ -24,13 +28,7 @@ def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
     """
     load(path, now=now, past_deadline=True)
     text, tree = open_file(path)
-    section = tree.entries.get("scenarios")
-    if section is None:
-        return ()
-    made, problems = _made(section, tree, path, text, now)
-    if problems:
-        raise DefinitionError(str(path), in_order(problems))
-    return tuple(made)
+    return tuple(made(tree, path, text, now)[0])
 
 
 def scenario(
@@ -40,7 +38,7 @@ def scenario(
 
     Raises GpufleetError when it is not there or cannot be run, DefinitionError for what is wrong in it.
     """
-    found = {made.scenario: made for made in scenarios(path, now=now)}
+    found = {each.scenario: each for each in scenarios(path, now=now)}
     if name not in found:
         close = difflib.get_close_matches(name, found, n=1)
         raise GpufleetError(
@@ -60,22 +58,26 @@ def scenario(
     assert isinstance(section, Mapping)
     entry = section.entries[name]
     entries = entry.entries if isinstance(entry, Mapping) else {}
-    made, problems = definition(over(tree, entries), path, text, now, past_deadline)
+    judged, problems = definition(over(tree, entries), path, text, now, past_deadline)
     if problems:
         raise DefinitionError(str(path), in_order(problems))
-    return replace(made, scenario=name, variant=variant)
+    return replace(judged, scenario=name, variant=variant)
 
 
-def _made(
-    section: Node, tree: Mapping, path: Path, text: str, now: datetime
+def made(
+    tree: Mapping, path: Path, text: str, now: datetime, catalog: Catalog | None = None
 ) -> tuple[list[StackDefinition], list[Problem]]:
+    """Every entry of the tree's `scenarios` and what is wrong in them; infra.loader.load asks with each file."""
+    section = tree.entries.get("scenarios")
+    if section is None:
+        return [], []
     findings = Findings(tree=tree)
     if not isinstance(section, Mapping):
         if not (isinstance(section, Scalar) and section.is_null):
             findings.add("scenarios", "a section with one entry per scenario")
         return [], findings.problems
     own = [field.name for field in fields(Variant)]
-    made, problems = [], []
+    variants, problems = [], []
     for name, entry in section.entries.items():
         where = f"scenarios.{name}"
         if not SCENARIO_NAME.fullmatch(name):
@@ -90,8 +92,9 @@ def _made(
         kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
         variant = build(Variant, kept, where, findings)
         sections = {key: node for key, node in entries.items() if key in OVERLAID}
-        merged, found = definition(over(tree, sections), path, text, now, True, launchable=False)
+        laid = over(tree, sections)
+        merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog)
         problems += found
         own_data = at(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
-        made.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
-    return made, findings.problems + problems
+        variants.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
+    return variants, findings.problems + problems

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import types
 import typing
@@ -43,8 +44,17 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
 
-    def add(self, path: str, allowed: str, hint: str = "", value: str | None = None, node: Node | None = None) -> None:
-        """A problem at `path`, in the words of the file; where the file is silent, at the section above.
+    def add(
+        self,
+        path: str,
+        allowed: str,
+        hint: str = "",
+        value: str | None = None,
+        node: Node | None = None,
+        default: str = "",
+    ) -> None:
+        """A problem at `path`, in the words of the file; where the file is silent, at the section above, with the
+        `default` that holds there.
 
         `node` where the path cannot be trusted to lead there: an unknown key may hold dots and brackets.
         """
@@ -60,7 +70,8 @@ class Findings:
         parent = at(self.tree, above)
         origin = f"{parent.path}.{key}".lstrip(".") if parent else path
         line = parent.line if parent else None
-        self.problems.append(Problem(path=origin, value=value or "", allowed=allowed, hint=hint, line=line))
+        written = value or (f"{default} (the default)" if default else "")
+        self.problems.append(Problem(path=origin, value=written, allowed=allowed, hint=hint, line=line))
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -78,7 +89,7 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings) -> A
         findings.add(path, f"a section with the keys {', '.join(f.name for f in dataclasses.fields(cls))}")
     names = [f.name for f in dataclasses.fields(cls)]
     check_keys(entries, names, path, findings)
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
         hint, rule, where = hints[spec.name], _rule(cls, spec), f"{path}.{spec.name}"
@@ -93,6 +104,11 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings) -> A
             findings.add(where, describe(hint, rule))
             values[spec.name] = _placeholder(hint)
     return cls(**values)
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)  # slow, and asked again for every scenario
 
 
 def check_keys(entries: Mapping | dict[str, Node], names: list[str], path: str, findings: Findings) -> None:

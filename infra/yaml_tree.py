@@ -74,7 +74,7 @@ def decode(raw: bytes) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         byte = raw[error.start : error.start + 1]
-        raise UnreadableError(_problem(line, repr(byte), "UTF-8 text", "Save the file as UTF-8.")) from None
+        raise UnreadableError(_problem(line, f"byte 0x{byte.hex()}", "UTF-8 text", "Save the file as UTF-8.")) from None
 
 
 def read(text: str) -> Mapping:
@@ -88,10 +88,11 @@ def read(text: str) -> Mapping:
         character = text[error.position : error.position + 1]
         raise UnreadableError(_problem(line, character, "printable UTF-8 text")) from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        open_quote = "quoted scalar" in (error.context or "")  # seen at the file's end, wrong where it begins
+        mark = (error.context_mark if open_quote else None) or error.problem_mark or error.context_mark
         number = mark.line + 1 if mark else 1
         written = lines[number - 1].strip() if number <= len(lines) else ""
-        hint = f"YAML says: {error.problem}."
+        hint = "A quote opens here and is not closed." if open_quote else f"YAML says: {error.problem}."
         if "\\t" in (error.problem or "") or "\t" in (lines[number - 1] if number <= len(lines) else ""):
             hint = "Indent with spaces: YAML takes no tabs."
         raise UnreadableError(_problem(number, written, "YAML, `key: value` lines indented by spaces", hint)) from None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import select
 import shlex
 import signal
+import socket
 import stat
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from infra.catalog import load_catalog
 from infra.errors import GpufleetError
 from infra.loader import project_root
 
@@ -28,6 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the lines to paste, and serves until Ctrl-C, the end of a piped standard input, or --timeout."""
+    _check(args)
     try:
         from rehearsal import engine, provider, scratch
         from rehearsal.cloud import Cloud
@@ -57,6 +61,25 @@ def run(args: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 print("\n# The embedded AWS is gone.")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises GpufleetError for what the embedded AWS cannot be started with."""
+    regions = load_catalog().regions()
+    if args.region not in regions:
+        raise GpufleetError(f"--region {args.region}: allowed are {', '.join(regions)}, the regions with prices")
+    if args.timeout is not None and not (0 < args.timeout < math.inf):
+        raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds above 0; without it, it runs to Ctrl-C")
+    if not (0 <= args.port <= 65535):
+        raise GpufleetError(f"--port {args.port}: allowed are 1 to 65535, or 0 for any free one")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", args.port))
+        except OSError as error:
+            raise GpufleetError(
+                f"--port {args.port} on 127.0.0.1: {error.strerror}; give another, or 0 for any free one"
+            ) from None
 
 
 def wait(timeout_s: float | None) -> None:

@@ -26,6 +26,7 @@ from infra.receipts import observations
 from infra.scenarios import scenarios
 
 SHOWN = 20
+LONGEST_H = 366 * 24  # as far off as limits.deadline may be
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 when nothing could be run in time."""
+    if args.plot and not args.plot.parent.is_dir():
+        raise GpufleetError(f"--plot {args.plot}: there is no folder {args.plot.parent}; make it, or draw elsewhere")
     now, catalog, path = datetime.now(UTC), load_catalog(), stack.path_of(args)
     definition = load(path, now=now, past_deadline=True)
     variants = scenarios(path, now=now)
@@ -71,11 +74,14 @@ def run(args: argparse.Namespace) -> int:
             plot.draw(own, compare.frontier(own), title, args.plot)
         except ImportError as error:
             raise GpufleetError(f"a picture needs matplotlib ({error}): pip install -e '.[rehearsal]'") from error
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise GpufleetError(str(error)) from error
-    switch = _policy(rows, name, left)
+        except OSError as error:
+            raise GpufleetError(f"--plot {args.plot} cannot be written: {error.strerror}") from error
+    switched = _policy(rows, name, left)
     if args.json:
-        sys.stdout.write(json.dumps(_tree(definition, listed, rows, edge, switch), indent=2) + "\n")
+        tree = _tree(definition, listed, rows, edge, switched[0] if switched else None)
+        sys.stdout.write(json.dumps(tree, indent=2) + "\n")
     elif args.matrix:
         sys.stdout.write(compare_table.matrix(listed, default))
     else:
@@ -83,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
             compare_table.scenarios(listed),
             compare_table.ranked(rows, shown=None if args.all else SHOWN, frontier=edge),
         ]
-        if switch is not None:
-            parts.append(compare_table.policy(switch))
+        if switched is not None:
+            parts.append(compare_table.policy(*switched))
         sys.stdout.write("\n".join(parts))
         if args.plot:
             sys.stdout.write(f"\ndrawn: {args.plot}\n")
@@ -93,8 +99,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _hours_left(within: float | None, definition: StackDefinition, now: datetime) -> float | None:
     if within is not None:
-        if within <= 0:
-            raise GpufleetError(f"--within {within:g}: hours from now, above 0")
+        if not (0 < within <= LONGEST_H):  # nor nan
+            raise GpufleetError(
+                f"--within {within:g}: allowed are hours from now, above 0 and up to {LONGEST_H}, a year"
+            )
         return within
     if definition.limits.deadline is None:
         return None
@@ -125,8 +133,8 @@ def _default(definition: StackDefinition, listed: list[Row]) -> Row:
     return next((row for row in listed if row.settings == own), listed[0])
 
 
-def _policy(rows: list[Row], scenario: str, left: float | None) -> deadline.Policy | None:
-    """For that scenario's work on its best type that has both prices, when there is a deadline."""
+def _policy(rows: list[Row], scenario: str, left: float | None) -> tuple[deadline.Policy, str] | None:
+    """For that scenario's work on its best type that has both prices, and that type, when there is a deadline."""
     if left is None:
         return None
     for row in rows:
@@ -136,7 +144,7 @@ def _policy(rows: list[Row], scenario: str, left: float | None) -> deadline.Poli
             (r for r in rows if r.type == row.type and r.scenario == row.scenario and r.capacity == "on-demand"), None
         )
         if sure is not None and sure.side is not None:
-            return deadline.switch(row.side.exposure, sure.side.exposure, left)
+            return deadline.switch(row.side.exposure, sure.side.exposure, left), row.type
     return None
 
 

@@ -12,6 +12,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from infra import policy
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost.bill import problems
@@ -32,7 +33,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the bill. A definition that its own bill forbids is shown first and then raised as DefinitionError."""
+    """Prints the bill; 1 when it breaks a rule of the project's policy.yaml, which standard error says.
+
+    A definition that its own bill forbids is shown first and then raised as DefinitionError.
+    """
     root = project_root(Path.cwd())
     now = datetime.now(UTC)
     if args.scenario:
@@ -45,16 +49,20 @@ def run(args: argparse.Namespace) -> int:
             raise GpufleetError(said)
         print(said)
         return 0
+    rules = policy.load(root / "policy.yaml") if (root / "policy.yaml").is_file() else policy.Policy()
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     bill = bill_of(definition, root, load_catalog(), not_ready=missing)
     if args.json:
         sys.stdout.write(json.dumps(bill.to_json(), indent=2) + "\n")
     else:
         sys.stdout.write(render(bill, today=now.date(), accuracy=score(root)))
+    sys.stdout.flush()
+    broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill))
+    for each in broken:
+        print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
     if found := problems(definition, bill):
-        sys.stdout.flush()
         raise DefinitionError(str(definition.source), found)
-    return 0
+    return 1 if broken else 0
 
 
 def _claim(definition: StackDefinition) -> str:

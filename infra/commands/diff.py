@@ -93,6 +93,7 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
         stacks=stacks,
         notes=tuple(notes),
         rules=chosen is not None,
+        policy_uncommitted=chosen is None and (project / "policy.yaml").is_file(),
     )
 
 
@@ -170,8 +171,9 @@ def _bytes(path: Path) -> bytes:
 def _write(path: Path, text: str) -> None:
     """Whole or not at all: a workflow that posts a half review would be believed."""
     building = path.with_name(f".{path.name}.{os.getpid()}")
+    if not path.parent.is_dir():
+        raise GpufleetError(f"--out {path}: there is no folder {path.parent}; make it, or write elsewhere")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         building.write_text(text, encoding="utf-8")
         building.replace(path)
     except OSError as error:

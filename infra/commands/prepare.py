@@ -84,6 +84,8 @@ def listed(definition: StackDefinition, root: Path) -> None:
     except ValueError as error:
         raise GpufleetError(str(error)) from error
     _say(f"{folder}: {len(found.files)} files of base weights, {found.bytes / 1e9:.2f} GB")
+    if left := weights.left_out(folder):
+        _say(f"{folder}: not needed and left out: {', '.join(left)}, {sum(left.values()) / 1e9:.2f} GB")
 
 
 def prepared(

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import signal
+from pathlib import Path
 
 from infra.errors import GpufleetError
+from infra.loader import names_of, project_root
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line arguments."""
-    which = parser.add_mutually_exclusive_group(required=True)
+    which = parser.add_mutually_exclusive_group()
     which.add_argument("stack", metavar="STACK", nargs="?", help="a file of stacks/ without its .yaml, or a path")
     which.add_argument("--all", action="store_true", help="every stack in turn, and one table")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when everything held, 1 when a step did not, 130 on Ctrl-C."""
+    if not args.all and not args.stack:
+        names = ", ".join(names_of(project_root(Path.cwd()))) or "none in stacks/ here"
+        raise GpufleetError(f"which stack is to be rehearsed? There are {names}; --all rehearses each in turn")
     try:
         from rehearsal.every import rehearse_all
         from rehearsal.rehearse import rehearse

@@ -20,6 +20,7 @@ from infra.cost import risk, side
 from infra.cost.options import Capacity, Footing, TypeCost
 from infra.cost.runtime import Runtime
 from infra.cost.side import UNBOUND, Prepared, Quantiles, Side
+from infra.cost.text import hours
 from infra.definition import Claim, Limits, StackDefinition
 from infra.errors import PriceMissing
 from job import sizing
@@ -212,8 +213,8 @@ def _compute_h(definition: StackDefinition, option: TypeCost) -> float | None:
 
 def _work(runtime: Runtime) -> str:
     """`sft 0.05 h, generate 0.01 h, each on 8 GPUs`."""
-    phases = ", ".join(f"{phase.name} {phase.seconds / 3600:.2g} h" for phase in runtime.phases)
-    spare = f", {runtime.held_s / 3600:.2g} h held or spare" if runtime.held_s else ""
+    phases = ", ".join(f"{phase.name} {hours(phase.seconds / 3600)} h" for phase in runtime.phases)
+    spare = f", {hours(runtime.held_s / 3600)} h held or spare" if runtime.held_s else ""
     gpus = f"{runtime.ranks} GPUs" if runtime.ranks > 1 else "one GPU"
     return f"{phases} on {gpus}{spare}"
 

@@ -129,9 +129,9 @@ def matrix(rows: Sequence[Row], defaults: Row) -> str:
     return "\n".join(lines) + "\n"
 
 
-def policy(found: Policy) -> str:
-    """Spot until slack runs out, then on demand."""
-    return "\n".join(_wrap(f"With the deadline: {found.sentence()}.")) + "\n"
+def policy(found: Policy, type_: str) -> str:
+    """Spot until slack runs out, then on demand, on that type."""
+    return "\n".join(_wrap(f"With the deadline, on {type_}: {found.sentence()}.")) + "\n"
 
 
 def _share(rows: Sequence[Row], each: int) -> list[Row]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from infra.cost.compare_rows import Outcome, Row
+from infra.cost.text import counted
 
 Layout = Literal["one process", "replicated", "sharded"]
 
@@ -77,7 +78,7 @@ def _comparable(one: Outcome, other: Outcome) -> bool:
 def _complexity(row: Row, default: Row) -> str:
     start = f", {row.side.runtime.setup_s:.0f} s cold start" if row.side else ""
     extra = len([key for key, value in row.settings.items() if default.settings.get(key) != value])
-    return f"{max(1, row.ranks)} processes, {extra} settings{start}"
+    return f"{counted(max(1, row.ranks), 'process')}, {counted(extra, 'setting')}{start}"
 
 
 def _reliability(row: Row, _: Row) -> str:

@@ -30,6 +30,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from infra.cost.text import counted
+
 # Nine zones of public spot traces (p3.2xlarge, 2023-02-15 to 2023-04): 0.10 to 1.39 losses per node-hour. A fixed 0.2
 # covers 42 % of replayed 24 h bills (bench/results/risk.md, which has what this covers). Median, sigma and ZONE_SIGMA
 # are of these zones, so on them alone they are no forecast; the table has each zone left out, too.
@@ -189,4 +191,4 @@ def _summary(log_density: Floats, source: str) -> Hazard:
 
 def _words(seen: list[Observation]) -> str:
     count, hours = sum(each.interruptions for each in seen), sum(each.node_hours for each in seen)
-    return f"{count:g} interruptions in {hours:.0f} node-hours seen"
+    return f"{counted(f'{count:g}', 'interruption')} in {counted(f'{hours:.0f}', 'node-hour')} seen"

@@ -21,6 +21,7 @@ import numpy as np
 
 from infra.cost.hazard import Floats, Hazard, Observation
 from infra.cost.risk import SEED, Exposure, Indices, Node, Outcome, account, simulate
+from infra.cost.text import hours
 from infra.errors import GpufleetError
 
 STARTS = 2_000  # hours of a trace at which a run is begun, evenly spread
@@ -128,8 +129,8 @@ def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replay
     exposure = replace(exposure, max_usd=None, max_hours=None)
     if trace.hours < exposure.uninterrupted_h:
         raise GpufleetError(
-            f"{trace.source}: it is {trace.hours:.2g} h long and the run takes {exposure.uninterrupted_h:.2g} h without"
-            " interruptions; give a longer trace, or fewer --work-hours"
+            f"{trace.source}: it is {hours(trace.hours)} h long and the run takes {hours(exposure.uninterrupted_h)} h"
+            " without interruptions; give a longer trace, or fewer --work-hours"
         )
     outcome = run(exposure, trace, starts=starts)
     forecasts: list[tuple[str, Hazard | float | None]] = [("stated", exposure.hazard), ("fixed 0.2", FIXED_HAZARD)]

@@ -14,7 +14,7 @@ from infra.cost.bill import Bill
 from infra.cost.fit import NOTICE_S
 from infra.cost.hazard import word
 from infra.cost.side import Quantiles, Side
-from infra.cost.text import table
+from infra.cost.text import counted, table
 
 WIDTH = 100
 
@@ -243,7 +243,7 @@ def _limits(bill: Bill) -> str:
     cap = bill.cap
     if cap is None:
         return f"Cannot be launched: it {bill.only_priced}. Only priced, so no limit of the file is held against it."
-    money, hours = f"{cap.max_usd} USD", f"{cap.max_hours} node-hours"
+    money, hours = f"{cap.max_usd} USD", counted(cap.max_hours, "node-hour")
     if cap.first == "limits.max_usd":
         money += f" (comes first, at {cap.at_hours:.2f} node-hours)"
     else:

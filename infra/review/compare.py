@@ -99,6 +99,7 @@ class Review:
     stacks: tuple[StackReview, ...]
     notes: tuple[str, ...] = ()
     rules: bool = False  # whether there is a policy
+    policy_uncommitted: bool = False  # HEAD has none, the folder that is worked in does
 
     @property
     def exit_code(self) -> int:

@@ -61,7 +61,9 @@ def _lines(review: Review) -> Iterator[str]:
     for age in sorted({stack.age for stack in changed if "older than" in stack.age}):
         whose = ", ".join(_code(stack.name) for stack in changed if stack.age == age)
         yield f"- {whose}: on the day of HEAD, {age}."
-    rules = "policy.yaml of HEAD or --policy" if review.rules else "none: there is no policy.yaml"
+    rules = "policy.yaml of HEAD or --policy" if review.rules else f"none: no policy.yaml in `{review.head[:12]}`"
+    if not review.rules and review.policy_uncommitted:
+        rules += ", and yours is not committed: commit it, or give it with `--policy policy.yaml`"
     yield (
         f"- `{review.base[:12]}` ({review.base_prices}) to `{review.head[:12]}` ({review.head_prices}); both sides are"
         " priced with the gpufleet that made this review, datasets that are not prepared are assumed in size."

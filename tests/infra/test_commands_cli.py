@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from botocore.config import Config
 
 from infra import cli
-from infra.commands import aws
+from infra.commands import aws, prices
 from infra.errors import AwsRefused
 
 ROOT = Path(__file__).parents[2]
@@ -134,3 +136,35 @@ def test_an_endpoint_that_is_not_there_ends_in_a_sentence(
     monkeypatch.setattr(aws, "_CONFIG", aws._CONFIG.merge(Config(retries={"total_max_attempts": 1})))
     assert cli.main(["status", "tinystories-growth"]) == 2
     assert "`gpufleet cloud` must be running where it is set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "stacks/a.yaml"), "stacks/a.yaml: Permission denied. Give"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "rehearsals/x"), "rehearsals/x: .* move it away"),
+        (OSError(errno.ENOSPC, "No space left on device"), f"{ROOT}: No space left on device. Free some space"),
+        (OSError("the peer is gone"), "gpufleet: the peer is gone."),
+    ],
+)
+def test_trouble_with_files_is_a_sentence_with_the_path_and_what_to_do(
+    error: OSError, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(prices, "run", run)
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["prices"]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_ctrl_c_while_a_command_is_still_being_loaded_prints_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert cli.main(["cost", "tinystories-growth"]) == 130
+    assert capsys.readouterr().err == "\n"

@@ -107,3 +107,19 @@ def test_a_scenario_whose_work_goes_nowhere_else_is_said_to_have_no_options(
 ) -> None:
     assert main(["compare", stack, "--scenario", scenario]) == 2
     assert f"scenario {scenario} {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("within", ["nan", "inf", "1e300", "0", "-1"])
+def test_hours_that_no_run_could_be_done_in_are_refused(capsys: pytest.CaptureFixture[str], within: str) -> None:
+    assert main(["compare", "sft-h100", "--within", within]) == 2
+    assert "allowed are hours from now, above 0 and up to 8784, a year" in capsys.readouterr().err
+
+
+def test_a_picture_in_a_folder_that_is_not_there_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "sft-h100", "--plot", "nowhere/x.png"]) == 2
+    assert "--plot nowhere/x.png: there is no folder nowhere; make it" in capsys.readouterr().err
+
+
+def test_the_sentence_about_the_deadline_names_its_type(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compare", "two-tower", "--scenario", "o", "--within", "6"])
+    assert "With the deadline, on g6f.large: " in capsys.readouterr().out

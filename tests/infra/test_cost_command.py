@@ -61,6 +61,17 @@ def test_a_damaged_dataset_is_said_and_does_not_stop_the_bill(
     assert "the size of the dataset is assumed" in printed
 
 
+def test_a_broken_rule_of_policy_yaml_is_said_beside_the_bill_and_is_exit_1(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "policy.yaml").write_text("max_usd_per_run: 0.50\nspot_only: true\n")
+    assert run(STACK) == 1
+    said = capsys.readouterr()
+    assert "total = p50" in said.out
+    assert said.err.startswith("gpufleet: breaks max_usd_per_run of policy.yaml: p90 is ")
+    assert "spot_only" not in said.err
+
+
 def test_it_finds_the_project_from_a_folder_inside_it(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,7 +113,7 @@ def test_receipts_of_real_runs_are_history_and_a_rehearsals_never_is(tmp_path: P
     found = bill(hazards=learn(observations(tmp_path)))
     assert (found.chance != Hazard()) is counts
     if counts:
-        assert "1 interruptions in 300 node-hours seen" in flat(found)
+        assert "1 interruption in 300 node-hours seen" in flat(found)
 
 
 def test_two_nodes_are_interrupted_twice_as_often_per_hour() -> None:

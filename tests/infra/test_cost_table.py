@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,13 @@ def test_a_run_that_a_limit_may_stop_has_two_totals_and_says_which_is_which() ->
     assert spent.split()[-3] == f"{bill.usd.p50:.2f}"
     assert needed.split()[-3] == f"{bill.chosen.needed_usd.p50:.2f}"
     assert "within the limits" not in text()
+
+
+def test_a_limit_below_what_the_whole_run_leaves_in_its_bucket_is_not_exceeded_within_the_limits() -> None:
+    bill = price(definition(config=growth(steps_per_phase=10_000_000)), load_catalog(), runs=100)
+    assert bill.chosen.exposure.fixed_usd > 300
+    assert bill.usd.p90 < Decimal("3.01")  # 3.00, and the minute that each start is billed for
+    assert sum(line.amount for line in bill.lines) == bill.usd.p50
 
 
 def test_a_missing_price_on_the_other_side_is_said_not_zero() -> None:

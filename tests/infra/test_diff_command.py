@@ -198,6 +198,17 @@ def test_a_policy_in_the_commit_is_held_and_its_change_is_said(
     assert "**policy.yaml itself changes**" in out
 
 
+def test_a_policy_that_is_not_committed_is_said_to_be_there(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = project.stack()
+    assert f"- Rules: none: no policy.yaml in `{head[:12]}`. " in run(capsys, head, head)[1]
+    project.write({"policy.yaml": "spot_only: true\n"})
+    code, out = run(capsys, head, head)
+    assert code == 0
+    assert f"none: no policy.yaml in `{head[:12]}`, and yours is not committed: commit it, or" in out
+
+
 def test_a_policy_given_by_hand_takes_the_place_of_the_commits(
     project: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

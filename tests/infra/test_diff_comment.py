@@ -78,6 +78,9 @@ def test_a_link_is_not_followed_and_head_may_not_have_one(
 
 def test_out_writes_the_file_and_keeps_the_exit_code(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     base, head = project.stack(), project.stack(("max_usd: 9.00", "max_usd: 0.05"))
+    with pytest.raises(GpufleetError, match="no folder review; make it"):
+        run(capsys, base, head, "--out", "review/comment.md")
+    (project.folder / "review").mkdir()
     code, out = run(capsys, base, head, "--out", "review/comment.md")
     assert (code, out) == (1, "")
     assert (project.folder / "review" / "comment.md").read_text().startswith(MARKER)

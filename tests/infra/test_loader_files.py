@@ -30,6 +30,8 @@ def stack(folder: Path, raw: bytes) -> Path:
     ("raw", "line", "words"),
     [
         pytest.param(b"run: {owner: caf\xe9}", 1, "UTF-8", id="latin-1"),
+        pytest.param(b"run:\n  id: \xff", 2, "byte 0xff", id="a binary byte"),
+        pytest.param(b'run:\n  owner: "you\n  id: r1\nfleet: {}\n', 2, "not closed", id="an open quote"),
         pytest.param(b"run:\n  id: \x00", 2, "printable", id="binary"),
         pytest.param(b"", 1, "sections", id="empty"),
         pytest.param(b"# only a comment\n", 1, "sections", id="only comments"),
@@ -137,6 +139,18 @@ def test_find_takes_a_name_or_a_path_and_names_the_nearest() -> None:
         find("stacks/none.yaml", ROOT)
     with pytest.raises(GpufleetError, match=r"inside the project"):
         find("x", Path(__file__).parent)
+
+
+@pytest.mark.parametrize("written", ["tinystories-growth.yaml", "stacks/tinystories-growth", "tinystories-growth.yml"])
+def test_a_path_that_misses_a_stack_that_is_there_says_its_name(written: str) -> None:
+    with pytest.raises(GpufleetError, match=r"no file .*; stacks/tinystories-growth.yaml is there: write tinystories-"):
+        find(written, ROOT)
+
+
+def test_a_folder_called_like_a_stack_is_not_offered_as_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "stacks" / "foo.yaml").mkdir(parents=True)
+    with pytest.raises(GpufleetError, match=r"foo.yaml is a folder or device"):
+        find("foo", tmp_path)
 
 
 def test_the_project_is_found_from_a_folder_inside_it() -> None:

@@ -257,6 +257,17 @@ def test_a_gpu_with_too_little_memory_is_refused_with_the_phase_and_the_smallest
     assert "g6e." in problem.hint
 
 
+def test_where_no_type_fits_the_phase_that_needs_most_is_named(write: Write) -> None:
+    (problem,) = problems(write(changed("job", "parameters: {model: {width: 1664, experts: 64}}")))
+    assert "phase grown needs 255" in problem.allowed  # dense and moe do not fit an A10G either
+    assert problem.hint == "No type in the catalog fits."
+
+
+def test_a_default_that_another_key_forbids_is_shown_and_not_called_missing(write: Write) -> None:
+    (problem,) = problems(write(changed("job", "parameters: {model: {width: 833}}")))
+    assert "job.parameters.model.heads: '8 (the default)' is not accepted; allowed: a divisor of" in str(problem)
+
+
 def test_missing_sections_are_named_with_every_required_key(write: Write) -> None:
     paths = {problem.path for problem in problems(write("run: {id: r1}\n"))}
     assert paths == {

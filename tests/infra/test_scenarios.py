@@ -77,6 +77,12 @@ def test_a_bad_scenario_says_where_and_what_is_allowed(tmp_path: Path, section: 
         scenarios(path, now=NOW)
 
 
+def test_a_typo_in_a_scenario_is_a_problem_of_the_file_whoever_loads_it(tmp_path: Path) -> None:
+    path = written(tmp_path, "scenarios:\n  a: {jobb: {parameters: {batch: {sequences: 4}}}}")
+    with pytest.raises(DefinitionError, match=r"scenarios\.a\.jobb: .* Nearest: job\."):
+        load(path, now=NOW)
+
+
 def test_claims_and_held_hours_are_money_and_hours(tmp_path: Path) -> None:
     path = written(tmp_path, "scenarios:\n  a: {claim: {hours: 3.5, usd: 12.10}, hold_hours: 4, note: so it was}")
     (made,) = scenarios(path, now=NOW)
