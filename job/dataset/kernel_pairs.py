@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +24,11 @@ from job.dataset.packed import prepare_packed
 from job.dataset.packing import Packing
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import TEMPLATES, FileTokenizer, Template
-from job.kernels import planted
+from job.kernels import answers, planted, rules
 from job.kernels.catalog import TASKS
 
 HELD_OUT = 0.02  # share of the pairs, for a validation loss; at least one
+FEW = 0.5  # of the answers: what a model learns from fewer is mostly refused
 BLOCKS = (128, 256, 512, 1024, 2048)
 
 
@@ -54,7 +57,22 @@ def prepare_kernels(
         )
     else:
         pairs, own = PairsFile(text, data.samples, config.seed), FileTokenizer(tokenizer)
-    return prepare_packed(folder, pairs, own, template, how, model_vocab=config.model.vocab, say=say)
+    found = prepare_packed(folder, pairs, own, template, how, model_vocab=config.model.vocab, say=say)
+    if isinstance(pairs, PairsFile):
+        say(admitted(pairs))
+    return found
+
+
+def admitted(pairs: PairsFile) -> str:
+    """How many answers the funnel's rules would admit, and why not the others: a model writes what it is shown."""
+    found = [rules.problem(answers.program(answer.text)) for _, answer in pairs.conversations()]
+    why = Counter(re.sub(r"^line \d+: ", "", problem) for problem in found if problem is not None)
+    count = f"{found.count(None)} of {len(found)} answers are programs that the funnel's rules admit"
+    if not why:
+        return count
+    often = ", ".join(f"{problem[:60]} ({number})" for problem, number in why.most_common(3))
+    warning = "WARNING: " if found.count(None) < FEW * len(found) else ""
+    return f"{warning}{count}; most often refused: {often}"
 
 
 @dataclass(frozen=True)

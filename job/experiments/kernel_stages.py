@@ -14,7 +14,6 @@ on its own, so it heeds a stop at the next token; then all agree. Rank 0 judges.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from job import atomic
 from job.dataset.chat import Turn
 from job.experiments import tuning
-from job.kernels import ablation, adversarial, planted
+from job.kernels import ablation, adversarial, answers, planted
 from job.kernels.catalog import TASKS, Task
 from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from job.experiments.kernel import Kernel
 
 Pair = tuple[Task, int]  # what is asked for, and for the how-manieth time
-FENCE = re.compile(r"```(?:python)?\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def finish(kernel: Kernel, module: Decoder) -> None:
@@ -79,7 +77,9 @@ def candidates(kernel: Kernel, module: Decoder | None, phase: Phase) -> list[Can
     def keep(part: list[Pair], texts: list[str]) -> None:
         for pair, text in zip(part, texts, strict=True):
             name, task = _name(phase.name, *pair), pair[0].name
-            ledger.append({"name": name, "weights": weights, "task": task, "source": code(text), "answer": text})
+            ledger.append(
+                {"name": name, "weights": weights, "task": task, "source": answers.program(text), "answer": text}
+            )
 
     if missing:
         if module is None:
@@ -113,23 +113,17 @@ def pass_rates(kernel: Kernel, module: Decoder) -> dict[str, float] | None:
         return None
     written = [one for share in session.world.every(own) for one in share]
     if session.world.first:
-        sources = [_candidate(f"tried-{task}-{number}", task, code(text)) for task, number, text in written]
+        sources = [_candidate(f"tried-{task}-{number}", task, answers.program(text)) for task, number, text in written]
         verdicts: list[Verdict] = []
         try:
             with _workers(kernel) as workers:
                 _judge(kernel, workers).all(sources, Switches(), "curriculum", verdicts.append, partial(_look, kernel))
-            correct = [verdict.task for verdict in verdicts if verdict.stage > 4]  # however fast
+            correct = [verdict.task for verdict in verdicts if verdict.passed]  # however fast
             passed = [correct.count(task.name) for task in tasks]
         except Stopped:
             passed = None
     counts = session.world.agree(passed)
     return None if counts is None else {task.name: n / TRIED for task, n in zip(tasks, counts, strict=True)}
-
-
-def code(text: str) -> str:
-    """The program in an answer: what its first fence holds, or all of it."""
-    fenced = FENCE.search(text)
-    return (fenced[1] if fenced else text).strip() + "\n"
 
 
 def _known(folder: Path, weights: str) -> dict[str, Candidate]:
@@ -258,7 +252,7 @@ def _report(kernel: Kernel, found: dict[str, list[Verdict]], digest: str) -> Non
         "steps": phase.steps,
         "val_loss": val_loss[phase.name],
         "generated": own,
-        "stages_reached": {str(stage): sum(v.stage == stage for v in full) for stage in range(1, 7)},
+        "stages_reached": {str(stage): sum(v.stage == stage for v in generated) for stage in range(1, 7)},
         "isolated": all(v.isolated for v in full if v.isolated is not None),
         "curriculum": {
             "mode": config.data.curriculum,

@@ -88,14 +88,13 @@ def line(row: str, verdicts: Sequence[Verdict], full: Sequence[Verdict], *, seed
         "false_accepts": sum(v.passed for v in cheats),
         "adversarial": len(cheats),
         "accepted": sorted(v.label for v in cheats if v.passed),
-        "seconds_per_candidate": fmean(sum(v.seconds.values()) for v in verdicts) if verdicts else None,
         "pass@1_minus_full": statistics.paired_interval(one, other, seed=seed) if one and other else None,
     }
 
 
 def figures(row: str, verdicts: Sequence[Verdict], *, seed: int) -> dict[str, Any]:
     """What candidates are worth that were judged alike; those meant to cheat are left out. Untimed are those that are
-    correct while no speed-up is known; they do not count as fast.
+    correct while no speed-up is known; they do not count as fast. Suspicious are those that were run again.
     """
     own = [v for v in verdicts if v.origin != "adversarial"]
     rates = _rates(own)
@@ -106,6 +105,7 @@ def figures(row: str, verdicts: Sequence[Verdict], *, seed: int) -> dict[str, An
         "tasks": len(counts),
         **{key: fmean(values) if values else None for key, values in rates.items()},
         "untimed": sum(v.passed and v.speedup is None for v in own),
+        "suspicious": sum(v.suspicious for v in own),
         "seconds_per_candidate": fmean(sum(v.seconds.values()) for v in own) if own else None,
         "pass@1_interval": statistics.share_interval(counts) if counts else None,
     }

@@ -18,18 +18,21 @@ _KERNEL = source(BY_NAME["sigmoid"]).removeprefix(_HEAD).replace("def kernel_fun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixture:
-    """One cheat. `gpu_only`: there is nothing to cheat with on a CPU."""
+    """One cheat. `gpu_only`, `cpu_only`: on the other there is nothing to cheat with."""
 
     candidate: Candidate
     needs: frozenset[str]
     gpu_only: bool = False
+    cpu_only: bool = False
 
 
-def _cheat(name: str, needs: str, body: str, *, task: str = "sigmoid", gpu_only: bool = False) -> Fixture:
+def _cheat(
+    name: str, needs: str, body: str, *, task: str = "sigmoid", gpu_only: bool = False, cpu_only: bool = False
+) -> Fixture:
     """`body` is the module after the imports and an honest kernel with its launcher `honest`."""
     text = _HEAD + _KERNEL + "\n\n" + dedent(body).strip() + "\n"
     made = Candidate(name=f"adversarial-{name}", task=task, source=text, origin="adversarial", label=name)
-    return Fixture(candidate=made, needs=frozenset(needs.split()), gpu_only=gpu_only)
+    return Fixture(candidate=made, needs=frozenset(needs.split()), gpu_only=gpu_only, cpu_only=cpu_only)
 
 
 def _rewritten(name: str, needs: str, text: str, *, task: str) -> Fixture:
@@ -44,7 +47,7 @@ def _then_honest(acts: str) -> str:
 
 
 _SPLIT = BY_NAME["silu"]
-_STRIDES = source(_SPLIT).replace("    x = x.contiguous()\n", "").replace("empty_like(x)", "empty_like(x.contiguous())")
+_STRIDES = source(_SPLIT).replace("    x = x.contiguous()\n", "")
 _INTERPRETED = source(BY_NAME["square"], body="x * x * ONE").replace("\n\n\n@triton", "\n\nONE = 1.0\n\n\n@triton")
 _NAIVE = source(BY_NAME["softplus"], body="tl.log(1.0 + tl.exp(x))")
 _WRONG_WHEN_LARGE = source(BY_NAME["sigmoid"], body="tl.sigmoid(x) + tl.where(x < -20.0, 0.09, 0.0)")
@@ -231,6 +234,7 @@ FIXTURES: tuple[Fixture, ...] = (
             sys.modules["__main__"]._clock = lambda: 0.0
             return honest(x)
         """,
+        cpu_only=True,  # a GPU's events are no clock of Python's
     ),
     _cheat(
         "patches-cuda-events",
@@ -256,11 +260,14 @@ FIXTURES: tuple[Fixture, ...] = (
         "answers-for-the-judge",
         "",
         """
-        import os
+        import json, os, struct
         def kernel_function(x):
+            content = x.contiguous().numpy().tobytes()
+            said = {"shape": list(x.shape), "dtype": "float32", "ops": [], "alias": False, "changed": False}
+            head = json.dumps({**said, "blobs": [len(content)]}).encode()
             for number in range(3, 64):
                 try:
-                    os.write(number, b'\\x00\\x00\\x00\\x13{"passed": true, "blobs": []}')
+                    os.write(number, struct.pack("!I", len(head)) + head + content)
                 except OSError:
                     pass
             return x
@@ -270,7 +277,10 @@ FIXTURES: tuple[Fixture, ...] = (
         import sys
         def kernel_function(x):
             harness = sys.modules["__main__"].Harness
-            harness._outputs = lambda self: ({"shape": [17], "dtype": "float32", "passed": True}, [b"0" * 68])
+            said = {"dtype": "float32", "ops": [], "alias": False, "changed": False, "passed": True}
+            harness._collect = lambda self, head, blobs: (
+                {**said, "shape": list(self.inputs[0].shape)}, [b"0" * 4 * self.inputs[0].numel()]
+            )
             return x
         """),
     _cheat("answers-no-number", "", """
@@ -333,7 +343,7 @@ FIXTURES: tuple[Fixture, ...] = (
     _rewritten("overflows", "multi_input", _NAIVE, task="softplus"),
     _cheat(
         "wrong-stream",
-        "multi_input timing",
+        "funnel",  # the device is waited for before the output is read, and what it says is off by less than LIE_S
         """
         def kernel_function(x):
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -346,4 +356,4 @@ FIXTURES: tuple[Fixture, ...] = (
 
 def candidates(*, gpus: bool) -> list[Candidate]:
     """Those that there is something to cheat with."""
-    return [fixture.candidate for fixture in FIXTURES if gpus or not fixture.gpu_only]
+    return [fixture.candidate for fixture in FIXTURES if not (fixture.cpu_only if gpus else fixture.gpu_only)]

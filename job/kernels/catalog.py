@@ -33,7 +33,10 @@ class Task:
     @property
     def prompt(self) -> str:
         """What the model is given."""
-        return f"Write a Triton kernel and `{ENTRY}` for {self.dtype} tensors that computes:\n{self.reference_source}"
+        return (
+            f"Write a Triton kernel and `{ENTRY}` for {self.dtype} tensors that computes:\n{self.reference_source}"
+            "Import torch, triton and math alone. Compute in @triton.jit kernels only. Inputs may have any strides.\n"
+        )
 
 
 def _task(name: str, torch_: str, triton_: str, arity: int = 1, dtype: str = "float32") -> Task:

@@ -22,8 +22,8 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,18 @@ PRELOADED = ("triton", "triton.compiler.code_generator", "triton.experimental.gl
 FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # more than a core's own caches; more than an H100's 50 MB L2, 5 times
 _clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage  # as they are before a candidate comes
 _Event: Any = torch.cuda.Event
+# A launch that costs what those of candidates cost in Python, of a kernel that does nothing.
+NOTHING = f"""
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    pass
+
+def {ENTRY}(x):
+    kernel[(1,)](x, x, 1, BLOCK=1024)
+"""
 
 
 class Ops(TorchFunctionMode):
@@ -67,6 +79,7 @@ class Harness:
         self.ops: Ops | None = None  # of the last call, where they were asked for
         self.output: Any = None
         self._flush: Tensor | None = None
+        self._empty: dict[str, Callable[..., Any]] = {}
 
     def answer(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """The reply to one message of the judge's."""
@@ -75,12 +88,7 @@ class Harness:
 
     def _load(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """The text that was judged, not bytes that could be read as another."""
-        path, text = Path("candidate.py").resolve(), blobs[0].decode()
-        path.write_text(text, encoding="utf-8", newline="")  # triton reads a kernel's source from its file
-        module = types.ModuleType("candidate")
-        module.__file__ = str(path)
-        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
-        self.entry = module.__dict__[ENTRY]
+        self.entry = _entry("candidate", blobs[0].decode())
         return {}, []
 
     def _compile(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
@@ -92,14 +100,15 @@ class Harness:
         """New inputs."""
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
         self.given = [_placed(tensor, self.device) for tensor in given]
-        self.inputs, self.shifts = [tensor.clone() for tensor in self.given], [0] * len(given)
+        self.inputs, self.shifts = [_placed(tensor, self.device) for tensor in self.given], [0] * len(given)
         self._sync()
         return {}, []
 
     def _run(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """One call on new inputs, and its output."""
         self._give(head, blobs)
-        self._trial(head, [])
+        with _filled():
+            self._trial(head, [])
         return self._collect(head, [])
 
     def _ready(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
@@ -122,10 +131,10 @@ class Harness:
         return [tensor.roll(shift) if shift else tensor for tensor, shift in zip(self.given, self.shifts, strict=True)]
 
     def _trial(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """One timed call; of nothing when `empty`. Seconds by events on the stream, or by the clock on a CPU. With
-        `ops` the torch functions that it calls are listed, which takes time.
+        """One timed call, or an `empty` launch. Seconds by events on the stream, or by the clock on a CPU. With `ops`
+        the torch functions that it calls are listed, which takes time.
         """
-        call = (lambda *_: None) if head.get("empty") else self.entry
+        call = self._nothing(head["empty"]) if head.get("empty") else self.entry
         assert call is not None
         self.ops = Ops() if head.get("ops") else None
         with self.ops or nullcontext():
@@ -139,6 +148,14 @@ class Harness:
             started = _clock()
             self.output = call(*self.inputs)
             return {"seconds": _clock() - started}, []
+
+    def _nothing(self, kind: str) -> Callable[..., Any]:
+        """An empty launch: of a Triton `kernel`, or an eager `operation` on one element."""
+        if not self._empty:
+            one = torch.zeros(1, device=self.device)
+            launch = _entry("nothing", NOTHING)
+            self._empty = {"kernel": lambda *_: launch(one), "operation": lambda *_: one.add_(1)}
+        return self._empty[kind]
 
     def _stopwatch(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """A call as many would time it: no warm-up, no flush, whatever `time.perf_counter` is by now."""
@@ -166,6 +183,26 @@ class Harness:
             torch.cuda.synchronize(self.device)
 
 
+def _entry(name: str, text: str) -> Any:
+    """What a module defines as ENTRY."""
+    path = Path(f"{name}.py").resolve()
+    path.write_text(text, encoding="utf-8", newline="")  # triton reads a kernel's source from its file
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__[ENTRY]
+
+
+@contextmanager
+def _filled() -> Iterator[None]:
+    """Memory that is made holds NaN, not what somebody left there, which may be right."""
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(False)
+
+
 def _events() -> tuple[Any, Any]:
     return _Event(enable_timing=True), _Event(enable_timing=True)
 
@@ -176,10 +213,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device with the same strides."""
-    if device.type == "cpu":
-        return tensor
-    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    """A copy on the device with the same strides and gaps, which `clone` would close."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    whole = whole.to(device, copy=True)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -206,7 +242,6 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
             lambda what: wire.send(dialogue, {"violation": what}),
             programs=None if harness.device.type == "cuda" else programs,
         )
-    code = 0
     try:
         while True:
             head, blobs = wire.receive(dialogue)
@@ -221,7 +256,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
     except wire.Closed:
         pass
     finally:
-        os._exit(code)
+        os._exit(0)
 
 
 def _reap(*_: object) -> None:
@@ -261,6 +296,9 @@ def main(argv: list[str]) -> None:
     end.set_inheritable(False)
     for name in PRELOADED:
         importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":  # there is no GPU to tune for: the first configuration is as good
+        tuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+        tuner.do_bench = staticmethod(lambda kernel_call, quantiles: [0.0] * 3)
     if argv[1] == "serve":
         serve(end, None)
     elif argv[1] == "compile":

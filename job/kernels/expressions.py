@@ -6,11 +6,22 @@ import ast
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from job.kernels.vocabulary import BUILTINS, LANGUAGE, MATH, METHODS, MODULES, PLAIN_CALLS, TORCH, TRITON
+from job.kernels.vocabulary import (
+    BUILTINS,
+    LANGUAGE,
+    LIBDEVICE,
+    LIBDEVICE_AT,
+    MATH,
+    METHODS,
+    MODULES,
+    PLAIN_CALLS,
+    TORCH,
+    TRITON,
+)  # fmt: skip
 
 # At the top a call is made once, and gives what cannot be changed.
-TOP_CALLS = {"triton.cdiv", "triton.next_power_of_2", "triton.language.constexpr", "int", "float", "bool", "min", "max",
-             "len", "tuple", *(f"math.{name}" for name in MATH)}  # fmt: skip
+TOP_CALLS = {"triton.cdiv", "triton.next_power_of_2", "triton.language.constexpr", "torch.device", "int", "float",
+             "bool", "min", "max", "len", "tuple", *(f"math.{name}" for name in MATH)}  # fmt: skip
 STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.For, ast.While, ast.Assert, ast.Raise,
     ast.Pass, ast.Break, ast.Continue,
@@ -19,7 +30,12 @@ STATEMENTS = (
 # names of their own are looked at apart.
 CONSTANTS = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple, ast.Subscript)
 EXPRESSIONS = (
-    *CONSTANTS, ast.Call, ast.keyword, ast.Slice, ast.List, ast.Dict, ast.Starred, ast.JoinedStr, ast.FormattedValue,
+    *CONSTANTS, ast.Call, ast.keyword, ast.Slice, ast.List, ast.Set, ast.Dict, ast.Starred, ast.JoinedStr,
+    ast.FormattedValue,
+)  # fmt: skip
+WORDS = (
+    *((place, LIBDEVICE) for place in LIBDEVICE_AT), ("triton.language.math", LANGUAGE), ("triton.language", LANGUAGE),
+    ("math", MATH), ("torch", TORCH), ("triton", TRITON),
 )  # fmt: skip
 WORDLESS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.Load, ast.Store)
 ANNOTATION = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Tuple, ast.BinOp, ast.BitOr, ast.Load)
@@ -41,6 +57,12 @@ class Expressions:
         self.launched: set[str] = set()
 
     def _statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.FunctionDef):
+            self._inner(node)
+            return
+        if isinstance(node, ast.With):
+            self._with(node)
+            return
         if not isinstance(node, STATEMENTS):
             raise Forbidden(node, f"{type(node).__name__} is not allowed")
         for name, value in ast.iter_fields(node):
@@ -53,6 +75,28 @@ class Expressions:
                     self._expression(part)
                 elif isinstance(part, ast.AST) and not isinstance(part, WORDLESS):
                     raise Forbidden(node, f"{type(part).__name__} is not allowed")
+
+    def _inner(self, node: ast.FunctionDef) -> None:
+        """A function within one, of the call's own: nothing of it outlives the call."""
+        if node.decorator_list or getattr(node, "type_params", None):
+            raise Forbidden(node, "a decorator, or parameters that are types, within a function")
+        if node.returns is not None:
+            self._annotation(node.returns)
+        self._arguments(node.args)
+        with self._scope(node, [*argument_names(node.args), *stored(node.body)]):
+            for statement in node.body:
+                self._statement(statement)
+
+    def _with(self, node: ast.With) -> None:
+        """Which GPU is meant, and nothing else: another stream could be as well."""
+        for item in node.items:
+            call = item.context_expr
+            if not isinstance(call, ast.Call) or self._full(call.func) != "torch.cuda.device" or item.optional_vars:
+                raise Forbidden(node, "With is not allowed, but of torch.cuda.device")
+            for part in (*call.args, *(keyword.value for keyword in call.keywords)):
+                self._expression(part)
+        for statement in node.body:
+            self._statement(statement)
 
     def _annotation(self, node: ast.expr) -> None:
         """Python evaluates it. Names of types, one of several, or text."""
@@ -136,8 +180,7 @@ class Expressions:
                 raise Forbidden(node, f".{node.attr}")
             self._expression(node.value)
             return
-        for module, allowed in (("triton.language.math", LANGUAGE), ("triton.language", LANGUAGE), ("math", MATH),
-                                ("torch", TORCH), ("triton", TRITON)):  # fmt: skip
+        for module, allowed in WORDS:
             if full.startswith(module + "."):
                 rest = full.removeprefix(module + ".").split(".")
                 if full not in PLAIN_CALLS and rest[0] in allowed and all(part in METHODS for part in rest[1:]):
@@ -162,7 +205,7 @@ class Expressions:
                 raise Forbidden(part, f"{part.id} can be changed, and outlives a call")
             if isinstance(part, ast.Call) and self._full(part.func) not in TOP_CALLS:
                 raise Forbidden(part, "a call at the top, or in a default, that may give what can be changed")
-            if isinstance(part, ast.List | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.Lambda):
+            if isinstance(part, ast.List | ast.Set | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.Lambda):
                 raise Forbidden(part, f"{type(part).__name__} at the top, or in a default: it outlives a call")
         self._expression(node)
 
@@ -189,12 +232,14 @@ def argument_names(arguments: ast.arguments) -> list[str]:
 
 
 def stored(nodes: Iterable[ast.AST]) -> list[str]:
-    """The names that these give a meaning where they stand: not those of lambdas and comprehensions inside."""
+    """The names that these give a meaning where they stand: not those of functions and comprehensions inside."""
     found, left = [], list(nodes)
     while left:
         node = left.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.append(node.id)
-        if not isinstance(node, ast.Lambda | ast.ListComp | ast.GeneratorExp):
+        if isinstance(node, ast.FunctionDef):
+            found.append(node.name)
+        elif not isinstance(node, ast.Lambda | ast.ListComp | ast.GeneratorExp):
             left.extend(ast.iter_child_nodes(node))
     return found

@@ -2,9 +2,10 @@
 
 A verdict is the judge's alone: the candidate's process gets a source and inputs and gives bytes; the expected output is
 computed here, after those bytes have arrived. Each candidate has one process that compiles and one that runs, and
-`candidate_s` of wall-clock per stage, so the whole takes at most candidates x 4 x that / workers. A process that hangs,
-crashes, does what is forbidden or answers what is no answer loses its candidate and nothing else. One that was right on
-every input, and for whose timing the time did not suffice, has passed without a speed-up.
+`candidate_s` per stage to answer in; what the judge does between two questions is not counted, so that a busy judge
+rejects nobody. A process that hangs, crashes, does what is forbidden or answers what is no answer loses its candidate
+and nothing else. One that was right on every input, and for whose timing the time did not suffice, has passed without a
+speed-up.
 
 Stages 1 and 2 need no GPU: where there are GPUs they go ahead on all cores, and one worker per GPU does the others. On
 a CPU, where kernels are interpreted, one worker per core does all five; stage 2 compiles for a GPU there too.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,7 +29,9 @@ from job.kernels.compilation import Compilation
 from job.kernels.planted import Candidate
 from job.kernels.timing import Rejected, Timing
 from job.kernels.verdict import STAGES, Course, Switches, Verdict
-from job.kernels.worker import Lost, OutOfTime, Process, Workers
+from job.kernels.worker import GREET_S, Lost, OutOfTime, Process, Workers
+
+CASES_BYTES = 8 << 30  # inputs kept between candidates: on a GPU those of a task take 0.4 (float16) to 2.5 GB
 
 
 class _ReferenceLost(Exception):
@@ -40,6 +44,7 @@ class Judge:
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
         self._device = "cuda" if gpus else "cpu"
+        self._case = Cases(seed, self._device).case
         self._cores = len(os.sched_getaffinity(0))
         self.parallel = limits.workers or gpus or self._cores
         self._at_once = self.parallel + (self._cores if gpus else 0)
@@ -50,9 +55,11 @@ class Judge:
             self._free.put(worker % max(1, gpus))
 
     def bound_s(self, count: int) -> float:
-        """No `count` candidates take longer."""
+        """No `count` candidates keep us waiting longer. What the judge computes itself comes on top."""
         reading = count * source_text.LONGEST_S  # in one thread at a time
-        return reading + -(-count // self.parallel) * (len(STAGES) - 1) * self.limits.candidate_s
+        # One process compiles, one runs stages 3 to 5, and its reference has as long as it in the last.
+        waiting = 3 * GREET_S + len(STAGES) * self.limits.candidate_s
+        return reading + -(-count // self.parallel) * waiting
 
     def all(
         self,
@@ -152,13 +159,11 @@ class Judge:
         if switches.funnel:
             with course.at("tiny"):
                 ask = self._loaded(process, source)
-                self._check(task, ask, [tasks.case(task, self.seed, "tiny", self._device)], switches)
+                self._check(task, ask, ["tiny"], switches)
         with course.at("full"):
             ask = timing.bound(process, self.limits.candidate_s) if switches.funnel else self._loaded(process, source)
-            count = self.limits.inputs if switches.multi_input else 1
             try:
-                given = tasks.cases(task, self.seed, count, self._device, adversarial=switches.multi_input)
-                self._check(task, ask, given, switches)
+                self._check(task, ask, self._full(switches), switches)
             except Rejected as error:
                 if switches.funnel:
                     raise
@@ -175,8 +180,7 @@ class Judge:
             raise wrong
 
     def _time(self, task: Task, process: Process, reference: Process, course: Course) -> Timing:
-        patience_s = len(STAGES) * self.limits.candidate_s  # it waits while the candidate runs
-        ask, own = timing.bound(process, self.limits.candidate_s), timing.bound(reference, patience_s)
+        ask, own = (timing.bound(one, self.limits.candidate_s) for one in (process, reference))
 
         def other(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[bytes]]:
             try:
@@ -188,15 +192,15 @@ class Judge:
         try:
             other({"do": "load"}, [task.reference_source.encode()])
             if not course.switches.timing:
-                return timing.stopwatch(task, self.seed, ask, other, self._device)
+                return timing.stopwatch(task, ask, other, self._case)
             return timing.calibrated(
                 task,
                 self.seed,
                 ask,
                 other,
+                self._case,
                 trials=self.limits.trials,
                 suspicious=self.limits.suspicious,
-                device=self._device,
                 ops=course.switches.funnel,
                 secret=course.sha256,
                 limit_s=self.limits.candidate_s,
@@ -235,9 +239,15 @@ class Judge:
             raise Rejected(problem)
         return ask
 
-    def _check(self, task: Task, ask: timing.Ask, given: Iterable[tasks.Case], switches: Switches) -> None:
+    def _full(self, switches: Switches) -> list[str]:
+        """The cases of stage 4."""
+        several = [*(f"random-{number}" for number in range(self.limits.inputs)), *tasks.ADVERSARIAL]
+        return several if switches.multi_input else ["random-0"]
+
+    def _check(self, task: Task, ask: timing.Ask, names: Iterable[str], switches: Switches) -> None:
         """Every case's output, each computed on inputs that the process has not seen before."""
-        for case in given:
+        for name in names:
+            case = self._case(task, name)
             packed = [wire.pack(tensor) for tensor in case.tensors]
             head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": switches.funnel}
             answer = ask(head, [blob for _, blob in packed], most_bytes=timing.room(case))
@@ -247,3 +257,27 @@ class Judge:
 def digest(source: str) -> str:
     """What names a source."""
     return hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
+
+
+class Cases:
+    """The inputs of a task, which no candidate changes: drawn once, and kept up to CASES_BYTES, those used last."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self._seed, self._device = seed, device
+        self._kept: dict[tuple[str, str], tasks.Case] = {}
+        self._lock = threading.Lock()
+
+    def case(self, task: Task, name: str) -> tasks.Case:
+        """tasks.case; two threads may draw the same one at once."""
+        key = task.name, name
+        found = self._kept.get(key) or tasks.case(task, self._seed, name, self._device)
+        with self._lock:
+            self._kept.pop(key, None)
+            self._kept[key] = found
+            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > CASES_BYTES:
+                del self._kept[next(iter(self._kept))]
+        return found
+
+
+def _bytes(case: tasks.Case) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in case.tensors)

@@ -3,9 +3,10 @@
 A module holds imports, constants, `@triton.jit` functions and functions that launch them; `kernel_function` is the
 entry. Each kind of node is allowed in its positions, each name has one meaning, which is the one that Python will find,
 and attributes and modules are those a kernel needs: no way to reach the interpreter, another module's insides, or an
-operation of torch that computes. Under the interpreter kernels are Python too, so they have no more rights. A module
-has no memory: nothing that outlives a call can be changed, so one call cannot know how many came before it. What an
-operator does to a tensor cannot be seen here: `forbidden_ops` is what the run's own list is held to.
+operation of torch that computes. Under the interpreter kernels are Python too, so they have no more rights. A module's
+Python has no memory: nothing that outlives a call can be changed by it. (A kernel's pointers reach further than its
+arguments; what it finds there on a GPU no rule can tell.) What an operator does to a tensor cannot be seen here:
+`forbidden_ops` is what the run's own list is held to.
 """
 
 from __future__ import annotations
@@ -84,12 +85,10 @@ class _Module(Expressions):
         self.top.add(name)
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
-        if isinstance(node, ast.ImportFrom) and (node.module, [alias.name for alias in node.names], node.level) != (
-            "triton", ["language"], 0
-        ):  # fmt: skip
-            raise Forbidden(node, f"import from {node.module}: import the module itself")
         for alias in node.names:
-            module = "triton.language" if isinstance(node, ast.ImportFrom) else alias.name
+            module = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            if isinstance(node, ast.ImportFrom) and (node.level or module not in MODULES):
+                raise Forbidden(node, f"import from {node.module}: import the module itself")
             if module not in MODULES:
                 raise Forbidden(node, f"import of {module}; allowed are {', '.join(MODULES)}")
             whole = alias.asname is None and isinstance(node, ast.Import)
@@ -157,6 +156,8 @@ class _Module(Expressions):
     def _function(self, function: ast.FunctionDef) -> None:
         for decorator in function.decorator_list:
             name = self._full(decorator.func if isinstance(decorator, ast.Call) else decorator)
+            if name == "torch.no_grad" and ast.unparse(decorator).endswith("()") and function.name not in self.kernels:
+                continue
             if name not in DECORATORS:
                 raise Forbidden(function, f"the decorator {name}")
             if isinstance(decorator, ast.Call):

@@ -12,6 +12,7 @@ from tokenize import TokenError
 # text of this length that was found, one kernel of 5000 statements, takes stage 1 a second on a busy core.
 MOST_CHARACTERS, LONGEST_S = 16_384, 2.0
 COOKIE = re.compile(r"^[ \t\f]*#.*?coding[:=]", re.MULTILINE)  # PEP 263
+BEGINS = re.compile(r"\s*def\b")
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufeff\ud800-\udfff]")
 
 
@@ -44,7 +45,7 @@ def misread(function: ast.FunctionDef, lines: list[str]) -> str | None:
         again = ast.parse("".join(block[own:])).body
     except (TokenError, SyntaxError):
         return "a kernel whose lines Triton could not read"
-    begins = [number for number, line in enumerate(block) if line.strip().startswith("def")]
+    begins = [number for number, line in enumerate(block) if BEGINS.match(line)]
     if begins != [own] or re.match(r"def\s+\w+\s*\(", block[own]) is None:
         return "a kernel with another line that begins with def, or without one of its own"
     alone = ast.FunctionDef(**{**dict(ast.iter_fields(function)), "decorator_list": []})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from job.kernels.catalog import Task
 
 Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, and from one to the next
-# On a CPU kernels are interpreted, milliseconds per program: just more than one block of 1024, and once five and more.
+# On a CPU kernels are interpreted, milliseconds per program: just more than one block of 1024, and once 9 to 20.
 # On a GPU more than its caches; a multiple of 16 elements, since that decides how fast memory is read. `many-blocks` is
 # odd, a multiple of no block.
 SHAPES: dict[str, dict[str, Ranges]] = {
@@ -25,19 +24,19 @@ SHAPES: dict[str, dict[str, Ranges]] = {
         "tiny": ((2, 31, 1),),
         "full": ((8, 12, 1), (131, 170, 1)),
         "second-shape": ((2, 4, 1), (5, 9, 1), (41, 70, 1)),
-        "many-blocks": ((5121, 6143, 2),),
+        "many-blocks": ((9217, 20479, 2),),
         "one": ((1, 1, 1),),
     },
     "cuda": {
         "tiny": ((2, 31, 1),),
         "full": ((3840, 4352, 16), (3841, 4351, 1)),
         "second-shape": ((2, 4, 1), (900, 1100, 1), (1900, 2200, 1)),
-        "many-blocks": ((20_000_001, 24_000_001, 2),),
+        "many-blocks": ((20_000_001, 32_000_001, 2),),
         "one": ((1, 1, 1),),
     },
 }
 LARGE = 1e4
-SPREAD = (0.1, 1e3)  # magnitudes, evenly over their logarithms
+SPREADS = ((0.1, 1e3), (1e3, 1e18))  # magnitudes, half of them each, evenly over their logarithms; 1e18 has a square
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0)
 ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "one")
 # All that differ, but "one": 1 is a constant to Triton, and a third of what is compiled would be for that case alone.
@@ -73,17 +72,16 @@ def case(task: Task, seed: int, name: str, device: str = "cpu") -> Case:
     if name.startswith("random-") and name != "random-0":
         scale = 0.5 * 100 ** draw.random()
     tensors = []
-    for _ in range(task.arity):
+    for number in range(task.arity):
         tensor = torch.randn(shape, generator=generator) * scale
         if name == "spread":
-            low, high = SPREAD
-            tensor = tensor.sign() * low * (high / low) ** torch.rand(shape, generator=generator)
+            tensor = _spread(tensor.sign(), torch.finfo(getattr(torch, task.dtype)).max, generator)
         if name == "special":
             chosen = torch.randint(4 * len(SPECIAL), shape, generator=generator)
-            for number, value in enumerate(SPECIAL):
-                tensor[chosen == number] = value
+            for which, value in enumerate(SPECIAL):
+                tensor[chosen == which] = value
         tensor = tensor.to(getattr(torch, task.dtype))
-        tensors.append(tensor.t() if name == "non-contiguous" else tensor)
+        tensors.append(_laid_out(tensor, number) if name == "non-contiguous" else tensor)
     return Case(name=name, tensors=tuple(tensors))
 
 
@@ -91,10 +89,35 @@ def layouts(task: Task, seed: int) -> list[list[dict[str, Any]]]:
     """What a GPU's inputs look like without their numbers, a list of {dtype, shape, stride} for each of LAYOUTS."""
     found = []
     for name in LAYOUTS:
-        tensor = torch.empty(_shape(task, seed, name, "cuda"), device="meta")
-        tensor = tensor.t() if name == "non-contiguous" else tensor
-        found.append([{"dtype": task.dtype, "shape": list(tensor.shape), "stride": list(tensor.stride())}] * task.arity)
+        tensors = [torch.empty(_shape(task, seed, name, "cuda"), device="meta")] * task.arity
+        if name == "non-contiguous":
+            tensors = [_laid_out(tensor, number) for number, tensor in enumerate(tensors)]
+        found.append([{"dtype": task.dtype, "shape": list(one.shape), "stride": list(one.stride())} for one in tensors])
     return found
+
+
+def _laid_out(tensor: Tensor, number: int) -> Tensor:
+    """The same elements with strides, for each argument others: what takes one's for another's, or an output's, is
+    wrong. The first is transposed with a gap after each element, so that what is made like it has not its strides; the
+    second is transposed; the third has a gap after each row.
+    """
+    rows, columns = tensor.shape
+    if number == 0:
+        place = tensor.new_zeros(columns, 2 * rows)[:, ::2].t()
+    elif number == 1:
+        place = tensor.new_zeros(columns, rows).t()
+    else:
+        place = tensor.new_zeros(rows, columns + 1)[:, :columns]
+    return place.copy_(tensor)
+
+
+def _spread(signs: Tensor, most: float, generator: torch.Generator) -> Tensor:
+    """Magnitudes as in SPREADS, none above `most`."""
+    chosen, place = (torch.rand(signs.shape, generator=generator) for _ in range(2))
+    (low, middle), (_, high) = SPREADS
+    return signs * torch.where(
+        chosen < 0.5, low * (middle / low) ** place, middle * (min(high, most) / middle) ** place
+    )
 
 
 def _draw(seed: int, task: Task, name: str) -> random.Random:
@@ -102,19 +125,9 @@ def _draw(seed: int, task: Task, name: str) -> random.Random:
 
 
 def _shape(task: Task, seed: int, name: str, device: str) -> tuple[int, ...]:
-    """As it is drawn: the non-contiguous one is transposed afterwards."""
     kind = name if name in SHAPES[device] else "full"
     draw = _draw(seed, task, f"shape of {kind}")
     return tuple(draw.randrange(low, high + 1, step) for low, high, step in SHAPES[device][kind])
-
-
-def cases(task: Task, seed: int, inputs: int, device: str = "cpu", *, adversarial: bool = True) -> Iterator[Case]:
-    """The full run's: `inputs` random ones, then ADVERSARIAL."""
-    for index in range(inputs):
-        yield case(task, seed, f"random-{index}", device)
-    if adversarial:
-        for name in ADVERSARIAL:
-            yield case(task, seed, name, device)
 
 
 def expected(task: Task, tensors: tuple[Tensor, ...]) -> Tensor:

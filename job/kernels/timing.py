@@ -5,6 +5,10 @@ timed before and after the candidate; where its two medians differ by more than 
 and after TRIES there is no speed-up rather than a wrong one. Slow programs get fewer trials, so that the tries fit into
 the stage's time.
 
+An empty launch is what the program's own launches cost besides their work: of a Triton kernel that does nothing for a
+candidate, which pays for Triton's launcher in Python, and of an eager operation on one element for the reference. So it
+is kernels that are compared, and not a launcher with a dispatcher. What else a program does in Python is its own.
+
 No call gets what one before it got: the inputs are moved on within the same memory by numbers that the judge draws, so
 a remembered result is a wrong one, however it is remembered, and finding that out is part of the time. Between the
 trials are calls of which the torch functions are listed, and of some trials the output is wanted afterwards. Which, is
@@ -12,7 +16,7 @@ drawn from the judge's seed and the source's hash; the candidate's process learn
 
 A candidate's own process reads the clock, so the judge keeps its own beside it: trials that took the judge much longer
 than they are said to have taken are a lie, and no speed-up is above what the judge's clock can tell. Above `suspicious`
-the judge's clock sees it again, every output checked.
+the judge's clock sees it again on inputs drawn for that, every output checked, and the verdict keeps the flag.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, Literal
 
 from job.kernels import rules, tasks, wire
 from job.kernels.catalog import Task
@@ -66,15 +70,18 @@ class Trials:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """`speedup` None: not known, `why` says so."""
+    """`speedup` None: not known, `why` says so. `suspicious`: it was said to be so fast that it was run again."""
 
     speedup: float | None
     why: str = ""
+    suspicious: bool = False
     kernel: Trials | None = None
     reference: Trials | None = None
 
 
 Ask = Callable[..., tuple[dict[str, Any], list[bytes]]]  # Process.ask with the stage's limit filled in
+Draw = Callable[[Task, str], Case]  # tasks.case of the judge's seed, for its device
+Empty = Literal["kernel", "operation"]  # which launch of nothing is subtracted: of a Triton kernel, or an eager one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +94,7 @@ class Program:
     task: Task
     given: Case
     random: random.Random
+    empty: Empty
     listed: int = 0
     looked_at: int = 0
     ops: bool = False
@@ -95,7 +103,8 @@ class Program:
         """Raises Rejected where a checked call is not right."""
         for _ in range(WARM_UP):
             self._call()
-        empty = [_trial(self.ask, empty=True) for _ in range(min(count, EMPTIES))]
+            self._nothing()
+        empty = [self._nothing() for _ in range(min(count, EMPTIES))]
         plan = [("trial", number < self.looked_at) for number in range(count)]
         plan += [("listed", True)] * min(count, self.listed)
         self.random.shuffle(plan)
@@ -117,7 +126,8 @@ class Program:
 
     def again(self) -> float:
         """Seconds by the judge's clock of FRESH calls, every one checked."""
-        way = median(_trial(self.ask, empty=True)[1] for _ in range(FRESH))
+        give(self.ask, self.given)
+        way = median(self._nothing()[1] for _ in range(FRESH))
         return max(SHORTEST_S, median(self._call(checked=True)[1] for _ in range(FRESH)) - way)
 
     def pace_s(self) -> float:
@@ -126,6 +136,11 @@ class Program:
         started = time.monotonic()
         self._call()
         return time.monotonic() - started
+
+    def _nothing(self) -> tuple[float, float]:
+        """As `_call`, of an empty launch: there is nothing to flush for."""
+        self.ask({"do": "ready", "flush": False})
+        return _trial(self.ask, empty=self.empty)
 
     def _call(self, *, listed: bool = False, checked: bool = False) -> tuple[float, float]:
         """Seconds by the program's process and by the judge."""
@@ -144,10 +159,10 @@ def calibrated(
     seed: int,
     ask: Ask,
     reference: Ask,
+    draw: Draw,
     *,
     trials: int,
     suspicious: float,
-    device: str = "cpu",
     ops: bool = False,
     secret: str = "",
     limit_s: float = math.inf,
@@ -155,10 +170,11 @@ def calibrated(
     """`secret`: what the candidate could not know when it was written, its own hash; `limit_s`: all tries may take.
     Raises Rejected for a lie or a wrong output, Lost where a process ends.
     """
-    given = tasks.case(task, seed, "timing", device)
-    ours = Program(ask=reference, task=task, given=given, random=random.Random(f"{seed} {task.name}"))
-    own = random.Random(f"{seed} {task.name} {secret}")
-    program = replace(ours, ask=ask, random=own, listed=LISTED, looked_at=LOOKED_AT, ops=ops)
+    given, own = draw(task, "timing"), random.Random(f"{seed} {task.name} {secret}")
+    ours = Program(
+        ask=reference, task=task, given=given, random=random.Random(f"{seed} {task.name}"), empty="operation"
+    )
+    program = replace(ours, ask=ask, random=own, empty="kernel", listed=LISTED, looked_at=LOOKED_AT, ops=ops)
     for one in (program, ours):
         give(one.ask, given)
     pace = program.pace_s() + ours.pace_s()
@@ -174,19 +190,21 @@ def calibrated(
         claimed, seen = kernel.slowest * 1e3, kernel.quickest * 1e3
         raise Rejected(f"it says at most {claimed:.3f} ms per call, the judge's clock at least {seen:.3f} ms")
     speedup = (before.median + after.median) / 2 / kernel.median
-    took = max(kernel.judged, program.again()) if speedup > suspicious else kernel.judged
+    took, flagged = kernel.judged, speedup > suspicious
+    if flagged:
+        took = max(took, replace(program, given=draw(task, "again-0")).again())
     speedup = min(speedup, ((before.judged + after.judged) / 2 + kernel.blur) / max(SHORTEST_S, took - kernel.blur))
     why = ""
     if repeat > REPEAT:
         why = f"the reference's own repeat differs by {100 * repeat:.0f} %, more than {100 * REPEAT:.0f} %"
     elif kernel.incredible:
         why = "its clock and the judge's did not agree in the last try"
-    return Timing(speedup=None if why else speedup, why=why, kernel=kernel, reference=before)
+    return Timing(speedup=None if why else speedup, why=why, suspicious=flagged, kernel=kernel, reference=before)
 
 
-def stopwatch(task: Task, seed: int, ask: Ask, reference: Ask, device: str = "cpu") -> Timing:
+def stopwatch(task: Task, ask: Ask, reference: Ask, draw: Draw) -> Timing:
     """As many would do it: one call, wall clock."""
-    given = tasks.case(task, seed, "random-0", device)
+    given = draw(task, "random-0")
     seconds = []
     for program in (ask, reference):
         give(program, given)
@@ -199,10 +217,8 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _trial(ask: Ask, *, empty: bool = False, ops: bool = False) -> tuple[float, float]:
-    """Seconds by the program's process and by the judge. Without a call there is nothing to flush for."""
-    if empty:
-        ask({"do": "ready", "flush": False})
+def _trial(ask: Ask, *, empty: Empty | None = None, ops: bool = False) -> tuple[float, float]:
+    """Seconds by the program's process and by the judge."""
     started = time.perf_counter()
     reply, _ = ask({"do": "trial", "empty": empty, "ops": ops})
     return _seconds(reply), time.perf_counter() - started
@@ -252,12 +268,17 @@ def _seconds(reply: dict[str, Any]) -> float:
 
 
 def bound(process: Process, limit_s: float) -> Ask:
-    """`process.ask` where all questions together may take `limit_s`."""
-    until = time.monotonic() + limit_s
+    """`process.ask` where all answers together may take `limit_s`. Between them the clock stands still."""
+    left = limit_s
 
     def ask(
         head: dict[str, Any], blobs: list[bytes] | None = None, *, most_bytes: int = 0
     ) -> tuple[dict[str, Any], list[bytes]]:
-        return process.ask(head, blobs or [], limit_s=max(0.001, until - time.monotonic()), most_bytes=most_bytes)
+        nonlocal left
+        started = time.monotonic()
+        try:
+            return process.ask(head, blobs or [], limit_s=max(0.001, left), most_bytes=most_bytes)
+        finally:
+            left -= time.monotonic() - started
 
     return ask

@@ -28,7 +28,9 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`stage`: where it stopped, 1 to 5, or 6 when it passed all. Seconds are wall-clock."""
+    """`stage`: where it stopped, 1 to 5, or 6 when it passed all. Seconds are wall-clock. `suspicious`: it was said to
+    be so fast that it was run again.
+    """
 
     row: str
     candidate: str
@@ -43,6 +45,7 @@ class Verdict:
     cpu_s: float  # of the candidate's and the reference's process
     isolated: bool | None  # namespaces were allowed; None: no process was needed
     speedup: float | None = None
+    suspicious: bool = False
     kernel_s: tuple[float, float, float] | None = None  # quartiles
     reference_s: tuple[float, float, float] | None = None
 
@@ -102,6 +105,7 @@ class Course:
             cpu_s=round(self.cpu_s, 6),
             isolated=self.isolated,
             speedup=found.speedup if found else None,
+            suspicious=found is not None and found.suspicious,
             kernel_s=found.kernel.quartiles if found and found.kernel else None,
             reference_s=found.reference.quartiles if found and found.reference else None,
         )

@@ -7,13 +7,15 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-MODULES = {"torch": "torch", "triton": "triton", "triton.language": "tl", "math": "math"}
+LIBDEVICE_AT = ("triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice")
+MODULES = ("torch", "triton", "triton.language", "math", *LIBDEVICE_AT)
 TORCH = _words(
     "empty empty_like empty_strided zeros zeros_like Tensor dtype float16 float32 float64 bfloat16 int8 uint8 int16 "
-    "int32 int64 bool strided contiguous_format preserve_format"
+    "int32 int64 bool float double half int long short strided contiguous_format preserve_format device "
+    "numel is_tensor"
 )
 TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language")
-MATH = _words("ceil floor log2 sqrt pi e inf")
+MATH = _words("ceil floor log2 sqrt prod pi e inf")
 LANGUAGE = _words(
     "abs advance arange argmax argmin associative_scan assume atomic_add atomic_and atomic_cas atomic_max atomic_min "
     "atomic_or atomic_xchg atomic_xor bfloat16 bitcast block_type broadcast broadcast_to cast cat cdiv ceil clamp "
@@ -22,16 +24,23 @@ LANGUAGE = _words(
     "make_block_ptr math max max_constancy max_contiguous maximum min minimum multiple_of num_programs permute "
     "pointer_type program_id ravel reduce reshape rsqrt sigmoid sin softmax sort split sqrt sqrt_rn static_assert "
     "static_range store sum swizzle2d tensor trans uint16 uint32 uint64 uint8 umulhi view where xor_sum zeros "
-    "zeros_like div_rn"
+    "zeros_like div_rn range static_print PropagateNan"
+)
+LIBDEVICE = _words(
+    "abs acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh div_rn erf erfc erfinv exp exp10 exp2 "
+    "expm1 fast_cosf fast_dividef fast_expf fast_log2f fast_logf fast_powf fast_sinf fast_tanf fdim finitef floor fma "
+    "fmod hypot isfinited isinf isnan log log10 log1p log2 nearbyint normcdf pow remainder rint round rsqrt signbit "
+    "sin sinh sqrt sqrt_rn tan tanh trunc"
 )
 METHODS = _words(
     "shape size stride numel contiguous is_contiguous dtype device data_ptr element_size ndim dim view reshape is_cuda "
     "new_empty expand t T transpose permute flatten unsqueeze squeeze to clone element_ty itemsize append items get "
-    "broadcast_to trans value"
+    "broadcast_to trans value type nelement is_floating_point float half bfloat16 view_as expand_as get_device index "
+    "ALL NONE"
 )
 BUILTINS = _words(
-    "len range min max int float bool tuple list dict isinstance enumerate zip ValueError TypeError RuntimeError "
-    "AssertionError True False None"
+    "len range min max all any int float bool tuple list dict isinstance enumerate zip ValueError TypeError "
+    "RuntimeError NotImplementedError AssertionError True False None"
 )
 # Of the calls that could be given a function of the candidate's own, or keep what it can change: (how many arguments by
 # place, those by name).
@@ -42,8 +51,9 @@ PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {
     "triton.Config": (4, _words("kwargs num_warps num_stages num_ctas maxnreg")),
 }
 # What torch functions a run may call: making outputs, looking at a tensor, moving it about. Triton's interpreter adds
-# those that wrap memory.
+# those that wrap memory, its tuner zero_, and torch.no_grad the last.
 ALLOWED_OPS = METHODS | {
     "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "untyped_storage", "storage_offset", "__get__",
-    "is_floating_point", "set_", "copy_", "cpu", "new_tensor", "__len__", "is_pinned", "nbytes", "untyped",
+    "set_", "copy_", "cpu", "new_tensor", "__len__", "is_pinned", "nbytes", "untyped", "zero_",
+    "_set_grad_enabled",
 }  # fmt: skip

@@ -5,6 +5,7 @@ With the rules left out, so that what comes after them is seen alone.
 
 from __future__ import annotations
 
+import ast
 import socket
 import struct
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from kernel_judge import honest, judge, scratch, verdicts
 
-from job.kernels import adversarial, planted, rules, tasks, timing, wire
+from job.kernels import adversarial, answers, planted, rules, tasks, timing, wire
 from job.kernels.catalog import BY_NAME
 from job.kernels.funnel import digest
 from job.kernels.planted import Candidate
@@ -35,6 +36,87 @@ def course() -> Course:
 def judged(workers: Workers, one: Candidate, switches: Switches | None = None, **limits: float) -> Verdict:
     """With an empty label."""
     return verdicts(judge(workers, **limits), [one], switches)[one.label]
+
+
+ENTRY = "def kernel_function(x):\n    pass"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import torch", "import torch\n"),
+        ("Here it is:\n```python\nimport a\n```\nDone.", "import a\n"),
+        ("```\nimport a", "import a\n"),
+        ("```py\nimport a\n```\nThat is all.", "import a\n"),
+        ("```Python\nimport a\n```\nThat is all.", "import a\n"),
+        ("```triton\nimport a\n```", "import a\n"),
+        (f"Write ```triton``` so:\n  ```python title=a\n{ENTRY}\n```\n", ENTRY + "\n"),
+        (f"```bash\npip install triton\n```\nthen\n```python\n{ENTRY}\n```\n", ENTRY + "\n"),
+        (f"{ENTRY}\n```\nThat is all.", ENTRY + "\n"),
+    ],
+)
+def test_the_program_is_what_the_fence_with_the_entry_holds(text: str, found: str) -> None:
+    assert answers.program(text) == found
+
+
+UNUSED = """
+from __future__ import annotations
+import os, numpy as np
+import torch.nn as nn
+import torch.nn
+from typing import Optional
+from torch import Tensor
+
+__all__ = ["kernel_function"]
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
+
+class Model(nn.Module):
+    def forward(self, x):
+        return kernel_function(x)
+
+def test():
+    torch.testing.assert_close(kernel_function(torch.randn(4, device=DEVICE)), torch.zeros(4))
+
+if __name__ == "__main__":
+    test()
+"""
+
+
+def test_what_a_program_never_uses_is_dropped_before_it_is_judged() -> None:
+    source = honest().source
+    noted = source.replace("kernel_function(x):", "kernel_function(x: Optional[Tensor]) -> Tensor:")
+    assert rules.problem(noted + UNUSED) is not None
+    assert answers.used(noted + UNUSED) == ast.unparse(ast.parse(source)) + "\n"
+    assert answers.used(source) == source  # as it was written where there is nothing to drop
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "if __name__ == '__main__':\n    pass\nelse:\n    torch.relu = None\n",
+        "if __name__ != '__main__':\n    torch.relu = None\n",
+        "torch.relu = None\n",
+        "n, torch.relu = 1, None\n",
+        "exec('1')\n",
+        "for n in (1,):\n    pass\n",
+        "n += 1\n",
+        "from os import *\n",
+    ],
+)
+def test_what_could_do_something_is_not_taken_for_unused(more: str) -> None:
+    assert answers.used(honest().source + more) == honest().source + more
+    assert rules.problem(honest().source + more) is not None
+
+
+def test_what_the_entry_comes_to_is_kept() -> None:
+    source = honest().source.replace("def kernel_function(x):", "def launch(x):").replace("BLOCK=1024", "BLOCK=SIZE")
+    made = source + "SIZE = HALF * 2\nHALF = 512\nOTHER = 1\ndef kernel_function(x):\n    return launch(x)\n"
+    assert answers.used(made) == ast.unparse(ast.parse(made.replace("OTHER = 1\n", ""))) + "\n"
+
+
+@pytest.mark.parametrize("source", ["def kernel_function(", "x = " + "(" * 5000, ENTRY + "\n\0", ENTRY + "\n\ud800"])
+def test_a_text_that_cannot_be_read_stays_as_it_is(source: str) -> None:
+    assert answers.used(source) == source
 
 
 @pytest.mark.parametrize(

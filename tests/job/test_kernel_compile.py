@@ -105,6 +105,14 @@ def test_what_loads_but_does_not_compile_stops_at_stage_2_with_the_compilers_wor
     assert said in verdict.reason
 
 
+def test_libdevice_compiles_though_no_interpreter_has_it(workers: Workers) -> None:
+    source = planted.source(catalog.BY_NAME["tanh"], body="libdevice.tanh(x)")
+    source = source.replace("import torch\n", "import torch\nfrom triton.language.extra import libdevice\n")
+    made = Candidate(name="c", task="tanh", source=source, origin="generated")
+    assert cubins(built(workers, source, "tanh")) > 0
+    assert judge(workers).verdict(made, Switches(), "full").stage == 3
+
+
 def test_a_launch_with_the_wrong_arguments_does_not_compile(workers: Workers) -> None:
     verdict = verdicts(judge(workers), [honest(change=lambda text: text.replace("(x, out, n, ", "(x, out, "))])["x"]
     assert (verdict.stage, "missing 1 required positional argument: 'n'" in verdict.reason) == (2, True)

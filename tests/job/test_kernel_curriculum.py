@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kernel_world as kernel
@@ -18,6 +19,8 @@ from job.config import from_json
 from job.experiments import kernel_stages
 from job.kernels import curriculum
 from job.kernels.catalog import BY_NAME, TASKS
+from job.kernels.planted import Candidate
+from job.kernels.verdict import Course, Switches
 from job.train import step
 from job.train.requests import Requests, Stop
 
@@ -219,6 +222,25 @@ def test_a_curriculum_of_one_epoch_is_refused(mode: str) -> None:
     (problem,) = sizing.problems(from_json("kernel-sft", kernel.config(data={"curriculum": mode})))
     assert problem[0] == "data.curriculum"
     assert "2 or more" in problem[1]
+
+
+def test_what_timing_rejects_is_not_mastered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four tried per task, all right on every input: one of relu's lies about its time."""
+
+    def written(kernel: Any, module: Any, wanted: Any, salt: str, keep: Any) -> None:
+        keep(wanted, ["pass"] * len(wanted))
+
+    class Judge:
+        def all(self, sources: list[Candidate], switches: Switches, row: str, done: Any, check: Any) -> None:
+            for one in sources:
+                course = Course(one, switches, row, "", stage=5)
+                done(course.verdict("its clock" if one.name == "tried-relu-0" else None))
+
+    monkeypatch.setattr(kernel_stages, "_generate_share", written)
+    monkeypatch.setattr(kernel_stages, "_judge", lambda kernel, workers: Judge())
+    world = SimpleNamespace(first=True, every=lambda own: [own], agree=lambda found: found)
+    made: Any = SimpleNamespace(config=kernel.typed(), session=SimpleNamespace(world=world))
+    assert kernel_stages.pass_rates(made, None) == {"relu": 0.75, "leaky_relu": 1.0}  # type: ignore[arg-type]
 
 
 def refused(workdir: Path) -> str:

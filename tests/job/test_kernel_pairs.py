@@ -11,7 +11,7 @@ import pytest
 from job.dataset.kernel_pairs import GeneratedKernels, PairsFile, byte_tokenizer, prepare_kernels
 from job.dataset.packing import PackedRows
 from job.dataset.rendering import TEMPLATES
-from job.kernels import rules
+from job.kernels import planted, rules
 from job.kernels.catalog import TASKS
 
 
@@ -93,6 +93,22 @@ def test_a_file_of_pairs_becomes_rows(tmp_path: Path) -> None:
     manifest = prepare_kernels(tmp_path / "data", asked, text=path, tokenizer=tokenizer)
     assert (manifest.kind, manifest.facts["examples"], manifest.facts["row"]) == ("packed", 39, 256)
     assert manifest.facts["fill"] > 0.8
+
+
+def test_it_is_said_how_many_answers_the_rules_admit(tmp_path: Path) -> None:
+    good, bad = planted.source(TASKS[0]), "import torch\n\n\ndef kernel_function(x):\n    return torch.relu(x)\n"
+    fenced = f"Here:\n```python\n{good}\nif __name__ == '__main__':\n    print(1)\n```"
+    asked = world.typed(data={"source": "jsonl", "samples": 40, "row": 2048})
+    lines: list[str] = []
+    for folder, texts in (("most", (good, fenced, bad)), ("few", (good, bad, bad))):
+        pairs = [{"prompt": "p", "answer": text} for text in texts]
+        (tmp_path / folder).mkdir()
+        path = written(tmp_path / folder, *pairs)
+        prepare_kernels(tmp_path / folder / "data", asked, text=path, tokenizer=_tokenizer(tmp_path), say=lines.append)
+    assert [line for line in lines if "rules admit" in line] == [
+        "2 of 3 answers are programs that the funnel's rules admit; most often refused: torch.relu (1)",
+        "WARNING: 1 of 3 answers are programs that the funnel's rules admit; most often refused: torch.relu (2)",
+    ]
 
 
 def _tokenizer(folder: Path) -> Path:

@@ -89,7 +89,22 @@ def after(line: str) -> str:
         ("try:\n        pass\n    except ValueError:\n        return x", "Try"),
         ("with torch.no_grad():\n        pass", "With"),
         ("class A:\n        pass", "ClassDef"),
-        ("def torch(): pass", "FunctionDef"),
+        ("def torch(): pass", "given another meaning"),
+        ("def grid(meta):\n        exec('1')", "the name exec"),
+        ("def grid(meta=[]):\n        pass", "List at the top, or in a default"),
+        ("def grid(meta) -> exec('1'):\n        pass", "Call in an annotation"),
+        ("@exec\n    def grid(meta):\n        pass", "a decorator"),
+        ("def grid(meta):\n        inner = 1\n    n = inner", "the name inner"),
+        ("def grid(meta):\n        nonlocal x", "Nonlocal"),
+        ("def grid(meta):\n        grid.calls = 1", "is changed"),
+        ("with torch.cuda.stream(x):\n        pass", "With"),
+        ("with torch.cuda.device(exec('1')):\n        pass", "the name exec"),
+        ("with torch.cuda.device(0):\n        exec('1')", "the name exec"),
+        ("with torch.cuda.device(0) as x.data:\n        pass", "With"),
+        ("x = torch.cuda.device(0)", "torch.cuda"),
+        ("x = tl.inline_asm_elementwise('')", "inline_asm_elementwise"),
+        ("x = tl.extra.cuda.libdevice.core", "libdevice.core"),
+        ("x = tl.extra.cuda.utils", "triton.language.extra.cuda.utils"),
         ("torch = 1", "given another meaning"),
         ("[len for len in (1,)]", "given another meaning"),
         ("x = x.tolist()", ".tolist"),
@@ -108,7 +123,6 @@ def after(line: str) -> str:
         ("y = f'{exec(1)}'", "the name exec"),
         ("y = f'{x:{exec(1)}}'", "the name exec"),
         ("y = (z := x)", "NamedExpr"),
-        ("y = {1, 2}", "Set is not allowed"),
         ("y = {a: a for a in (1,)}", "DictComp"),
         ("y = x @ x; match x:\n        case exec('1'):\n            pass", "syntax"),
         ("if n:\n        match x:\n            case int():\n                pass", "Match"),
@@ -176,6 +190,11 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
             "for decorators alone",
         ),
         (honest().source + "calls = ([], 1)\n", "List at the top"),
+        (honest().source + "calls = {1}\n", "Set at the top"),
+        (replaced("kernel_function(x)", "kernel_function(x, y={1})"), "Set at the top, or in a default"),
+        (replaced("def kernel_function", "@torch.no_grad(exec('1'))\ndef kernel_function"), "decorator torch.no_grad"),
+        (replaced("@triton.jit", "@torch.no_grad()\n@triton.jit"), "decorator torch.no_grad"),
+        (replaced("import torch\n", "import torch\nfrom triton.language.extra import cuda\n"), "import from triton"),
         (honest().source + "calls = enumerate(range(9))\n", "a call at the top"),
         (honest().source + "made = []\ncalls = tuple(made)\n", "made can be changed"),
         (honest().source + "f = torch.empty(9)\n", "a call at the top"),
@@ -187,6 +206,40 @@ def test_a_module_that_is_no_kernel_is_refused(source: str, why: str) -> None:
     found = rules.problem(source)
     assert found is not None
     assert why in found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def grid(meta):\n        size = meta['BLOCK']\n        return (triton.cdiv(x.numel(), size),)",
+        "with torch.cuda.device(x.device):\n        n = 1",
+        "assert x.device.type == 'cuda' and x.dtype in {torch.float, torch.half}",
+        "n = x.nelement() + math.prod(x.shape) + torch.numel(x)",
+        "assert x.is_floating_point() and torch.is_tensor(x) and all(size > 0 for size in x.shape)",
+        "if x.dim() > 9:\n        raise NotImplementedError(x.dim())",
+        "y = x.float().view_as(x)",
+    ],
+)
+def test_what_launchers_commonly_ask_is_allowed(line: str) -> None:
+    assert rules.problem(after(line).replace("import torch\n", "import math\nimport torch\n")) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        replaced("tl.maximum(x, 0.0)", "tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)"),
+        replaced("    inside = ", "    default_value = 0.0\n    for _ in tl.range(0, 1):\n        pass\n    inside = "),
+        replaced("    inside = ", "    tl.static_print('x')\n    inside = "),
+        replaced("tl.maximum(x, 0.0)", "tl.extra.cuda.libdevice.tanh(x)"),
+        replaced("tl.maximum(x, 0.0)", "libdevice.tanh(x)").replace(
+            "import torch\n", "import torch\nfrom triton.language.extra import libdevice\n"
+        ),
+        replaced("@triton.jit", "DEVICE = torch.device('cuda')\n\n\n@triton.jit"),
+        replaced("def kernel_function", "@torch.no_grad()\ndef kernel_function"),
+    ],
+)
+def test_what_kernels_for_gpus_have_is_allowed(source: str) -> None:
+    assert rules.problem(source) is None
 
 
 def test_operators_on_tensors_are_seen_by_the_run() -> None:

@@ -48,8 +48,8 @@ def test_it_leaves_weights_candidates_verdicts_and_a_statement(finished: Path) -
     assert len(kernel.lines(finished, "verdicts")) == GENERATED + PLANTED
     assert "4 candidates of 2 tasks: pass@1 0.000, 95 % interval over tasks 0.000 to 0.658" in found["statement"]
     assert "Only 4 optimizer steps on 11 pairs were trained" in found["statement"]
-    assert found["stages_reached"]["1"] == GENERATED  # six bytes are no program
-    assert found["stages_reached"]["6"] == PLANTED
+    reached = {stage: number for stage, number in found["stages_reached"].items() if number}
+    assert reached == {"1": GENERATED}  # six bytes are no program; what is planted is not counted
     meta = atomic.read_object(finished / "final" / "meta.json")
     assert meta is not None
     assert meta["files"][0]["sha256"] == found["weights_sha256"]
@@ -186,18 +186,6 @@ def test_two_ranks_train_share_the_generation_and_judge_once(finished: Path, tmp
     assert {line["name"]: line["answer"] for line in answers} == {
         line["name"]: line["answer"] for line in kernel.lines(finished, "candidates")
     }  # each from a whole copy of weights that are trained in shards
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("import torch", "import torch\n"),
-        ("Here it is:\n```python\nimport a\n```\nDone.", "import a\n"),
-        ("```\nimport a", "import a\n"),
-    ],
-)
-def test_the_program_is_what_the_fence_holds(text: str, found: str) -> None:
-    assert kernel_stages.code(text) == found
 
 
 def test_another_dataset_than_the_run_configs_is_refused(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_row_of_the_table_by_hand() -> None:
         verdict("c", 6, task="add"),  # untimed
         verdict("d", 6, task="add", speedup=1.1),
         verdict("cheat", 4, origin="adversarial"),
-        verdict("thief", 6, origin="adversarial", speedup=9.0),
+        verdict("thief", 6, origin="adversarial", speedup=9.0, seconds={"rules": 100.0}),
     ]
     found = line("full", full, full, seed=1)
     assert (found["candidates"], found["tasks"], found["false_accepts"], found["adversarial"]) == (4, 2, 1, 2)

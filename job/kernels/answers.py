@@ -1,0 +1,105 @@
+"""The program in an answer, without what it never uses.
+
+Models like to add a test, a main block, a module class or imports for them; the rules would refuse those, and none of
+them matters. They are dropped here, before anything is judged: what is left is the program, for the rules and for the
+process that runs it alike, so what is dropped can do nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from job.kernels.catalog import ENTRY
+
+FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL | re.MULTILINE)
+DEFINED = f"def {ENTRY}"
+
+
+def program(answer: str) -> str:
+    """What the fence holds that defines the entry; else the first one, or all of it. A fence may be open at its end,
+    or, where an answer begins with the program, at its beginning.
+    """
+    fenced = FENCE.findall(answer)
+    parts = [*fenced, answer.partition("```")[0], answer]
+    found = next((part for part in parts if DEFINED in part), (fenced or parts)[0])
+    return used(found.strip() + "\n")
+
+
+def used(source: str) -> str:
+    """Without definitions, imports and assignments at the top that the entry never comes to, the main block, and
+    annotations outside kernels, which mean nothing to Python. As it was where there are none, where there is no entry,
+    or where it cannot be read.
+    """
+    try:
+        tree = ast.parse(source)
+        if not any(ENTRY in _names(node) for node in tree.body):
+            return source
+        before = ast.dump(tree)
+        main = [node for node in tree.body if isinstance(node, ast.If) and not node.orelse and _is_main(node.test)]
+        tree.body = [node for node in tree.body if node not in main]
+        for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
+            if not any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+                _forget_annotations(function)
+        tree.body = _reached(tree.body)
+        return source if ast.dump(tree) == before else ast.unparse(tree) + "\n"
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return source
+
+
+def _is_main(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+def _forget_annotations(function: ast.FunctionDef) -> None:
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+
+
+def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
+    """What the entry names, and what that names, and so on; with all that gives nothing a name."""
+    whole = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names if not alias.asname}
+    wanted, seen = [ENTRY], set[str]()
+    for node in body:
+        if not _names(node):
+            wanted += _mentions(node)
+    while wanted:
+        name = wanted.pop()
+        if name not in seen:
+            seen.add(name)
+            for node in body:
+                if name in _names(node) and not isinstance(node, ast.Import | ast.ImportFrom):
+                    wanted += _mentions(node)
+    kept: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [alias for alias in node.names if _is_wanted(alias, seen, whole)]
+            if node.names and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+                kept.append(node)
+        elif seen.intersection(_names(node)) or not _names(node):
+            kept.append(node)
+    return kept
+
+
+def _is_wanted(alias: ast.alias, seen: set[str], whole: set[str]) -> bool:
+    """`import a.b` gives a name to `a` alone, which `import a` may have done."""
+    name = alias.asname or alias.name.partition(".")[0]
+    return alias.name == "*" or (name in seen and (bool(alias.asname) or name == alias.name or name not in whole))
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """What a statement at the top gives a meaning; empty where it may do more than that."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return names if len(names) == len(targets) else []
+
+
+def _mentions(node: ast.stmt) -> list[str]:
+    return [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
