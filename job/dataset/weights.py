@@ -1,6 +1,9 @@
 """Base weights as inputs of a run: a folder somebody downloaded, and beside its files `weights.json` that names them.
 
-    weights.json     schema, files [{name, bytes, sha256}] of every file below the folder, sorted by name
+    weights.json     schema, name of the folder, files [{name, bytes, sha256}], sorted by name
+
+Only what trainer or deliverable need counts. Repositories hold more, Llama's every weight a second time below
+`original/`, and that would be hashed, uploaded and billed.
 
 Written once by `gpufleet prepare`, since hashing 16 GB takes a quarter of a minute and previews are many; afterwards a
 file is believed by its size, and hashed again by whoever uploads or downloads it. Standard library only.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +21,14 @@ from job import atomic
 from job.dataset.prepare import DatasetFile
 
 MANIFEST = "weights.json"
-_NEEDED = ".safetensors"
+_WEIGHTS = ".safetensors"
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ENDINGS, _NAMES = (".json", ".jinja"), ("tokenizer.model", "merges.txt", "vocab.txt")  # settings, tokenizer, template
+_PUBLISHED = {  # by the folder that a file of stacks/ names
+    "llama-3.1-8b-instruct": "meta-llama/Llama-3.1-8B-Instruct",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+}
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +44,39 @@ class WeightsManifest:
 
 
 def paths(folder: Path) -> list[Path]:
-    """Every file that counts. Raises ValueError for a folder that is missing or holds no weights."""
+    """Every file that counts. Raises ValueError for a folder that is missing, holds no weights, or lacks a file of
+    theirs.
+    """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; download the base weights into it")
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder))
-    if not any(path.suffix == _NEEDED for path in found):
-        raise ValueError(f"{folder}: no *{_NEEDED} file in it; download the base weights in that format")
+        raise ValueError(f"{folder}: no such folder; download the base weights into it, once: {_download(folder)}")
+    top = {path.name: path for path in folder.iterdir() if path.is_file() and not _hidden(path, folder)}
+    names = _tensors(folder, set(top))
+    names += [name for name in top if name.endswith(_ENDINGS) or name in _NAMES]
+    return [top[name] for name in sorted(names)]
+
+
+def left_out(folder: Path) -> dict[str, int]:
+    """Bytes of what `paths` does not give, by its name at the top of the folder, a folder's with a slash."""
+    taken, found = set(paths(folder)), dict[str, int]()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path not in taken and not _hidden(path, folder):
+            first, *below = path.relative_to(folder).parts
+            name = f"{first}/" if below else first
+            found[name] = found.get(name, 0) + path.stat().st_size
     return found
+
+
+def name_of(folder: Path | None) -> str | None:
+    """What users call the weights in `folder`: their id on the Hugging Face hub where config.json says it, else the
+    folder's name where they were prepared; None: unknown.
+    """
+    if folder is None:
+        return None
+    said = (atomic.read_object(folder / "config.json") or {}).get("_name_or_path")
+    if isinstance(said, str) and _HUB_ID.fullmatch(said):  # not a path on the machine of whoever saved it
+        return said
+    name = (atomic.read_object(folder / MANIFEST) or {}).get("name")
+    return name if isinstance(name, str) and name else None
 
 
 def describe(folder: Path) -> WeightsManifest:
@@ -50,7 +87,7 @@ def describe(folder: Path) -> WeightsManifest:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         name = path.relative_to(folder).as_posix()
         files.append(DatasetFile(name=name, bytes=path.stat().st_size, sha256=digest))
-    atomic.write_json(folder / MANIFEST, {"schema": 1, "files": [asdict(file) for file in files]})
+    atomic.write_json(folder / MANIFEST, {"schema": 1, "name": folder.name, "files": [asdict(file) for file in files]})
     return read(folder)
 
 
@@ -75,6 +112,33 @@ def read(folder: Path) -> WeightsManifest:
     digest = hashlib.sha256(content).hexdigest()
     return WeightsManifest(
         sha256=digest, files=(*listed, DatasetFile(name=MANIFEST, bytes=len(content), sha256=digest))
+    )
+
+
+def _tensors(folder: Path, top: set[str]) -> list[str]:
+    """The files of one copy of the weights: some folders hold two (model*.safetensors and consolidated.safetensors).
+    Without the usual names, all of them.
+    """
+    index = atomic.read_object(folder / _INDEX)
+    if index is not None:
+        places = index.get("weight_map")
+        names = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
+        if lacking := [name for name in names if name not in top]:
+            raise ValueError(f"{folder}: {_INDEX} names {lacking[0]}, which is not there; download it again")
+    else:
+        names = [_WHOLE] if _WHOLE in top else sorted(name for name in top if name.endswith(_WEIGHTS))
+    if not names:
+        raise ValueError(f"{folder}: no *{_WEIGHTS} file in it; download the base weights in that format")
+    return names
+
+
+def _download(folder: Path) -> str:
+    """How to come by what a folder of this name is to hold."""
+    if (model := _PUBLISHED.get(folder.name)) is None:
+        return "those of job.parameters.model, as published, with config.json and tokenizer.json"
+    return (
+        f"hf download {model} --exclude 'original/*' --local-dir {folder} (pip install huggingface_hub; the licence at "
+        f"https://huggingface.co/{model} is yours to accept, then `hf auth login`)"
     )
 
 

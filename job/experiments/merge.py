@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from job import ledger, sizing
+from job.dataset import weights as base_weights
 from job.dataset.packed import PROMPTS
 from job.dataset.rendering import open_chat_tokenizer
 from job.experiments import tuning
@@ -101,6 +102,9 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
     trained = tuning.of_weights(sft.phases[0].last, sft.val_loss)
     done = Done(session.workdir / STAGES, session, trained)
     module.eval()
+    if adapter and session.world.first:  # first of all: whatever comes later, what was trained is there
+        base = base_weights.name_of(session.inputs)
+        hf.write_adapter(session.workdir / "final" / "adapter", module, sft.config.lora, base)
     losses: dict[str, Any] = {}
     for variant in VARIANTS if adapter else ():
         losses[variant.name] = done.get(f"loss {variant.name}", partial(_loss, sft, module, variant))
@@ -113,9 +117,6 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
     elif session.world.first:
         report, dtype = _judge(losses, session.say)
         tensors = lora.merged_weights(module)
-        hf.write_adapter(
-            session.workdir / "final" / "adapter", module, sft.config.lora, str(session.inputs or "random")
-        )
     else:
         return {}  # every rank has it all, and the first one writes it
     found = {"losses": losses, "merge": report}

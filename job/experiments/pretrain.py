@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from job import atomic, sizing
@@ -64,14 +63,8 @@ class Pretrain(Experiment):
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
         """Fresh weights, drawn on the CPU and one at a time, the same for any number of ranks."""
         module = self._spread()
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                whole = initial(name, tuple(parameter.shape), self.config.seed).to(self.session.device.torch)
-                if isinstance(parameter, DTensor):
-                    whole = distribute_tensor(
-                        whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-                    )  # each rank cuts out its own part
-                parameter.copy_(whole)
+        for name, parameter in module.named_parameters():
+            parallel.fill(parameter, initial(name, tuple(parameter.shape), self.config.seed))
         return module
 
     def blank(self, phase: Phase) -> nn.Module:

@@ -48,6 +48,8 @@ def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig
             f"{session.data} was prepared with {facts['tokenizer_id']}, and {beside} is the tokenizer beside the base "
             "weights, to which the dataset's ids mean other words; prepare it again, without --tokenizer"
         )
+    wanted |= {"longest": min(getattr(config.data, "longest", config.data.row), config.data.row)}
+    wanted |= {"template": TEMPLATES[config.model.family].name}
     differing = [f"{key} {facts[key]}, the run config {value}" for key, value in wanted.items() if facts[key] != value]
     if differing:
         raise ValueError(f"{session.data} was prepared with {'; '.join(differing)}: prepare it again")
@@ -64,9 +66,16 @@ def renderer(session: Session, manifest: DatasetManifest, config: SftConfig | Ke
     return Renderer(TEMPLATES[config.model.family], open_chat_tokenizer(manifest.facts["tokenizer"], session.data))
 
 
-def base(session: Session, config: SftConfig | KernelConfig, dtype: torch.dtype, *, written: bool = True) -> Decoder:
-    """The weights to start from, whole, on the device: published ones, or drawn from the seed for generated data,
-    which needs none. Unless `written`, only their room. Raises ValueError.
+def base(
+    session: Session,
+    config: SftConfig | KernelConfig,
+    dtype: torch.dtype,
+    *,
+    written: bool = True,
+    spread: bool = False,
+) -> Decoder:
+    """The weights to start from, on the device: published ones, or drawn from the seed for generated data, which needs
+    none. Unless `written`, only their room. `spread`: a part on each rank, and nowhere ever all. Raises ValueError.
     """
     published = session.inputs is not None and (session.inputs / hf.CONFIG).exists()
     if not published and not config.data.source.startswith("generated-"):
@@ -74,21 +83,24 @@ def base(session: Session, config: SftConfig | KernelConfig, dtype: torch.dtype,
             "no base weights: storage.base_weights must name a folder with config.json and safetensors "
             "(only a data.source that is generated starts from random ones)"
         )
-    drawn = torch.Generator().manual_seed(config.seed) if written and not published else None
-    compute, device = COMPUTE[config.precision.compute], session.device.torch
-    module = decoder.build(config.model, compute=compute, dtype=dtype, device=device, generator=drawn)
-    if written and published:
+    compute = COMPUTE[config.precision.compute]
+    module = decoder.build(config.model, compute=compute, dtype=dtype, device="meta")
+    if spread:
+        parallel.shard(module, session.world, module.blocks, compute=compute, reshard=config.reshard_after_forward)
+    module.to_empty(device=session.device.torch)
+    if not written:
+        return module
+    if published:
         assert session.inputs is not None
-        hf.load(session.inputs, module)
+        hf.load(session.inputs, module, parallel.fill)
+    else:
+        decoder.initialise(module, torch.Generator().manual_seed(config.seed), parallel.fill)
     return module
 
 
 def trained_whole(session: Session, config: SftConfig | KernelConfig, *, written: bool) -> Decoder:
     """The base with fp32 weights, all of them trained, spread over the ranks."""
-    module = base(session, config, torch.float32, written=written)
-    compute = COMPUTE[config.precision.compute]
-    parallel.shard(module, session.world, module.blocks, compute=compute, reshard=config.reshard_after_forward)
-    return module
+    return base(session, config, torch.float32, written=written, spread=True)
 
 
 def cosine(config: CosineAdamW, step: int, steps: int) -> float:
@@ -121,8 +133,8 @@ def deliver(
     dtype: torch.dtype,
     meta: Mapping[str, Any],
 ) -> str:
-    """final/: weights, the dataset's tokenizer and, last, meta.json, which lists an adapter/ that is there too. Gives
-    the (first) weights file's sha256, on rank 0.
+    """final/: weights with what published ones have beside them, the dataset's tokenizer and, last, meta.json, which
+    lists an adapter/ that is there too. Gives the (first) weights file's sha256, on rank 0.
     """
     if not session.world.first:
         for _ in tensors:  # sharded ones are gathered by all ranks together
@@ -132,9 +144,14 @@ def deliver(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / META).unlink(missing_ok=True)
     paths = hf.write(folder, tensors, config.model, dtype)
+    hf.complete(folder, session.inputs, dtype, int(manifest.facts["stop"]))
     for name in TOKENIZERS:
         if (session.data / name).exists():
             shutil.copyfile(session.data / name, folder / name)
+    if session.inputs is not None and _tokenizer_id(session) == manifest.facts["tokenizer_id"]:
+        for name in hf.TOKENIZER:
+            if (session.inputs / name).exists():
+                shutil.copyfile(session.inputs / name, folder / name)
     files = [
         {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in (*paths, *sorted((folder / "adapter").glob("adapter*")))

@@ -22,6 +22,7 @@ S tokens attended to, H heads, D head_dim, d width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -97,17 +98,19 @@ def build(
 
 
 @torch.no_grad()
-def initialise(module: Decoder, generator: torch.Generator) -> None:
-    """The table at the top of this file, drawn on the CPU in fp32."""
+def initialise(
+    module: Decoder, generator: torch.Generator, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> None:
+    """The table at the top of this file, drawn on the CPU in fp32. `fill` writes a whole tensor into a parameter."""
     for name, parameter in module.named_parameters():
+        whole = torch.zeros(parameter.shape)
         if "norm" in name:
-            parameter.fill_(1.0)
-        elif name.endswith("bias"):
-            parameter.fill_(0.0)
-        else:
+            whole.fill_(1.0)
+        elif not name.endswith("bias"):
             residual = name.endswith(("o.weight", "down.weight"))
             std = INIT_STD / math.sqrt(2 * module.shape.layers) if residual else INIT_STD
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            whole.normal_(0.0, std, generator=generator)
+        fill(parameter, whole)
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

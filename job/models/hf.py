@@ -8,7 +8,7 @@ with what to do.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,16 @@ from job.models import lora
 from job.models.decoder import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW, Decoder
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+TOKENIZER = (  # what `transformers` reads beside tokenizer.json: the chat template, and which tokens begin and end
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SHARD_BYTES = 5_000_000_000  # of one file, at most: what the published ones hold
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -36,6 +46,14 @@ _PARTS = {
     "attention.k_norm": "self_attn.k_norm",
     **{f"ffn.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
 }
+_NEEDED = (
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+)
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": LLAMA3_FACTOR,
@@ -62,12 +80,19 @@ def read_shape(folder: Path) -> Shape:
     family = tree.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
-    rope = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
+    if lacking := [key for key in _NEEDED if not isinstance(tree.get(key), int | float)]:
+        raise ValueError(f"{path}: {', '.join(lacking)} missing or no number; fetch the base weights again")
+    rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}  # of both, `transformers` takes the first
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or (kind == "llama3" and any(rope.get(k) != v for k, v in _LLAMA3.items())):
         raise ValueError(f"{path}: rotary scaling {rope} is neither none nor Llama-3.1's, {_LLAMA3}")
-    if tree.get("use_sliding_window") or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
+    if any((of.get("partial_rotary_factor") or 1) != 1 for of in (rope, tree)):
+        raise ValueError(f"{path}: partial_rotary_factor: positions that turn a part of each head are not supported")
+    windows = tree.get("use_sliding_window") or set(tree.get("layer_types") or ()) - {"full_attention"}
+    if windows or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
         raise ValueError(f"{path}: sliding windows and extra biases are not supported")
+    if tree.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{path}: hidden_act {tree['hidden_act']!r} is not silu, the only one that is supported")
     heads = tree["num_attention_heads"]
     return Shape(
         family=family,
@@ -109,8 +134,9 @@ def config_tree(shape: Shape, dtype: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load(folder: Path, module: Decoder) -> None:
+def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
     """Copies the published weights into the module's own tensors (their dtype and device stay; adapters are left out).
+    `fill` writes a whole tensor into a parameter.
 
     Raises ValueError: another model than the module's shape, a file or tensor that is missing, of another shape, or
     unknown.
@@ -129,7 +155,7 @@ def load(folder: Path, module: Decoder) -> None:
             raise ValueError(f"{path}: tensor {name} belongs to no {wanted.family} decoder of this shape")
         if tensor.shape != targets[name].shape:
             raise ValueError(f"{path}: {name} is {list(tensor.shape)}, the model needs {list(targets[name].shape)}")
-        targets[name].copy_(tensor)
+        fill(targets[name], tensor)
         missing.discard(name)
     if missing:
         raise ValueError(f"{folder}: {len(missing)} tensors are missing, among them {min(missing)}; fetch it again")
@@ -184,8 +210,30 @@ def write(
     return paths
 
 
-def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str) -> None:
-    """The adapter in PEFT's format, bf16. `base` names the weights it belongs to."""
+def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> None:
+    """What else `folder` needs once its weights are written, so that others can generate with them: the config.json of
+    the published ones in `base` that they come from, but for the dtype (without published ones, `write`'s), and a
+    generation_config.json, the base's if any, that ends at `stop`.
+    """
+    published = None if base is None else atomic.read_object(base / CONFIG)
+    tree = published or {**(atomic.read_object(folder / CONFIG) or {}), "eos_token_id": stop}
+    tree.pop("quantization_config", None)
+    for key in [key for key in ("torch_dtype", "dtype") if key in tree] or ["torch_dtype"]:
+        tree[key] = str(dtype).removeprefix("torch.")
+    atomic.write_json(folder / CONFIG, tree)
+    generation = None if base is None else atomic.read_object(base / GENERATION)
+    if generation is None:  # what `transformers` then takes from config.json
+        tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+        generation = {key: tree[key] for key in tokens if tree.get(key) is not None}
+    ends = generation.get("eos_token_id")
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if stop not in known:
+        generation["eos_token_id"] = [*known, stop] if known else stop
+    atomic.write_json(folder / GENERATION, generation)
+
+
+def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | None) -> None:
+    """The adapter in PEFT's format, bf16. `base` names the weights it belongs to; None, as in PEFT: unknown."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, layer in lora.layers(module):

@@ -8,7 +8,6 @@ from job.config.common import Decoder, TokenBatch
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
-LAUNCH_MS = 0.0
 
 
 def parameters(m: Decoder) -> int:
@@ -62,9 +61,12 @@ def layer_activation_bytes(m: Decoder, compute: int, *, checkpointing: bool, ada
     return compute * (products + rest + narrow + dropped) + 4 * m.heads
 
 
-def loss_bytes(m: Decoder, tokens: int) -> int:
-    """Logits of one chunk, and the hidden states whose gradient the chunks add up."""
-    return min(tokens, LOSS_CHUNK) * m.vocab * LOGIT_BYTES + tokens * m.width * 4
+def loss_bytes(m: Decoder, tokens: int, *, trained: bool = False) -> int:
+    """Logits of one chunk, and the hidden states whose gradient the chunks add up; in fp32 the head's too, where it is
+    `trained`.
+    """
+    head = m.vocab * m.width * 4 if trained else 0
+    return min(tokens, LOSS_CHUNK) * m.vocab * LOGIT_BYTES + tokens * m.width * 4 + head
 
 
 def whole_state(m: Decoder, compute: int, ranks: int, *, reshard: bool) -> tuple[float, float, float]:
@@ -75,7 +77,8 @@ def whole_state(m: Decoder, compute: int, ranks: int, *, reshard: bool) -> tuple
     gathered = 2 * layer if reshard else m.layers * layer
     tables = m.vocab * m.width * compute * (1 if m.tied else 2)
     copies = gathered + tables if ranks > 1 else total * compute if compute < 4 else 0
-    return total * 4 / ranks + copies, total * 4 / ranks, total * 8 / ranks
+    whole = layer_parameters(m) * (compute + 4) if ranks > 1 else 0  # a layer's gradients, and their fp32 to be sent
+    return total * 4 / ranks + copies, total * 4 / ranks + whole, total * 8 / ranks
 
 
 def activations(m: Decoder, tokens: int, compute: int, *, checkpointing: bool, adapters: int = 0) -> float:

@@ -108,7 +108,7 @@ def memory(
             m, compute, checkpointing=checkpointing, adapters=rank
         )
         weights = total * compute + own * 4 if config.method == "lora" else total * compute
-    logits = decoder.loss_bytes(m, tokens)
+    logits = decoder.loss_bytes(m, tokens, trained=config.method == "full" and phase_index == 0)
     return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
 

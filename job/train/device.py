@@ -20,19 +20,19 @@ from typing import Any
 import torch
 
 # By the name that torch gives, and no other: a chip's boards differ, and one that is not here has no MFU. Dense bf16
-# TFLOP/s and GB/s of memory, NVIDIA data sheets, 2026-11; A10G: AWS's own figure (the A10 has 125); B200: HGX table.
-DATA_SHEETS: dict[str, tuple[float, float]] = {
-    "NVIDIA A10G": (70, 600),
-    "NVIDIA L4": (121, 300),
-    "NVIDIA L40S": (362, 864),
-    "NVIDIA A100-SXM4-40GB": (312, 1555),
-    "NVIDIA A100-PCIE-40GB": (312, 1555),
-    "NVIDIA A100-SXM4-80GB": (312, 2039),
-    "NVIDIA A100 80GB PCIe": (312, 1935),
-    "NVIDIA H100 80GB HBM3": (989.5, 3350),  # SXM
-    "NVIDIA H100 PCIe": (756, 2000),
-    "NVIDIA H200": (989.5, 4800),
-    "NVIDIA B200": (2250, 7700),
+# TFLOP/s, GB/s and GB of memory, NVIDIA data sheets, 2026-11; A10G: AWS's own (the A10 has 125); B200: HGX table.
+DATA_SHEETS: dict[str, tuple[float, float, float]] = {
+    "NVIDIA A10G": (70, 600, 24),
+    "NVIDIA L4": (121, 300, 24),
+    "NVIDIA L40S": (362, 864, 48),
+    "NVIDIA A100-SXM4-40GB": (312, 1555, 40),
+    "NVIDIA A100-PCIE-40GB": (312, 1555, 40),
+    "NVIDIA A100-SXM4-80GB": (312, 2039, 80),
+    "NVIDIA A100 80GB PCIe": (312, 1935, 80),
+    "NVIDIA H100 80GB HBM3": (989.5, 3350, 80),  # SXM
+    "NVIDIA H100 PCIe": (756, 2000, 80),
+    "NVIDIA H200": (989.5, 4800, 141),
+    "NVIDIA B200": (2250, 7700, 180),
 }
 UTILIZATION_INTERVAL_S = 5
 UTILIZATION_SAMPLES = 60  # five minutes
@@ -60,6 +60,13 @@ class Device:
     @property
     def is_cuda(self) -> bool:
         return self.torch.type == "cuda"
+
+    @property
+    def room_gb(self) -> float:
+        """What a micro-batch is chosen for: the data sheet's memory, as in the bill. Drivers report up to 7 % more of
+        some boards; that stays a margin, so that the node cuts a batch as the bill has said.
+        """
+        return min(self.memory_gb, DATA_SHEETS[self.name][2] if self.name in DATA_SHEETS else self.memory_gb)
 
     def synchronize(self) -> None:
         """Waits for all that was queued."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # of a decision: one broadcast of a fixed size, which begins with its length
 PATIENCE = timedelta(minutes=60)  # one rank may read or write gigabytes while the others wait for its tensors
@@ -136,6 +136,15 @@ def shard(
             part.set_force_sum_reduction_for_comms(enable=True)
             part.set_gradient_divide_factor(1.0)
     return module
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, whole: Tensor) -> None:
+    """Writes all of a tensor into a parameter; of one that is spread each rank cuts out its own part by itself."""
+    whole = whole.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)
 
 
 def replicate(module: nn.Module, world: World) -> nn.Module:

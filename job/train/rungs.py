@@ -17,10 +17,10 @@ def choose(session: Session, phase: Phase) -> sizing.Rung:
     ladder = sizing.ladder(config, ranks)
     index = min(session.rung, len(ladder) - 1)
     if session.device.is_cuda:
-        fitting = sizing.choose_rung(config, session.device.memory_gb, phase.index, ranks)
+        fitting = sizing.choose_rung(config, session.device.room_gb, phase.index, ranks)
         if fitting is None:
             raise ValueError(
-                f"phase {phase.name} does not fit {session.device.memory_gb:.1f} GB at any micro-batch: choose an "
+                f"phase {phase.name} does not fit {session.device.room_gb:.1f} GB at any micro-batch: choose an "
                 "instance type with more GPU memory, or a smaller state (precision, method)"
             )
         index = max(index, ladder.index(fitting))

@@ -7,6 +7,9 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pretrain_world as pretrain
@@ -19,8 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from job import sizing
+from job.config import common
 from job.config.pretrain import PretrainConfig
+from job.config.sft import SftConfig
 from job.models.char_gpt import CharGpt
+from job.models.decoder import Decoder
+from job.sizing.common import Memory
 from job.train.parallel import World, shard
 
 SHAPES: tuple[dict[str, Any], ...] = (
@@ -80,19 +87,39 @@ def one_rank(config: PretrainConfig, micro: int, *, checkpointing: bool) -> floa
 
 def many_ranks(config: PretrainConfig, micro: int, *, checkpointing: bool, ranks: int, every: int) -> float:
     """The same of one of several ranks, weights and gradients included: tensors and communication are pretended."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())  # type: ignore[no-untyped-call]
-    world = World(size=ranks, mesh=init_device_mesh("cpu", (ranks,)))
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _pretended(ranks) as world:
         module = _module(config, checkpointing)
         compute = module.compute_dtype
         shard(module, world, module.blocks, compute=compute, reshard=config.reshard_after_forward)
         with Alive([], every) as alive:
             for _ in range(2):  # the second one beside the gradients of the first
                 _pass(module, config, micro)
-    dist.destroy_process_group()
     return alive.peak - in_fp32_on_a_cpu(config, micro, checkpointing=checkpointing)
+
+
+def whole_decoder(config: SftConfig, rows: int, *, ranks: int) -> float:
+    """Of one of several ranks that train all weights of a decoder, `rows` rows at once."""
+    with _pretended(ranks) as world:
+        module = Decoder(config.model, torch.bfloat16)
+        shard(module, world, module.blocks, compute=torch.bfloat16, reshard=config.reshard_after_forward)
+        with Alive([]) as alive:
+            for _ in range(2):
+                tokens = torch.randint(100, (rows, config.data.row))
+                torch.autograd.backward(module(tokens, tokens).loss_sum)
+    return float(alive.peak)
+
+
+@contextmanager
+def _pretended(ranks: int) -> Iterator[World]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    try:
+        world = World(size=ranks, mesh=init_device_mesh("cpu", (ranks,)))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield world
+    finally:
+        dist.destroy_process_group()
 
 
 def in_fp32_on_a_cpu(config: PretrainConfig, micro: int, *, checkpointing: bool) -> float:
@@ -121,7 +148,7 @@ def _pass(module: CharGpt, config: PretrainConfig, micro: int) -> None:
 
 def main() -> None:
     """m44x2816 with ZeRO-2; 16 of d64-true's 64 blocks with ZeRO-3 and activation checkpointing. 4 rows of 2048 on each
-    of 8 ranks.
+    of 8 ranks. Then 2 of Llama-3.1-8B's 32 layers, all weights trained, 2 rows of 4096.
     """
     warnings.simplefilter("ignore")
     for layers, width, deep in ((44, 2816, False), (16, 4096, True)):
@@ -133,15 +160,20 @@ def main() -> None:
             reshard_after_forward=deep,
         )
         measured = many_ranks(config, 4, checkpointing=deep, ranks=8, every=29)
-        memory = sizing.memory(config, 0, 4, checkpointing=deep, ranks=8)
-        row = {
-            "model": f"{layers} x {width}",
-            "measured_gb": round(measured / 1e9, 2),
-            "predicted_gb": round(memory.total_gb - memory.moments_gb, 2),
-            "moments_gb": round(memory.moments_gb, 2),
-        }
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()
+        _say(f"{layers} x {width}", measured, sizing.memory(config, 0, 4, checkpointing=deep, ranks=8))
+    tuned = SftConfig(method="full", model=replace(common.Decoder(), layers=2))
+    _say("decoder, 2 layers", whole_decoder(tuned, 2, ranks=8), sizing.memory(tuned, 0, 2, ranks=8))
+
+
+def _say(model: str, measured: float, memory: Memory) -> None:
+    row = {
+        "model": model,
+        "measured_gb": round(measured / 1e9, 2),
+        "predicted_gb": round(memory.total_gb - memory.moments_gb, 2),
+        "moments_gb": round(memory.moments_gb, 2),
+    }
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,14 @@ def test_any_other_character_is_refused_with_its_position(text: str, said: str) 
 def test_a_byte_that_is_no_text_is_refused_with_its_position() -> None:
     with pytest.raises(ValueError, match="byte 0xff at position 2"):
         encode(b"12\xff")
+
+
+def test_a_text_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    text = tmp_path / "s.txt"
+    for content, reason in (("hello", "the character 'h' at position 0"), ("1", "characters in train.bin")):
+        text.write_text(content)
+        with pytest.raises(ValueError, match=f"^{re.escape(str(text))}: .*{reason}"):
+            prepare_characters(tmp_path / "data", replace(DATA, source="text"), seed=1, text=text)
 
 
 def test_the_last_five_percent_are_held_out_by_characters(tmp_path: Path) -> None:

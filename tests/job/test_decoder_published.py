@@ -162,7 +162,17 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, qwen2, qwen3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "neither none nor Llama-3.1's"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "neither none nor Llama-3.1's"),
+        ({"rope_scaling": {**hf._LLAMA3, "factor": 32.0}}, "neither none nor Llama-3.1's"),  # Llama-3.2's
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}}, "neither none nor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"use_sliding_window": True}, "sliding windows"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
+        ({"attention_bias": True}, "extra biases"),
+        ({"mlp_bias": True}, "extra biases"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu"),
+        ({"vocab_size": None, "rms_norm_eps": "1e-6"}, "vocab_size, rms_norm_eps missing or no number"),
     ],
 )
 def test_models_that_we_cannot_run_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -170,6 +180,65 @@ def test_models_that_we_cannot_run_are_refused(change: dict[str, Any], words: st
     (tmp_path / hf.CONFIG).write_text(json.dumps({**tree, **change}))
     with pytest.raises(ValueError, match=words):
         hf.read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "rms_norm_eps"],
+)
+def test_a_config_that_lacks_a_number_is_refused_by_its_name(key: str, tmp_path: Path) -> None:
+    tree = hf.config_tree(FAMILIES["llama"], "float32")
+    del tree[key]
+    (tmp_path / hf.CONFIG).write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match=f"{key} missing or no number"):
+        hf.read_shape(tmp_path)
+
+
+def completed(tmp_path: Path, config: dict[str, Any] | None, generation: dict[str, Any] | None) -> tuple[Any, Any]:
+    """config.json and generation_config.json beside weights in fp32 of such a base, in whose template 9 ends."""
+    base, final = tmp_path / "base", tmp_path / "final"
+    base.mkdir()
+    for name, tree in ((hf.CONFIG, config), (hf.GENERATION, generation)):
+        if tree is not None:
+            (base / name).write_text(json.dumps(tree))
+    written(final)
+    hf.complete(final, base, torch.float32, 9)
+    return json.loads((final / hf.CONFIG).read_text()), json.loads((final / hf.GENERATION).read_text())
+
+
+def test_weights_from_random_ones_stop_at_the_templates_end(tmp_path: Path) -> None:
+    config, generation = completed(tmp_path, None, None)
+    assert config == {**hf.config_tree(FAMILIES["llama"], "float32"), "eos_token_id": 9}
+    assert generation == {"eos_token_id": 9}
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_published_config_is_kept_but_for_the_dtype(key: str, tmp_path: Path) -> None:
+    theirs = {
+        "model_type": "llama",
+        "max_position_embeddings": 777,
+        "rope_scaling": {"rope_type": "llama3"},
+        "eos_token_id": [3, 4],
+    }
+    config, _ = completed(tmp_path, {**theirs, key: "bfloat16", "quantization_config": {"bits": 4}}, None)
+    assert config == {**theirs, key: "float32"}
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "wanted"),
+    [
+        ({}, {"temperature": 0.6, "eos_token_id": [3, 9]}, {"temperature": 0.6, "eos_token_id": [3, 9]}),
+        ({}, {"eos_token_id": 9}, {"eos_token_id": 9}),
+        ({}, {"eos_token_id": [3, 4]}, {"eos_token_id": [3, 4, 9]}),
+        ({}, {"eos_token_id": 3}, {"eos_token_id": [3, 9]}),
+        ({}, {"temperature": 0.6}, {"temperature": 0.6, "eos_token_id": 9}),
+        ({"eos_token_id": 3, "pad_token_id": 1}, None, {"eos_token_id": [3, 9], "pad_token_id": 1}),
+    ],
+)
+def test_generation_always_ends_at_the_templates_end_too(
+    config: dict[str, Any], generation: dict[str, Any] | None, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    assert completed(tmp_path, {"model_type": "llama", **config}, generation)[1] == wanted
 
 
 def adapted(family: str = "llama", rank: int = 3) -> Decoder:

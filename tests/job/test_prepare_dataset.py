@@ -133,7 +133,7 @@ def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path, monkeypatch:
         (b"", "empty; give a text with stories"),
         (b" \n\n\t\n", "empty; give a text with stories"),
         ("Füchse".encode("latin-1"), r"not UTF-8 \(byte 1\); convert it first"),
-        (b"Only one story.", "1 story; at least 2 are needed"),
+        (b"Only one story.", "stories.txt: 1 story; at least 2 are needed"),
     ],
 )
 def test_a_text_that_cannot_be_used_says_why(content: bytes, reason: str, tmp_path: Path) -> None:

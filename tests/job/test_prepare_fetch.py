@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -152,9 +153,16 @@ def test_without_a_network_tinystories_says_what_to_do(tmp_path: Path) -> None:
         tinystories("http://127.0.0.1:1/file", Files(), tmp_path, 200).stories()
 
 
-def test_without_gpt2s_tokenizer_a_large_model_gets_bytes_and_is_told_why(tmp_path: Path) -> None:
-    said: list[str] = []
-    chosen = TextTokenizer(model_vocab=50257, cache=tmp_path, url="http://127.0.0.1:1/t", say=said.append)
-    assert chosen.choose()[1] == "bytes"
-    assert "because GPT-2's tokenizer.json could not be fetched" in said[0]
-    assert "--tokenizer FILE" in said[0]
+def test_without_gpt2s_tokenizer_a_large_model_is_refused_and_never_made_of_bytes(tmp_path: Path) -> None:
+    chosen = TextTokenizer(model_vocab=50257, cache=tmp_path, url="http://127.0.0.1:1/t")
+    with pytest.raises(ValueError, match=r"could not be fetched .*--tokenizer FILE, or set model.vocab: 257"):
+        chosen.choose()
+
+
+def test_without_the_tokenizers_package_a_large_model_is_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for file in (None, tmp_path / "tokenizer.json"):
+        with pytest.raises(ValueError, match=r"pip install tokenizers, or set model.vocab: 257"):
+            TextTokenizer(model_vocab=50257, cache=tmp_path, url=url, file=file).choose()

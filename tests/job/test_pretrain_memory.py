@@ -1,4 +1,4 @@
-"""What a step of the character model holds at its peak, counted on the CPU, against what the bill predicts."""
+"""What a step holds at its peak, counted on the CPU, against what the bill predicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_peak_of_a_step_is_the_predicted_one(shape: dict[str, Any], compute:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_default_models_peak_on_eight_gpus_is_the_predicted_one() -> None:
+def test_a_steps_peak_on_eight_gpus_is_the_predicted_one() -> None:
     # In a process of its own: eight ranks are pretended, and a process group is global.
     found = subprocess.run(
         [sys.executable, str(HERE / "memory_count.py")],

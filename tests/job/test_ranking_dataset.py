@@ -95,7 +95,7 @@ def test_without_text_and_seed_the_error_says_what_to_give(tmp_path: Path) -> No
 
 def test_counts_that_differ_from_the_config_name_the_key(tmp_path: Path) -> None:
     wrong = replace(of_text(), data=Ranking(queries=342, models=3, folds=3))
-    with pytest.raises(ValueError, match=r"job\.parameters\.data\.queries is 342, the data has 3"):
+    with pytest.raises(ValueError, match=r"/text: job\.parameters\.data\.queries is 342, the data has 3"):
         ranking.prepare_ranking(tmp_path / "set", wrong, text=folder_of_text(tmp_path / "text"))
     assert not (tmp_path / "set").exists()
 

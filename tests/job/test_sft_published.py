@@ -12,9 +12,10 @@ import torch
 import train_world as world
 from sft_world import CHATML, bpe, jsonl
 
-from job import ledger
+from job import atomic, ledger
 from job.config import from_json
 from job.config.sft import SftConfig
+from job.dataset import weights
 from job.dataset.packed import PROMPTS, prepare_sft
 from job.models import hf
 from job.models.decoder import build
@@ -30,6 +31,15 @@ CHANGED = {
     "lora": {"rank": 8, "dropout": 0.0},
     "eval": {"prompts": 2, "sample_tokens": 8, "every": 100},
 }
+PUBLISHED: dict[str, dict[str, object]] = {  # as Qwen has it: config.json ends elsewhere than the chat template
+    "config.json": {"max_position_embeddings": 1234, "eos_token_id": 2, "_name_or_path": "Qwen/Qwen3-tiny"},
+    "generation_config.json": {"eos_token_id": [2], "pad_token_id": 2, "do_sample": True, "top_k": 20},
+    "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"},
+}
+JINJA = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% if not loop.last %}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}"
+)
 PAIRS = [  # with three characters that end a line for str.splitlines, but not in JSON
     {"system": "be brief", "instruction": f"what\u2028is\u2029{i}\u0085?", "response": "the answer"} for i in range(60)
 ]
@@ -50,6 +60,10 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = hf.write(inputs, base.named_parameters(), config.model, torch.bfloat16, shard=150_000)
     assert len(paths) > 1
     tokenizer = bpe(inputs, *CHATML)
+    for name, tree in PUBLISHED.items():
+        (inputs / name).write_text(json.dumps((atomic.read_object(inputs / name) or {}) | tree))
+    (inputs / "chat_template.jinja").write_text(JINJA)
+    weights.describe(inputs)
     prepare_sft(workdir / "data", config, text=jsonl(workdir, *PAIRS), tokenizer=tokenizer)
     tree = {"schema": 1, "job": {"experiment": "sft-h100", "parameters": parameters}, "predicted": []}
     (workdir / "run.json").write_text(json.dumps(tree))
@@ -88,6 +102,41 @@ def test_the_merged_model_alone_gives_the_stored_answers(tuned: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tuned / "final" / "tokenizer.json"))
     written = generate(module, asked, 8, stop={stop})
     assert [tokenizer.decode(ids) for ids in written] == [item["answer"] for item in sft.results(tuned)["answers"]]
+
+
+def test_the_merged_model_keeps_what_was_published_beside_its_base(tuned: Path) -> None:
+    config = atomic.read_object(tuned / "inputs" / "config.json")
+    assert config is not None
+    assert atomic.read_object(tuned / "final" / "config.json") == {
+        **config,
+        "torch_dtype": "bfloat16" if sft.results(tuned)["merge"]["deliverable"] == "bf16" else "float32",
+    }
+    generation = atomic.read_object(tuned / "final" / "generation_config.json")
+    stop = sft.results(tuned)["dataset"]["stop"]
+    assert generation == {**PUBLISHED["generation_config.json"], "eos_token_id": [2, stop]}
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tuned / "final" / name).read_bytes() == (tuned / "inputs" / name).read_bytes()
+
+
+def test_the_adapter_names_its_base_as_users_know_it(tuned: Path) -> None:
+    config = atomic.read_object(tuned / "final" / "adapter" / hf.ADAPTER_CONFIG)
+    assert config is not None
+    assert config["base_model_name_or_path"] == "Qwen/Qwen3-tiny"
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_transformers_alone_answers_in_the_template_and_stops(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="parity needs the optional extra `hf`")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned / "final")
+    module = transformers.AutoModelForCausalLM.from_pretrained(tuned / "final")
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is 7?"}]
+    tokens = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True, tokenize=True
+    )
+    written = module.generate(**tokens, max_new_tokens=50, do_sample=False)[0, tokens["input_ids"].shape[1] :]
+    assert tokenizer.decode(written) == "the answer<|im_end|>"
+    assert tokenizer.eos_token == "<|im_end|>"
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs

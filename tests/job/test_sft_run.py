@@ -276,6 +276,8 @@ def test_published_base_weights_are_what_training_starts_from(tmp_path: Path) ->
         ({"data": {"source": "jsonl"}}, "no base weights: storage.base_weights must name a folder"),
         ({"data": {"row": 64, "longest": 64}}, "was prepared with row 128, the run config 64"),
         ({"data": {"loss_on": "all"}}, "loss_on response, the run config all"),
+        ({"data": {"longest": 32}}, "longest 128, the run config 32"),
+        ({"model": {"family": "qwen3"}}, "template llama-3, the run config chatml"),
         ({"measures": {"pretokenised": False}}, "texts False, the run config True"),
         ({"measures": {"packing": False}}, "packing True, the run config False"),
         ({"model": {"vocab": 64}}, r"115 ids, the model's vocabulary \(model.vocab\) is 64"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,33 +14,86 @@ from job.dataset import weights
 from job.run_file import load
 from job.supervisor import staging
 
+INDEX = "model.safetensors.index.json"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "llama"
     (made / "original").mkdir(parents=True)
     (made / ".cache").mkdir()
-    (made / "model-00001-of-00002.safetensors").write_bytes(b"first half")
-    (made / "model-00002-of-00002.safetensors").write_bytes(b"second half")
-    (made / "config.json").write_text("{}")
+    halves = {"model-00001-of-00002.safetensors": b"first half", "model-00002-of-00002.safetensors": b"second half"}
+    for name, content in halves.items():
+        (made / name).write_bytes(content)
+    (made / INDEX).write_text(json.dumps({"weight_map": dict(zip("ab", halves, strict=True))}))
+    for name in ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.model", "merges.txt"):
+        (made / name).write_text("{}")
+    (made / "consolidated.safetensors").write_bytes(b"both halves once more")
+    (made / "original" / "consolidated.00.pth").write_bytes(b"and again")
     (made / "original" / "params.json").write_text("{}")
+    (made / "README.md").write_text("# Llama")
     (made / ".cache" / "lock").write_text("")
     return made
 
 
-def test_every_file_is_listed_with_its_hash_and_hidden_ones_are_not(folder: Path) -> None:
+def test_what_a_run_needs_is_listed_with_its_hash(folder: Path) -> None:
     found = weights.describe(folder)
     listed = {file.name: file for file in found.files}
     assert set(listed) == {
+        "chat_template.jinja",
         "config.json",
+        "generation_config.json",
+        "merges.txt",
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
-        "original/params.json",
+        "model.safetensors.index.json",
+        "tokenizer.model",
         "weights.json",
     }
     assert listed["config.json"].sha256 == hashlib.sha256(b"{}").hexdigest()
     assert found.bytes == sum((folder / name).stat().st_size for name in listed)
     assert weights.describe(folder) == found  # its own list is no weight
+
+
+def test_a_second_copy_of_the_weights_is_left_out_and_said(folder: Path) -> None:
+    weights.describe(folder)
+    assert weights.left_out(folder) == {"README.md": 7, "consolidated.safetensors": 21, "original/": 11}
+
+
+def test_a_whole_file_of_weights_is_taken_alone(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / "model.safetensors").write_bytes(b"whole")
+    assert [p.name for p in weights.paths(folder) if p.suffix == ".safetensors"] == ["model.safetensors"]
+
+
+def test_weights_under_other_names_are_all_taken(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    assert sum(p.suffix == ".safetensors" for p in weights.paths(folder)) == 3
+
+
+def test_a_part_that_the_index_names_and_is_not_there_is_said(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"index\.json names model-00002-of-00002\.safetensors, which is not there"):
+        weights.paths(folder)
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("/fsx/llama", "llama"),
+        ("../llama-8b", "llama"),
+        (None, "llama"),
+    ],
+)
+def test_weights_are_called_by_their_hub_id_else_by_their_folder(folder: Path, said: str | None, name: str) -> None:
+    (folder / "config.json").write_text(json.dumps({"_name_or_path": said}))  # perhaps a path on another machine
+    weights.describe(folder)
+    assert weights.name_of(folder.rename(folder.with_name("inputs"))) == name  # as a node names it
+
+
+def test_weights_that_nobody_named_have_no_name(tmp_path: Path) -> None:
+    assert weights.name_of(None) is weights.name_of(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -56,6 +110,25 @@ def test_what_is_not_as_listed_is_refused(folder: Path, damage: object, said: st
     damage(folder)  # type: ignore[operator]
     with pytest.raises(ValueError, match=said):
         weights.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("llama-3.1-8b-instruct", "hf download meta-llama/Llama-3.1-8B-Instruct --exclude 'original/*' --local-dir "),
+        ("qwen3-8b", "hf download Qwen/Qwen3-8B --exclude 'original/*' --local-dir "),
+        ("mine", "those of job.parameters.model, as published"),
+    ],
+)
+def test_a_missing_folder_says_how_to_come_by_its_weights(tmp_path: Path, name: str, command: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: no such folder; .*{re.escape(command)}"):
+        weights.paths(tmp_path / name)
+
+
+def test_every_folder_of_base_weights_in_stacks_has_its_command() -> None:
+    text = "".join(path.read_text() for path in (Path(__file__).parents[2] / "stacks").glob("*.yaml"))
+    folders = set(re.findall(r"base_weights: data/(\S+)", text))
+    assert folders == set(weights._PUBLISHED)
 
 
 def test_a_folder_without_weights_says_what_to_do(tmp_path: Path) -> None:
@@ -86,5 +159,5 @@ def test_a_node_stages_them_beside_the_dataset(folder: Path, tmp_path: Path, upl
     stage = staging.Stage(store=bench.store, run=load(workdir / "run.json"), workdir=workdir, say=lambda text: None)
     staging.inputs(stage)
     assert (workdir / "inputs" / "model-00002-of-00002.safetensors").read_bytes() == b"second half"
-    assert (workdir / "inputs" / "original" / "params.json").read_text() == "{}"
+    assert not (workdir / "inputs" / "original").exists()
     assert (workdir / "data" / "dataset.json").is_file()
