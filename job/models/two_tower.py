@@ -212,14 +212,10 @@ class _SoftmaxLoss(torch.autograd.Function):
         for first in range(0, members, size):
             part = slice(first, first + size)
             query, model, targets, weights = query_KQd[part], model_KMd[part], targets_KQM[part], weights_KQ[part]
-            scores = query @ model.mT
-            top, mass = scores.amax(-1, keepdim=True), targets.sum(-1)
-            wanted = torch.einsum("kqm,kqm->kq", targets, scores)
-            exp = scores.sub_(top).exp_()
-            total = exp.sum(-1, keepdim=True)
-            log_total = (total.log() + top).squeeze(-1)
-            losses_K[part] = (weights * (mass * log_total - wanted)).sum(-1)
-            grad = exp.mul_((mass * weights).unsqueeze(-1) / total).sub_(targets * weights.unsqueeze(-1))
+            logs = torch.log_softmax(query @ model.mT, -1)
+            losses_K[part] = -(weights * torch.einsum("kqm,kqm->kq", targets, logs)).sum(-1)
+            mass = targets.sum(-1) * weights
+            grad = logs.exp_().mul_(mass.unsqueeze(-1)).addcmul_(targets, weights.unsqueeze(-1), value=-1)
             grad_query_KQd[part] = grad @ model
             grad_model_KMd[part] = grad.mT @ query
         ctx.save_for_backward(grad_query_KQd, grad_model_KMd)
