@@ -1,9 +1,9 @@
 """Conversations to token ids: chat templates, and the tokenizers that fit them.
 
 A template is data: which special tokens open and close a turn. Contents are stripped and tokenised on their own, so
-that text can never become a special token; because the pieces around them end or begin with a line break or a special
-token, byte-level BPEs give the same ids as for the joined text. Nothing is added that the data does not say: no default
-system prompt, no date, no empty thoughts.
+that text can never become one of them (what a tokenizer only adds, like Qwen3's `<think>`, is read as it is); because
+the pieces around them end or begin with a line break or a special token, byte-level BPEs give the same ids as for the
+joined text. Nothing is added that the data does not say: no default system prompt, no date, no empty thoughts.
 
 `tokenizers` is imported only for a tokenizer.json. User mistakes raise ValueError.
 """

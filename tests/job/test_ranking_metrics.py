@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from torch import Tensor
 
 from job.experiments.ranking_metrics import ndcg, reciprocal_rank
 
-sklearn_metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn, the reference, is not installed")
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """sklearn.metrics; its import takes a second."""
+    return pytest.importorskip("sklearn.metrics", reason="scikit-learn, the reference, is not installed")
 
 
 def fixture(seed: int, *, tied: bool, queries: int = 40, models: int = 57) -> tuple[Tensor, Tensor]:
@@ -28,18 +33,18 @@ def fixture(seed: int, *, tied: bool, queries: int = 40, models: int = 57) -> tu
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("k", [5, 10, 57, 100])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_ndcg_is_scikit_learns(seed: int, k: int, tied: bool) -> None:
+def test_ndcg_is_scikit_learns(reference: Any, seed: int, k: int, tied: bool) -> None:
     scores, gains = fixture(seed, tied=tied)
     ours = ndcg(scores, gains, k)
     for mine, s, t in zip(ours.tolist(), scores.numpy(), gains.numpy(), strict=True):
-        assert abs(mine - sklearn_metrics.ndcg_score(t[None], s[None], k=k)) < 1e-9
+        assert abs(mine - reference.ndcg_score(t[None], s[None], k=k)) < 1e-9
 
 
-def test_scores_that_are_all_equal_are_worth_the_mean_order() -> None:
+def test_scores_that_are_all_equal_are_worth_the_mean_order(reference: Any) -> None:
     _, gains = fixture(3, tied=True)
     scores = torch.zeros_like(gains)
     for mine, s, t in zip(ndcg(scores, gains, 10).tolist(), scores.numpy(), gains.numpy(), strict=True):
-        assert abs(mine - sklearn_metrics.ndcg_score(t[None], s[None], k=10)) < 1e-9
+        assert abs(mine - reference.ndcg_score(t[None], s[None], k=10)) < 1e-9
 
 
 def test_a_query_without_a_relevant_model_scores_zero() -> None:
@@ -51,12 +56,12 @@ def test_a_query_without_a_relevant_model_scores_zero() -> None:
     assert reciprocal_rank(scores, gains)[1] > 0
 
 
-def test_reciprocal_rank_of_one_relevant_model_is_scikit_learns_average_precision() -> None:
+def test_reciprocal_rank_of_one_relevant_model_is_scikit_learns_average_precision(reference: Any) -> None:
     scores, _ = fixture(5, tied=False)
     gains = torch.zeros_like(scores)
     gains[torch.arange(40), torch.arange(40)] = 0.7
-    reference = sklearn_metrics.label_ranking_average_precision_score((gains > 0).numpy(), scores.numpy())
-    assert abs(reciprocal_rank(scores, gains).mean().item() - reference) < 1e-9
+    average = reference.label_ranking_average_precision_score((gains > 0).numpy(), scores.numpy())
+    assert abs(reciprocal_rank(scores, gains).mean().item() - average) < 1e-9
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -81,11 +86,11 @@ def test_members_and_folds_are_only_more_dimensions() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_scores_that_are_not_finite_are_refused_as_scikit_learn_refuses_them(value: float) -> None:
+def test_scores_that_are_not_finite_are_refused_as_scikit_learn_refuses_them(reference: Any, value: float) -> None:
     scores, gains = fixture(7, tied=False, queries=3)
     scores[1, gains[1].argmax()] = value
     with pytest.raises(ValueError, match=r"NaN|infinity"):
-        sklearn_metrics.ndcg_score(gains.numpy(), scores.numpy(), k=10)
+        reference.ndcg_score(gains.numpy(), scores.numpy(), k=10)
     for metric in (lambda s, g: ndcg(s, g, 10), reciprocal_rank):
         with pytest.raises(ValueError, match="scores of 1 of 3 queries are NaN or infinite"):
             metric(scores, gains)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import train_world as world
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train_world import StopAt
 
 from job import atomic
@@ -194,6 +193,8 @@ def test_utilisation_is_a_mean_over_five_minutes_once_they_are_over() -> None:
 
 
 def test_tensorboard_has_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # half a second
+
     workdir = world.make(tmp_path, log={"tensorboard": True})
     assert world.train(workdir, StopAt(workdir, 7)) == 75
     assert world.train(workdir) == 0
