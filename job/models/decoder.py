@@ -264,7 +264,7 @@ class Attention(nn.Module):
         if self.group > 1 and q.shape[2] == 1 and layout.mask is not None:  # decoding: a group's heads as its queries
             grouped = q.view(len(q), k.shape[1], self.group, self.head_dim)
             y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=layout.mask)
-            return y.view(len(q), 1, -1, self.head_dim)
+            return y.reshape(len(q), 1, -1, self.head_dim)  # on CUDA it may come with the heads innermost
         if self.group > 1:  # the kernels that take a mask take no groups
             k, v = k.repeat_interleave(self.group, dim=1), v.repeat_interleave(self.group, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None)

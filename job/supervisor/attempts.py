@@ -18,7 +18,7 @@ from job.supervisor.metadata import epoch
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 from job.supervisor.store import Store, StoreError
 
-LOST_BOOT_S = 900.0  # what the bills take for a node's set-up with base weights; longer, it would have sent a heartbeat
+LOST_BOOT_S = 480.0  # what the bills take for a small node's set-up, about half of a large one's
 FREE_S = 3600  # AWS does not charge compute when it interrupts a spot instance in its first hour (EC2 User Guide)
 
 

@@ -146,7 +146,7 @@ class Publisher:
         started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
         digests = self._send_all(commit, folder)
         try:
-            self.metrics(patience_s=1.0)
+            self.metrics(patience_s=5.0)
         except StoreError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
             self._say(f"metrics not sent: {error}")
         files = [{"name": name, "bytes": size, "sha256": digests[name]} for name, size in commit.files]

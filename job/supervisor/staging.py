@@ -115,12 +115,14 @@ def checkpoint(stage: Stage) -> dict[str, Any] | None:
 
 
 def set_aside(stage: Stage, step: Any, why: str) -> bool:
-    """Rejects a step that verifies but cannot be read. False: there is no other, and nothing is done."""
-    found = {entry.key for entry in stage.store.entries("ckpt/") if MANIFEST.fullmatch(entry.key)}
+    """Rejects a step that verifies but cannot be read. False: there is no other that is fit, and nothing is done."""
+    sizes = {entry.key: entry.bytes for entry in stage.store.entries("ckpt/")}
     key = f"ckpt/step_{step:08d}/manifest.json" if isinstance(step, int) else None
-    if key is None or not found - {key}:
+    others = [other for other in sizes if MANIFEST.fullmatch(other) and other != key]
+    manifests = {other: atomic.parse_object(stage.store.get_bytes(other)) for other in others}
+    if key is None or all(unfit(manifests[other], other, sizes, stage.run) is not None for other in others):
         return False
-    if key in found:
+    if key in sizes:
         stage.say(f"{key} verifies but cannot be used: {why}")
         _reject(stage, key, why)
     return True

@@ -27,6 +27,7 @@ from job.supervisor.world import Cause, Trainer, World
 
 DONE, FATAL, OUT_OF_MEMORY, REFUSED, UNREADABLE, STOPPED = 0, 65, 69, 71, 72, 75  # the trainer's
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
+WRONG = "node refused, bytes arrived wrong"
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
@@ -88,8 +89,8 @@ class Supervisor:
             self._look()
             return endings.interrupted(self)
         except staging.MismatchError as error:  # memory or disk of this node, until others have said the same
-            if self._refused < REFUSALS:
-                return endings.crashed(self, f"node refused: {error}", code=endings.REFUSED)
+            if self._doubted < REFUSALS:
+                return endings.crashed(self, f"{WRONG}: {error}", code=endings.REFUSED)
             return endings.finish(self, "failed", str(error))
         except StoreError as error:
             return endings.crashed(self, f"the store: {error}")
@@ -148,7 +149,7 @@ class Supervisor:
             say=self.say,
             check=self._check_early,
             pause=self.world.sleep,
-            doubt=self._refused < REFUSALS,
+            doubt=self._doubted < REFUSALS,
         )
 
     def _resume(self) -> None:
@@ -174,8 +175,14 @@ class Supervisor:
 
     @property
     def _refused(self) -> int:
-        """Nodes that earlier attempts refused."""
-        return sum((attempt.exit or {}).get("code") == endings.REFUSED for attempt in self.earlier)
+        """Nodes that earlier attempts refused for what they are."""
+        refused = [attempt for attempt in self.earlier if (attempt.exit or {}).get("code") == endings.REFUSED]
+        return len(refused) - self._doubted
+
+    @property
+    def _doubted(self) -> int:
+        """Nodes that were refused because bytes arrived wrong there."""
+        return sum(str((attempt.exit or {}).get("reason")).startswith(WRONG) for attempt in self.earlier)
 
     def _check_early(self) -> None:
         if self.world.metadata.notice is not None or self.world.terminated() is not None:

@@ -125,7 +125,8 @@ class Checkpoints:
             )
         except CheckpointException as error:
             (cause, _), *_ = error.failures.values()
-            if isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError):
+            own = isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError)
+            if own and not isinstance(cause, FileNotFoundError):
                 raise cause from error  # of this node, and says nothing of the checkpoint
             problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]

@@ -106,11 +106,7 @@ def choose(wanted: str, *, bf16: bool, local_rank: int = 0) -> Device:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
         name = platform.machine()
         return Device(torch=torch.device("cpu"), name=name, count=0, memory_gb=memory, driver=None, peak_tflops=None)
-    if not torch.cuda.is_available():
-        raise NodeRefusedError(
-            "the run config says device: cuda and there is no CUDA device: check the instance type and the driver, or "
-            "set job.parameters.device: cpu"
-        )
+    require_cuda()
     properties = torch.cuda.get_device_properties(local_rank)
     if bf16 and properties.major < 8:
         raise DeviceRefusedError(
@@ -126,6 +122,15 @@ def choose(wanted: str, *, bf16: bool, local_rank: int = 0) -> Device:
         driver=_driver(),
         peak_tflops=peak_tflops(properties.name),
     )
+
+
+def require_cuda() -> None:
+    """Raises NodeRefusedError where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise NodeRefusedError(
+            "the run config says device: cuda and there is no CUDA device: check the instance type and the driver, or "
+            "set job.parameters.device: cpu"
+        )
 
 
 def pin_exactly() -> bool:

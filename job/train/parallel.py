@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from job.train.device import require_cuda
+
 MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # of a decision: one broadcast of a fixed size, which begins with its length
 PATIENCE = timedelta(minutes=60)  # one rank may read or write gigabytes while the others wait for its tensors
 LONG_PATIENCE = timedelta(days=2)  # for its word: what follows training may be rank 0's alone, and takes hours
@@ -89,13 +91,18 @@ class World:
             dist.destroy_process_group()
 
 
+def expected() -> World:
+    """The world that torchrun's environment names, nobody met yet; of size 1 without one."""
+    return World(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
+
+
 def join(kind: str) -> World:
-    """The world that torchrun's environment names, on devices of `kind` (cuda or cpu); of size 1 without one."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    """The same once all have met, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
+    if expected().size == 1:
         return World()
     local = int(os.environ["LOCAL_RANK"])
     if kind == "cuda":
+        require_cuda()
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
     return meet(kind, local_rank=local)

@@ -261,6 +261,19 @@ def test_cached_generation_writes_what_reading_everything_anew_would(family: str
         assert len(tokens) == 6
 
 
+def test_decoding_takes_attention_with_the_heads_innermost_as_cuda_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(vocab=32, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, ffn=16)
+    module = build(shape, compute=torch.float32, generator=torch.Generator().manual_seed(1))
+    wanted = generate(module, [[1, 2, 3], [4]], 5)
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def strided(*args: Tensor, **options: Any) -> Tensor:
+        return plain(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", strided)
+    assert generate(module, [[1, 2, 3], [4]], 5) == wanted
+
+
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours() -> None:
     module = model("llama", torch.float64)
     together = generate(module, [[5, 6], [5, 6], [8]], 8, temperature=1.0, seeds=[1, 2, 3])

@@ -20,7 +20,7 @@ from job.models.blocks import any_length
 from job.models.generate import generate
 
 SHAPE = Shape(
-    vocab=32, layers=1, width=16, heads=2, kv_heads=1, head_dim=8, ffn=16, rope_theta=1e4, rope_scaling="none"
+    vocab=32, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, ffn=16, rope_theta=1e4, rope_scaling="none"
 )
 
 

@@ -79,6 +79,14 @@ def test_a_checkpoint_that_verifies_and_cannot_be_read_is_rejected_for_the_one_b
     assert steps[-1] == STEPS
 
 
+def test_no_checkpoint_is_rejected_for_one_that_is_not_fit(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.attempt(script={5: lambda t: t.commit("best"), 6: lambda t: 1}).run() == 1
+    bench.store.delete(["ckpt/step_00000003/w.bin"])
+    assert bench.attempt("i-2", script={6: unreadable}).run() == 1
+    assert bench.manifests() == [3, 5]
+
+
 def test_the_only_checkpoint_is_never_rejected_for_a_beginning_from_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     assert bench.attempt(script={5: lambda t: t.commit("best"), 6: lambda t: 1}, commit_every=99).run() == 1

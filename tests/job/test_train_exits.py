@@ -142,6 +142,20 @@ def test_cuda_without_a_cuda_device_refuses_the_node_and_says_what_to_do(
     assert not (workdir / "metrics.jsonl").exists()
 
 
+def test_cuda_that_starts_on_no_node_is_fatal_and_every_rank_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    workdir = world.make(tmp_path, device="cuda")
+    assert world.train(workdir) == 71
+    assert json.loads((workdir / "ended.json").read_text())["code"] == 71
+    (workdir / "accept.json").write_text('{"refused": 2}')
+    assert world.train(workdir) == 65
+    assert "there is no CUDA device" in fatal(workdir)
+
+
 def test_a_vocabulary_smaller_than_the_datasets_is_fatal(tmp_path: Path) -> None:
     workdir = world.make(tmp_path)
     tree = json.loads((workdir / "run.json").read_text())
