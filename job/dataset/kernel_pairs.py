@@ -8,6 +8,7 @@ in 256 ids and a few special tokens. The loss is on the answer. User mistakes ra
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -28,6 +29,7 @@ from job.kernels import answers, planted, rules
 from job.kernels.catalog import TASKS
 
 HELD_OUT = 0.02  # share of the pairs, for a validation loss; at least one
+LOOKED_AT = 1000  # answers at most: the longest take a second each
 FEW = 0.5  # of the answers: what a model learns from fewer is mostly refused
 BLOCKS = (128, 256, 512, 1024, 2048)
 
@@ -65,7 +67,8 @@ def prepare_kernels(
 
 def admitted(pairs: PairsFile) -> str:
     """How many answers the funnel's rules would admit, and why not the others: a model writes what it is shown."""
-    found = [rules.problem(answers.program(answer.text)) for _, answer in pairs.conversations()]
+    first = itertools.islice(pairs.conversations(), LOOKED_AT)
+    found = [rules.problem(answers.program(answer.text)) for _, answer in first]
     why = Counter(re.sub(r"^line \d+: ", "", problem) for problem in found if problem is not None)
     count = f"{found.count(None)} of {len(found)} answers are programs that the funnel's rules admit"
     if not why:

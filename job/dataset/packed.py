@@ -154,6 +154,8 @@ def prepare_packed(
         validation=names["validation"],
     )
     _report(manifest, say)
+    if how.prompts and not prompts:
+        say(f"no held-out question is within data.longest, {how.longest} tokens: none is answered after training")
     return manifest
 
 

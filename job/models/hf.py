@@ -83,6 +83,7 @@ def read_shape(folder: Path) -> Shape:
     if lacking := [key for key in _NEEDED if not isinstance(tree.get(key), int | float)]:
         raise ValueError(f"{path}: {', '.join(lacking)} missing or no number; fetch the base weights again")
     rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}  # of both, `transformers` takes the first
+    other = tree.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or (kind == "llama3" and any(rope.get(k) != v for k, v in _LLAMA3.items())):
         raise ValueError(f"{path}: rotary scaling {rope} is neither none nor Llama-3.1's, {_LLAMA3}")
@@ -105,7 +106,7 @@ def read_shape(folder: Path) -> Shape:
         ffn=tree["intermediate_size"],
         tied=bool(tree.get("tie_word_embeddings", False)),
         norm_eps=float(tree["rms_norm_eps"]),
-        rope_theta=float(rope.get("rope_theta") or tree.get("rope_theta") or 10_000.0),
+        rope_theta=float(next((of["rope_theta"] for of in (rope, tree, other) if of.get("rope_theta")), 10_000.0)),
         rope_scaling="llama3" if kind == "llama3" else "none",
     )
 
