@@ -2,6 +2,9 @@
 STACK ?= tinystories-growth
 PYTHON ?= python3
 BIN := .venv/bin
+# Some environments set it. Each of a rehearsal's and the tests' many processes would compile all its modules again: a
+# fifth of their time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup rehearse rehearse-all test test-slow lint
 setup: .venv/ready
@@ -11,7 +14,6 @@ setup: .venv/ready
 	@echo "Setting up .venv (once; about 5 GB with PyTorch, two to five minutes) ..."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[job,rehearsal,dev]'
-	@$(BIN)/python -m compileall -q infra job policy rehearsal # pip does it for what it installs, but not for these
 	@touch $@
 	@echo "Set up: $$($(BIN)/python --version), $$($(BIN)/python -c 'import importlib.metadata as m; print(", ".join(p + " " + m.version(p) for p in ("pulumi", "pulumi-aws", "torch")))')"
 
