@@ -1,7 +1,10 @@
-"""Small files that are either the old one or the new one, whole, also after a SIGKILL or a lost power supply."""
+"""Small files that are either the old one or the new one, whole, also after a SIGKILL or a lost power supply; and what
+files hold: JSON objects, hashes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -55,3 +58,9 @@ def read_object(path: Path) -> dict[str, Any] | None:
         return parse_object(path.read_bytes())
     except OSError:
         return None
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hex. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

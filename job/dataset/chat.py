@@ -5,7 +5,6 @@ User mistakes raise ValueError with line numbers.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from job import atomic
 
 ROLES = ("system", "user", "assistant")
 SHOWN = 20  # problems of a file, at most
@@ -51,8 +52,7 @@ class JsonlChats:
     @cached_property
     def name(self) -> str:
         try:
-            with self.path.open("rb") as file:
-                return f"chat jsonl: sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+            return f"chat jsonl: sha256 {atomic.sha256(self.path)}"
         except OSError as error:
             raise ValueError(f"{self.path}: cannot be read ({error.strerror})") from error
 

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from job import atomic
 from job.dataset.shards import write_shard
 from job.dataset.sources import Source
 from job.dataset.tokenizer import Gpt2, Tokenizer, Words
@@ -107,7 +108,7 @@ def verify(folder: Path, manifest: DatasetManifest) -> None:
         path = folder / file.name
         if not path.is_file():
             raise ValueError(f"{path}: missing; prepare the dataset again")
-        if path.stat().st_size != file.bytes or _sha256(path) != file.sha256:
+        if path.stat().st_size != file.bytes or atomic.sha256(path) != file.sha256:
             raise ValueError(f"{path}: not the file that {MANIFEST} names; prepare the dataset again")
 
 
@@ -187,13 +188,17 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         made.mkdir()
         fields = fill(made)
         files = [
-            asdict(DatasetFile(name=path.relative_to(made).as_posix(), bytes=path.stat().st_size, sha256=_sha256(path)))
+            asdict(
+                DatasetFile(
+                    name=path.relative_to(made).as_posix(), bytes=path.stat().st_size, sha256=atomic.sha256(path)
+                )
+            )
             for path in sorted(made.rglob("*"))
             if path.is_file()
         ]
         _write_text(made / MANIFEST, json.dumps({"schema": 1, **fields, "files": files}, indent=1) + "\n")
         kept = _already(folder)  # looked at late: another preparation's; only ever our own kind of folder
-        if kept is not None and kept.sha256 == _sha256(made / MANIFEST):
+        if kept is not None and kept.sha256 == atomic.sha256(made / MANIFEST):
             say(f"{folder} is prepared already: {describe(kept)}")
             return kept
         if folder.exists():
@@ -271,8 +276,3 @@ def _write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -83,10 +83,8 @@ def describe(folder: Path) -> WeightsManifest:
     """Hashes every file and writes weights.json. Raises ValueError like `paths`."""
     files = []
     for path in paths(folder):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         name = path.relative_to(folder).as_posix()
-        files.append(DatasetFile(name=name, bytes=path.stat().st_size, sha256=digest))
+        files.append(DatasetFile(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path)))
     atomic.write_json(folder / MANIFEST, {"schema": 1, "name": folder.name, "files": [asdict(file) for file in files]})
     return read(folder)
 

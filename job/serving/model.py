@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -84,9 +83,8 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
         sequence, entry = int(meta["sequence"]), meta["files"][0]
         if (size := (folder / WEIGHTS).stat().st_size) != int(entry["bytes"]):
             raise ValueError(f"{WEIGHTS} is {size} bytes, {META} says {entry['bytes']}: copy it again")
-        with (folder / WEIGHTS).open("rb") as file:  # reads what is mapped below, about 1 s per GiB
-            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                raise ValueError(f"{WEIGHTS} is damaged: its sha256 is not the one in {META}; copy it again")
+        if atomic.sha256(folder / WEIGHTS) != entry["sha256"]:  # reads what is mapped below, about 1 s per GiB
+            raise ValueError(f"{WEIGHTS} is damaged: its sha256 is not the one in {META}; copy it again")
         with torch.device("meta"):
             module = CharGpt(shape)
         module.load_state_dict(load_file(folder / WEIGHTS), assign=True)

@@ -6,7 +6,6 @@ Kept are best, last and last but one, in the store and on the disk; older ones g
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -167,7 +166,7 @@ class Publisher:
         self._arrived = {key: kept for key, kept in self._arrived.items() if written.get(key) == kept[0]}
         with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
             waiting = [
-                (key, pool.submit(_sha256, path), pool.submit(self._send, path, key))
+                (key, pool.submit(atomic.sha256, path), pool.submit(self._send, path, key))
                 for key, path in paths.items()
                 if key not in self._arrived
             ]
@@ -334,8 +333,3 @@ def _files(folder: Path) -> list[Path]:
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True) + "\n").encode()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

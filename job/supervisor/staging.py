@@ -6,7 +6,6 @@ right once downloaded. The highest step that passes is taken; one that fails is 
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -85,7 +84,7 @@ def _listed(path: Path, sha256: str | None, what: str) -> tuple[InputFile, ...]:
     tree = atomic.read_object(path)
     if tree is None or not isinstance(tree.get("files"), list):
         raise ValueError(f"{path.name} of the {what} names no files; prepare it again")
-    if sha256 is not None and _sha256(path) != sha256:
+    if sha256 is not None and atomic.sha256(path) != sha256:
         raise ValueError(f"{path.name} of the {what} is not the one that the run names ({sha256})")
     return tuple(InputFile(name=f["name"], bytes=f["bytes"], sha256=f["sha256"]) for f in tree["files"])
 
@@ -224,10 +223,10 @@ def _download(stage: Stage, store: Store, prefix: str, files: Sequence[InputFile
 
 
 def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
-    if path.is_file() and path.stat().st_size == file.bytes and _sha256(path) == file.sha256:
+    if path.is_file() and path.stat().st_size == file.bytes and atomic.sha256(path) == file.sha256:
         return
     store.get_file(key, path)
-    if (found := _sha256(path)) != file.sha256:
+    if (found := atomic.sha256(path)) != file.sha256:
         raise MismatchError(f"{key}: sha256 is {found}, expected {file.sha256}")
 
 
@@ -241,8 +240,3 @@ def _retried(stage: Stage, act: Callable[[], T], what: str) -> T:
             stage.say(f"{what}: {error}; again")
             stage.pause(2.0**attempt)
     raise AssertionError
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
