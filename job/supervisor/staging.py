@@ -42,7 +42,7 @@ class Stage:
     doubt: bool = False  # bytes that arrive wrong are this node's fault, and not yet the store's
 
 
-class MismatchError(ValueError):
+class MismatchError(Exception):
     """Bytes that are not the promised ones."""
 
 
@@ -72,20 +72,20 @@ def _fill(
     files = wanted.files
     try:
         if not files:
-            _retried(stage, lambda: place.get_file(manifest, folder / manifest), f"{place.uri}/{manifest}")
-            files = _listed(folder / manifest, wanted.sha256, what)
+            files = _retried(stage, lambda: _listed(place, folder / manifest, wanted, what), f"{place.uri}/{manifest}")
         stage.say(f"{what}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
         _download(stage, place, "", files, folder)
     except MissingError as error:
         raise ValueError(f"the {what} is not where the run says: {error}") from error
 
 
-def _listed(path: Path, sha256: str | None, what: str) -> tuple[InputFile, ...]:
+def _listed(place: Store, path: Path, wanted: Dataset, what: str) -> tuple[InputFile, ...]:
+    place.get_file(path.name, path)
+    if wanted.sha256 is not None and (found := atomic.sha256(path)) != wanted.sha256:
+        raise MismatchError(f"{path.name} of the {what}: sha256 is {found}, the run names {wanted.sha256}")
     tree = atomic.read_object(path)
     if tree is None or not isinstance(tree.get("files"), list):
         raise ValueError(f"{path.name} of the {what} names no files; prepare it again")
-    if sha256 is not None and atomic.sha256(path) != sha256:
-        raise ValueError(f"{path.name} of the {what} is not the one that the run names ({sha256})")
     return tuple(InputFile(name=f["name"], bytes=f["bytes"], sha256=f["sha256"]) for f in tree["files"])
 
 
@@ -94,20 +94,12 @@ def checkpoint(stage: Stage) -> dict[str, Any] | None:
 
     Raises MismatchError where bytes arrive wrong and the stage doubts this node.
     """
-    sizes = {entry.key: entry.bytes for entry in _retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
+    sizes = _sizes(stage)
     for key in sorted((key for key in sizes if MANIFEST.fullmatch(key)), reverse=True):
         manifest = atomic.parse_object(_retried(stage, partial(stage.store.get_bytes, key), key))
-        why = unfit(manifest, key, sizes, stage.run)
+        why = unfit(manifest, key, sizes, stage.run) or _restored(stage, key, manifest or {}, "resuming from")
         if why is None:
-            assert manifest is not None
-            try:
-                _restore(stage, key, manifest)
-            except (MismatchError, MissingError) as error:
-                if stage.doubt and isinstance(error, MismatchError):
-                    raise
-                why = str(error)
-            else:
-                return manifest
+            return manifest
         stage.say(f"{key} does not verify: {why}")
         _reject(stage, key, why)
     return None
@@ -115,7 +107,7 @@ def checkpoint(stage: Stage) -> dict[str, Any] | None:
 
 def set_aside(stage: Stage, step: Any, why: str) -> bool:
     """Rejects a step that verifies but cannot be read. False: there is no other that is fit, and nothing is done."""
-    sizes = {entry.key: entry.bytes for entry in stage.store.entries("ckpt/")}
+    sizes = _sizes(stage)
     key = f"ckpt/step_{step:08d}/manifest.json" if isinstance(step, int) else None
     others = [other for other in sizes if MANIFEST.fullmatch(other) and other != key]
     manifests = {other: atomic.parse_object(stage.store.get_bytes(other)) for other in others}
@@ -142,20 +134,17 @@ def best_too(stage: Stage, newest: int) -> None:
     if not isinstance(step, int) or step >= newest:
         return
     key = f"ckpt/step_{step:08d}/manifest.json"
-    sizes = {entry.key: entry.bytes for entry in _retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
+    sizes = _sizes(stage)
     if key not in sizes:
         return
     manifest = atomic.parse_object(_retried(stage, lambda: stage.store.get_bytes(key), key))
-    why = unfit(manifest, key, sizes, stage.run)
-    try:
-        if why is None and manifest is not None:
-            _restore(stage, key, manifest, "the best so far, of")
-    except (MismatchError, MissingError) as error:
-        if stage.doubt and isinstance(error, MismatchError):
-            raise
-        why = str(error)
+    why = unfit(manifest, key, sizes, stage.run) or _restored(stage, key, manifest or {}, "the best so far, of")
     if why is not None:
         stage.say(f"{key}, the best so far, does not verify: {why}")
+
+
+def _sizes(stage: Stage) -> dict[str, int]:
+    return {entry.key: entry.bytes for entry in _retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
 
 
 def _there(stage: Stage, key: str) -> bool:
@@ -195,7 +184,18 @@ def _well_formed(entry: Any) -> bool:
     )
 
 
-def _restore(stage: Stage, key: str, manifest: dict[str, Any], what: str = "resuming from") -> None:
+def _restored(stage: Stage, key: str, manifest: dict[str, Any], what: str) -> str | None:
+    """None, and the checkpoint is in <workdir>/ckpt; or why not. Raises MismatchError on a doubted node."""
+    try:
+        _restore(stage, key, manifest, what)
+    except (MismatchError, MissingError) as error:
+        if stage.doubt and isinstance(error, MismatchError):
+            raise
+        return str(error)
+    return None
+
+
+def _restore(stage: Stage, key: str, manifest: dict[str, Any], what: str) -> None:
     name = key.split("/")[1]
     unfinished = stage.workdir / "ckpt" / f".{name}"
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -6,15 +6,13 @@ over before it began. Only the first two write done.json, last of all. See endin
 
 from __future__ import annotations
 
-import shutil
 from contextlib import suppress
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from job import atomic, sizing
 from job.run_file import Node, RunFile
-from job.supervisor import attempts, endings, machine, stages, staging
+from job.supervisor import arrival, attempts, endings, staging
 from job.supervisor.child import Progress
 from job.supervisor.compile_cache import CompileCache
 from job.supervisor.endings import FAILED, FINISHED, TICK_S, iso
@@ -26,20 +24,18 @@ from job.supervisor.uploads import Pulse, Uploader
 from job.supervisor.world import Cause, Trainer, World
 
 DONE, FATAL, OUT_OF_MEMORY, REFUSED, UNREADABLE, STOPPED = 0, 65, 69, 71, 72, 75  # the trainer's
-REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
-WRONG = "node refused, bytes arrived wrong"
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # at least, for a trainer asked to stop without a deadline
 
 
-class InterruptedEarlyError(Exception):
-    """The machine goes away before training began."""
-
-
 class Supervisor:
     """One attempt. `run` gives the exit code for the node script."""
+
+    record: attempts.Record  # these three from arrival.register
+    earlier: list[attempts.Attempt]
+    meter: Meter
 
     def __init__(self, run: RunFile, node: Node, workdir: Path, world: World) -> None:
         self.run_file, self.node, self.workdir, self.world = run, node, workdir, world
@@ -74,23 +70,22 @@ class Supervisor:
             if over is not None:
                 self.say(f"the run is over already: {over.get('reason')}")
                 return FAILED if over.get("reason") in ("failed", "boot-loop") else FINISHED
-            self._open()
-            if lacking := self._lacking():
+            arrival.register(self)
+            self._beat()
+            if lacking := arrival.lacking(self):
                 return endings.crashed(self, f"node refused: {lacking}", code=endings.REFUSED)
             try:
-                self._stage()
-                self.rung = self._first_rung()
-            except staging.MismatchError:
-                raise
+                arrival.stage(self)
             except ValueError as error:  # wrong on every node
                 return endings.finish(self, "failed", str(error))
+            self._look()
             return self._conclude(self._train())
-        except InterruptedEarlyError:
+        except arrival.InterruptedEarlyError:
             self._look()
             return endings.interrupted(self)
         except staging.MismatchError as error:  # memory or disk of this node, until others have said the same
-            if self._doubted < REFUSALS:
-                return endings.crashed(self, f"{WRONG}: {error}", code=endings.REFUSED)
+            if arrival.doubts(self):
+                return endings.crashed(self, f"{arrival.WRONG}: {error}", code=endings.REFUSED)
             return endings.finish(self, "failed", str(error))
         except StoreError as error:
             return endings.crashed(self, f"the store: {error}")
@@ -102,102 +97,12 @@ class Supervisor:
             self.publisher.cancel()  # nothing under way keeps this process
             self.graphs.cancel()
 
-    # Before training ------------------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        staging.clear(self.workdir)
-        earlier = self.store.get_bytes("job.log")
-        if earlier:
-            atomic.write_bytes(self.world.log.path, earlier)
-        self.record = attempts.Record(self.store, self.node.instance)
-        self.earlier = attempts.read(self.store, self.run_file, but=self.node)
-        self.meter = Meter(
-            rates=self.run_file.rates(self.node.type, self.node.zone),
-            launched_at=self.node.launched_at,
-            fixed_usd=self.run_file.fixed_usd,
-            prior_usd=sum((attempt.usd for attempt in self.earlier), Decimal(0)),
-            prior_s=sum((attempt.seconds for attempt in self.earlier), Decimal(0)),
-            spot_price=self.world.spot_price,
-        )
-        self.say(f"attempt {len(self.earlier) + 1} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
-        self.record.update(
-            type=self.node.type,
-            zone=self.node.zone,
-            launched_at=iso(self.node.launched_at),
-            attempt=len(self.earlier) + 1,
-            supervised_at=iso(self.clock()),
-            ranks=self.world.ranks,
-            **machine.record(self.world.gpus() if self.run_file.config.device == "cuda" else ()),
-        )
-        self._beat()
-
-    def _stage(self) -> None:
-        staging.inputs(self._staging)
-        self._resume()
-        if lines := stages.restore(self.store, self.workdir):
-            self.say(f"{lines} results of the stages after training are there already")
-        self.graphs.restore(self._check_early)
-        self._check_early()
-        self._look()
-
-    @property
-    def _staging(self) -> staging.Stage:
-        return staging.Stage(
-            store=self.store,
-            run=self.run_file,
-            workdir=self.workdir,
-            say=self.say,
-            check=self._check_early,
-            pause=self.world.sleep,
-            doubt=self._doubted < REFUSALS,
-        )
-
-    def _resume(self) -> None:
-        """Brings the store's newest good checkpoint, and the log that belongs to it."""
-        manifest = staging.checkpoint(self._staging)
-        self.resumed_step = 0 if manifest is None else manifest["step"]
-        if manifest is not None:
-            self.publisher.resumed(manifest)  # before anything may end this attempt: it prunes what it does not know of
-            staging.best_too(self._staging, self.resumed_step)
-            metrics = self.store.get_bytes("metrics.jsonl")
-            if metrics:
-                atomic.write_bytes(self.workdir / "metrics.jsonl", metrics)
-        self.progress.skip(self.resumed_step)
-        self.record.update(resumed_step=self.resumed_step)
-
-    def _lacking(self) -> str | None:
-        """Why this node is refused before anything is staged: the trainer would make do with the GPUs it finds."""
-        config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
-        if config.device != "cuda" or self._refused >= REFUSALS:
-            return None
-        found, needed = len(self.world.gpus()), sizing.ranks(config, listed) if listed else 0
-        return None if found >= needed else f"{found} working GPUs, this run uses {needed} of {self.node.type}'s"
-
-    @property
-    def _refused(self) -> int:
-        """Nodes that earlier attempts refused for what they are."""
-        refused = [attempt for attempt in self.earlier if (attempt.exit or {}).get("code") == endings.REFUSED]
-        return len(refused) - self._doubted
-
-    @property
-    def _doubted(self) -> int:
-        """Nodes that were refused because bytes arrived wrong there."""
-        return sum(str((attempt.exit or {}).get("reason")).startswith(WRONG) for attempt in self.earlier)
-
-    def _check_early(self) -> None:
-        if self.world.metadata.notice is not None or self.world.terminated() is not None:
-            raise InterruptedEarlyError
-
-    def _first_rung(self) -> int:
-        """Where memory really ran out. A phase that is predicted not to fit, the trainer takes lower by itself."""
-        return max([attempt.floor for attempt in self.earlier if attempt.type == self.node.type], default=0)
-
     # Training -------------------------------------------------------------------------------------------------------
 
     def _train(self) -> int:
         """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
-        if self._refused >= REFUSALS:
-            self._tell("accept.json", {"refused": self._refused})
+        if arrival.accepts(self):
+            self._tell("accept.json", {})
         while self.cause is None:
             self.record.update(floor=self.rung)
             with suppress(OSError):  # what an earlier start left says nothing of this one
@@ -209,7 +114,7 @@ class Supervisor:
                 self.world.sleep(TICK_S)
             self.progress.poll()
             self._take_notes()
-            if code == UNREADABLE and self.cause is None and self._fall_back():
+            if code == UNREADABLE and self.cause is None and arrival.fall_back(self, self._unreadable):
                 continue
             if code != OUT_OF_MEMORY or self.cause is not None:
                 return code
@@ -222,16 +127,6 @@ class Supervisor:
             self.say(f"out of memory on rung {used.get('rung', self.rung)}: again on rung {lower}")
             self.rung = lower
         return STOPPED
-
-    def _fall_back(self) -> bool:
-        """A checkpoint whose bytes are right cannot be read: the store's one before it. False: there is none."""
-        said = self._unreadable
-        if not staging.set_aside(self._staging, said.get("step"), str(said.get("problem"))):
-            return False
-        endings.drain(self, self.clock() + endings.CRASH_S)
-        shutil.rmtree(self.workdir / "ckpt", ignore_errors=True)
-        self._resume()
-        return True
 
     @property
     def _unreadable(self) -> dict[str, Any]:

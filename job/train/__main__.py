@@ -76,12 +76,13 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         say(str(error))
         return BUSY  # nothing is written: the folder is somebody else's
     except device.NodeRefusedError as error:
+        say(f"this node is refused: {error}")
+        code = REFUSED
         if (workdir / preflight.ACCEPT).exists():  # others were refused before it: it is not the node
             atomic.write_json(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
+            code = FATAL
         elif not (atomic.read_object(workdir / preflight.RESULT) or {}).get("problems"):
             atomic.write_json(workdir / preflight.RESULT, {"ranks": [], "problems": [str(error)]})
-        say(f"this node is refused: {error}")
-        code = FATAL if (workdir / preflight.ACCEPT).exists() else REFUSED
     except CheckpointDamagedError as error:
         atomic.write_json(workdir / "unreadable.json", {"step": error.step, "problem": str(error)})
         say(f"{error}; another start takes the one before it, if there is one")
