@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -61,18 +62,19 @@ def lacking(s: Supervisor) -> str | None:
 
 
 def accepts(s: Supervisor) -> bool:
-    """Enough nodes were refused for what they are: whatever this one is, it trains."""
-    refused = [attempt for attempt in s.earlier if (attempt.exit or {}).get("code") == endings.REFUSED]
-    return len(refused) - _wrong(s) >= REFUSALS
+    """Enough nodes were refused for what they are since one trained: whatever this one is, it trains."""
+    since = list(itertools.takewhile(lambda attempt: attempt.started_s is None, reversed(s.earlier)))
+    refused = [attempt for attempt in since if (attempt.exit or {}).get("code") == endings.REFUSED]
+    return sum(not _reason(attempt).startswith(WRONG) for attempt in refused) >= REFUSALS
 
 
-def doubts(s: Supervisor) -> bool:
-    """Bytes that arrive wrong are this node's fault, and not yet the store's."""
-    return _wrong(s) < REFUSALS
+def doubts(s: Supervisor, key: str) -> bool:
+    """Bytes of `key` that arrive wrong are this node's fault, and not yet the store's."""
+    return sum(_reason(attempt).startswith(f"{WRONG}: {key}: ") for attempt in s.earlier) < REFUSALS
 
 
-def _wrong(s: Supervisor) -> int:
-    return sum(str((attempt.exit or {}).get("reason")).startswith(WRONG) for attempt in s.earlier)
+def _reason(attempt: attempts.Attempt) -> str:
+    return str((attempt.exit or {}).get("reason"))
 
 
 def stage(s: Supervisor) -> None:
@@ -120,7 +122,7 @@ def _staging(s: Supervisor) -> staging.Stage:
         say=s.say,
         check=lambda: _check(s),
         pause=s.world.sleep,
-        doubt=doubts(s),
+        doubts=lambda key: doubts(s, key),
     )
 
 

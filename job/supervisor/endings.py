@@ -52,7 +52,7 @@ def interrupted(s: Supervisor) -> int:
     cause = s.cause
     assert cause is not None
     assert cause.deadline is not None
-    s.uploader.hurry()
+    s.uploader.hurry(cause.deadline)
     s.uploader.fast()
     published = drain(s, cause.deadline + (LATE_S if cause.reason == "notice" else 0.0))
     s.say(

@@ -14,6 +14,7 @@ from job.config import JobConfig
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
 LATENCY_S = 2.0  # of a save and an upload of next to nothing
+UPLOAD_GB_S = 1.5  # of them to hash and send
 SLACK = 1.25
 MEASURABLE_BYTES = 50_000_000  # below this an upload's time is all latency
 
@@ -34,7 +35,7 @@ class Forecast:
             for row in estimate.get("notice", ())
             if row["type"] == instance_type and row["seconds"] is not None
         }
-        self._upload_s_per_byte = 0.0
+        self._upload_s_per_byte: float | None = None
 
     def learn(self, measured: tuple[int, float] | None) -> None:
         """Takes in bytes and seconds of an upload."""
@@ -52,4 +53,12 @@ class Forecast:
         predicted_s = self._step_s.get(name, 0.0)
         found = self._stop_s.get(name, predicted_s + LATENCY_S + size / 1e9 * GB_S)
         slower = max(0.0, (step_s or 0.0) - predicted_s)
-        return max(found + slower, predicted_s + slower + LATENCY_S + SLACK * size * self._upload_s_per_byte)
+        if self._upload_s_per_byte is None:
+            return found + slower
+        return max(found + slower, predicted_s + slower + self.upload_s(size))
+
+    def upload_s(self, size: int) -> float:
+        """To publish `size` bytes that are on the disk, as measured, or before that as the bills have it."""
+        if self._upload_s_per_byte is None:
+            return LATENCY_S + size / 1e9 * UPLOAD_GB_S
+        return LATENCY_S + SLACK * size * self._upload_s_per_byte

@@ -143,7 +143,8 @@ class Publisher:
             self._store.delete([f"{folder}/manifest.json"])  # never new files under an old manifest
         required = self._require(commit.requires)
         started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
-        digests = self._send_all(commit, folder)
+        digests, whole = self._send_all(commit, folder)
+        self._stages.send()  # what a later phase's checkpoint relies on
         try:
             self.metrics(patience_s=5.0)
         except StoreError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
@@ -156,14 +157,18 @@ class Publisher:
         self._arrived = {}
         self._done.add(commit.step)
         self.newest = max(self.newest, commit.step)
-        self.measured = (commit.bytes, time.monotonic() - started)
+        if whole:
+            self.measured = (commit.bytes, time.monotonic() - started)
         self._say(f"published step {commit.step} ({commit.reason}), {commit.bytes / 1e6:.1f} MB")
 
-    def _send_all(self, commit: Commit, folder: str) -> dict[str, str]:
-        """Every file of the commit, those apart that arrived before a try of it failed. Their sha256 by name."""
+    def _send_all(self, commit: Commit, folder: str) -> tuple[dict[str, str], bool]:
+        """Every file of the commit, those apart that arrived before a try of it failed. Their sha256 by name, and
+        whether all were sent now.
+        """
         paths = {f"{folder}/{name}": commit.path / name for name, _ in commit.files}
         written = {key: path.stat().st_mtime_ns for key, path in paths.items()}
         self._arrived = {key: kept for key, kept in self._arrived.items() if written.get(key) == kept[0]}
+        whole = not self._arrived
         with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
             waiting = [
                 (key, pool.submit(atomic.sha256, path), pool.submit(self._send, path, key))
@@ -177,7 +182,7 @@ class Publisher:
                     self._arrived[key] = (written[key], digest.result())
         if failed is not None:
             raise failed
-        return {name: self._arrived[f"{folder}/{name}"][1] for name, _ in commit.files}
+        return {name: self._arrived[f"{folder}/{name}"][1] for name, _ in commit.files}, whole
 
     def prune(self) -> None:
         """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last."""
@@ -198,9 +203,10 @@ class Publisher:
             self._prune_disk(self._kept([]))
 
     def metrics(self, patience_s: float = -1) -> None:
-        """metrics.jsonl as it is now, up to its last whole line; likewise what the stages after training appended.
-        Where somebody else is at it for longer than `patience_s`, it is theirs; -1 waits.
+        """What the stages after training appended, and metrics.jsonl as it is now, up to its last whole line. Where
+        somebody else is at it for longer than `patience_s`, it is theirs; -1 waits.
         """
+        self._stages.send()
         if not self._reading.acquire(timeout=patience_s):
             return
         try:  # the pulse and the uploads call this: an older reading must not be put last
@@ -208,7 +214,6 @@ class Publisher:
             content = whole_lines(path.read_bytes()) if path.exists() else b""
             if content:
                 self._store.put_bytes(content, "metrics.jsonl")
-            self._stages.send()
             for path in _files(self._workdir / "tb"):  # they grow: what is there now, not the file
                 content = path.read_bytes()
                 if len(content) != self._scalars.get(path.name):

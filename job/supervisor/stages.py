@@ -7,6 +7,7 @@ attempt repeats. S3 cannot append: a file that grew is sent anew as a whole, up 
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 from job import atomic
@@ -36,14 +37,18 @@ class Mirror:
     def __init__(self, store: Store, workdir: Path) -> None:
         self._store, self._folder = store, workdir / FOLDER
         self._sent: dict[str, int] = {}  # bytes
+        self._sending = threading.Lock()
 
     def send(self) -> None:
-        """Every file that grew since the last call. Raises StoreError."""
-        for path in sorted(self._folder.glob("*.jsonl")):
-            content = whole_lines(path.read_bytes())
-            if len(content) != self._sent.get(path.name, 0):
-                self._store.put_bytes(content, f"{FOLDER}/{path.name}")
-                self._sent[path.name] = len(content)
+        """Every file that grew since the last call. From any thread: an older reading is never put last. Raises
+        StoreError.
+        """
+        with self._sending:
+            for path in sorted(self._folder.glob("*.jsonl")):
+                content = whole_lines(path.read_bytes())
+                if len(content) != self._sent.get(path.name, 0):
+                    self._store.put_bytes(content, f"{FOLDER}/{path.name}")
+                    self._sent[path.name] = len(content)
 
 
 def whole_lines(content: bytes) -> bytes:

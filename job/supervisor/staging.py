@@ -39,11 +39,15 @@ class Stage:
     say: Callable[[str], None]
     check: Callable[[], None] = lambda: None
     pause: Callable[[float], None] = field(default=lambda seconds: None)
-    doubt: bool = False  # bytes that arrive wrong are this node's fault, and not yet the store's
+    doubts: Callable[[str], bool] = lambda key: False  # a key's bytes that arrive wrong are this node's fault
 
 
 class MismatchError(Exception):
     """Bytes that are not the promised ones."""
+
+    def __init__(self, key: str, found: str, promised: str) -> None:
+        super().__init__(f"{key}: sha256 is {found}, expected {promised}")
+        self.key = key
 
 
 def clear(workdir: Path) -> None:
@@ -82,7 +86,7 @@ def _fill(
 def _listed(place: Store, path: Path, wanted: Dataset, what: str) -> tuple[InputFile, ...]:
     place.get_file(path.name, path)
     if wanted.sha256 is not None and (found := atomic.sha256(path)) != wanted.sha256:
-        raise MismatchError(f"{path.name} of the {what}: sha256 is {found}, the run names {wanted.sha256}")
+        raise MismatchError(path.name, found, wanted.sha256)
     tree = atomic.read_object(path)
     if tree is None or not isinstance(tree.get("files"), list):
         raise ValueError(f"{path.name} of the {what} names no files; prepare it again")
@@ -189,7 +193,7 @@ def _restored(stage: Stage, key: str, manifest: dict[str, Any], what: str) -> st
     try:
         _restore(stage, key, manifest, what)
     except (MismatchError, MissingError) as error:
-        if stage.doubt and isinstance(error, MismatchError):
+        if isinstance(error, MismatchError) and stage.doubts(error.key):
             raise
         return str(error)
     return None
@@ -227,7 +231,7 @@ def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
         return
     store.get_file(key, path)
     if (found := atomic.sha256(path)) != file.sha256:
-        raise MismatchError(f"{key}: sha256 is {found}, expected {file.sha256}")
+        raise MismatchError(key, found, file.sha256)
 
 
 def _retried(stage: Stage, act: Callable[[], T], what: str) -> T:

@@ -6,6 +6,7 @@ over before it began. Only the first two write done.json, last of all. See endin
 
 from __future__ import annotations
 
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Supervisor:
         self.store, self.clock = world.store, world.clock
         self.forecast = Forecast(run.config, run.estimate, node.type)
         self.publisher = Publisher(store=self.store, workdir=workdir, stamp=self._stamp, say=self.say)
-        self.uploader = Uploader(self.publisher, world.uploads, self.clock, self.say)
+        self.uploader = Uploader(self.publisher, world.uploads, self.clock, self.say, self.forecast.upload_s)
         self.graphs = CompileCache(run, self.store, workdir, self.say)
         self.pulse = Pulse(
             store=self.store,
@@ -84,13 +85,16 @@ class Supervisor:
             self._look()
             return endings.interrupted(self)
         except staging.MismatchError as error:  # memory or disk of this node, until others have said the same
-            if arrival.doubts(self):
+            if arrival.doubts(self, error.key):
                 return endings.crashed(self, f"{arrival.WRONG}: {error}", code=endings.REFUSED)
             return endings.finish(self, "failed", str(error))
         except StoreError as error:
             return endings.crashed(self, f"the store: {error}")
         except OSError as error:
             return endings.crashed(self, f"this node's disk: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it leaves a record and what was committed
+            self.say(traceback.format_exc())
+            return endings.crashed(self, f"{type(error).__name__}: {error}")
         finally:
             if self._child is not None:
                 self._child.kill()
@@ -184,7 +188,7 @@ class Supervisor:
         self.say(f"stopping: {cause.reason}{left}{'' if save else ': nothing more is saved'}")
         self.graphs.cancel()
         if save and cause.deadline is not None:
-            self.uploader.hurry()
+            self.uploader.hurry(cause.deadline)
         self._kill_at = now + max(PATIENCE_S, 3 * needed) if cause.deadline is None else cause.deadline
         if not self._tell("stop.json", {"reason": cause.reason, "deadline": cause.deadline, "save": save}):
             self._kill_at = now  # it cannot be asked

@@ -23,13 +23,18 @@ class Uploader:
     """
 
     def __init__(
-        self, publisher: Publisher, executor: Executor, clock: Callable[[], float], say: Callable[[str], None]
+        self,
+        publisher: Publisher,
+        executor: Executor,
+        clock: Callable[[], float],
+        say: Callable[[str], None],
+        upload_s: Callable[[int], float],  # of so many bytes
     ) -> None:
         self.publisher = publisher
-        self._executor, self._clock, self._say = executor, clock, say
+        self._executor, self._clock, self._say, self._upload_s = executor, clock, say, upload_s
         self._running: tuple[Commit | None, Future[None]] | None = None  # None: exports
         self._pause_s, self._not_before = BACKOFF_S[0], 0.0
-        self._newest_first = False
+        self._until: float | None = None
 
     def poll(self) -> None:
         """Takes note of what has ended and starts what is next."""
@@ -44,14 +49,16 @@ class Uploader:
             return
         pending = self.publisher.pending()
         if pending:
-            commit = pending[-1 if self._newest_first else 0]
+            commit = pending[0 if self._until is None else -1]
             self._running = (commit, self._executor.submit(self._publish, commit))
-        elif not self._newest_first and self.publisher.exported():
+        elif self._until is None and self.publisher.exported():
             self._running = (None, self._executor.submit(self.publisher.send_exports))
 
-    def hurry(self) -> None:
-        """From now on the newest commit goes first; an older one under way makes room once there is a newer."""
-        self._newest_first = True
+    def hurry(self, until: float) -> None:
+        """The machine goes away: from now on the newest commit goes first. An older one under way makes room for a
+        newer that can still arrive by `until`.
+        """
+        self._until = until
 
     def fast(self) -> None:
         """Forgets pauses after failures: there is no time for them."""
@@ -60,13 +67,16 @@ class Uploader:
     @property
     def idle(self) -> bool:
         """Nothing runs and nothing waits; in a hurry, exports do not count."""
-        running = self._running is not None and not (self._newest_first and self._running[0] is None)
+        running = self._running is not None and not (self._until is not None and self._running[0] is None)
         return not running and not self.publisher.pending()
 
     def _make_way(self, running: Commit | None) -> None:
         """In a hurry, gives up what is under way for a newer commit, and for nothing else: it would begin again."""
-        step = -1 if running is None else running.step
-        if self._newest_first and any(commit.step > step for commit in self.publisher.pending()):
+        if self._until is None:
+            return
+        left, step = self._until - self._clock(), -1 if running is None else running.step
+        newer = [commit for commit in self.publisher.pending() if commit.step > step]
+        if newer and (running is None or self._upload_s(newer[-1].bytes) <= left):
             self.publisher.cancel()
 
     def _publish(self, commit: Commit) -> None:
@@ -82,18 +92,16 @@ class Uploader:
             self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         elif isinstance(error, GivenUpError):
             self._say(f"{what}: the upload makes room for a newer checkpoint")
-        elif isinstance(error, StoreError):
-            self._say(f"{what} not published: {error}; again in {self._pause_s:.0f} s")
-            self._not_before = self._clock() + self._pause_s
-            self._pause_s = BACKOFF_S[0] if self._newest_first else min(2 * self._pause_s, BACKOFF_S[1])
-        elif isinstance(error, OSError | KeyError | TypeError | ValueError):
+        elif isinstance(error, OSError | KeyError | TypeError | ValueError) and not isinstance(error, StoreError):
             self._say(f"{what} cannot be published: {type(error).__name__}: {error}")
             if commit is None:  # an export replaced while it was sent: later
                 self._not_before = self._clock() + self._pause_s
             else:
                 self.publisher.give_up(commit)
-        else:
-            raise error
+        else:  # the store, or nothing foreseen: no threads, say
+            self._say(f"{what} not published: {error}; again in {self._pause_s:.0f} s")
+            self._not_before = self._clock() + self._pause_s
+            self._pause_s = BACKOFF_S[0] if self._until is not None else min(2 * self._pause_s, BACKOFF_S[1])
 
 
 class Pulse:
@@ -121,10 +129,7 @@ class Pulse:
         if self._running is not None:
             if not self._running.done():
                 return
-            error = self._running.exception()
-            if error is not None and not isinstance(error, OSError):
-                raise error
-            if error is not None:
+            if (error := self._running.exception()) is not None:
                 self._say(f"heartbeat not sent: {error}")
         self._running = self._executor.submit(self._send)
 

@@ -226,7 +226,9 @@ class Checkpoints:
             with _without_crc32():
                 save(
                     dict(host),
-                    storage_writer=FileSystemWriter(path),
+                    # Otherwise a CUDA stream is waited for, although all of this is in host memory: training's own on
+                    # one GPU; on other ranks the first GPU's, with a context there for each of them.
+                    storage_writer=FileSystemWriter(path, per_thread_copy_ahead=0),
                     process_group=self._world.saves,
                     no_dist=self._world.size == 1,
                 )

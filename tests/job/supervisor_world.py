@@ -62,7 +62,9 @@ def state(step: int) -> bytes:
 
 @dataclass
 class FakeTrainer:
-    """Speaks the work folder's protocol, one step per poll. `script`: step -> what happens there instead."""
+    """Speaks the work folder's protocol, one step per poll. `script`: step -> what happens there instead, 0 before the
+    first.
+    """
 
     workdir: Path
     config_sha256: str
@@ -97,6 +99,8 @@ class FakeTrainer:
             (self.workdir / "final" / "model.safetensors").write_bytes(state(self.step))
             atomic.write_json(self.workdir / "results.json", {"schema": 1, "steps": self.step})
             return 0
+        if self.step == self.began_at and 0 in self.script and (code := self.script[0](self)) is not None:
+            return code
         self.step += 1
         self.output_at = self.clock.now
         with (self.workdir / "metrics.jsonl").open("a") as file:

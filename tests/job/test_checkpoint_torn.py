@@ -203,6 +203,21 @@ def test_a_save_holds_the_step_it_was_asked_for_although_training_goes_on(tmp_pa
     assert torch.equal(read["model"]["weight"], torch.full((3, 2), 7.0))
 
 
+def test_a_save_never_waits_for_the_gpu_once_it_is_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def touched(*_: object) -> None:
+        raise AssertionError("the GPU is training's")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)  # before that memory is complete
+    for name in ("current_stream", "stream", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    checkpoints = opened(tmp_path)
+    save(checkpoints, 1)
+    assert newest_step(tmp_path) == 1
+
+
 def test_a_run_whose_newest_checkpoint_is_torn_resumes_from_the_one_before(tmp_path: Path) -> None:
     whole, torn = world.make(tmp_path / "whole"), world.make(tmp_path / "torn")
     assert world.train(whole) == 0

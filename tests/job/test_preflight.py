@@ -195,15 +195,29 @@ def refuse(trainer: FakeTrainer) -> int | None:
 def test_refused_nodes_end_their_attempt_and_the_third_trains(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for instance in ("i-1", "i-2"):
-        assert bench.attempt(instance, script={1: refuse}).run() == endings.REFUSED
+        assert bench.attempt(instance, script={0: refuse}).run() == endings.REFUSED
         record = bench.json(f"attempts/{instance}.json")
         assert record["exit"]["reason"] == "node refused: rank 0: slow"
         assert (record["exit"]["code"], record["exit"]["notice"]) == (71, False)
         assert record["preflight"] == {"problems": ["rank 0: slow"]}
         assert bench.store.get_bytes("done.json") is None
         bench.clock.sleep(600)
-    assert bench.attempt("i-3", script={1: refuse}).run() == 0
+    assert bench.attempt("i-3", script={0: refuse}).run() == 0
     assert bench.json("done.json")["reason"] == "finished"
+
+
+def test_nodes_refused_before_one_that_trained_say_nothing_of_a_later_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def crash(trainer: FakeTrainer) -> int:
+        return 1
+
+    ends = []
+    for number, script in enumerate(({0: refuse}, {4: crash}, {0: refuse}, {8: crash}, {0: refuse})):
+        bench.clock.sleep(600)
+        ends.append(bench.attempt(f"i-{number}", script=script).run())
+    assert ends[:4] == [71, 1, 71, 1]
+    assert ends[4] == 71  # neither the second in a row nor the third ever
 
 
 def test_a_node_that_lost_a_gpu_is_refused_before_anything_is_staged(tmp_path: Path) -> None:

@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, Inline, commit, state
 
+from job.config import GrowthConfig
+from job.supervisor.forecast import Forecast
 from job.supervisor.publish import Publisher, commits
 from job.supervisor.store import GivenUpError, StoreError
 from job.supervisor.uploads import Uploader
 from job.train.checkpoint import Checkpoints
 
+UPLOAD_S = Forecast(GrowthConfig(), {}, "x").upload_s
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
 
 
@@ -122,7 +125,7 @@ def test_a_commit_that_lost_a_file_is_given_up_and_the_next_goes_on(tmp_path: Pa
     damaged = commit(tmp_path / "w", 3, "c", reason="boundary")
     (damaged / "w.bin").write_bytes(b"cut")
     commit(tmp_path / "w", 6, "c")
-    uploader = Uploader(publisher(bench), Inline(), Clock(), said.append)
+    uploader = Uploader(publisher(bench), Inline(), Clock(), said.append, UPLOAD_S)
     for _ in range(4):
         uploader.poll()
     assert uploader.idle
@@ -144,8 +147,8 @@ def test_in_a_hurry_the_newest_goes_first_and_a_better_older_one_after_it(tmp_pa
     commit(tmp_path / "w", 6, "c", reason="stop")
     keys: list[str] = []
     store = FaultyStore(bench.store, lambda _, key: keys.append(key))
-    uploader = Uploader(publisher(bench, store), Inline(), Clock(), lambda text: None)
-    uploader.hurry()
+    uploader = Uploader(publisher(bench, store), Inline(), Clock(), lambda text: None, UPLOAD_S)
+    uploader.hurry(Clock()() + 120)
     while not uploader.idle:
         uploader.poll()
     assert [key for key in keys if key.endswith("manifest.json")] == [
@@ -170,9 +173,9 @@ def test_a_hurry_lets_the_newest_go_on_and_ends_it_only_for_a_newer_one(tmp_path
     bench, slow = Bench(tmp_path), Slow()
     commit(tmp_path / "w", 3, "c")
     made = publisher(bench)
-    uploader = Uploader(made, slow, Clock(), lambda text: None)
+    uploader = Uploader(made, slow, Clock(), lambda text: None, UPLOAD_S)
     uploader.poll()
-    uploader.hurry()
+    uploader.hurry(Clock()() + 120)
     uploader.poll()
     assert not made._cancel.is_set()  # half an upload is worth more than none
     commit(tmp_path / "w", 6, "c", reason="stop")
@@ -182,6 +185,44 @@ def test_a_hurry_lets_the_newest_go_on_and_ends_it_only_for_a_newer_one(tmp_path
     uploader.poll()
     slow.started[1][1]()
     assert bench.manifests() == [6]
+
+
+def test_a_hurry_does_not_end_an_upload_for_a_newer_one_that_cannot_arrive(tmp_path: Path) -> None:
+    bench, slow, clock = Bench(tmp_path), Slow(), Clock()
+    commit(tmp_path / "w", 3, "c")
+    made = publisher(bench)
+    uploader = Uploader(made, slow, clock, lambda text: None, lambda size: 60.0)
+    uploader.poll()
+    uploader.hurry(clock() + 100)
+    clock.sleep(50)
+    commit(tmp_path / "w", 6, "c", reason="stop")
+    uploader.poll()
+    assert not made._cancel.is_set()
+    slow.started[0][1]()
+    slow.started[0][0].set_result(None)
+    uploader.poll()  # and then the newer one, for what it is worth
+    slow.started[1][1]()
+    assert bench.manifests() == [3, 6]
+
+
+def test_what_nobody_foresaw_delays_an_upload_and_stops_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    store = FaultyStore(bench.store, lambda put, _: RuntimeError("can't start new thread") if put == 9 else None)
+    assert bench.attempt(store=store).run() == 0
+    assert bench.manifests()[-1] == STEPS
+    assert "can't start new thread" in bench.said
+
+
+def test_a_checkpoint_is_published_after_what_the_stages_left(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c")
+    (tmp_path / "w" / "stages").mkdir()
+    (tmp_path / "w" / "stages" / "candidates.jsonl").write_text("{}\n")
+    refuse = FaultyStore(bench.store, lambda _, key: StoreError("503") if key.startswith("stages/") else None)
+    made = publisher(bench, refuse)
+    with pytest.raises(StoreError):
+        made.publish(made.pending()[0])
+    assert bench.manifests() == []
 
 
 def test_the_trainer_does_not_prune_what_is_being_uploaded(tmp_path: Path) -> None:
@@ -231,6 +272,19 @@ def test_the_measured_pace_of_a_checkpoint_leaves_its_exports_out(
     assert made.measured[1] == 3  # two files and the manifest
 
 
+def test_a_publication_that_only_went_on_measures_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c")
+    first = iter([StoreError("503")])
+    refuse = FaultyStore(bench.store, lambda _, key: next(first, None) if key == MANIFEST_3 else None)
+    made = publisher(bench, refuse)
+    with pytest.raises(StoreError):
+        made.publish(made.pending()[0])
+    made.publish(made.pending()[0])
+    assert bench.manifests() == [3]
+    assert made.measured is None
+
+
 def test_a_publication_given_up_leaves_no_manifest_and_can_be_done_later(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     commit(tmp_path / "w", 3, "c")
@@ -255,7 +309,9 @@ def test_failures_are_tried_again_ever_longer_apart(tmp_path: Path) -> None:
             tries.append(clock.now)
         return StoreError("503") if clock.now < 100 else None
 
-    uploader = Uploader(publisher(bench, FaultyStore(bench.store, refuse)), Inline(), clock, lambda text: None)
+    uploader = Uploader(
+        publisher(bench, FaultyStore(bench.store, refuse)), Inline(), clock, lambda text: None, UPLOAD_S
+    )
     while not uploader.idle:
         uploader.poll()
         clock.sleep(0.5)

@@ -45,7 +45,7 @@ def exported(workdir: Path, name: str, content: bytes = b"weights") -> None:
 def idle(bench: Bench) -> tuple[Uploader, Queue, Publisher]:
     publisher = Publisher(store=bench.store, workdir=bench.folder / "w", stamp=dict, say=lambda line: None)
     queue = Queue()
-    return Uploader(publisher, queue, bench.clock, lambda line: None), queue, publisher
+    return Uploader(publisher, queue, bench.clock, lambda line: None, lambda size: 0.0), queue, publisher
 
 
 def test_a_complete_export_is_sent_once_nothing_is_more_urgent(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_in_a_hurry_an_export_makes_room_for_a_checkpoint_and_none_is_begun(tmp_
     uploader, queue, publisher = idle(bench)
     exported(tmp_path / "w", "phase1_end")
     uploader.poll()  # the export is on its way
-    uploader.hurry()
+    uploader.hurry(bench.clock() + 120)
     assert uploader.idle  # nobody waits for it
     commit(tmp_path / "w", 3, "c")
     assert not uploader.idle

@@ -169,7 +169,14 @@ def test_bytes_that_arrive_wrong_on_a_doubted_node_reject_nothing(bench: Bench) 
     bench.store.put_bytes(state(7), "ckpt/step_00000006/w.bin")
     workdir = bench.folder / "next"
     run = load(_run_json(bench, workdir))
-    stage = staging.Stage(store=bench.store, run=run, workdir=workdir, say=lambda text: None, doubt=True)
+    asked: list[str] = []
+
+    def doubts(key: str) -> bool:
+        asked.append(key)
+        return True
+
+    stage = staging.Stage(store=bench.store, run=run, workdir=workdir, say=lambda text: None, doubts=doubts)
     with pytest.raises(staging.MismatchError, match="sha256 is"):
         staging.checkpoint(stage)
     assert bench.manifests() == [3, 6]
+    assert asked == ["ckpt/step_00000006/w.bin"]
