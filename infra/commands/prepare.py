@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
         definition = stack.definition_of(args)
     root = project_root(Path.cwd())
     try:
-        if (folder := _weights_folder(definition, root)) is not None:
-            weights.paths(folder)  # before an hour of tokenising is spent on a run that lacks them
+        _checked(definition, root)  # before an hour of tokenising is spent on a run that lacks its base weights
     except ValueError as error:
         raise GpufleetError(str(error)) from error
     prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
@@ -124,6 +123,18 @@ def _weights_folder(definition: StackDefinition, root: Path) -> Path | None:
     """None: without base weights, or they are in a bucket."""
     place = definition.storage.base_weights
     return None if place is None or place.startswith("s3://") else root / place
+
+
+def _checked(definition: StackDefinition, root: Path) -> None:
+    """Raises ValueError where a node could not read the base weights, or would refuse them."""
+    config = definition.job.parameters
+    if (folder := _weights_folder(definition, root)) is None:
+        return
+    weights.check(folder)
+    if isinstance(config, SftConfig | KernelConfig):
+        from job.models import hf  # brings torch
+
+        hf.check(folder, config.model)
 
 
 def _tokenizer(given: Path | None, folder: Path | None) -> Path | None:

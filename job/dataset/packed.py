@@ -111,7 +111,8 @@ def prepare_packed(
             f"{model_vocab}: name the tokenizer of these base weights, or raise model.vocab"
         )
     source = f"{chats.name}; {tokenizer.id}, {template.name}; {how.words()}"
-    if (kept := _found(folder, source)) is not None:
+    kept = prepare.already(folder)
+    if kept is not None and kept.source == source:
         say(f"{folder} is prepared already")
         _report(kept, say)
         return kept
@@ -294,17 +295,3 @@ def _write_texts(path: Path, chats: Chats, rows: list[list[int]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps([by_number[number] for number in row], ensure_ascii=False) + "\n")
-
-
-def _found(folder: Path, source: str) -> DatasetManifest | None:
-    """The dataset in `folder` if it is this one and whole."""
-    if not (folder / prepare.MANIFEST).is_file():
-        return None
-    try:
-        manifest = prepare.read_manifest(folder)
-        if manifest.source != source:
-            return None
-        prepare.verify(folder, manifest)
-    except ValueError:  # damaged: made again
-        return None
-    return manifest

@@ -133,7 +133,7 @@ def prepare(
             f"tokenizer {kind} has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
             f"{model_vocab}: raise model.vocab to at least {tokenizer.vocab}, or choose a smaller tokenizer"
         )
-    kept = _already(folder)
+    kept = already(folder)
     if kept is not None and (kept.source, kept.tokenizer_id) == (source.name, tokenizer_id):
         say(f"{folder} is prepared already: {describe(kept)}")
         return kept
@@ -155,7 +155,7 @@ def publish(
     dataset.json that names every file by hash. Appears whole or not at all; an identical one that is there stays.
     `facts` (JSON) is read after `write` has run. Raises ValueError when `folder` holds something else.
     """
-    _already(folder)
+    already(folder)
 
     def fill(made: Path) -> dict[str, Any]:
         write(made)
@@ -197,7 +197,7 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
             if path.is_file()
         ]
         _write_text(made / MANIFEST, json.dumps({"schema": 1, **fields, "files": files}, indent=1) + "\n")
-        kept = _already(folder)  # looked at late: another preparation's; only ever our own kind of folder
+        kept = already(folder)  # looked at late: another preparation's; only ever our own kind of folder
         if kept is not None and kept.sha256 == atomic.sha256(made / MANIFEST):
             say(f"{folder} is prepared already: {describe(kept)}")
             return kept
@@ -209,20 +209,32 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
     return manifest
 
 
-def _already(folder: Path) -> DatasetManifest | None:
-    """The dataset in `folder`; None when there is none or it is damaged, and is made again. Raises ValueError when the
-    folder is something else's.
+def already(folder: Path) -> DatasetManifest | None:
+    """The dataset in `folder`; None when there is none or a file of it is damaged, and it is made again. Raises
+    ValueError when the folder is something else's too, or its dataset.json cannot say.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: exists and is not a prepared dataset; move it away or name another folder")
+    manifest = read_manifest(folder)
+    if strangers := _strangers(folder, manifest):
+        raise ValueError(
+            f"{folder}: holds {', '.join(strangers[:3])} besides the dataset, and is replaced as a whole; move "
+            f"{'it' if len(strangers) == 1 else 'them'} away"
+        )
     try:
-        manifest = read_manifest(folder)
         verify(folder, manifest)
     except ValueError:
         return None
     return manifest
+
+
+def _strangers(folder: Path, manifest: DatasetManifest) -> list[str]:
+    """What somebody else has put there; hidden files apart, which file managers leave."""
+    own = {MANIFEST, *(file.name for file in manifest.files)}
+    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    return [name for name in found if name not in own and not name.rpartition("/")[2].startswith(".")]
 
 
 def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokenizer_id: str) -> dict[str, Any]:

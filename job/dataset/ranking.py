@@ -21,7 +21,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ def _sentences(path: Path) -> dict[str, str]:
         try:
             entry: Any = json.loads(line)
             name, text = str(entry["id"]), entry["text"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f'{path}:{number}: not {{"id": "...", "text": "..."}} ({line[:60]!r})') from error
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{path}:{number}: query {name} has no text")
@@ -216,12 +216,13 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
     reader = csv.DictReader(io.StringIO(_open(path), newline=""))
     if not {"query", "model", "label"} <= set(reader.fieldnames or ()):
         raise ValueError(f"{path}:1: header {reader.fieldnames}; it must name query, model and label")
-    for line in reader:
-        where = f"{path}:{reader.line_num}"
+    for where, line in _lines(reader, path):
         if line["query"] not in rows:
             raise ValueError(f"{where}: query {line['query']!r} is not in queries.jsonl")
         if line["label"] not in ("0", "1", "2"):
             raise ValueError(f"{where}: label {line['label']!r}; it must be 0 (irrelevant), 1 (best) or 2 (good)")
+        if not line["model"]:
+            raise ValueError(f"{where}: no model")
         key = rows[line["query"]], line["model"]
         if judged.setdefault(key, int(line["label"])) != int(line["label"]):
             raise ValueError(f"{where}: query {line['query']} and model {line['model']} are judged twice, differently")
@@ -231,6 +232,15 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
     for (row, model), label in judged.items():
         labels[row, columns[model]] = label
     return labels, models
+
+
+def _lines(reader: csv.DictReader[str], path: Path) -> Iterator[tuple[str, dict[str, str | Any]]]:
+    """Each line with its place."""
+    try:
+        for line in reader:
+            yield f"{path}:{reader.line_num}", line
+    except csv.Error as error:
+        raise ValueError(f"{path}:{reader.line_num}: {error}") from error
 
 
 def _open(path: Path) -> str:

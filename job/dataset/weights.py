@@ -21,7 +21,6 @@ from job import atomic
 from job.dataset.prepare import DatasetFile
 
 MANIFEST = "weights.json"
-_WEIGHTS = ".safetensors"
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ENDINGS, _NAMES = (".json", ".jinja"), ("tokenizer.model", "merges.txt", "vocab.txt")  # settings, tokenizer, template
 _PUBLISHED = {  # by the folder that a file of stacks/ names
@@ -50,9 +49,28 @@ def paths(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; download the base weights into it, once: {_download(folder)}")
     top = {path.name: path for path in folder.iterdir() if path.is_file() and not _hidden(path, folder)}
-    names = _tensors(folder, set(top))
+    names = tensor_files(folder)
     names += [name for name in top if name.endswith(_ENDINGS) or name in _NAMES]
     return [top[name] for name in sorted(names)]
+
+
+def check(folder: Path) -> None:
+    """Reads the header of each file of tensors, and no more. Raises ValueError for one that is cut short, or none at
+    all, such as the pointer that git clones without its lfs; and like `paths`.
+    """
+    paths(folder)
+    for path in (folder / name for name in tensor_files(folder)):
+        size = path.stat().st_size
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length) if 8 + length <= size else b"")
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            whole = size == 8 + length + max(ends, default=0)
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{path}: {size:,} bytes, no whole safetensors file; download it again")
 
 
 def left_out(folder: Path) -> dict[str, int]:
@@ -113,20 +131,22 @@ def read(folder: Path) -> WeightsManifest:
     )
 
 
-def _tensors(folder: Path, top: set[str]) -> list[str]:
-    """The files of one copy of the weights: some folders hold two (model*.safetensors and consolidated.safetensors).
-    Without the usual names, all of them.
+def tensor_files(folder: Path) -> list[str]:
+    """The files of one copy of the weights, which `transformers` would take: some folders hold two. Raises ValueError
+    where there is none.
     """
+    if (folder / _WHOLE).is_file():
+        return [_WHOLE]
     index = atomic.read_object(folder / _INDEX)
-    if index is not None:
-        places = index.get("weight_map")
-        names = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
-        if lacking := [name for name in names if name not in top]:
-            raise ValueError(f"{folder}: {_INDEX} names {lacking[0]}, which is not there; download it again")
-    else:
-        names = [_WHOLE] if _WHOLE in top else sorted(name for name in top if name.endswith(_WEIGHTS))
-    if not names:
-        raise ValueError(f"{folder}: no *{_WEIGHTS} file in it; download the base weights in that format")
+    places = None if index is None else index.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(
+            f"{folder}: neither {_WHOLE} nor {_INDEX} in it; download the base weights in that format, or rename a "
+            "single file of another name"
+        )
+    names = sorted(set(map(str, places.values())))
+    if lacking := [name for name in names if "/" in name or not (folder / name).is_file()]:
+        raise ValueError(f"{folder}: {_INDEX} names {lacking[0]}, which is not there; download it again")
     return names
 
 

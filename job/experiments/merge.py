@@ -33,7 +33,7 @@ from job.experiments import tuning
 from job.models import hf, lora
 from job.models.decoder import Decoder
 from job.models.generate import generate
-from job.sizing.sft import ANSWERS_AT_ONCE, VALIDATION_ROWS
+from job.sizing.sft import VALIDATION_ROWS, answers_at_once
 from job.train.experiment import Session
 
 if TYPE_CHECKING:
@@ -185,8 +185,9 @@ def _answers(sft: Sft, module: Decoder, done: Done) -> list[dict[str, Any]]:
     tokenizer = open_chat_tokenizer(sft.manifest.facts["tokenizer"], session.data)
     stop = {int(sft.manifest.facts["stop"])}
     found: list[dict[str, Any]] = []
-    for start in range(0, len(asked), ANSWERS_AT_ONCE):
-        part = asked[start : start + ANSWERS_AT_ONCE]
+    together = answers_at_once(config)
+    for start in range(0, len(asked), together):
+        part = asked[start : start + together]
 
         def answer(part: list[dict[str, Any]] = part) -> list[dict[str, Any]]:
             prompts = [item["tokens"] for item in part]

@@ -77,7 +77,7 @@ def base(
     """The weights to start from, on the device: published ones, or drawn from the seed for generated data, which needs
     none. Unless `written`, only their room. `spread`: a part on each rank, and nowhere ever all. Raises ValueError.
     """
-    published = session.inputs is not None and (session.inputs / hf.CONFIG).exists()
+    published = session.inputs is not None
     if not published and not config.data.source.startswith("generated-"):
         raise ValueError(
             "no base weights: storage.base_weights must name a folder with config.json and safetensors "

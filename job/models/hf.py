@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from job import atomic
 from job.config.common import Decoder as Shape
 from job.config.sft import Lora
+from job.dataset.weights import tensor_files
 from job.models import lora
 from job.models.decoder import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW, Decoder
 
@@ -84,6 +85,8 @@ def read_shape(folder: Path) -> Shape:
         raise ValueError(f"{path}: {', '.join(lacking)} missing or no number; fetch the base weights again")
     rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}  # of both, `transformers` takes the first
     other = tree.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or not isinstance(other, dict):
+        raise ValueError(f"{path}: rope_scaling {rope!r} is no object; fetch the base weights again")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or (kind == "llama3" and any(rope.get(k) != v for k, v in _LLAMA3.items())):
         raise ValueError(f"{path}: rotary scaling {rope} is neither none nor Llama-3.1's, {_LLAMA3}")
@@ -109,6 +112,15 @@ def read_shape(folder: Path) -> Shape:
         rope_theta=float(next((of["rope_theta"] for of in (rope, tree, other) if of.get("rope_theta")), 10_000.0)),
         rope_scaling="llama3" if kind == "llama3" else "none",
     )
+
+
+def check(folder: Path, wanted: Shape) -> None:
+    """Raises ValueError when folder/config.json describes another decoder."""
+    found = read_shape(folder)
+    differing = [key for key in Shape.__slots__ if getattr(found, key) != getattr(wanted, key)]
+    if differing:
+        words = ", ".join(f"model.{key} is {getattr(wanted, key)}, there {getattr(found, key)}" for key in differing)
+        raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
 
 
 def config_tree(shape: Shape, dtype: str) -> dict[str, Any]:
@@ -142,11 +154,8 @@ def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object]
     Raises ValueError: another model than the module's shape, a file or tensor that is missing, of another shape, or
     unknown.
     """
-    found, wanted = read_shape(folder), module.shape
-    differing = [key for key in Shape.__slots__ if getattr(found, key) != getattr(wanted, key)]
-    if differing:
-        words = ", ".join(f"model.{key} is {getattr(wanted, key)}, there {getattr(found, key)}" for key in differing)
-        raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
+    wanted = module.shape
+    check(folder, wanted)
     targets = {published(name): p for name, p in module.named_parameters() if not name.endswith(("lora_a", "lora_b"))}
     missing = set(targets)
     for path, name, tensor in _stored(folder):
@@ -164,14 +173,13 @@ def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object]
 
 def _stored(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
     """Every tensor, one at a time, in host memory."""
-    index = atomic.read_object(folder / INDEX)
-    names = sorted(set(index["weight_map"].values())) if index is not None else [WEIGHTS]
-    for path in (folder / name for name in names):
-        if not path.is_file():
-            raise ValueError(f"{path}: missing; fetch the base weights again")
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield path, name, file.get_tensor(name)
+    for path in (folder / name for name in tensor_files(folder)):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    yield path, name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: damaged ({error}); fetch the base weights again") from error
 
 
 def write(

@@ -11,7 +11,7 @@ from job.sizing import decoder
 from job.sizing.common import Memory, PhaseSize, Rung, cuts, in_gb, processes
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
-ANSWERS_AT_ONCE = 20  # prompts that are answered side by side, by every rank
+ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
 FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
 
 
@@ -79,10 +79,15 @@ def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
         name="merge",
         steps=0,
         forward_tokens=passes * evaluation + exact * config.data.row,
-        decode_steps=config.eval.sample_tokens * -(-config.eval.prompts // ANSWERS_AT_ONCE),
+        decode_steps=config.eval.sample_tokens * -(-config.eval.prompts // answers_at_once(config)),
         **sizes,  # type: ignore[arg-type]
     )
     return (train, merge)
+
+
+def answers_at_once(config: SftConfig) -> int:
+    """Prompts and answers of one batch: its cache and first pass hold less than a step of training."""
+    return min(ANSWERS_AT_ONCE, max(1, ANSWERED_TOKENS // (config.data.longest + config.eval.sample_tokens)))
 
 
 def memory(

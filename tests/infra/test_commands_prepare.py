@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from infra import pricing
 from infra.catalog import load_catalog
@@ -16,7 +19,9 @@ from infra.commands import prepare as prepare_command
 from infra.cost.bill import price
 from infra.cost.hazard import Observation
 from infra.loader import load
+from job.config.common import Decoder
 from job.dataset.prepare import read_manifest
+from job.models import hf
 
 ROOT = Path(__file__).parents[2]
 STACK = "tinystories-growth"
@@ -88,13 +93,32 @@ def test_missing_base_weights_are_said_before_anything_is_tokenised(
     assert not (tuning / "data").exists()
 
 
+def published(project: Path, **changed: int) -> Path:
+    """The folder of base weights, as far as it is looked at before a node has it."""
+    folder = project / "data" / "llama-3.1-8b-instruct"
+    folder.mkdir(parents=True)
+    save_file({"a": np.ones(3, np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf.config_tree(replace(Decoder(), **changed), "bfloat16")))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_other_base_weights_than_the_experiments_are_said_before_anything_is_tokenised(
+    tuning: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = published(tuning, width=3072)
+    assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
+    assert "another model than the run config: model.width is 4096, there 3072" in capsys.readouterr().err
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs")
+    assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
+    assert "no whole safetensors file; download it again" in capsys.readouterr().err
+    assert not (tuning / "data" / "sft").exists()
+
+
 def test_a_tokenizer_that_is_not_the_base_weights_own_is_refused(
     tuning: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = tuning / "data" / "llama-3.1-8b-instruct"
-    weights.mkdir(parents=True)
-    (weights / "model.safetensors").write_bytes(b"weights")
-    (weights / "tokenizer.json").write_text("{}")
+    published(tuning)
     (tuning / "small.json").write_text("[]")
     assert main(["prepare", "sft-h100", "examples.jsonl", "--tokenizer", "small.json"]) == 2
     assert "the base weights' own, whose ids they know; leave out --tokenizer" in capsys.readouterr().err

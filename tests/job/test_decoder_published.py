@@ -132,6 +132,14 @@ def written(tmp_path: Path) -> Decoder:
     return module
 
 
+def test_a_damaged_file_of_weights_is_the_users_to_mend(tmp_path: Path) -> None:
+    module = written(tmp_path)
+    path = tmp_path / hf.WEIGHTS
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"model\.safetensors: damaged .* fetch the base weights again"):
+        hf.load(tmp_path, module)
+
+
 def test_weights_of_another_shape_are_refused_by_name_before_they_are_read(tmp_path: Path) -> None:
     written(tmp_path)
     other = build(replace(FAMILIES["llama"], ffn=56), compute=torch.float32)
@@ -153,7 +161,7 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"model\.norm\.weight is \[33\], the model needs \[32\]"):
         hf.load(tmp_path, module)
     (tmp_path / hf.WEIGHTS).unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors: missing"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         hf.load(tmp_path, module)
 
 
@@ -171,6 +179,7 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
         ({"attention_bias": True}, "extra biases"),
         ({"mlp_bias": True}, "extra biases"),
+        ({"rope_scaling": "llama3"}, "rope_scaling 'llama3' is no object"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu"),
         ({"vocab_size": None, "rms_norm_eps": "1e-6"}, "vocab_size, rms_norm_eps missing or no number"),
     ],

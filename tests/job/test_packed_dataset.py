@@ -138,6 +138,17 @@ def test_the_same_input_gives_the_same_bytes_and_is_recognised(tmp_path: Path) -
     assert other.sha256 != one.sha256
 
 
+def test_a_folder_that_cannot_be_replaced_is_said_before_anything_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed.prepare_sft(tmp_path / "data", CONFIG)
+    (tmp_path / "data" / "mine.jsonl").write_text("{}")
+    monkeypatch.setattr(packed, "_read", lambda *_: pytest.fail("tokenised"))
+    with pytest.raises(ValueError, match=r"holds mine\.jsonl besides the dataset"):
+        packed.prepare_sft(tmp_path / "data", replace(CONFIG, seed=3))
+    assert (tmp_path / "data" / "mine.jsonl").exists()
+
+
 def test_long_examples_are_cut_and_reported_and_those_without_an_answer_left_out(tmp_path: Path) -> None:
     long = {"instruction": "what is the sum of two numbers " * 40, "response": "the answer"}
     path, file = jsonl(tmp_path, *PAIRS, long), bpe(tmp_path, *LLAMA)

@@ -117,6 +117,20 @@ def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
     assert (folder / "thesis.tex").read_text() == "x"
 
 
+def test_what_somebody_put_beside_a_dataset_is_never_replaced_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    prepare.prepare(folder, Generated(count=100, seed=3), model_vocab=300)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("x")
+    (folder / ".DS_Store").write_text("")
+    with pytest.raises(ValueError, match=r"holds notes/mine\.txt besides the dataset.*move it away"):
+        prepare.prepare(folder, Generated(count=100, seed=4), model_vocab=300)
+    (folder / "dataset.json").write_text("{")
+    with pytest.raises(ValueError, match=r"dataset\.json"):
+        prepare.prepare(folder, Generated(count=100, seed=4), model_vocab=300)
+    assert (folder / "notes" / "mine.txt").read_text() == "x"
+
+
 def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")

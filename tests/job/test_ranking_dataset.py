@@ -105,6 +105,8 @@ def test_counts_that_differ_from_the_config_name_the_key(tmp_path: Path) -> None
     [
         (["q0,m1,3"], r"labels\.csv:2: label '3'; it must be 0"),
         (["q0,m1,1", "q9,m1,1"], r"labels\.csv:3: query 'q9' is not in queries\.jsonl"),
+        (["q0,m1,1", "q0,,1"], r"labels\.csv:3: no model"),
+        (["q0,m1,1", "q0," + "m" * 200_000 + ",1"], r"labels\.csv:[23]: field larger than"),
         (["q0,m1,1", "q0,m1,2"], r"labels\.csv:3: query q0 and model m1 are judged twice, differently"),
     ],
 )
@@ -117,6 +119,7 @@ def test_a_wrong_label_is_named_by_its_line(labels: list[str], message: str, tmp
     ("line", "message"),
     [
         ("not json", r"queries\.jsonl:4: not"),
+        ("[" * 100_000, r"queries\.jsonl:4: not"),
         ('{"id": "q3"}', r"queries\.jsonl:4: not"),
         ('{"id": "q3", "text": " "}', r"queries\.jsonl:4: query q3 has no text"),
         (r'{"id": "q3", "text": "half \ud83d"}', r"queries\.jsonl:4: text: .ud83d at character 5 is half"),

@@ -191,3 +191,12 @@ def test_muons_rate_is_refused_for_adamw() -> None:
     ((path, text),) = sizing.problems(replace(PretrainConfig(), optim=MuonAdamW(kind="adamw")))
     assert path == "optim.lr"
     assert "0.02 is Muon's" in text
+
+
+def test_long_prompts_are_answered_fewer_at_once_and_billed_so() -> None:
+    config = SftConfig()
+    assert sizing.sft.answers_at_once(config) == 20
+    long = replace(config, data=replace(config.data, row=16384, longest=16384))
+    assert sizing.sft.answers_at_once(long) == 1
+    billed = [sizing.phases(each)[1].decode_steps for each in (config, long)]
+    assert billed == [5 * 128, 100 * 128]

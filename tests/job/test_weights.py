@@ -7,7 +7,9 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from supervisor_world import Bench
 
 from job.dataset import weights
@@ -60,15 +62,38 @@ def test_a_second_copy_of_the_weights_is_left_out_and_said(folder: Path) -> None
     assert weights.left_out(folder) == {"README.md": 7, "consolidated.safetensors": 21, "original/": 11}
 
 
-def test_a_whole_file_of_weights_is_taken_alone(folder: Path) -> None:
-    (folder / INDEX).unlink()
+def test_a_whole_file_of_weights_is_taken_alone_as_transformers_does(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"whole")
     assert [p.name for p in weights.paths(folder) if p.suffix == ".safetensors"] == ["model.safetensors"]
 
 
-def test_weights_under_other_names_are_all_taken(folder: Path) -> None:
+def test_weights_under_names_that_nobody_reads_are_refused(folder: Path) -> None:
     (folder / INDEX).unlink()
-    assert sum(p.suffix == ".safetensors" for p in weights.paths(folder)) == 3
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor .* rename"):
+        weights.paths(folder)
+
+
+def test_an_index_that_lists_nothing_is_none(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": ["a", "b"]}))
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        weights.paths(folder)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4976698672\n"
+
+
+@pytest.mark.parametrize(
+    "content", [POINTER, b"", b"\x02\0\0\0\0\0\0\0[]", None], ids=["pointer", "empty", "list", "cut"]
+)
+def test_a_file_that_is_no_whole_safetensors_is_found_before_anything_is_paid(
+    content: bytes | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.ones((3, 4), np.float32), "b": np.zeros(0, np.float32)}, path, metadata={"format": "pt"})
+    weights.check(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    with pytest.raises(ValueError, match=r"model\.safetensors: [\d,]+ bytes, no whole safetensors file"):
+        weights.check(tmp_path)
 
 
 def test_a_part_that_the_index_names_and_is_not_there_is_said(folder: Path) -> None:
@@ -135,7 +160,7 @@ def test_a_folder_without_weights_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder; download the base weights into it"):
         weights.describe(tmp_path / "nothing")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"no \*\.safetensors file in it"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor .* download"):
         weights.describe(tmp_path)
 
 
