@@ -177,6 +177,11 @@ def read_folder(folder: Path, encoder: Encoder, say: Callable[[str], None] = lam
     labels, models = _labels(folder / "labels.csv", list(queries))
     say(f"sentences: {len(queries) + len(discovery):,} by {encoder.name}")
     vectors = encoder.encode([*queries.values(), *discovery.values()])
+    if twice := len(queries) - len(np.unique(vectors[: len(queries)], axis=0)):
+        say(
+            f"WARNING: {twice} of {len(queries)} queries have the sentence vector of another; where the two lie in "
+            "different folds, one is learned from and the other tested: keep one of them in queries.jsonl"
+        )
     return Tables(
         queries=vectors[: len(queries)],
         labels=labels,

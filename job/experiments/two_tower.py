@@ -191,12 +191,13 @@ class TwoTower(Experiment):
         config, tables = self.config, self.tables
         own = [member for member in members(config) if member.protocol == "honest"]
         self.session.say("baselines: popularity, LambdaRank and random order on the same folds")
+        missing = baselines.lambdarank_missing(config.data.models)
         found = {
             "popularity": results.by_query(own, tables, lambda m: baselines.popularity(m, tables)),
-            "LambdaRank": None if baselines.lambdarank_missing() else results.by_query(own, tables, self._lambdarank),
+            "LambdaRank": None if missing else results.by_query(own, tables, self._lambdarank),
             "random": results.by_query(own, tables, lambda m: baselines.random_order(m, tables, config.seed)),
         }
-        notes = {"LambdaRank": baselines.lambdarank_missing()}
+        notes = {"LambdaRank": missing}
         outcome = results.Outcome(
             config=config,
             tables=tables,

@@ -24,6 +24,7 @@ PROJECTIONS = 8  # principal directions of the training queries' sentence vector
 FEATURES = 5 + PROJECTIONS
 PARTS = 8  # of the training queries: the features of each come from the other seven
 MAX_TREES, PATIENCE = 100, 10  # a tree takes 0.2 core-seconds on 274 queries x 1131 models
+MOST_MODELS = 10_000  # kMaxPosition of LightGBM's rank_objective.hpp, 4.7
 LAMBDARANK = {
     "objective": "lambdarank",
     "label_gain": [GAINS[0], GAINS[2], GAINS[1]],  # of irrelevant, good, best
@@ -51,8 +52,10 @@ def random_order(member: Member, tables: Tables, seed: int) -> Floats:
     return draw.random((len(member.test), tables.labels.shape[1]), dtype=np.float32)
 
 
-def lambdarank_missing() -> str | None:
+def lambdarank_missing(models: int) -> str | None:
     """Why there is no LambdaRank; None where there is."""
+    if models > MOST_MODELS:
+        return f"LightGBM ranks at most {MOST_MODELS:,} models per query, here are {models:,}"
     if importlib.util.find_spec("lightgbm") is None:
         return "not installed (pip install 'gpufleet[ranking]')"
     try:

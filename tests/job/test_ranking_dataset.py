@@ -134,6 +134,18 @@ def test_a_wrong_query_is_named_by_its_line(line: str, message: str, tmp_path: P
         ranking.read_folder(text, Hashed(width=8))
 
 
+def test_queries_that_are_the_same_are_said(tmp_path: Path) -> None:
+    text, said = folder_of_text(tmp_path / "text"), list[str]()
+    ranking.read_folder(text, Hashed(width=8), said.append)
+    assert not any("WARNING" in line for line in said)
+    with (text / "queries.jsonl").open() as file:
+        first = json.loads(file.readline())
+    with (text / "queries.jsonl").open("a") as file:
+        file.write(json.dumps({**first, "id": "again"}) + "\n")
+    ranking.read_folder(text, Hashed(width=8), said.append)
+    assert "WARNING: 1 of 4 queries have the sentence vector of another" in said[-1]
+
+
 def test_a_dataset_of_another_kind_is_refused(tmp_path: Path) -> None:
     prepare.publish(tmp_path / "set", kind="packed", source="x", facts={}, write=lambda folder: None)
     with pytest.raises(ValueError, match="kind packed; two-tower needs ranking"):

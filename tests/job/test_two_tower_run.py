@@ -156,7 +156,7 @@ def test_the_sampled_objective_trains_too(tmp_path: Path) -> None:
 
 
 def test_without_lightgbm_the_table_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_tower_baselines, "lambdarank_missing", lambda: "not installed")
+    monkeypatch.setattr(two_tower_baselines, "lambdarank_missing", lambda models: "not installed")
     workdir = world.make(tmp_path, optimistic=False, epochs=1)
     assert train_world.train(workdir) == 0
     methods = {m["method"]: m for m in world.read(workdir, "fold_table.json")["tables"][0]["methods"]}
@@ -171,8 +171,19 @@ def test_a_lightgbm_that_cannot_be_imported_is_said_and_ends_no_run(
     (tmp_path / "lightgbm.py").write_text('raise OSError("libgomp.so.1: cannot open shared object file")\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "lightgbm", raising=False)
-    why = two_tower_baselines.lambdarank_missing()
+    why = two_tower_baselines.lambdarank_missing(10)
     assert why == "cannot be imported: libgomp.so.1: cannot open shared object file"
+
+
+@pytest.mark.parametrize("models", [10_000, 10_001])
+def test_the_most_models_of_a_query_are_lightgbms_own(models: int) -> None:
+    lightgbm = pytest.importorskip("lightgbm")
+    rows = lightgbm.Dataset(np.arange(models)[:, None] % 7, label=np.arange(models) % 2, group=[models])
+    if two_tower_baselines.lambdarank_missing(models) is None:
+        lightgbm.train({"objective": "lambdarank", "verbosity": -1}, rows, num_boost_round=1)
+    else:
+        with pytest.raises(lightgbm.basic.LightGBMError, match="exceeds upper limit"):
+            lightgbm.train({"objective": "lambdarank", "verbosity": -1}, rows, num_boost_round=1)
 
 
 def test_a_config_that_does_not_fit_the_data_is_refused_before_training(tmp_path: Path) -> None:
