@@ -69,7 +69,7 @@ look() { # one listing answers: is the run over, which manifest is the newest, w
 }
 is_done() { grep -qxF "$RUN_ID/done.json" <<<"$KEYS"; }
 noticed() { [[ $(imds meta-data/spot/instance-action) == *'"action"'* ]] && echo true || echo false; }
-futile_boots() { # boots in a row without a newer manifest; those that AWS interrupted with a notice do not count
+futile_boots() { # in a row without a newer manifest, those that AWS gave notice apart
   rm -rf "$DIR/attempts" && mkdir "$DIR/attempts" &&
     aws s3 cp "$RUN_URI/attempts/" "$DIR/attempts/" --recursive --only-show-errors && python3 -c '
 import glob, json, sys
@@ -214,7 +214,7 @@ local_nvme() { # SCRATCH: instance store if there is some, by model (EBS is /dev
   disks=$(lsblk -dnp -o NAME,MODEL 2>/dev/null |
     awk -v dev="$ROOT/dev/" 'index($1, dev) == 1 && /Amazon EC2 NVMe Instance Storage/ {print $1}')
   [[ -n $disks ]] || return 0
-  bounded 120 systemctl start dlami-nvme # the AMI's own service stripes all of them into one mount; this waits for it
+  bounded 120 systemctl start dlami-nvme # the AMI's own service makes one mount of them; this waits for it
   if findmnt -n "$ROOT/opt/dlami/nvme"; then
     SCRATCH=$ROOT/opt/dlami/nvme/gpufleet
   elif mkdir -p "$ROOT/scratch" && mkfs.xfs -q -f "${disks%%$'\n'*}" && mount "${disks%%$'\n'*}" "$ROOT/scratch"; then
@@ -225,7 +225,7 @@ local_nvme() { # SCRATCH: instance store if there is some, by model (EBS is /dev
   fi
   docker_on "$SCRATCH/docker"
 }
-docker_on() { # 15-20 GB of image unpack faster there than on the root disk
+docker_on() { # 15-20 GB of image unpack faster there
   local config=$ROOT/etc/docker/daemon.json
   mkdir -p "$1" "${config%/*}"
   [[ -e $config ]] || echo '{}' >"$config"
@@ -247,7 +247,7 @@ data_volume() {
 run_container() { # CODE
   local name options=()
   [[ $DEVICE == cpu ]] || options+=(--gpus all)
-  # Its candidates are untrusted programs, each in namespaces of its own, which docker's default profile forbids.
+  # Untrusted candidates run in namespaces of their own, which docker's default profile forbids.
   [[ $EXPERIMENT != kernel-sft ]] || options+=(--security-opt seccomp=unconfined)
   [[ -z $DATA_VOLUME ]] || options+=(-v "$ROOT/data:/data")
   for name in AWS_ENDPOINT_URL AWS_EC2_METADATA_SERVICE_ENDPOINT AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY; do
@@ -290,8 +290,12 @@ if is_done; then
   leave "the run was over before this boot"
 fi
 [[ ! -e $DIR/booted ]] || crash "the machine was rebooted"
-touch "$DIR/booted" # from the second boot on cloud-init runs per-boot scripts only: there the line above ends it
+touch "$DIR/booted" # later boots run this alone, and end at the line above
 mkdir -p "$ROOT/var/lib/cloud/scripts/per-boot" && cp "$0" "$ROOT/var/lib/cloud/scripts/per-boot/gpufleet"
+retry 4 get "$RUN_URI/run.json" "$DIR/run.json" "$RUN_CONFIG_SHA256" & # beside what follows
+FIRST=$!
+retry 4 get "s3://$BUCKET/inputs/$ARCHIVE_SHA256/job.tar.gz" "$DIR/job.tar.gz" "$ARCHIVE_SHA256" &
+SECOND=$!
 if grep -qF "$RUN_ID/attempts/" <<<"$KEYS"; then
   BOOTS=$(futile_boots) || crash "the attempts cannot be read"
   ((BOOTS < 3)) || over boot-loop "$BOOTS boots in a row without a newer checkpoint"
@@ -304,9 +308,8 @@ WATCH=$!
 local_nvme
 [[ -z $DATA_VOLUME ]] || data_volume
 mkdir -p "$SCRATCH/run"
-retry 4 get "$RUN_URI/run.json" "$SCRATCH/run/run.json" "$RUN_CONFIG_SHA256" || crash "run.json cannot be had as declared"
-retry 4 get "s3://$BUCKET/inputs/$ARCHIVE_SHA256/job.tar.gz" "$DIR/job.tar.gz" "$ARCHIVE_SHA256" ||
-  crash "the job archive cannot be had as declared"
+wait "$FIRST" && cp "$DIR/run.json" "$SCRATCH/run/" || crash "run.json cannot be had as declared"
+wait "$SECOND" || crash "the job archive cannot be had as declared"
 tar -xzf "$DIR/job.tar.gz" -C "$DIR/app" || crash "the job archive cannot be unpacked"
 read -r EXPERIMENT DEVICE < <(python3 -c 'import json, sys
 job = json.load(open(sys.argv[1]))["job"]
