@@ -5,12 +5,14 @@ Pure: no pulumi, no boto3, no clock. The same object feeds the bill, the resourc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
+from infra.errors import Problem
+from infra.yaml_tree import Mapping, at
 from job.config import JobConfig
 
 
@@ -162,8 +164,16 @@ class StackDefinition:
     scenario: str = ""  # its name; empty for the file as it is
     variant: Variant = Variant()
     own_data: bool = False  # a scenario that says itself what its data counts (job.parameters.data)
+    tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: no file holds it
 
     @property
     def nodes(self) -> int:
         """Machines at once."""
         return self.variant.nodes
+
+    def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
+        """What is wrong at `path`, with the line it was written at, under its own path where a scenario wrote it."""
+        node = at(self.tree, path) if self.tree else None
+        if node is None:
+            return Problem(path=path, value=value, allowed=allowed, hint=hint)
+        return Problem(path=node.path, value=value, allowed=allowed, hint=hint, line=node.line)

@@ -185,7 +185,7 @@ def definition(
     known = catalog or _catalog()
     checks.check(sections, findings, now=now, catalog=known, past_deadline=past_deadline, launchable=launchable)
     definition = StackDefinition(
-        name=path.stem, source=path, purpose=_purpose(text), interruptions=interruptions, **parts
+        name=path.stem, source=path, purpose=_purpose(text), interruptions=interruptions, tree=tree, **parts
     )
     _user_data(definition, findings)
     return definition, findings.problems

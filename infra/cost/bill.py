@@ -1,8 +1,9 @@
 """The bill of one run: what it costs if nothing interrupts it, what interruptions add, what it is likely to end at.
 
 Lines are exact and price the run without interruptions; one more line, `interruptions`, makes their sum the p50 of the
-simulation. It can be negative: AWS does not charge an interrupted first hour. The bill knows no clock: the same
-definition, catalog and dataset size give the same bill on any day (its table may say how old the prices are).
+simulation. It can be negative: AWS does not charge an interrupted first hour, and a limit may end the run (the table
+shows that apart). The bill knows no clock: the same definition, catalog and dataset size give the same bill on any day
+(its table may say how old the prices are).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from infra.catalog import Catalog
 from infra.catalog.reclaim import Reclaimed, reclaimed
-from infra.cost import closed_form, doubts, lines, options, record, risk
+from infra.cost import closed_form, doubts, limits, lines, options, record, risk
 from infra.cost.cadence import Cadence
 from infra.cost.fit import Fit, Notice
 from infra.cost.hazard import Hazard
@@ -177,26 +178,15 @@ def price(
 
 
 def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
-    """Why this definition must not be declared at this bill: a limit below p50, a listed type on which the job does not
-    fit, or which has no price.
+    """Why this definition must not be declared at this bill: a listed type on which the job does not fit, or which has
+    no price, a limit below p50, a listed type whose run no limit lets end.
     """
     found = options.fit_problems(definition, bill.types)
     for index, option in enumerate(bill.types):
         if option.why:
-            path, allowed = f"fleet.instance_types[{index}]", "types with a known price and speed"
-            found.append(Problem(path=path, value=option.type, allowed=allowed, hint=option.why))
-    if bill.only_priced:
-        return found
-    limits, usd, hours = definition.limits, bill.chosen.metered_usd, bill.chosen.needed_hours
-    if limits.max_usd < usd.p50:
-        allowed = f"at least the p50 of the bill as the job's meter counts it, {usd.p50:.2f}"
-        hint = f"Nine runs in ten need at most {usd.p90:.2f}."
-        found.append(Problem(path="limits.max_usd", value=str(limits.max_usd), allowed=allowed, hint=hint))
-    if limits.max_hours < hours.p50:
-        allowed = f"at least the p50 of the bill, {hours.p50:.2f}"
-        hint = f"Nine runs in ten need at most {hours.p90:.2f} node-hours."
-        found.append(Problem(path="limits.max_hours", value=str(limits.max_hours), allowed=allowed, hint=hint))
-    return found
+            allowed = "types with a known price and speed"
+            found.append(definition.problem(options.listed(index), option.type, allowed, option.why))
+    return found if bill.only_priced else [*found, *limits.problems(definition, bill)]
 
 
 def _interruptions(side: Side) -> Line:

@@ -57,8 +57,8 @@ def type_costs(
     definition: StackDefinition, catalog: Catalog, calibrations: Calibrations | None = None
 ) -> tuple[TypeCost, ...]:
     """Every listed type, in the file's order."""
-    listed = definition.fleet.instance_types
-    return tuple(type_cost(definition, catalog, type_, calibrations=calibrations) for type_ in listed)
+    types = definition.fleet.instance_types
+    return tuple(type_cost(definition, catalog, type_, calibrations=calibrations) for type_ in types)
 
 
 def dearest(types: Sequence[TypeCost], capacity: Capacity) -> TypeCost | None:
@@ -91,15 +91,14 @@ def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list
         bad = [phase for phase in option.fits if not phase.fits]
         if bad:
             worst = max(bad, key=lambda phase: phase.needs_gb)
-            problems.append(
-                Problem(
-                    path=f"fleet.instance_types[{index}]",
-                    value=option.type,
-                    allowed=f"types on which every phase fits; phase {worst.phase}: {worst.why}",
-                    hint=f"Nearest: {worst.nearest}.",
-                )
-            )
+            path, allowed = listed(index), f"types on which every phase fits; phase {worst.phase}: {worst.why}"
+            problems.append(definition.problem(path, option.type, allowed, f"Nearest: {worst.nearest}."))
     return problems
+
+
+def listed(index: int) -> str:
+    """Where the definition lists its type number `index`."""
+    return f"fleet.instance_types[{index}]"
 
 
 def type_cost(

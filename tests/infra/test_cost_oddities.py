@@ -12,6 +12,7 @@ from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
 from infra.cost.bill import Bill, price, problems
+from infra.cost.limits import enough
 from infra.definition import Keep
 from infra.errors import DefinitionError, GpufleetError, PriceMissing
 
@@ -111,8 +112,8 @@ def test_a_cap_below_p50_is_a_problem_that_states_p50_and_p90() -> None:
     found = price(plan, CATALOG, runs=2000)
     (problem,) = problems(plan, found)
     assert (problem.path, problem.value) == ("limits.max_usd", "0.80")
-    assert f"{found.chosen.metered_usd.p50:.2f}" in problem.allowed
-    assert f"{found.chosen.metered_usd.p90:.2f}" in problem.hint
+    assert f"{enough(found.chosen.metered_usd.p50)}" in problem.allowed
+    assert f"{enough(found.chosen.metered_usd.p90)}" in problem.hint
 
 
 def test_a_cap_between_p50_and_p90_is_a_warning_with_the_probability() -> None:

@@ -1,0 +1,76 @@
+"""Whether limits.max_usd and limits.max_hours let a run end: on the dearest listed type, and on every other.
+
+The fleet may pick any listed type, and the meter that stops a run knows no free first hour, so the dollars here are
+those it counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from decimal import ROUND_CEILING, Decimal
+from typing import TYPE_CHECKING
+
+from infra.cost import options
+from infra.cost.risk import MINIMUM_H
+from infra.definition import StackDefinition
+from infra.errors import Problem
+
+if TYPE_CHECKING:
+    from infra.cost.bill import Bill
+    from infra.cost.side import Side
+
+AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
+
+
+def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
+    """A limit below p50, and each other listed type on which even an uninterrupted run passes a limit."""
+    limits, usd, hours = definition.limits, bill.chosen.metered_usd, bill.chosen.needed_hours
+    drawn = bill.capacity == "spot"
+    if limits.max_usd < usd.p50:
+        need = f"the p50 of the bill {AS_COUNTED}" if drawn else "what the run costs"
+        hint = f"Nine runs in ten need at most {enough(usd.p90)}." if drawn else ""
+        yield definition.problem("limits.max_usd", str(limits.max_usd), f"at least {need}, {enough(usd.p50)}", hint)
+    if limits.max_hours < hours.p50:
+        need = "the p50 of the bill" if drawn else "the node-hours of the run"
+        hint = f"Nine runs in ten need at most {enough(hours.p90)} node-hours." if drawn else ""
+        allowed = f"at least {need}, {enough(hours.p50)}"
+        yield definition.problem("limits.max_hours", str(limits.max_hours), allowed, hint)
+    yield from _types(definition, bill)
+
+
+def enough(needed: Decimal) -> Decimal:
+    """In hundredths, never less than `needed`: as a limit it is accepted."""
+    return needed.quantize(Decimal("0.01"), rounding=ROUND_CEILING)
+
+
+def slowest(side: Side) -> float:
+    """The share of the bill's speed below which even an uninterrupted run of the dearest type passes a limit."""
+    exposure = side.exposure
+    room_h = min(exposure.hours_at_cap()) - exposure.setup_h
+    return exposure.phase_ends_h[-1] / room_h if room_h > 0 else math.inf
+
+
+def _types(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
+    """The dearest is judged by its p50 above, which is no less than its uninterrupted run."""
+    limits = definition.limits
+    extras = float(bill.disk_usd_per_hour + bill.ipv4_usd_per_hour)
+    for index, option in enumerate(bill.types):
+        hourly, runtime = option.hourly(bill.capacity), option.runtime
+        if option.type == bill.chosen.type or option.why or not option.holds_the_job or not hourly or not runtime:
+            continue
+        hours = max(runtime.total_s / 3600, MINIMUM_H)
+        usd = bill.chosen.exposure.fixed_usd + hours * (float(hourly.amount) + extras)
+        passed = [
+            (key, limit, enough(Decimal(needed)), unit)
+            for key, limit, needed, unit in (
+                ("limits.max_usd", limits.max_usd, usd, "USD"),
+                ("limits.max_hours", limits.max_hours, hours, "node-hours"),
+            )
+            if needed > limit
+        ]
+        if passed:
+            needs = " and ".join(f"{needed} {unit} where {key} is {limit}" for key, limit, needed, unit in passed)
+            allowed = f"types on which the run can end within the limits; uninterrupted it needs {needs}"
+            raised = " and ".join(f"{key} to {needed} or more" for key, _, needed, _ in passed)
+            yield definition.problem(options.listed(index), option.type, allowed, f"Remove it, or raise {raised}.")
