@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from infra.calibration import Refused
-from infra.cost import fit
+from infra.cost import fit, limits
+from infra.cost.limits import AS_COUNTED
+from infra.cost.text import counted
 from infra.definition import StackDefinition
 from job import sizing
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from infra.cost.options import Calibrations
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
+_FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise
 _SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
 
 
@@ -28,6 +32,7 @@ def warnings(
         if isinstance(calibration, Refused):
             yield f"{type_}: {calibration.why}"
     yield from _limits(bill)
+    yield from _free_hours(bill)
     yield from _types(definition, bill)
     for notice in bill.notice:
         if not notice.fits:
@@ -51,11 +56,29 @@ def _limits(bill: Bill) -> Iterator[str]:
         return
     if needed.p50 <= cap.max_usd < needed.p90:
         yield (
-            f"limits.max_usd {cap.max_usd} lies between p50 {needed.p50:.2f} and p90 {needed.p90:.2f}: "
+            f"limits.max_usd {cap.max_usd} lies between p50 {needed.p50:.2f} and p90 {needed.p90:.2f} {AS_COUNTED}: "
             f"{cap.probability:.0%} of runs stop before they are done"
         )
     elif cap.probability >= 0.01:
         yield f"{cap.probability:.0%} of runs stop at {cap.first} before they are done"
+    slowest = limits.slowest(bill.chosen)
+    if not bill.calibrated and 0.5 < slowest < 1:
+        drawn = ", even uninterrupted" if bill.capacity == "spot" else ""
+        yield (
+            f"uncalibrated: with all but set-up below about {slowest:.0%} of the assumed speed, {cap.first} stops the"
+            f" run before it is done{drawn}"
+        )
+
+
+def _free_hours(bill: Bill) -> Iterator[str]:
+    side = bill.chosen
+    free_usd = side.metered_usd.p50 - side.needed_usd.p50
+    node_hours = free_usd / side.price.amount
+    if node_hours > _FREE_SHARE * side.needed_hours.p50 * side.exposure.nodes:
+        yield (
+            f"p50 counts on AWS not charging {counted(round(node_hours, 1), 'node-hour')}, first hours that it"
+            f" interrupts; charged, p50 is {side.metered_usd.p50:.2f}"
+        )
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:

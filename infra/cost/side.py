@@ -19,8 +19,7 @@ from infra.definition import Limits, StackDefinition, Variant
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
 Hazards = Mapping[Key, Hazard]  # as infra.cost.hazard.learn gives them
-_FEW = 2_000  # simulated runs behind a figure that is only a comparison,
-_ATTEMPTS_OF_FEW = 64  # and nodes of such a run before it is carried on as it went so far
+_FEW = 2_000  # simulated runs behind a figure that is only a comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,14 +182,14 @@ def half_speed(side: Side, variant: Variant) -> Quantiles:
         held = side.runtime.held_s / 3600
         last = max((last - 2 * held) * float(1 + variant.buffer), last / 2)
     slow = replace(side.exposure, phase_ends_h=(*ends, last), max_usd=None, max_hours=None)
-    outcome = risk.simulate(slow, runs=min(_FEW, side.runs), attempts=_ATTEMPTS_OF_FEW)
+    outcome = risk.simulate(slow, runs=min(_FEW, side.runs))
     return _figures(outcome, side.exposure, side.total)[0]
 
 
 def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
     """(word, interruptions per node-hour, mean USD to finish)."""
     fixed = [replace(side.exposure, hazard=hazard, max_usd=None, max_hours=None) for _, hazard in risk.HAZARD_WORDS]
-    outcomes = risk.simulate_each(fixed, runs=min(_FEW, side.runs), attempts=_ATTEMPTS_OF_FEW)
+    outcomes = risk.simulate_each(fixed, runs=min(_FEW, side.runs))
     means = [_figures(outcome, side.exposure, side.total)[0].mean for outcome in outcomes]
     return tuple((word, hazard, mean) for (word, hazard), mean in zip(risk.HAZARD_WORDS, means, strict=True))
 

@@ -13,6 +13,7 @@ from decimal import Decimal
 from infra.cost.bill import Bill
 from infra.cost.fit import NOTICE_S
 from infra.cost.hazard import word
+from infra.cost.limits import AS_COUNTED
 from infra.cost.side import Quantiles, Side
 from infra.cost.text import counted, table
 
@@ -55,11 +56,19 @@ def _lines(bill: Bill) -> Iterator[str]:
         )
         for line in bill.lines[:-1]
     ]
-    rows.append((bill.lines[-1].name, "", "", "", f"{bill.lines[-1].amount:.4f}"))
-    rows.append((f"total = p50{_within(bill)}", "", "", "", f"{bill.usd.p50:.4f}"))
+    sums = [(bill.lines[-1].name, _interruptions_usd(bill))]
+    if bill.cap is not None and (cut := bill.usd.p50 - bill.chosen.needed_usd.p50):
+        sums += [("total to finish = p50", bill.chosen.needed_usd.p50), (f"stopped by {bill.cap.first}", cut)]
+    sums.append((f"total = p50{_within(bill)}", bill.usd.p50))
+    rows += [(name, "", "", "", f"{amount:.4f}") for name, amount in sums]
     yield from table(("line", "quantity", "unit", "USD each", "USD"), rows, right=(1, 3, 4))
     if any(line.inferred for line in bill.lines):
         yield f"* price inferred, not read in any source for {bill.region}"
+
+
+def _interruptions_usd(bill: Bill) -> Decimal:
+    """What interruptions add to a run that ends finished; the bill's own line is of the run that a limit may stop."""
+    return bill.chosen.needed_usd.p50 - bill.chosen.total
 
 
 def _totals(bill: Bill) -> Iterator[str]:
@@ -68,6 +77,10 @@ def _totals(bill: Bill) -> Iterator[str]:
     rows = [_row(f"USD{within}, done or not" if within else "USD", bill.usd)]
     if within:
         rows.append(_row("USD to finish, were there no limit", chosen.needed_usd))
+    counted_usd = _row(f"USD {AS_COUNTED}", chosen.metered_usd)
+    beside = bill.cap is not None and counted_usd[2:4] != _row("", chosen.needed_usd)[2:4]
+    if beside:
+        rows.append(counted_usd)
     rows.append(_row("USD at half the speed", bill.half_speed))
     rows.append(_other(bill, bill.on_demand if bill.capacity == "spot" else bill.spot))
     hours = "hours of each node" if chosen.exposure.nodes > 1 else "node-hours"
@@ -75,11 +88,14 @@ def _totals(bill: Bill) -> Iterator[str]:
     if bill.capacity == "spot":
         rows.append(_row("hours with waits for capacity", chosen.wall_hours))
     yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
+    if beside:
+        yield "limits.max_usd counts interrupted first hours as well, which AWS does not charge."
 
 
 def _within(bill: Bill) -> str:
     """What tells the p50 of a run that a limit may stop from the p50 of finishing it."""
-    return " within the limits" if bill.chosen.probability_stopped >= 0.01 else ""
+    stopped = bill.chosen.probability_stopped >= 0.01 or bill.usd.p50 != bill.chosen.needed_usd.p50
+    return " within the limits" if stopped else ""
 
 
 def _row(name: str, values: Quantiles) -> tuple[str, ...]:
@@ -200,7 +216,7 @@ def price_age(bill: Bill, today: date) -> str:
 
 def _interruptions(bill: Bill) -> str:
     if bill.capacity == "on-demand":
-        return f"Interruptions: none on demand.{_negative(bill)}"
+        return "Interruptions: none on demand."
     if bill.on_demand is None:
         against = "no on-demand price to compare with"
     elif bill.break_even_hazard == 0:
@@ -220,10 +236,8 @@ def _interruptions(bill: Bill) -> str:
 
 def _negative(bill: Bill) -> str:
     """Why the line `interruptions` takes dollars away, when it does."""
-    if bill.lines[-1].amount >= 0:
+    if _interruptions_usd(bill) >= 0:
         return ""
-    if bill.cap is not None and bill.usd.p50 < bill.chosen.needed_usd.p50:
-        return f" Their line is negative: {bill.cap.first} ends the run before its work is done."
     return " Their line is negative: AWS does not charge an interrupted first hour."
 
 
@@ -249,7 +263,7 @@ def _limits(bill: Bill) -> str:
     else:
         hours += " (comes first)"
     chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
-    return f"Limits: {money}, {hours}; chance that one stops the run: {chance}."
+    return f"Limits: {money}, {hours}; chance that one stops the run, if the speed is right: {chance}."
 
 
 def _wrap(text: str) -> list[str]:
