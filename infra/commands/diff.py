@@ -145,7 +145,7 @@ def _stack(stack: StackReview) -> dict[str, Any]:
 def _side(side: Side | None) -> dict[str, Any] | None:
     if side is None:
         return None
-    usd = side.bill.usd if side.bill else None
+    usd = side.usd
     return {
         "p50": str(usd.p50) if usd else None,
         "p90": str(usd.p90) if usd else None,

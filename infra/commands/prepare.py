@@ -10,6 +10,7 @@ from pathlib import Path
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost.bill import problems
+from infra.cost.limits import AS_COUNTED
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import load, project_root
@@ -66,9 +67,10 @@ def predict(definition: StackDefinition, root: Path) -> None:
         f"predicted on {bill.chosen.type}, {bill.capacity}: {steps:,} optimizer steps, {hours.p50:.2f} node-hours and"
         f" {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90; see gpufleet cost {definition.name}"
     )
-    cap = definition.limits.max_usd
-    if usd.p50 <= cap < usd.p90:
-        _say(f"warning: limits.max_usd, {cap}, lies between p50 and p90: the run may be cut short")
+    cap, counted = definition.limits.max_usd, bill.chosen.metered_usd
+    if counted.p50 <= cap < counted.p90:
+        between = f"lies between p50 {counted.p50:.2f} and p90 {counted.p90:.2f} {AS_COUNTED}"
+        _say(f"warning: limits.max_usd, {cap}, {between}: the run may be cut short")
     if found := problems(definition, bill):
         raise DefinitionError(str(definition.source), found)
 

@@ -10,7 +10,7 @@ the keys above it.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from decimal import Decimal
@@ -20,7 +20,8 @@ from typing import Any
 from infra.calibration import find_all
 from infra.catalog import Catalog
 from infra.cost.bill import Bill, price, problems
-from infra.cost.side import Hazards
+from infra.cost.limits import AS_COUNTED
+from infra.cost.side import Hazards, Quantiles
 from infra.cost.table import price_age
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
@@ -50,6 +51,11 @@ class Side:
     definition: StackDefinition | None = None
     bill: Bill | None = None
     errors: tuple[str, ...] = ()
+
+    @property
+    def usd(self) -> Quantiles | None:
+        """To finish: a run that a limit stops is cheap and not done."""
+        return self.bill.chosen.needed_usd if self.bill else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +177,7 @@ def _stack(
     if head and head.bill and head.definition:
         cap, p90 = head.definition.limits.max_usd, head.bill.chosen.metered_usd.p90
         judged = {
-            "over_cap": f"p90 {p90:.2f} passes limits.max_usd {cap}" if p90 > cap else "",
+            "over_cap": f"p90 {p90:.2f} {AS_COUNTED} passes limits.max_usd {cap}" if p90 > cap else "",
             "refused": tuple(str(problem) for problem in problems(head.definition, head.bill)),
             "policy": broken(policy, facts(head.definition, head.bill)),
             "age": price_age(head.bill, pricer.now.date()),
@@ -219,7 +225,8 @@ def _attribute(name: str, base: Side, head: Side, known: tuple[Known, Known], pr
 
 
 def _step(keys: tuple[str, ...], before: str, after: str, old: Bill, new: Bill) -> Step:
-    return Step(keys=keys, before=before, after=after, p50=new.usd.p50 - old.usd.p50, p90=new.usd.p90 - old.usd.p90)
+    was, now = old.chosen.needed_usd, new.chosen.needed_usd
+    return Step(keys=keys, before=before, after=after, p50=now.p50 - was.p50, p90=now.p90 - was.p90)
 
 
 def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Node | None]]:
@@ -280,17 +287,3 @@ def _shown(node: Node | None) -> str:
 
 def _named(catalog: Catalog) -> str:
     return f"{catalog.name}, {catalog.as_of}"
-
-
-def totals(stacks: Sequence[StackReview]) -> tuple[Decimal, Decimal, list[str]]:
-    """Sum of p50 at BASE and at HEAD, and the stacks left out: a commit has them and no bill of them.
-
-    Without that, a stack that breaks would look like money saved.
-    """
-    unknown = [stack.name for stack in stacks if any(side and not side.bill for side in (stack.base, stack.head))]
-    known = [stack for stack in stacks if stack.name not in unknown]
-    return _sum(stack.base for stack in known), _sum(stack.head for stack in known), unknown
-
-
-def _sum(sides: Iterable[Side | None]) -> Decimal:
-    return sum((side.bill.usd.p50 for side in sides if side and side.bill), Decimal(0))

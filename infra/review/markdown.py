@@ -5,10 +5,11 @@ Whatever comes out of a file is written as code, so that a value can neither bre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 
-from infra.review.compare import Review, Side, StackReview, totals
+from infra.cost.limits import AS_COUNTED
+from infra.review.compare import Review, Side, StackReview
 
 MARKER = "<!-- gpufleet-cost-review -->"  # a workflow finds its own comment by this line
 _LONGEST = 80  # characters of a value
@@ -36,7 +37,7 @@ def render(review: Review) -> str:
 
 def _lines(review: Review) -> Iterator[str]:
     changed = [stack for stack in review.stacks if stack.changed]
-    before, after, unknown = totals(review.stacks)
+    before, after, unknown = _totals(review.stacks)
     yield MARKER
     yield f"## Cost review: {_signed(after - before)} USD"
     yield ""
@@ -68,7 +69,21 @@ def _lines(review: Review) -> Iterator[str]:
         f"- `{review.base[:12]}` ({review.base_prices}) to `{review.head[:12]}` ({review.head_prices}); both sides are"
         " priced with the gpufleet that made this review, datasets that are not prepared are assumed in size."
     )
-    yield f"- Rules: {rules}. Bound: `limits.max_usd`, held against the p90 that the job's own meter would count."
+    yield f"- Rules: {rules}. Bound: `limits.max_usd`, held against the p90 of finishing {AS_COUNTED}."
+
+
+def _totals(stacks: Sequence[StackReview]) -> tuple[Decimal, Decimal, list[str]]:
+    """Sum of p50 at BASE and at HEAD, and the stacks left out: a commit has them and no bill of them.
+
+    Without that, a stack that breaks would look like money saved.
+    """
+    unknown = [stack.name for stack in stacks if any(side and not side.bill for side in (stack.base, stack.head))]
+    known = [stack for stack in stacks if stack.name not in unknown]
+    return _sum(stack.base for stack in known), _sum(stack.head for stack in known), unknown
+
+
+def _sum(sides: Iterable[Side | None]) -> Decimal:
+    return sum((side.usd.p50 for side in sides if side and side.usd), Decimal(0))
 
 
 def _verdict(review: Review) -> str:
@@ -96,12 +111,17 @@ def _row(stack: StackReview) -> str:
         verdict = "**no bill**"
     else:
         broken = [each.rule for each in stack.policy]
-        marks = ["p90 passes it"] if stack.over_cap else []
+        marks = [f"p90 passes it: {_counted(stack)} {AS_COUNTED}"] if stack.over_cap else []
         marks += ["`up` would refuse"] if stack.refused else []
         marks += [f"breaks {_code(rule)}" for rule in broken]
         verdict = f"**{', '.join(marks)}**" if marks else "holds" if stack.head else ""
     p50, p90 = (_change(stack, which) for which in ("p50", "p90"))
     return f"| {_code(stack.name)} | {kind} | {p50} | {p90} | {limits.max_usd if limits else ''} | {verdict} |"
+
+
+def _counted(stack: StackReview) -> str:
+    bill = stack.head.bill if stack.head else None
+    return f"{bill.chosen.metered_usd.p90:.2f}" if bill else ""
 
 
 def _change(stack: StackReview, which: str) -> str:
@@ -112,7 +132,7 @@ def _change(stack: StackReview, which: str) -> str:
 
 
 def _usd(side: Side | None, which: str) -> Decimal | None:
-    return getattr(side.bill.usd, which) if side and side.bill else None
+    return getattr(side.usd, which) if side and side.usd else None
 
 
 def _details(stack: StackReview) -> Iterator[str]:

@@ -167,13 +167,38 @@ def test_a_deadline_that_has_passed_does_not_fail_a_review(
 
 
 def test_a_p90_above_its_bound_is_exit_1(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    base = project.stack(("capacity: on-demand", "capacity: spot"))
+    """The p90 in its mark is the one that the limit counts, with the first hours that AWS does not charge."""
+    spot = ("capacity: on-demand", "capacity: spot")
+    base = project.stack(spot)
     _, stacks = reviewed(capsys, base, base)
-    between = (Decimal(stacks["growth"]["head"]["p50"]) + Decimal(stacks["growth"]["head"]["p90"])) / 2
-    head = project.stack(("capacity: on-demand", "capacity: spot"), ("max_usd: 9.00", f"max_usd: {between:.2f}"))
+    charged = price(
+        load(project.folder / "stacks" / "growth.yaml", now=NOW), read_catalog(SHIPPED, None)
+    ).chosen.metered_usd
+    finished = Decimal(stacks["growth"]["head"]["p90"])
+    assert f"{charged.p50:.2f}" < f"{charged.p90:.2f}" != f"{finished:.2f}"
+    between = (charged.p50 + charged.p90) / 2
+    head = project.stack(spot, ("max_usd: 9.00", f"max_usd: {between:.2f}"))
     code, out = run(capsys, base, head)
     assert code == 1
-    assert f"passes limits.max_usd {between:.2f}" in out
+    assert f"p90 {charged.p90:.2f} as limits.max_usd counts it passes limits.max_usd {between:.2f}" in out
+    assert f"**p90 passes it: {charged.p90:.2f} as limits.max_usd counts it**" in out
+
+
+def test_a_change_that_its_limits_would_cut_short_has_the_dollars_of_finishing(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = project.stack()
+    head = project.stack(("steps_per_phase: 1000", "steps_per_phase: 100000"))
+    code, stacks = reviewed(capsys, base, head)
+    bill = price(load(project.folder / "stacks" / "growth.yaml", now=NOW), read_catalog(SHIPPED, None))
+    assert code == 1
+    assert bill.usd.p50 < 10 < bill.chosen.needed_usd.p50
+    assert stacks["growth"]["head"]["p50"] == str(bill.chosen.needed_usd.p50)
+    (step,) = stacks["growth"]["steps"]
+    assert Decimal(step["p50"]) == bill.chosen.needed_usd.p50 - Decimal(stacks["growth"]["base"]["p50"])
+    _, out = run(capsys, base, head)
+    assert f"to {bill.chosen.needed_usd.p50:.2f} USD." in out
+    assert f"to {bill.chosen.needed_usd.p50:.2f} (+" in out
     assert "**1 stack of HEAD breaks a bound or a rule.**" in out
 
 
