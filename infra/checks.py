@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from infra.cost.text import counted
 from infra.definition import Disk, Estimate, Fleet, Job, Limits, Run, Storage
 from infra.schema import Findings, nearest
 from job import sizing
@@ -60,6 +61,7 @@ def check(
     unreadable = findings.bad & {"job.experiment", "job.parameters"}
     _instances(s.fleet, None if unreadable else s.job.parameters, findings, catalog, launchable)
     _storage(s.storage, findings)
+    _base_weights(s, findings, unreadable=bool(unreadable))
     _limits(s.limits, findings, now, past_deadline)
     _estimate(s, findings)
 
@@ -143,7 +145,9 @@ def _instances(fleet: Fleet, config: JobConfig | None, findings: Findings, catal
             family = [k for k in known if k.split(".")[0] == name.split(".")[0]] or sorted(
                 {k.split(".")[0] + ".*" for k in known}
             )
-            findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), nearest(name, known))
+            closest = catalog.nearest_type(name, known)
+            hint = f"Nearest: {closest}." if closest else ""
+            findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), hint)
         elif not launchable:
             continue
         elif kind.left_ec2:
@@ -156,7 +160,7 @@ def _instances(fleet: Fleet, config: JobConfig | None, findings: Findings, catal
             findings.add(path, f"a type offered in {fleet.region}", f"{name} is offered in {', '.join(kind.regions)}.")
         elif reason := _misfit(kind, config):
             instead = _instead(kind, config, current)
-            use = f"The smallest that fits: {instead}." if instead else "No type in the catalog fits."
+            use = f"Nearest that fits: {instead}." if instead else "No type in the catalog fits."
             findings.add(path, f"a type on which every phase fits; {reason}", use)
 
 
@@ -179,8 +183,8 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
     for index, phase in enumerate(sizing.phases(config)):
         if sizing.choose_rung(config, kind.gpu_memory_gb, index, ranks) is None:
             micro = sizing.ladder(config, ranks)[-1]
-            need = sizing.memory(config, index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks).total_gb
-            needs.append((need, phase.name))
+            used = sizing.memory(config, index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks)
+            needs.append((used.total_gb + sizing.DEVICE_RESERVE_GB, phase.name))
     if not needs:
         return ""
     need, phase_name = max(needs)  # the one that decides which type fits
@@ -189,13 +193,20 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
 
 
 def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
-    """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits."""
+    """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits; one
+    whose speed cannot be derived, so that it has no bill, only where there is no other.
+    """
     fits = [
         other
         for other in current
         if other.gpu_memory_gb >= kind.gpu_memory_gb and other.vcpu >= kind.vcpu and not _misfit(other, config)
     ]
-    best = min(fits, key=lambda k: (k.gpu_count, k.gpu_memory_gb, k.vcpu, k.type), default=None)
+
+    def order(other: Instance) -> tuple[bool, int, float, int, str]:
+        unknown = config is not None and not other.gpu.has_a_roofline(config.precision.compute)
+        return unknown, other.gpu_count, other.gpu_memory_gb, other.vcpu, other.type
+
+    best = min(fits, key=order, default=None)
     return best.type if best else ""
 
 
@@ -214,6 +225,12 @@ def _storage(storage: Storage, findings: Findings) -> None:
     for name, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
         if place is not None and (problem := _place_problem(place)):
             findings.add(f"storage.{name}", "a folder inside the project, or s3://bucket/prefix", problem)
+
+
+def _base_weights(s: Sections, findings: Findings, *, unreadable: bool) -> None:
+    if s.storage.base_weights is not None and not unreadable and not sizing.weights_bytes(s.job.parameters):
+        hint = f"{s.job.experiment} starts from no weights: take the key out."
+        findings.add("storage.base_weights", "nothing in this experiment", hint)
 
 
 def _disk(path: str, disk: Disk, findings: Findings) -> None:
@@ -270,7 +287,7 @@ def _estimate(s: Sections, findings: Findings) -> None:
     if steps is not None and len(steps) != phases:
         findings.add(
             "estimate.step_ms",
-            f"{phases} numbers (ms), one per phase with optimizer steps",
+            f"{counted(phases, 'number')} (ms), one per phase with optimizer steps",
             value=f"{len(steps)} of them",
         )
 

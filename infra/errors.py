@@ -9,7 +9,7 @@ GpufleetError                  shown to the user without a traceback; exit code 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class GpufleetError(Exception):
@@ -31,6 +31,24 @@ class Problem:
         wrong = f"{self.value!r} is not accepted" if self.value else "missing"
         hint = f" {self.hint}" if self.hint else ""
         return f"{where}: {wrong}; allowed: {self.allowed}.{hint}"
+
+
+def in_order(problems: list[Problem]) -> list[Problem]:
+    """By line; of one value only what the first form of the file says that refuses it."""
+    first: dict[tuple[object, ...], Problem] = {}
+    for problem in problems:
+        first.setdefault((problem.path, problem.line, problem.value), problem)
+    return sorted(first.values(), key=lambda problem: problem.line or 0)
+
+
+def of_form(section: str, problems: list[Problem]) -> list[Problem]:
+    """Problems of the file with `section` laid over; one that stands elsewhere in the file says whose it is."""
+    return [
+        each
+        if each.path.startswith(f"{section}.")
+        else replace(each, allowed=f"{each.allowed} (with {section} laid over)")
+        for each in problems
+    ]
 
 
 class DefinitionError(GpufleetError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from infra import checks
 from infra.boot import user_data
 from infra.definition import Interruptions, StackDefinition
-from infra.errors import DefinitionError, GpufleetError, Problem
+from infra.errors import DefinitionError, GpufleetError, Problem, in_order, of_form
 from infra.run_guard import timer_seconds
 from infra.schema import SECTIONS, Findings, build, check_keys
 from infra.yaml_tree import Mapping, Node, Scalar, UnreadableError, at, decode, dump, merge, read
@@ -25,13 +26,8 @@ if TYPE_CHECKING:
     from infra.catalog import Catalog
 
 STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
-OVERLAID = (
-    "job",
-    "fleet",
-    "storage",
-    "limits",
-    "estimate",
-)  # what `rehearsal` may lay over; the run's identity is not among them
+# What `rehearsal` may lay over; the run's identity is not among them.
+OVERLAID = ("job", "fleet", "storage", "limits", "estimate")
 
 
 def load(
@@ -59,7 +55,7 @@ def load(
     if overlay is not None:
         problems += _overlay_problems(overlay)
         merged, found = definition(_overlaid(tree), path, text, now, past_deadline, catalog=catalog)
-        problems += found
+        problems += of_form("rehearsal", found)
     from infra.scenarios import made  # here: it stands on this module
 
     problems += made(tree, path, text, now, catalog)[1]
@@ -93,6 +89,12 @@ def find(name_or_path: str, root: Path) -> Path:
     )
 
 
+def argument_of(source: Path, root: Path) -> str:
+    """What a command takes for this file: its name in `stacks/`, else its path."""
+    shared = source.resolve() == (root / "stacks" / f"{source.stem}.yaml").resolve()
+    return source.stem if shared else shlex.quote(str(source))
+
+
 def names_of(root: Path) -> list[str]:
     """The stacks of `stacks/`, by name."""
     return sorted(file.stem for file in (root / "stacks").glob("*.yaml") if file.is_file())
@@ -122,7 +124,7 @@ def rehearsal_text(path: Path) -> str:
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     """What `pulumi up` needs first, one sentence each. Not errors: the bill and the preview work without."""
-    name, sentences = definition.name, []
+    name, sentences = argument_of(definition.source, root), []
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
     if "@sha256:" not in definition.job.image:
@@ -250,11 +252,6 @@ def _overlay_problems(overlay: Node) -> list[Problem]:
     if isinstance(job, Mapping):
         check_keys(job.entries, ["parameters"], "rehearsal.job", findings)
     return findings.problems
-
-
-def in_order(problems: list[Problem]) -> list[Problem]:
-    """Each once, by line."""
-    return sorted(dict.fromkeys(problems), key=lambda problem: problem.line or 0)
 
 
 def _name_problems(path: Path) -> list[Problem]:

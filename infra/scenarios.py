@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.definition import StackDefinition, Variant
-from infra.errors import DefinitionError, GpufleetError, Problem
-from infra.loader import OVERLAID, definition, in_order, load, open_file, over
+from infra.errors import DefinitionError, GpufleetError, Problem, in_order, of_form
+from infra.loader import OVERLAID, argument_of, definition, load, open_file, over, project_root
 from infra.schema import Findings, build, check_keys
 from infra.yaml_tree import Mapping, Node, Scalar, at
 
@@ -51,7 +51,7 @@ def scenario(
             return found[name]
         raise GpufleetError(
             f"{path.name}: scenario {name} {variant.only_priced}: it cannot be run; "
-            f"`gpufleet cost {path.stem} --scenario {name}` prices it"
+            f"`gpufleet cost {argument_of(path, project_root(Path.cwd()))} --scenario {name}` prices it"
         )
     text, tree = open_file(path)
     section = tree.entries["scenarios"]  # `found` came from it
@@ -60,7 +60,7 @@ def scenario(
     entries = entry.entries if isinstance(entry, Mapping) else {}
     judged, problems = definition(over(tree, entries), path, text, now, past_deadline)
     if problems:
-        raise DefinitionError(str(path), in_order(problems))
+        raise DefinitionError(str(path), in_order(of_form(f"scenarios.{name}", problems)))
     return replace(judged, scenario=name, variant=variant)
 
 
@@ -94,7 +94,7 @@ def made(
         sections = {key: node for key, node in entries.items() if key in OVERLAID}
         laid = over(tree, sections)
         merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog)
-        problems += found
+        problems += of_form(where, found)
         own_data = at(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
         variants.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
     return variants, findings.problems + problems

@@ -91,15 +91,15 @@ def read(text: str) -> Mapping:
         open_quote = "quoted scalar" in (error.context or "")  # seen at the file's end, wrong where it begins
         mark = (error.context_mark if open_quote else None) or error.problem_mark or error.context_mark
         number = mark.line + 1 if mark else 1
-        written = lines[number - 1].strip() if number <= len(lines) else ""
-        hint = "A quote opens here and is not closed." if open_quote else f"YAML says: {error.problem}."
+        written = lines[number - 1].strip() or "an empty line" if number <= len(lines) else "the end of the file"
+        hint = "A quote opens here and is not closed." if open_quote else f"This is no YAML: {error.problem}."
         if "\\t" in (error.problem or "") or "\t" in (lines[number - 1] if number <= len(lines) else ""):
             hint = "Indent with spaces: YAML takes no tabs."
         raise UnreadableError(_problem(number, written, "YAML, `key: value` lines indented by spaces", hint)) from None
     if problems:
         raise UnreadableError(*problems)
     if not isinstance(tree, Mapping):
-        written = lines[tree.line - 1].strip() if tree and tree.line <= len(lines) else ""
+        written = lines[tree.line - 1].strip() if tree and tree.line <= len(lines) else "an empty file"
         raise UnreadableError(
             _problem(tree.line if tree else 1, written, "sections (run:, job:, fleet:, ...)", "See stacks/")
         )

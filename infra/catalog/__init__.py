@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import csv
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
@@ -45,6 +45,14 @@ class Gpu:
     fp32_tflops: float | None
     bandwidth_gb_s: float | None
     bf16: bool  # computes in bf16 natively
+
+    def peak_tflops(self, precision: str) -> float | None:
+        """Of `bf16`, or of fp32."""
+        return self.bf16_tflops if precision == "bf16" else self.fp32_tflops
+
+    def has_a_roofline(self, precision: str) -> bool:
+        """Whether the speed of a job in this precision can be derived from its data sheet."""
+        return self.peak_tflops(precision) is not None and self.bandwidth_gb_s is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,9 +131,16 @@ class Catalog:
             raise PriceMissing(self._missing("spot", type_, region, self.spot_prices))
         return found
 
-    def nearest_type(self, type_: str) -> str | None:
-        """The instance type spelled most like `type_`."""
-        close = difflib.get_close_matches(type_, self.instances, n=1)
+    def nearest_type(self, type_: str, among: Iterable[str] | None = None) -> str | None:
+        """The instance type, of all or `among` these, that is spelled most like `type_`: of a family spelled like its
+        own, since g4dn is no slip for trn1.
+        """
+        written, names = type_.lower(), sorted(self.instances if among is None else among)
+        if "." in written:
+            families = {name.partition(".")[0] for name in names}
+            meant = difflib.get_close_matches(written.partition(".")[0], sorted(families))
+            names = [name for name in names if name.partition(".")[0] in meant]
+        close = difflib.get_close_matches(written, names, n=1)
         return close[0] if close else None
 
     def _missing(self, kind: str, type_: str, region: str, known: Mapping[tuple[str, str], object]) -> str:

@@ -19,7 +19,7 @@ from infra import calibration
 from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
-from infra.loader import load, project_root
+from infra.loader import argument_of, load, project_root
 from job import atomic, measured, probe, sizing
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.supervisor import machine
@@ -180,7 +180,7 @@ def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Pat
         if place.startswith("s3://") or not folder.is_dir():
             raise GpufleetError(
                 f"storage.{setting}: {place} is not a folder here, and a probe trains on local files: "
-                f"run `gpufleet prepare {definition.name}`, or copy it and name the copy"
+                f"run `gpufleet prepare {argument_of(definition.source, root)}`, or copy it and name the copy"
             )
         (workdir / name).symlink_to(folder.resolve(), target_is_directory=True)
     job = {"experiment": definition.job.experiment, "parameters": asdict(plan.config)}

@@ -13,7 +13,7 @@ from infra.cost.bill import problems
 from infra.cost.limits import AS_COUNTED
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import load, project_root
+from infra.loader import argument_of, load, project_root
 from infra.pricing import bill_of
 from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, sources, weights
@@ -65,7 +65,8 @@ def predict(definition: StackDefinition, root: Path) -> None:
     steps = sum(phase.steps for phase in bill.chosen.runtime.phases)
     _say(
         f"predicted on {bill.chosen.type}, {bill.capacity}: {steps:,} optimizer steps, {hours.p50:.2f} node-hours and"
-        f" {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90; see gpufleet cost {definition.name}"
+        f" {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90; see gpufleet cost"
+        f" {argument_of(definition.source, root)}"
     )
     cap, counted = definition.limits.max_usd, bill.chosen.metered_usd
     if counted.p50 <= cap < counted.p90:

@@ -151,11 +151,13 @@ def _narrower(config: JobConfig, instance: Instance) -> str:
 
 
 def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
-    """The cheapest type of the region, on demand, that holds the job as it is, in words."""
+    """The cheapest type of the region, on demand, that holds the job as it is, in words; of known speed, since a type
+    without has no bill.
+    """
     priced = []
     for type_ in catalog.instance_types():
         other = catalog.instances[type_]
-        if other.left_ec2 or not _holds(config, other):
+        if other.left_ec2 or not other.gpu.has_a_roofline(config.precision.compute) or not _holds(config, other):
             continue
         try:
             price = catalog.on_demand(type_, region)
@@ -163,7 +165,7 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
             continue
         priced.append((price.amount, other))
     if not priced:
-        return f"no type of {region} holds it; a smaller model or batch"
+        return f"no type of {region} whose speed is known holds it; a smaller model or batch"
     amount, best = min(priced, key=lambda pair: pair[0])
     return f"{best.type} ({best.gpu.name}, {best.gpu_memory_gb:g} GB, {amount:f} USD/h on demand)"
 

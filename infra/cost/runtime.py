@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from infra.calibration import Calibration, PhaseSpeed
-from infra.catalog import Gpu, Instance
+from infra.catalog import Instance
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
 from job import sizing
@@ -39,6 +39,7 @@ NVME_WRITE_GB_S = 1.0
 SHA256_GB_S = 1.4  # measured on one core
 UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above the type's sustained network
 DECODE_S = 0.02  # one token of every sequence at once in plain PyTorch: launch-bound; never below reading the weights
+_STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +132,7 @@ def hours(
         saves = (training_s + beside) / config.checkpoint.interval_s + size.evaluations + 1 if size.steps else 0.0
         blocked_s = saves * _save_s(config, index, ranks, seen)
         last = upload_s if index == len(sizes) - 1 else 0.0
-        peak = _peak_tflops(instance.gpu, config)
+        peak = instance.gpu.peak_tflops(config.precision.compute)
         flop = size.tokens_per_step * size.flops_per_token
         phases.append(
             PhaseTime(
@@ -191,17 +192,13 @@ def efficiency(config: JobConfig, estimate: Estimate) -> float:
 
 
 def _limit_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float | None:
-    peak, bandwidth = _peak_tflops(instance.gpu, config), instance.gpu.bandwidth_gb_s
+    peak, bandwidth = instance.gpu.peak_tflops(config.precision.compute), instance.gpu.bandwidth_gb_s
     if peak is None or bandwidth is None:
         return None
     compute_s = size.tokens_per_step * size.flops_per_token / (peak * instance.gpu_share * ranks * 1e12)
     cut = ranks if size.sharded else 1
     traffic_s = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
     return (compute_s + traffic_s / (bandwidth * instance.gpu_share * 1e9)) * 1e3
-
-
-def _peak_tflops(gpu: Gpu, config: JobConfig) -> float | None:
-    return gpu.bf16_tflops if config.precision.compute == "bf16" else gpu.fp32_tflops
 
 
 def _step_ms(
@@ -220,11 +217,11 @@ def _step_ms(
     if seen is not None:
         return seen.step_ms
     if config.device == "cpu":
-        raise GpufleetError("job.parameters.device: cpu has no roofline; give estimate.step_ms, one figure per phase")
+        raise GpufleetError(f"job.parameters.device: cpu has no roofline; give {_STEP_MS}")
     if limit_ms is None:
         raise GpufleetError(
             f"{instance.type}: the peak of its GPU ({instance.gpu.name}) in this job's precision is not in the catalog,"
-            " so its speed cannot be derived; give estimate.step_ms, one figure per phase"
+            f" so its speed cannot be derived; give {_STEP_MS}"
         )
     return max(limit_ms / efficiency(config, estimate), sizes[index].launch_ms)
 

@@ -15,6 +15,7 @@ from cost_definitions import definition, growth
 from infra.catalog import load_catalog
 from infra.cost import risk, side
 from infra.cost.bill import Bill, price, problems
+from infra.cost.fit import cheapest_holder
 from infra.cost.limits import slowest
 from infra.cost.table import render
 from infra.definition import Disk, Keep, StackDefinition
@@ -189,3 +190,13 @@ def test_half_the_speed_is_followed_through_as_many_nodes_as_the_run_itself(monk
     assert found.interruptions_expected > 64
     assert found.half_speed.p50 > found.usd.p50
     assert side.half_speed(found.chosen, definition().variant) == found.half_speed
+
+
+def test_no_type_is_recommended_that_has_no_bill() -> None:
+    """Of those that hold kernel-sft the cheapest is a g7e.24xlarge, whose peak is not in the catalog."""
+    config = load(SHIPPED / "kernel-sft.yaml", now=NOW).job.parameters
+    named = cheapest_holder(config, CATALOG, "us-east-2").split(" ")[0]
+    assert not named.startswith("g7")
+    plan = replace(load(SHIPPED / "kernel-sft.yaml", now=NOW), scenario="")
+    on_it = replace(plan, fleet=replace(plan.fleet, instance_types=(named,), capacity="on-demand"))
+    assert price(on_it, CATALOG).usd.p50 > 0

@@ -38,7 +38,9 @@ def stack(folder: Path, raw: bytes) -> Path:
         pytest.param(b"- a\n- b\n", 1, "sections", id="a list"),
         pytest.param(b"just words", 1, "sections", id="a sentence"),
         pytest.param(b"run:\n\tid: r1\n", 2, "spaces", id="tabs"),
-        pytest.param(b"run: {id: r1\n", 2, "YAML", id="an open brace"),
+        pytest.param(b"run: {id: r1\n", 2, "'the end of the file' is not accepted", id="an open brace"),
+        pytest.param(b"run: {id: r1\n", 2, "This is no YAML: expected", id="no YAML"),
+        pytest.param(b"", 1, "'an empty file' is not accepted", id="empty"),
         pytest.param(b"run:\n  id: r1\n   owner: me\n", 3, "YAML", id="wrong indentation"),
         pytest.param(b"run: {id: r1}\nrun: {id: r2}\n", 2, "each key once", id="a section twice"),
         pytest.param(b"run: {id: r1, id: r2}\n", 1, "First at line 1", id="a key twice"),
@@ -241,3 +243,11 @@ def test_a_pinned_stack_on_an_s3_dataset_is_ready(tmp_path: Path) -> None:
     assert not_ready(ready, tmp_path) == []
     weights = dataclasses.replace(ready, storage=dataclasses.replace(ready.storage, base_weights="data/weights"))
     assert not_ready(weights, tmp_path)[0].startswith("storage.base_weights, data/weights, is not there")
+
+
+def test_advice_for_a_file_that_is_not_in_stacks_names_its_path(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "my plans" / "xx.yaml"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(SHIPPED.read_text())
+    assert f"run `gpufleet doctor '{elsewhere}' --pin`" in not_ready(load(elsewhere, now=NOW), tmp_path)[0]
+    assert "run `gpufleet doctor tinystories-growth --pin`" in not_ready(load(SHIPPED, now=NOW), ROOT)[0]

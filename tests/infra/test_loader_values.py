@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -196,6 +197,8 @@ REFUSED = [
     ("run", "id: " + "r" * 33, "run.id", "1 to 32", "", "a long run id"),
     ("run", "owner: 'aws:me'", "run.owner", "not starting with aws:", "", "a reserved tag"),
     ("estimate", "step_ms: [30, 60]", "estimate.step_ms", "3 numbers (ms)", "", "a phase missing"),
+    ("storage", "base_weights: data/x", "storage.base_weights", "nothing", "take the key out", "weights nobody reads"),
+    ("fleet", "instance_types: [g55.2xlarge]", "fleet.instance_types[0]", "g5.*", "Nearest: g5.2xlarge.", "family"),
     ("estimate", "efficiency: 45", "estimate.efficiency", "from 0.001 to 1", "", "per cent"),
     ("rehearsal", "interruptions: {notice_s: 0}", "rehearsal.interruptions.notice_s", "from 1 to 120", "", "no notice"),
     ("rehearsal", "run: {id: x}", "rehearsal.run", "job, fleet", "", "another identity"),
@@ -259,13 +262,52 @@ def test_a_gpu_with_too_little_memory_is_refused_with_the_phase_and_the_smallest
 
 def test_where_no_type_fits_the_phase_that_needs_most_is_named(write: Write) -> None:
     (problem,) = problems(write(changed("job", "parameters: {model: {width: 1664, experts: 64}}")))
-    assert "phase grown needs 255" in problem.allowed  # dense and moe do not fit an A10G either
+    assert "phase grown needs 256" in problem.allowed  # dense and moe do not fit an A10G either
     assert problem.hint == "No type in the catalog fits."
 
 
 def test_a_default_that_another_key_forbids_is_shown_and_not_called_missing(write: Write) -> None:
     (problem,) = problems(write(changed("job", "parameters: {model: {width: 833}}")))
     assert "job.parameters.model.heads: '8 (the default)' is not accepted; allowed: a divisor of" in str(problem)
+
+
+def test_a_value_that_several_forms_refuse_is_one_problem_and_one_that_only_a_form_refuses_names_it(
+    write: Write,
+) -> None:
+    """The rehearsal is 64 wide, a scenario 48; the file itself 832, of which 13 is a divisor and 9 is not."""
+    laid = "\nrehearsal: {job: {parameters: {model: {width: 64}}}}"
+    laid += "\nscenarios: {a: {job: {parameters: {model: {width: 48}}}}}"
+    (problem,) = problems(write(changed("job", "parameters: {model: {heads: 9}}") + laid))
+    assert problem.allowed == "a divisor of the width, 832"
+    (problem,) = problems(write(changed("job", "parameters: {model: {heads: 13}}") + laid))
+    assert problem.allowed == "a divisor of the width, 64 (with rehearsal laid over)"
+    (problem,) = problems(write(changed("job", "parameters: {model: {heads: 16}}") + laid))
+    assert problem.allowed == "an even width per head (rotary positions turn pairs), not 3 (with scenarios.a laid over)"
+
+
+def test_the_memory_that_is_too_much_counts_what_the_device_keeps_for_itself(write: Write) -> None:
+    """23.7 GB of the job, which 24 would hold, and 1 GB of the driver's."""
+    (problem,) = problems(write(changed("job", "parameters: {model: {new_layers: 8}}")))
+    needs = re.search(r"needs (\S+) GB at its smallest micro-batch, A10G has 24", problem.allowed)
+    assert needs
+    assert 24 < float(needs[1]) < 25
+
+
+def test_a_type_of_known_speed_is_named_before_one_without(write: Write) -> None:
+    """An RTX PRO 6000 has the memory, and no peak in the catalog: it would have no bill."""
+    (problem,) = problems(write(changed("job", "parameters: {model: {width: 1664}}")))
+    assert "g7e" not in problem.hint
+    assert problem.hint.startswith("Nearest that fits: ")
+
+
+def test_no_family_is_near_that_is_spelled_otherwise(write: Write) -> None:
+    (problem,) = problems(write(changed("fleet", "instance_types: [trn1.32xlarge]")))
+    assert problem.hint == ""
+
+
+def test_one_phase_takes_one_number(write: Write) -> None:
+    text = changed("estimate", "step_ms: [1, 2]").replace("tinystories-growth", "pretrain-d64")
+    assert "1 number (ms), one per phase with optimizer steps" in str(problems(write(text)))
 
 
 def test_missing_sections_are_named_with_every_required_key(write: Write) -> None:
