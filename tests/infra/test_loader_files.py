@@ -40,7 +40,7 @@ def stack(folder: Path, raw: bytes) -> Path:
         pytest.param(b"run:\n\tid: r1\n", 2, "spaces", id="tabs"),
         pytest.param(b"run: {id: r1\n", 2, "'the end of the file' is not accepted", id="an open brace"),
         pytest.param(b"run: {id: r1\n", 2, "This is no YAML: expected", id="no YAML"),
-        pytest.param(b"", 1, "'an empty file' is not accepted", id="empty"),
+        pytest.param(b"", 1, "'an empty file' is not accepted", id="empty, in words"),
         pytest.param(b"run:\n  id: r1\n   owner: me\n", 3, "YAML", id="wrong indentation"),
         pytest.param(b"run: {id: r1}\nrun: {id: r2}\n", 2, "each key once", id="a section twice"),
         pytest.param(b"run: {id: r1, id: r2}\n", 1, "First at line 1", id="a key twice"),
