@@ -65,8 +65,8 @@ def _limits(bill: Bill) -> Iterator[str]:
     if not bill.calibrated and 0.5 < slowest < 1:
         drawn = ", even uninterrupted" if bill.capacity == "spot" else ""
         yield (
-            f"uncalibrated: with all but set-up below about {slowest:.0%} of the assumed speed, {cap.first} stops the"
-            f" run before it is done{drawn}"
+            f"uncalibrated: below about {slowest:.0%} of the assumed speed (set-up apart) {cap.first} stops the run"
+            f" before it is done{drawn}"
         )
 
 

@@ -155,8 +155,8 @@ def test_an_uncalibrated_bill_says_at_which_speed_a_limit_stops_the_run() -> Non
     found = price(plan, CATALOG)
     assert slowest(found.chosen) == pytest.approx(0.839, abs=0.001)
     said = (
-        "uncalibrated: with all but set-up below about 84% of the assumed speed, limits.max_hours stops the run before"
-        " it is done"
+        "uncalibrated: below about 84% of the assumed speed (set-up apart) limits.max_hours stops the run before it is"
+        " done"
     )
     assert said in found.warnings
     exposure = found.chosen.exposure
