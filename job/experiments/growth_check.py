@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from job import sizing
 from job.config import GrowthConfig
 from job.experiments.growth_routing import flipped, routed, tied
+from job.models.blocks import at_least_fp32
 from job.models.growth import Growth, load, state_dtype
 
 PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # x max(1, largest logit)
@@ -237,9 +238,11 @@ def cast_difference(config: GrowthConfig, phase_index: int, module: Growth, prob
 def halves_difference(module: Growth, probe_BT: Tensor) -> float:
     """How far the two copies of a widened stream have parted, where it enters the final norm: |left - right| over
     |left + right| / 2, root mean squares. 0 for ever without noise; about 1e-3 after 20 steps of phase 3 with 0.1.
+    Computed in fp32 at least: products in bf16 part them by 3e-3 alone, and a cast of the weights by 1e-3.
     """
     seen: list[Tensor] = []
     with module.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])), exact(module):
+        module.compute_dtype = at_least_fp32(module.compute_dtype)
         module(probe_BT)
     left, right = seen[0].double().chunk(2, dim=-1)
     return ((left - right).square().mean().sqrt() / ((left + right) / 2).square().mean().sqrt()).item()

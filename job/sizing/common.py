@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 GB = 1e9
 PART_BYTES = 64 * 1024 * 1024  # of an upload to S3: each part is a billed request
@@ -39,6 +40,7 @@ class PhaseSize:
         0.0  # of the host, launching a step's kernels while the GPU works: a step takes the longer of both
     )
     sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each
+    attention: Literal["causal", "full"] | None = "causal"  # as flops_per_token counts it; None: there is none
     validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
 
 

@@ -74,6 +74,7 @@ def phases(config: PretrainConfig) -> tuple[PhaseSize, ...]:
             params_active=total,
             params_trained=total,
             flops_per_token=flops_per_token(config),
+            attention="full",
             state_bytes_per_param=16,
             optimizer_traffic_bytes_per_param=28,
             steps=config.steps,

@@ -167,6 +167,7 @@ def _phase(config: TwoTowerConfig, name: str, count: int, q: int) -> PhaseSize:
         params_active=total,
         params_trained=total,
         flops_per_token=flops_per_step(config, q) // q,
+        attention=None,
         state_bytes_per_param=16,
         optimizer_traffic_bytes_per_param=28,
         steps=steps,

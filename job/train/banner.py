@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from job import sizing
@@ -16,6 +16,7 @@ def lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
     config = session.config
     sizes = sizing.phases(config)
     yield "phases: " + ", ".join(f"{s.name} {s.params_total:,} / {s.params_active:,} active" for s in sizes)
+    yield _work(sizes)
     if isinstance(config, GrowthConfig):
         kept = ", ".join(f"{size.name} {sizing.state_dtype(config, index)}" for index, size in enumerate(sizes))
         kept += " (run config); loss, norms and router in fp32"
@@ -27,6 +28,13 @@ def lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
         yield f"predicted {predicted['phase']}: {_figures(predicted)}"
     if session.predicted:
         yield _against_limits(session, run)
+
+
+def _work(sizes: Sequence[sizing.PhaseSize]) -> str:
+    """What mfu is a share of; figures of other conventions are not comparable."""
+    trained = ", ".join(f"{size.name} {size.flops_per_token / 1e6:,.1f}" for size in sizes if size.steps)
+    counted = sizes[0].attention
+    return f"useful work: {trained} MFLOP per token" + (f", attention counted {counted}" if counted else "")
 
 
 def _figures(predicted: dict[str, Any]) -> str:

@@ -213,16 +213,19 @@ def on_host(tensor: Tensor, part: Tensor, world: World) -> Tensor:
 
 def norm(gradients: Sequence[Tensor]) -> Tensor:
     """The global norm over all gradients and ranks, fp32 or wider, a scalar on the device."""
-    norms = [_own_norm(gradient) for gradient in gradients if not isinstance(gradient, DTensor)]
+    norms = _own_norms([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     if sharded:
-        square = torch.linalg.vector_norm(torch.stack([_own_norm(g.to_local()) for g in sharded])).square()
+        square = torch.linalg.vector_norm(torch.stack(_own_norms([g.to_local() for g in sharded]))).square()
         dist.all_reduce(square, group=sharded[0].device_mesh.get_group())
         norms.append(square.sqrt())
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 
-def _own_norm(gradient: Tensor) -> Tensor:
-    found: Any = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-    return cast(Tensor, found)
+def _own_norms(gradients: list[Tensor]) -> list[Tensor]:
+    """One launch for many of them. Gradients of one run have one dtype."""
+    if not gradients:
+        return []
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return list(torch._foreach_norm(gradients, 2, dtype=wide))

@@ -62,19 +62,20 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
 @contextlib.contextmanager
 def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[bool]:
     """Within it, each block's forward runs compiled on CUDA, where wanted: one graph for all blocks, static shapes;
-    FSDP2's hooks around it, which no graph can hold, do not. Outside, and on a CPU, the module runs as written. Gives
-    whether anything is compiled.
+    FSDP2's hooks around it, which no graph can hold, do not. So does a `loss` of the module's own, whose passes over
+    the logits become one. Outside, and on a CPU, the module runs as written. Gives whether anything is compiled.
     """
     blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []
     if not blocks:
         yield False
         return
-    for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+    parts = [(block, "forward") for block in blocks] + [(module, "loss")] * hasattr(module, "loss")
+    for owner, name in parts:
+        setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True, dynamic=False))
     try:
         with torch._dynamo.config.patch(recompile_limit=GRAPHS):
             yield True
     finally:
-        for block in blocks:
-            del block.forward
+        for owner, name in parts:
+            delattr(owner, name)
         torch.compiler.reset()  # graphs of all phases share one cache
