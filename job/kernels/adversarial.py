@@ -1,7 +1,7 @@
 """Candidates that try to pass without a right and fast kernel. Every one must be rejected by the full funnel.
 
-`needs` names the extensions of which any one rejects it (job/kernels/funnel.py's switches); empty: isolation and the
-comparison alone do, whatever is left out.
+`needs` names the extensions of which any one rejects it (job/kernels/funnel.py's switches), or `a+b` where it takes
+both; empty: isolation and the comparison alone do, whatever is left out.
 """
 
 from __future__ import annotations
@@ -61,8 +61,18 @@ _COUNTS = (
     .replace("@triton.jit", "S = [1]\n\n\n@triton.heuristics({'CALL': lambda _: S.append(1) or len(S)})\n@triton.jit")
     .replace("BLOCK: tl.constexpr)", "BLOCK: tl.constexpr, CALL: tl.constexpr)")
 )
+_TELLS = (
+    source(
+        BY_NAME["sigmoid"],
+        body="tl.sigmoid(x) + tl.where(tl.load(new_ptr) == tl.load(new_ptr), tl.where(x < -20.0, 0.5, 0.0), 0.0)",
+    )
+    .replace("out_ptr, n,", "out_ptr, new_ptr, n,")
+    .replace("x, out, n,", "x, out, torch.empty(1), n,")
+)
+_PAST_THE_END = source(BY_NAME["relu"]).replace("inside)\n\n\ndef", "at <= n)\n\n\ndef")
+_ASKS = _INTERPRETED.replace("    n = ", "    if x.is_cuda:\n        return out\n    n = ")
 _CODED = f"# coding: utf-7\n{source(_SPLIT).replace(' + ', ' +- ')}# +AAo-import sys+AAo-"
-CHECKED = 14  # calls before the timing
+CHECKED = 15  # calls before the timing
 
 FIXTURES: tuple[Fixture, ...] = (
     # Remembered results.
@@ -338,6 +348,9 @@ FIXTURES: tuple[Fixture, ...] = (
     _rewritten("nothing-when-large", "multi_input", _NOTHING_WHEN_LARGE, task="hardtanh"),
     _rewritten("two-blocks-only", "multi_input", _TWO_BLOCKS, task="relu"),
     _rewritten("forgets-infinity", "multi_input", _FORGETS_INFINITY, task="absolute"),
+    _rewritten("right-where-memory-is-filled", "multi_input+timing", _TELLS, task="sigmoid"),
+    _rewritten("writes-past-the-end", "funnel", _PAST_THE_END, task="relu"),
+    _rewritten("compiles-if-asked-for-no-gpu", "", _ASKS, task="square"),
     _rewritten("compiles-for-no-gpu", "", _INTERPRETED, task="square"),
     _rewritten("ignores-strides", "multi_input", _STRIDES, task="silu"),
     _rewritten("overflows", "multi_input", _NAIVE, task="softplus"),

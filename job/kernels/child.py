@@ -22,16 +22,16 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from job.kernels import compiler, sandbox, wire
+from job.kernels.watched import Fences, Ops, filled
 
 ENTRY = "kernel_function"
 # All that the interpreter would otherwise import in each child anew.
@@ -53,20 +53,6 @@ def {ENTRY}(x):
 """
 
 
-class Ops(TorchFunctionMode):
-    """The names of the torch functions that a candidate calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.names.add(getattr(func, "__name__", "?"))
-        return func(*args, **(kwargs or {}))
-
-
 class Harness:
     """One candidate: load, run, trial."""
 
@@ -75,6 +61,7 @@ class Harness:
         self.entry: Callable[..., Any] | None = None
         self.given: list[Tensor] = []
         self.inputs: list[Tensor] = []  # as it was given, moved on by the shifts
+        self.fences = Fences()  # around the inputs
         self.shifts: list[int] = []
         self.ops: Ops | None = None  # of the last call, where they were asked for
         self.output: Any = None
@@ -94,22 +81,29 @@ class Harness:
     def _compile(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """What its launches are for the inputs of `calls`, compiled."""
         assert self.entry is not None
-        return {"problem": compiler.compile_launches(self.entry, head["calls"])}, []
+        problem = compiler.compile_launches(self.entry, head["calls"], head.get("device", "cuda"))
+        return {"problem": problem}, []
 
     def _give(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """New inputs."""
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
-        self.given = [_placed(tensor, self.device) for tensor in given]
-        self.inputs, self.shifts = [_placed(tensor, self.device) for tensor in self.given], [0] * len(given)
+        self.given, self.fences = [_placed(tensor, self.device, Fences()) for tensor in given], Fences()
+        self.inputs = [_placed(tensor, self.device, self.fences) for tensor in given]
+        self.shifts = [0] * len(given)
         self._sync()
         return {}, []
 
     def _run(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """One call on new inputs, and its output."""
+        """One call on inputs of its own, and its output. With `as_timed` nothing tells that it is not timed.
+        What was given before, for trials, stays where it is.
+        """
+        kept = self.given, self.inputs, self.fences, self.shifts
         self._give(head, blobs)
-        with _filled():
+        with nullcontext() if head.get("as_timed") else filled():
             self._trial(head, [])
-        return self._collect(head, [])
+        found = self._collect(head, [])
+        self.given, self.inputs, self.fences, self.shifts = kept
+        return found
 
     def _ready(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """What is in the memory of each input moved on by one of `shifts`, so that what is remembered of it, by address
@@ -175,6 +169,8 @@ class Harness:
         reply["alias"] = any(place == tensor.untyped_storage().data_ptr() for tensor in self.inputs)
         same = (torch.equal(_bits(a), _bits(b)) for a, b in zip(self._contents(), self.inputs, strict=True))
         reply["changed"] = not all(same)
+        if self.fences.broken or (self.ops is not None and self.ops.fences.broken):
+            return {"error": "it writes beyond what it was given or has made"}, []
         shape, dtype = list(found.shape), str(found.dtype).removeprefix("torch.")
         return {**reply, "shape": shape, "dtype": dtype}, [wire.raw(found)]
 
@@ -193,16 +189,6 @@ def _entry(name: str, text: str) -> Any:
     return module.__dict__[ENTRY]
 
 
-@contextmanager
-def _filled() -> Iterator[None]:
-    """Memory that is made holds NaN, not what somebody left there, which may be right."""
-    torch._C._set_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_algorithms(False)
-
-
 def _events() -> tuple[Any, Any]:
     return _Event(enable_timing=True), _Event(enable_timing=True)
 
@@ -212,11 +198,10 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
-def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+def _placed(tensor: Tensor, device: torch.device, fences: Fences) -> Tensor:
     """A copy on the device with the same strides and gaps, which `clone` would close."""
-    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    whole = whole.to(device, copy=True)
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage()).to(device)
+    return fences.around(whole, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: bool) -> None:

@@ -58,7 +58,7 @@ class Compilation:
     @property
     def _target(self) -> str:
         compiles = f"sm_{self._workers.capability}-{self._workers.triton}"
-        return compiles if self._workers.lacks is None else "loaded"
+        return f"{compiles}-{self._workers.device}" if self._workers.lacks is None else "loaded"
 
     def of(self, source: str, sha256: str, task: Task, note: Callable[[Process], None]) -> Outcome:
         """The source's, for the arguments of the task. `note` gets the process, where one was needed, when it is over.
@@ -83,7 +83,8 @@ class Compilation:
                 ask = timing.bound(process, self._limits.candidate_s)
                 problem = timing.load_problem(ask, source)
                 if problem is None and self._workers.lacks is None:
-                    said = ask({"do": "compile", "calls": tasks.layouts(task, self._seed)})[0].get("problem")
+                    calls, device = tasks.layouts(task, self._seed), self._workers.device
+                    said = ask({"do": "compile", "calls": calls, "device": device})[0].get("problem")
                     problem = None if said is None else f"does not compile: {str(said)[:400]}"
             finally:
                 process.end()

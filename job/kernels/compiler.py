@@ -86,9 +86,10 @@ def tools() -> tuple[str, ...]:
     return tuple(os.path.realpath(tool.path) for tool in (nvidia.ptxas, nvidia.ptxas_blackwell))
 
 
-def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]]) -> str | None:
+def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]], device: str = "cuda") -> str | None:
     """Calls `entry` once for each of `calls`; why a launch does not compile, or None. Whatever else it raises says
-    nothing here: its inputs hold no numbers, and a run on real ones will tell.
+    nothing here: its inputs hold no numbers, and a run on real ones will tell. `device`: where that will be, since a
+    program may ask and be another one there.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -96,7 +97,7 @@ def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]
     for layouts in calls:
         _failed = None
         with FakeTensorMode(allow_non_fake_inputs=True):
-            inputs = [_placeless(layout) for layout in layouts]
+            inputs = [_placeless(layout, device) for layout in layouts]
             try:
                 entry(*inputs)
             except Exception as error:  # noqa: BLE001 - see above
@@ -110,9 +111,9 @@ def _triton(name: str) -> Any:
     return importlib.import_module(f"triton.{name}")
 
 
-def _placeless(layout: Layout) -> Tensor:
+def _placeless(layout: Layout, device: str) -> Tensor:
     dtype = getattr(torch, layout["dtype"])
-    return torch.empty_strided(layout["shape"], layout["stride"], dtype=dtype, device="cuda")
+    return torch.empty_strided(layout["shape"], layout["stride"], dtype=dtype, device=device)
 
 
 def _numberless(tensor: Tensor) -> list[Any]:

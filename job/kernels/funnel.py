@@ -19,11 +19,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from job.config.kernel import Funnel as Limits
-from job.kernels import catalog, rules, source_text, tasks, timing, wire
+from job.kernels import catalog, rules, source_text, tasks, timing
 from job.kernels.catalog import Task
 from job.kernels.compilation import Compilation
 from job.kernels.planted import Candidate
@@ -57,8 +58,9 @@ class Judge:
     def bound_s(self, count: int) -> float:
         """No `count` candidates keep us waiting longer. What the judge computes itself comes on top."""
         reading = count * source_text.LONGEST_S  # in one thread at a time
-        # One process compiles, one runs stages 3 to 5, and its reference has as long as it in the last.
-        waiting = 3 * GREET_S + len(STAGES) * self.limits.candidate_s
+        # One process compiles, one runs stages 3 to 5; in the last its reference has as long as it, and what is checked
+        # among the trials once more.
+        waiting = 3 * GREET_S + (len(STAGES) + 1) * self.limits.candidate_s
         return reading + -(-count // self.parallel) * waiting
 
     def all(
@@ -164,6 +166,8 @@ class Judge:
             ask = timing.bound(process, self.limits.candidate_s) if switches.funnel else self._loaded(process, source)
             try:
                 self._check(task, ask, self._full(switches), switches)
+                if switches.funnel:  # who waits for what only a timed call shows would never be seen to be wrong
+                    self._check(task, ask, ["timing"], switches, as_timed=True)
             except Rejected as error:
                 if switches.funnel:
                     raise
@@ -180,7 +184,13 @@ class Judge:
             raise wrong
 
     def _time(self, task: Task, process: Process, reference: Process, course: Course) -> Timing:
-        ask, own = (timing.bound(one, self.limits.candidate_s) for one in (process, reference))
+        ask, more, own = (timing.bound(one, self.limits.candidate_s) for one in (process, process, reference))
+
+        def once_more(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[bytes]]:
+            try:
+                return more(*asked, **kwargs)
+            except OutOfTime as error:  # as in stage 4: these calls have its time, and are no measurement
+                raise Rejected(str(error)) from error
 
         def other(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[bytes]]:
             try:
@@ -193,6 +203,8 @@ class Judge:
             other({"do": "load"}, [task.reference_source.encode()])
             if not course.switches.timing:
                 return timing.stopwatch(task, ask, other, self._case)
+            switches = course.switches
+            names = tasks.ADVERSARIAL if switches.multi_input else ()
             return timing.calibrated(
                 task,
                 self.seed,
@@ -201,9 +213,10 @@ class Judge:
                 self._case,
                 trials=self.limits.trials,
                 suspicious=self.limits.suspicious,
-                ops=course.switches.funnel,
+                ops=switches.funnel,
                 secret=course.sha256,
                 limit_s=self.limits.candidate_s,
+                others=[partial(self._check, task, once_more, [name], switches, as_timed=True) for name in names],
             )
         except _ReferenceLost as error:  # no fault of the candidate's
             return Timing(speedup=None, why=f"the reference: {error}")
@@ -244,14 +257,12 @@ class Judge:
         several = [*(f"random-{number}" for number in range(self.limits.inputs)), *tasks.ADVERSARIAL]
         return several if switches.multi_input else ["random-0"]
 
-    def _check(self, task: Task, ask: timing.Ask, names: Iterable[str], switches: Switches) -> None:
-        """Every case's output, each computed on inputs that the process has not seen before."""
+    def _check(
+        self, task: Task, ask: timing.Ask, names: Iterable[str], switches: Switches, *, as_timed: bool = False
+    ) -> None:
+        """Every case's output."""
         for name in names:
-            case = self._case(task, name)
-            packed = [wire.pack(tensor) for tensor in case.tensors]
-            head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": switches.funnel}
-            answer = ask(head, [blob for _, blob in packed], most_bytes=timing.room(case))
-            timing.check(task, case, *answer, ops=switches.funnel)
+            timing.run(ask, task, self._case(task, name), ops=switches.funnel, as_timed=as_timed)
 
 
 def digest(source: str) -> str:

@@ -24,8 +24,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median, quantiles
 from typing import Any, Literal
 
@@ -99,20 +100,22 @@ class Program:
     looked_at: int = 0
     ops: bool = False
 
-    def trials(self, count: int) -> Trials:
-        """Raises Rejected where a checked call is not right."""
+    def trials(self, count: int, others: Sequence[Callable[[], object]] = ()) -> Trials:
+        """`others` are calls to be made among the trials. Raises Rejected where a checked call is not right."""
         for _ in range(WARM_UP):
             self._call()
             self._nothing()
         empty = [self._nothing() for _ in range(min(count, EMPTIES))]
-        plan = [("trial", number < self.looked_at) for number in range(count)]
-        plan += [("listed", True)] * min(count, self.listed)
+        timed = list[tuple[float, float]]()
+        plan: list[Callable[[], object]] = [
+            partial(lambda checked: timed.append(self._call(checked=checked)), number < self.looked_at)
+            for number in range(count)
+        ]
+        plan += [partial(self._call, listed=True, checked=True)] * min(count, self.listed)
+        plan += others
         self.random.shuffle(plan)
-        timed = []
-        for kind, checked in plan:
-            seconds = self._call(listed=kind == "listed", checked=checked)
-            if kind == "trial":
-                timed.append(seconds)
+        for act in plan:
+            act()
         nothing, way = median(own for own, _ in empty), [judged for _, judged in empty]
         own = [max(SHORTEST_S, seconds - nothing) for seconds, _ in timed]
         judged = [max(SHORTEST_S, seconds - median(way)) for _, seconds in timed]
@@ -166,9 +169,11 @@ def calibrated(
     ops: bool = False,
     secret: str = "",
     limit_s: float = math.inf,
+    others: Sequence[Callable[[], object]] = (),
 ) -> Timing:
-    """`secret`: what the candidate could not know when it was written, its own hash; `limit_s`: all tries may take.
-    Raises Rejected for a lie or a wrong output, Lost where a process ends.
+    """`secret`: what the candidate could not know when it was written, its own hash; `limit_s`: all tries may take;
+    `others`: checked calls to be made among the trials of the first. Raises Rejected for a lie or a wrong output, Lost
+    where a process ends.
     """
     given, own = draw(task, "timing"), random.Random(f"{seed} {task.name} {secret}")
     ours = Program(
@@ -180,8 +185,8 @@ def calibrated(
     pace = program.pace_s() + ours.pace_s()
     count = trials if pace * trials * 2 * TRIES <= limit_s else min(trials, max(LEAST, int(limit_s / pace / 2 / TRIES)))
     after, lies = ours.trials(count), True
-    for _ in range(TRIES):
-        before, kernel, after = after, program.trials(count), ours.trials(count)
+    for number in range(TRIES):
+        before, kernel, after = after, program.trials(count, () if number else others), ours.trials(count)
         repeat = abs(after.median - before.median) / min(after.median, before.median)
         lies &= kernel.incredible
         if repeat <= REPEAT and not kernel.incredible:
@@ -228,6 +233,14 @@ def load_problem(ask: Ask, source: str) -> str | None:
     """Why a program does not load; None when it does."""
     reply, _ = ask({"do": "load"}, [source.encode()])
     return f"does not load: {reply['error'][:300]}" if "error" in reply else None
+
+
+def run(ask: Ask, task: Task, given: Case, *, ops: bool, as_timed: bool = False) -> None:
+    """One checked call on inputs of its own, watched or as a timed one is. Raises Rejected."""
+    packed = [wire.pack(tensor) for tensor in given.tensors]
+    head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": ops and not as_timed, "as_timed": as_timed}
+    answer = ask(head, [blob for _, blob in packed], most_bytes=room(given))
+    check(task, given, *answer, ops=ops and not as_timed)
 
 
 def check(task: Task, given: Case, reply: dict[str, Any], blobs: list[bytes], *, ops: bool) -> None:

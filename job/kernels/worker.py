@@ -68,6 +68,11 @@ class Workers:
         return [server.pid for server in self._servers]
 
     @property
+    def device(self) -> str:
+        """Where candidates run."""
+        return "cuda" if self._gpus else "cpu"
+
+    @property
     def lacks(self) -> str | None:
         """Why nothing can be compiled on this machine; None where it can."""
         found: str | None = self._compiling.said["lacks"]
@@ -105,7 +110,7 @@ class Workers:
         asked = json.dumps(
             {
                 "scratch": str(scratch),
-                "device": "cuda" if self._gpus and not compiles else "cpu",
+                "device": "cpu" if compiles else self.device,
                 "compiles": compiles,
                 "confined": confined,
                 "guarded": guarded,

@@ -24,8 +24,8 @@ OTHERS = [row for row in ROWS if row != "full"]
 HANGS, HANG_S = ("never-ends",), 1.5
 
 
-def active(switches: Switches) -> set[str]:
-    return {name for name in ("funnel", "multi_input", "timing") if getattr(switches, name)}
+def caught(needs: frozenset[str], switches: Switches) -> bool:
+    return any(all(getattr(switches, name) for name in need.split("+")) for need in needs)
 
 
 Row = Callable[[str], dict[str, Verdict]]
@@ -67,8 +67,7 @@ def test_isolation_and_comparison_alone_reject(judged: Row, label: str) -> None:
 @pytest.mark.parametrize("row", ["full", *(pytest.param(row, marks=pytest.mark.slow) for row in OTHERS)])
 @pytest.mark.parametrize("label", [label for label in CPU if FIXTURES[label].needs])
 def test_a_row_lets_through_what_its_extensions_do_not_catch(judged: Row, label: str, row: str) -> None:
-    caught = bool(FIXTURES[label].needs & active(ROWS[row]))
-    assert judged(row)[label].passed is not caught, judged(row)[label]
+    assert judged(row)[label].passed is not caught(FIXTURES[label].needs, ROWS[row]), judged(row)[label]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="another stream exists only on a GPU")
@@ -78,10 +77,16 @@ def test_work_on_another_stream_is_rejected(tmp_path: Path) -> None:
     assert not found["wrong-stream"].passed
 
 
-def test_a_kernel_that_only_an_interpreter_runs_stops_at_the_compiler(judged: Row) -> None:
-    found = judged("full")["compiles-for-no-gpu"]
+@pytest.mark.parametrize("label", ["compiles-for-no-gpu", "compiles-if-asked-for-no-gpu"])
+def test_a_kernel_that_only_an_interpreter_runs_stops_at_the_compiler(judged: Row, label: str) -> None:
+    found = judged("full")[label]
     assert found.stage == 2
     assert "Cannot access global variable ONE" in found.reason
+
+
+def test_one_that_tells_checks_by_what_memory_holds_is_wrong_among_the_trials(judged: Row) -> None:
+    found = judged("full")["right-where-memory-is-filled"]
+    assert (found.stage, "differ from the reference" in found.reason) == (5, True)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def kernel_function(x):
 def run(process: Process, source: str, *tensors: torch.Tensor) -> tuple[dict[str, object], list[bytes]]:
     process.ask({"do": "load"}, [source.encode()], limit_s=20)
     packed = [wire.pack(tensor) for tensor in tensors]
-    head = {"do": "run", "inputs": [spec for spec, _ in packed]}
+    head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": True}
     return process.ask(head, [blob for _, blob in packed], limit_s=20, most_bytes=1 << 20)
 
 
@@ -136,12 +136,66 @@ def test_inputs_reach_the_candidate_with_their_gaps(workers: Workers) -> None:
     assert reply["error"] == "ValueError: (4, 2)"
 
 
+HOLDS = "import torch\ndef kernel_function(x):\n    return torch.empty_like(x)"
+
+
 def test_memory_that_is_made_holds_no_number(workers: Workers) -> None:
     """What somebody left there may be right: zeros, or the output of a call before."""
-    source = "import torch\ndef kernel_function(x):\n    return torch.empty_like(x)"
     with workers.start(memory_bytes=2e9) as process:
-        _, blobs = run(process, source, torch.ones(1000))
+        _, blobs = run(process, HOLDS, torch.ones(1000))
     assert torch.frombuffer(bytearray(blobs[0]), dtype=torch.float32).isnan().all()
+
+
+BESIDE = """
+import torch
+def kernel_function(x):
+    y = torch.{made}
+    {where}.as_strided((1,), (1,), {where}.storage_offset() + {place})[0] = 5
+    return x + 1
+"""
+
+
+@pytest.mark.parametrize("made", ["empty_like(x)", "zeros(x.shape)", "empty(x.shape, dtype=torch.bool)"])
+@pytest.mark.parametrize(
+    ("where", "place", "seen"), [("y", -1, 1), ("y", 8, 1), ("y", 7, 0), ("x", 8, 1), ("x", -2, 1)]
+)
+def test_a_write_beside_what_was_made_or_given_is_seen(
+    workers: Workers, made: str, where: str, place: int, seen: bool
+) -> None:
+    with workers.start(memory_bytes=2e9) as process:
+        reply, _ = run(process, BESIDE.format(made=made, where=where, place=place), torch.ones(8))
+    assert ("writes beyond" in reply.get("error", "")) is bool(seen), reply  # type: ignore[operator]
+
+
+def test_one_that_waits_for_memory_that_is_not_filled_is_rejected_before_it_is_timed(workers: Workers) -> None:
+    def waits(text: str) -> str:
+        text = text.replace("out_ptr, n,", "out_ptr, new_ptr, n,").replace("x, out, n,", "x, out, torch.empty(1), n,")
+        return text.replace(
+            "    inside = ", "    while tl.load(new_ptr) == tl.load(new_ptr):\n        at += 0\n    inside = "
+        )
+
+    verdict = verdicts(judge(workers, candidate_s=3.0), [honest(change=waits)])["x"]
+    assert (verdict.stage, verdict.reason[:16]) == (4, "no answer within")
+
+
+def test_calls_among_the_trials_are_made_once_and_nobody_foresees_when() -> None:
+    def places(secret: str) -> list[int]:
+        steady, trials, found = _steady(RELU), [0], list[int]()
+
+        def ask(head: dict[str, Any], *more: Any, **rest: Any) -> tuple[dict[str, Any], list[bytes]]:
+            trials[0] += head["do"] == "trial" and not head.get("empty")
+            return steady(head, *more, **rest)
+
+        others = [lambda: found.append(trials[0])] * 8
+        timing.calibrated(
+            RELU, SEED, ask, _steady(RELU), drawn, trials=20, suspicious=9.0, secret=secret, others=others
+        )
+        return found
+
+    first = places("a")
+    assert len(first) == 8
+    assert len(set(first)) > 3
+    assert first != places("b")
 
 
 def test_a_correct_one_is_timed_or_said_why_it_is_not(workers: Workers) -> None:
@@ -591,7 +645,7 @@ def test_inputs_are_drawn_once_for_all_candidates_and_kept_within_bounds(monkeyp
 
 def test_the_bound_holds_starts_and_the_references_time(workers: Workers) -> None:
     made = judge(workers, candidate_s=10.0)  # two workers
-    assert made.bound_s(3) == pytest.approx(3 * source_text.LONGEST_S + 2 * (3 * GREET_S + 5 * 10.0))
+    assert made.bound_s(3) == pytest.approx(3 * source_text.LONGEST_S + 2 * (3 * GREET_S + 6 * 10.0))
 
 
 def test_a_slow_program_gets_fewer_trials_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,71 @@
+"""How a call is watched that is checked: what it calls, what it reads that nobody wrote, where it writes.
+
+None of it may be believed to be unseen. A kernel may read what new memory holds, or what lies beyond its own, and so
+tell a watched call from a timed one; the judge therefore makes checked calls that are not watched, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+MAKING = {
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "zeros", "zeros_like",
+    "new_zeros", "full", "full_like", "new_full",
+}  # fmt: skip
+WIDTH, SIGN = 4096, 77  # elements, and what each of their bytes holds
+
+
+class Fences:
+    """On both sides of memory that a call may write to; nothing may write to them."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def around(self, content: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
+        """A flat tensor's copy within fences, seen with this shape, strides and offset."""
+        size, width = content.numel(), content.element_size()
+        held = torch.full(((size + 2 * WIDTH) * width,), SIGN, dtype=torch.uint8, device=content.device)
+        self._kept += [held[: WIDTH * width], held[(WIDTH + size) * width :]]
+        whole = held.view(content.dtype)
+        whole[WIDTH : WIDTH + size] = content
+        return whole.as_strided(shape, stride, WIDTH + offset)
+
+    @property
+    def broken(self) -> bool:
+        return any(bool((fence != SIGN).any()) for fence in self._kept)
+
+
+class Ops(TorchFunctionMode):
+    """The names of the torch functions that a candidate calls, and fences around what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.fences = Fences()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "?")
+        self.names.add(name)
+        made = func(*args, **(kwargs or {}))
+        if name not in MAKING or made.is_meta or not made.numel() or "out" in (kwargs or {}):
+            return made
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(made.shape, made.stride(), strict=True))
+        return self.fences.around(made.as_strided((extent,), (1,)), made.shape, made.stride(), 0)
+
+
+@contextmanager
+def filled() -> Iterator[None]:
+    """Memory that is made holds NaN, not what somebody left there, which may be right."""
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(False)
