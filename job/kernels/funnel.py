@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -247,7 +248,8 @@ class Judge:
     def _loaded(self, process: Process, source: str) -> timing.Ask:
         """The stage's questions, the candidate loaded."""
         ask = timing.bound(process, self.limits.candidate_s)
-        problem = timing.load_problem(ask, source)
+        turn = random.Random(f"{self.seed} {digest(source)} turn").getrandbits(30)
+        problem = timing.load_problem(ask, source, turn)
         if problem is not None:
             raise Rejected(problem)
         return ask

@@ -99,6 +99,28 @@ def test_honest_forms_pass_the_whole_funnel(workers: Workers) -> None:
     assert len(found) == len(HONEST)
 
 
+def test_every_configuration_of_a_tuned_kernel_is_tried(workers: Workers) -> None:
+    """Which is timed on a GPU the tuner says."""
+
+    def tuned(text: str, wrong: int) -> str:
+        configs = ", ".join(
+            f"triton.Config({{'BLOCK': {256 + 256 * (n % 2)}, 'OFF': {n == wrong:d}}})" for n in range(9)
+        )
+        for old, new in {
+            "@triton.jit": f"@triton.autotune([{configs}], key=['n'])\n@triton.jit",
+            "BLOCK: tl": "OFF: tl.constexpr, BLOCK: tl",
+            "tl.maximum(x, 0.0)": "tl.maximum(x, 0.0) + OFF",
+            "(triton.cdiv(n, 1024),)": "lambda m: (triton.cdiv(n, m['BLOCK']),)",
+            ", BLOCK=1024": "",
+        }.items():
+            text = text.replace(old, new)
+        return text
+
+    made = [honest(change=partial(tuned, wrong=wrong), label=str(wrong)) for wrong in (0, 4, 8, 9)]
+    found = verdicts(judge(workers), made)
+    assert {label: verdict.passed for label, verdict in found.items()} == {"0": 0, "4": 0, "8": 0, "9": 1}
+
+
 @pytest.mark.parametrize("task", ["silu", "lerp", "addcmul"])
 def test_one_that_ignores_the_strides_of_any_argument_is_wrong(workers: Workers, task: str) -> None:
     arguments = catalog.BY_NAME[task].arguments
