@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 
 from job.kernels.catalog import ENTRY
 
-FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL | re.MULTILINE)
-DEFINED = f"def {ENTRY}"
+# Of three backticks or more, or tildes; as long at its end as at its beginning, or open there.
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
+DEFINED, JIT = f"def {ENTRY}", "triton.jit"
 
 
 def program(answer: str) -> str:
-    """What the fence holds that defines the entry; else the first one, or all of it. A fence may be open at its end,
-    or, where an answer begins with the program, at its beginning.
+    """What the fence holds that defines the entry, the first that has a kernel too: before it may come the program that
+    was asked about, or a draft. Then all fences together, a kernel in one and its entry in a later one; then any that
+    defines the entry, else the first, or all of it. A fence may be open at its end, or, where an answer begins with the
+    program, at its beginning.
     """
-    fenced = FENCE.findall(answer)
-    parts = [*fenced, answer.partition("```")[0], answer]
-    found = next((part for part in parts if DEFINED in part), (fenced or parts)[0])
+    fenced = [textwrap.dedent(found[1]) for found in FENCE.findall(answer)]
+    earlier = [part for part in fenced if DEFINED in part][:-1]
+    together = "\n".join(part for part in fenced if part not in earlier)
+    parts = [*fenced, *filter(None, [together]), answer.partition("```")[0], answer]
+    whole = [part for part in parts if DEFINED in part]
+    found = next((part for part in whole if JIT in part), (whole or fenced or parts)[0])
     return used(found.strip() + "\n")
 
 
@@ -51,8 +58,13 @@ def _is_main(test: ast.expr) -> bool:
     return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
+class _Plain(ast.NodeTransformer):
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        return node if node.value is None else ast.copy_location(ast.Assign([node.target], node.value), node)
+
+
 def _forget_annotations(function: ast.FunctionDef) -> None:
-    for node in ast.walk(function):
+    for node in ast.walk(_Plain().visit(function)):
         if isinstance(node, ast.arg):
             node.annotation = None
         elif isinstance(node, ast.FunctionDef):

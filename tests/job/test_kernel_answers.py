@@ -38,6 +38,8 @@ def judged(workers: Workers, one: Candidate, switches: Switches | None = None, *
     return verdicts(judge(workers, **limits), [one], switches)[one.label]
 
 
+JITTED = "@triton.jit\ndef kernel():\n    pass\n"
+LAUNCHES = "def kernel_function(x):\n    kernel[1,](x)\n"
 ENTRY = "def kernel_function(x):\n    pass"
 
 
@@ -53,6 +55,13 @@ ENTRY = "def kernel_function(x):\n    pass"
         (f"Write ```triton``` so:\n  ```python title=a\n{ENTRY}\n```\n", ENTRY + "\n"),
         (f"```bash\npip install triton\n```\nthen\n```python\n{ENTRY}\n```\n", ENTRY + "\n"),
         (f"{ENTRY}\n```\nThat is all.", ENTRY + "\n"),
+        (f"~~~python\n{ENTRY}\n~~~\nDone.", ENTRY + "\n"),
+        (f"````python\n{ENTRY}\n    '```'\n````\nDone.", ENTRY + "\n    '```'\n"),
+        (f"1. So:\n\n   ```python\n   {ENTRY.replace(chr(10), chr(10) + '   ')}\n   ```\n", ENTRY + "\n"),
+        (f"<think>\n```\n{ENTRY}\n```\n</think>\n```python\n{JITTED}{LAUNCHES}```\n", JITTED + LAUNCHES),
+        (f"A kernel:\n```python\n{JITTED}```\nIts entry:\n```\n{LAUNCHES}```\n", f"{JITTED}\n{LAUNCHES}"),
+        (f"For\n```\n{ENTRY}\n```\n\n```\n{JITTED}```\n\n```\n{LAUNCHES}```\n", f"{JITTED}\n{LAUNCHES}"),
+        (f"Either\n```python\n{ENTRY}\n```\nor\n```\n{ENTRY}1\n```\n", f"{ENTRY}\n"),
     ],
 )
 def test_the_program_is_what_the_fence_with_the_entry_holds(text: str, found: str) -> None:
@@ -85,6 +94,7 @@ if __name__ == "__main__":
 def test_what_a_program_never_uses_is_dropped_before_it_is_judged() -> None:
     source = honest().source
     noted = source.replace("kernel_function(x):", "kernel_function(x: Optional[Tensor]) -> Tensor:")
+    noted = noted.replace("    out =", "    out: Tensor =")
     assert rules.problem(noted + UNUSED) is not None
     assert answers.used(noted + UNUSED) == ast.unparse(ast.parse(source)) + "\n"
     assert answers.used(source) == source  # as it was written where there is nothing to drop
