@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from job.kernels import source_text
 from job.kernels.catalog import ENTRY
 from job.kernels.expressions import Expressions, Forbidden, argument_names, stored
-from job.kernels.vocabulary import ALLOWED_OPS, MODULES
+from job.kernels.vocabulary import ALLOWED_OPS, ALONE, MODULES
 
 PYTHONS = frozenset(dir(builtins))  # what a name means at the top of a module before, or where, it is given no meaning
 DECORATORS = ("triton.jit", "triton.autotune", "triton.heuristics")
@@ -58,6 +58,8 @@ class _Module(Expressions):
         self.lines = lines
         self.kernels: set[str] = set()
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        self.functions = {function.name: function for function in functions}
+        self.entry = ENTRY
         for function in functions:
             self._name_at_top(function, function.name)
         for node in tree.body:
@@ -72,7 +74,7 @@ class _Module(Expressions):
             self._function(function)
         if not self.kernels:
             raise Forbidden(tree, "there is no @triton.jit kernel")
-        if ENTRY not in {function.name for function in functions} - self.kernels:
+        if self.entry not in self.functions.keys() - self.kernels:
             raise Forbidden(tree, f"there is no function {ENTRY}")
         if not self.launched & self.kernels:
             raise Forbidden(tree, "no kernel is launched")
@@ -87,9 +89,10 @@ class _Module(Expressions):
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
             module = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-            if isinstance(node, ast.ImportFrom) and (node.level or module not in MODULES):
+            alone = isinstance(node, ast.ImportFrom) and alias.name in ALONE.get(node.module or "", ())
+            if isinstance(node, ast.ImportFrom) and (node.level or not (alone or module in MODULES)):
                 raise Forbidden(node, f"import from {node.module}: import the module itself")
-            if module not in MODULES:
+            if not alone and module not in MODULES:
                 raise Forbidden(node, f"import of {module}; allowed are {', '.join(MODULES)}")
             whole = alias.asname is None and isinstance(node, ast.Import)
             name = module.split(".")[0] if whole else alias.asname or alias.name
@@ -114,6 +117,8 @@ class _Module(Expressions):
                 if not isinstance(target, ast.Name):
                     raise Forbidden(node, "only names are assigned at the top")
                 self._name_at_top(target, target.id)
+                if target.id == ENTRY and isinstance(node.value, ast.Name):
+                    self.entry = node.value.id
         elif not isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom) and not (
             isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         ):
@@ -132,8 +137,26 @@ class _Module(Expressions):
                 self._element(value)
         elif isinstance(node, ast.ListComp):
             self._each(node, self._element, self._iterated)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            self._held(node.left)
+            self._held(node.right)
+        elif (made := self._made(node)) is not None:
+            self._held(made)
         elif not (isinstance(node, ast.Name) and node.id in self.lists):
             self._element(node)
+
+    def _made(self, node: ast.expr) -> ast.expr | None:
+        """What a call gives of a function that is nothing but a list."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args or node.keywords:
+            return None
+        function = self.functions.get(node.func.id)
+        if function is None or function.decorator_list or ast.unparse(function.args):
+            return None
+        last = function.body[-1]
+        said = [
+            part for part in function.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+        ]
+        return last.value if said == [last] and isinstance(last, ast.Return) else None
 
     def _element(self, node: ast.expr) -> None:
         if isinstance(node, ast.Lambda) and not self.scopes:  # which would be found again

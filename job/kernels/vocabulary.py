@@ -10,9 +10,9 @@ def _words(text: str) -> frozenset[str]:
 LIBDEVICE_AT = ("triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice")
 MODULES = ("torch", "triton", "triton.language", "math", *LIBDEVICE_AT)
 TORCH = _words(
-    "empty empty_like empty_strided zeros zeros_like Tensor dtype float16 float32 float64 bfloat16 int8 uint8 int16 "
-    "int32 int64 bool float double half int long short strided contiguous_format preserve_format device "
-    "numel is_tensor"
+    "empty empty_like empty_strided zeros zeros_like full full_like Tensor dtype float16 float32 float64 bfloat16 "
+    "int8 uint8 int16 int32 int64 bool float double half int long short strided contiguous_format preserve_format "
+    "device numel is_tensor"
 )
 TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language")
 MATH = _words("ceil floor log2 sqrt prod pi e inf")
@@ -33,15 +33,18 @@ LIBDEVICE = _words(
     "sin sinh sqrt sqrt_rn tan tanh trunc"
 )
 METHODS = _words(
-    "shape size stride numel contiguous is_contiguous dtype device data_ptr element_size ndim dim view reshape is_cuda "
-    "new_empty expand t T transpose permute flatten unsqueeze squeeze to clone element_ty itemsize append items get "
-    "broadcast_to trans value type nelement is_floating_point float half bfloat16 view_as expand_as get_device index "
-    "ALL NONE"
+    "shape size stride numel contiguous is_contiguous dtype device data_ptr element_size ndim dim view reshape "
+    "is_cuda new_empty new_zeros detach ravel expand t T transpose permute flatten unsqueeze squeeze to clone "
+    "element_ty itemsize append items get broadcast_to trans value type nelement is_floating_point float half "
+    "bfloat16 view_as expand_as get_device index ALL NONE"
 )
 BUILTINS = _words(
     "len range min max all any int float bool tuple list dict isinstance enumerate zip ValueError TypeError "
     "RuntimeError NotImplementedError AssertionError True False None"
 )
+SHADOWED = _words("min max")  # of those, what a function may use for its own
+# Functions that may be imported by themselves; those of PLAIN_CALLS have no name but their module's.
+ALONE = {"triton": _words("cdiv next_power_of_2"), "math": MATH}
 # Of the calls that could be given a function of the candidate's own, or keep what it can change: (how many arguments by
 # place, those by name).
 PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {
@@ -53,7 +56,8 @@ PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {
 # What torch functions a run may call: making outputs, looking at a tensor, moving it about. Triton's interpreter adds
 # those that wrap memory, its tuner zero_, and torch.no_grad the last.
 ALLOWED_OPS = METHODS | {
-    "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "untyped_storage", "storage_offset", "__get__",
+    "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like",
+    "untyped_storage", "storage_offset", "__get__",
     "set_", "copy_", "cpu", "new_tensor", "__len__", "is_pinned", "nbytes", "untyped", "zero_",
     "_set_grad_enabled",
 }  # fmt: skip

@@ -78,6 +78,12 @@ HONEST: dict[str, dict[str, str]] = {
         ", BLOCK=1024": "",
     },
     "a function for a grid": {"    n = ": GRID, "[(triton.cdiv(n, 1024),)]": "[grid]"},
+    "waits for a GPU": {"    return out": "    torch.cuda.synchronize()\n    return out"},
+    "another name": {
+        "import torch\n": "import torch\nfrom triton import cdiv\n",
+        "triton.cdiv": "cdiv",
+        "torch.empty_like(x)": "x.detach().ravel().new_zeros(x.shape)",
+    },
     "without gradients": {"def kernel_function": "@torch.no_grad()\ndef kernel_function"},
     "asks": {
         "    n = out.numel()": "    assert x.is_floating_point() and torch.is_tensor(x) and x.dtype in {torch.float}\n"

@@ -155,6 +155,11 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
             replaced("import torch\n", "from torch import relu\n"),
             "import from torch",
         ),
+        (replaced("import torch\n", "import torch\nfrom triton import Config\n"), "import from triton"),
+        (replaced("import torch\n", "import torch\nfrom math import exp\n"), "import from math"),
+        (replaced("def kernel_function", "def launch") + "kernel_function = kernel\n", "no function"),
+        (replaced("def kernel_function", "def launch") + "kernel_function = 1\n", "no function"),
+        (honest().source + "min = 1\n", "given another meaning"),
         (replaced("kernel_function", "other"), "no function kernel_function"),
         (replaced("    kernel[", "    # kernel["), "no kernel is launched"),
         (replaced("@triton.jit", "@torch.compile"), "decorator torch.compile"),
@@ -218,10 +223,37 @@ def test_a_module_that_is_no_kernel_is_refused(source: str, why: str) -> None:
         "assert x.is_floating_point() and torch.is_tensor(x) and all(size > 0 for size in x.shape)",
         "if x.dim() > 9:\n        raise NotImplementedError(x.dim())",
         "y = x.float().view_as(x)",
+        "x = x.detach().ravel()",
+        "y, z = x.new_zeros(x.shape), torch.full_like(x, 0.0)",
+        "torch.cuda.synchronize()",
+        "min, max = -1.0, 1.0",
     ],
 )
 def test_what_launchers_commonly_ask_is_allowed(line: str) -> None:
     assert rules.problem(after(line).replace("import torch\n", "import math\nimport torch\n")) is None
+
+
+CONFIGS = "[triton.Config({'BLOCK': size}) for size in (64, 128)]"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        replaced("triton.cdiv", "cdiv").replace("import torch\n", "import torch\nfrom triton import cdiv\n"),
+        replaced("triton.cdiv(n, 1024)", "ceil(n / 1024)").replace(
+            "import torch\n", "import torch\nfrom math import ceil\n"
+        ),
+        replaced("n, BLOCK", "n, min, max, BLOCK").replace("out, n,", "out, n, 0.0, 1.0,"),
+        replaced("def kernel_function", "def launch") + "kernel_function = launch\n",
+        replaced(
+            "@triton.jit",
+            f"def configs():\n    'Both.'\n    return {CONFIGS}\n@triton.autotune(configs(), [])\n@triton.jit",
+        ),
+        replaced("@triton.jit", f"@triton.autotune({CONFIGS} + [triton.Config({{'BLOCK': 32}})], [])\n@triton.jit"),
+    ],
+)
+def test_what_modules_commonly_have_is_allowed(source: str) -> None:
+    assert rules.problem(source) is None
 
 
 @pytest.mark.parametrize(
@@ -341,8 +373,28 @@ def test_twice_the_names_take_twice_the_steps(unit: str) -> None:
         "triton.autotune(configs=[triton.Config({'C': L})], key=[])",
         "triton.autotune(configs=[triton.Config(L)], key=[])",
         "triton.autotune(configs=made([1]), key=[])",
+        "triton.autotune(configs=[triton.Config({'C': min(1)}) for min in [made]], key=[])",
+        "triton.heuristics(given())",
+        "triton.heuristics(held())",
+        "triton.heuristics(tuned())",
+        "triton.autotune(configs=again(), key=[])",
+        "triton.autotune(configs=[triton.Config({'C': 1})] + L[0], key=[])",
     ],
 )
 def test_what_a_decorator_holds_is_no_memory_of_a_kernels(decorator: str) -> None:
-    before = "L = [1]\n\n\ndef made(s):\n    return lambda a: s.append(1) or len(s)\n\n\n"
-    assert "line" in (rules.problem(replaced("@triton.jit", f"{before}@{decorator}\n@triton.jit")) or "")
+    before = """
+L = [1]
+def made(s):
+    return lambda a: s.append(1) or len(s)
+def given(s=(1, 2)):
+    return {'C': lambda a: 1}
+def held():
+    s = [1]
+    return {'C': lambda a: s.append(1) or len(s)}
+def tuned():
+    return {'C': made([1])}
+def again():
+    return again()
+"""
+    assert rules.problem(replaced("@triton.jit", f"{before}@triton.jit")) is None
+    assert rules.problem(replaced("@triton.jit", f"{before}@{decorator}\n@triton.jit")) is not None
