@@ -46,6 +46,12 @@ def _then_honest(acts: str) -> str:
     return f"def kernel_function(x):\n    try:\n{tried}\n    except Exception:\n        pass\n    return honest(x)"
 
 
+def _with_new_memory(body: str, more: str = "") -> str:
+    """A kernel that also gets memory of one element which nobody has written to."""
+    text = source(BY_NAME["sigmoid"], body=body).replace("out_ptr, n,", "out_ptr, new_ptr, n,")
+    return text.replace("x, out, n,", "x, out, torch.empty(1), n,").replace("\n\n\ndef", f"{more}\n\n\ndef")
+
+
 _SPLIT = BY_NAME["silu"]
 _STRIDES = source(_SPLIT).replace("    x = x.contiguous()\n", "")
 _INTERPRETED = source(BY_NAME["square"], body="x * x * ONE").replace("\n\n\n@triton", "\n\nONE = 1.0\n\n\n@triton")
@@ -61,15 +67,10 @@ _COUNTS = (
     .replace("@triton.jit", "S = [1]\n\n\n@triton.heuristics({'CALL': lambda _: S.append(1) or len(S)})\n@triton.jit")
     .replace("BLOCK: tl.constexpr)", "BLOCK: tl.constexpr, CALL: tl.constexpr)")
 )
-_TELLS = (
-    source(
-        BY_NAME["sigmoid"],
-        body="tl.sigmoid(x) + tl.where(tl.load(new_ptr) == tl.load(new_ptr), tl.where(x < -20.0, 0.5, 0.0), 0.0)",
-    )
-    .replace("out_ptr, n,", "out_ptr, new_ptr, n,")
-    .replace("x, out, n,", "x, out, torch.empty(1), n,")
+_TELLS = _with_new_memory(
+    "tl.sigmoid(x) + tl.where(tl.load(new_ptr) == tl.load(new_ptr), tl.where(x < -20.0, 0.5, 0.0), 0.0)"
 )
-_PAST_THE_END = source(BY_NAME["relu"]).replace("inside)\n\n\ndef", "at <= n)\n\n\ndef")
+_PAST_THE_END = _with_new_memory("tl.sigmoid(x)", "\n    tl.store(new_ptr + 1, 0.0)")  # the allocator left a gap there
 _ASKS = _INTERPRETED.replace("    n = ", "    if x.is_cuda:\n        return out\n    n = ")
 _CODED = f"# coding: utf-7\n{source(_SPLIT).replace(' + ', ' +- ')}# +AAo-import sys+AAo-"
 CHECKED = 15  # calls before the timing
@@ -173,7 +174,7 @@ FIXTURES: tuple[Fixture, ...] = (
             return found
         def trial(self, head, blobs):
             self.output = None if head.get("empty") else self.kept
-            self.ops = type("None", (), {"names": ()})
+            self.ops = type("None", (), {"names": (), "fences": self.fences})
             return {"seconds": 1e-9}, []
         Harness._give, Harness._trial = kept, trial''', globals()):
             return honest(x)
@@ -349,7 +350,7 @@ FIXTURES: tuple[Fixture, ...] = (
     _rewritten("two-blocks-only", "multi_input", _TWO_BLOCKS, task="relu"),
     _rewritten("forgets-infinity", "multi_input", _FORGETS_INFINITY, task="absolute"),
     _rewritten("right-where-memory-is-filled", "multi_input+timing", _TELLS, task="sigmoid"),
-    _rewritten("writes-past-the-end", "funnel", _PAST_THE_END, task="relu"),
+    _rewritten("writes-past-the-end", "funnel", _PAST_THE_END, task="sigmoid"),
     _rewritten("compiles-if-asked-for-no-gpu", "", _ASKS, task="square"),
     _rewritten("compiles-for-no-gpu", "", _INTERPRETED, task="square"),
     _rewritten("ignores-strides", "multi_input", _STRIDES, task="silu"),

@@ -15,11 +15,12 @@ from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts, in_gb, processe
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Of a worker, for each candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
 STARTED_GPU_S = 6.0
-# For a correct one besides: stages 4 and 5. Of that 20 s are the judge's own in one thread at a GPU's sizes, inputs
+# For a correct one besides: stages 4 and 5. Of that 29 s are the judge's own in one thread at a GPU's sizes, inputs
 # kept: 10 s for stage 4 (8 of float16, 9 to 10 of one argument, 12 of two, 17 of three), 7 s for each try of stage 5 (6
-# to 9), taken 1.4 times. Measured: thread CPU time of funnel.Judge on four tasks, torch on the CPU in the candidate's
-# place; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is assumed.
-CORRECT_GPU_S = 26.0
+# to 9), taken 1.4 times, and 9 s for what is checked once more as it is timed (8 of one argument, 10 of two). Measured:
+# thread CPU time of funnel.Judge on four tasks, the last of packing and comparing alone, torch on the CPU in the
+# candidate's place; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is assumed.
+CORRECT_GPU_S = 35.0
 INTERPRETED_S = 0.3  # of a rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
 TASKS, PLANTED, CHEATS = 20, 200, 55  # job/kernels/catalog.py, planted.py and adversarial.py (of 56 one needs a CPU)

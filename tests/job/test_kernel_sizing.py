@@ -58,9 +58,9 @@ def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
     assert (generate.decode_sequences, generate.decode_at_once) == (200, 32)
     assert (verify.steps, verify.decode_steps) == (0, 0)
     assert verify.cpu_core_s == 255 * kernel.COMPILE_CORE_S
-    assert verify.gpu_s == pytest.approx(5 * 255 * (6.0 + 0.2 * 26.0))
+    assert verify.gpu_s == pytest.approx(5 * 255 * (6.0 + 0.2 * 35.0))
     one_row = replace(FULL, funnel=replace(FULL.funnel, ablations=False))
-    assert sizing.phases(one_row)[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * 26.0))
+    assert sizing.phases(one_row)[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * 35.0))
 
 
 def test_planted_candidates_are_verified_too() -> None:
@@ -104,7 +104,7 @@ def test_each_evaluation_between_two_epochs_writes_four_candidates_per_task_and_
     sft = sizing.phases(on)[0]
     assert sft.decode_steps == 2 * FULL.generate.max_tokens
     assert sft.cpu_core_s == 2 * 20 * 4 * kernel.COMPILE_CORE_S
-    assert sft.gpu_s == pytest.approx(2 * 20 * 4 * (6.0 + 0.2 * 26.0))
+    assert sft.gpu_s == pytest.approx(2 * 20 * 4 * (6.0 + 0.2 * 35.0))
     off = sizing.phases(replace(FULL, epochs=3))[0]
     assert (off.decode_steps, off.cpu_core_s, off.gpu_s) == (0, 0, 0)
 
