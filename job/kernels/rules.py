@@ -4,9 +4,9 @@ A module holds imports, constants, `@triton.jit` functions and functions that la
 entry. Each kind of node is allowed in its positions, each name has one meaning, which is the one that Python will find,
 and attributes and modules are those a kernel needs: no way to reach the interpreter, another module's insides, or an
 operation of torch that computes. Under the interpreter kernels are Python too, so they have no more rights. A module's
-Python has no memory: nothing that outlives a call can be changed by it. (A kernel's pointers reach further than its
-arguments; what it finds there on a GPU no rule can tell.) What an operator does to a tensor cannot be seen here:
-`forbidden_ops` is what the run's own list is held to.
+Python keeps nothing from one call to the next. (Triton's objects may, as an autotuner's cache, and a kernel's pointers
+reach further than its arguments: no rule can tell. The timing checks among its trials, for that.) What an operator does
+to a tensor cannot be seen here: `forbidden_ops` is what the run's own list is held to.
 """
 
 from __future__ import annotations
