@@ -10,24 +10,28 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from infra.resources.tags import RUN_TAG
 from infra.run_guard import Previous
 
 TRIES = 20
 PAUSE_S = 0.25
+FLEET = "aws:ec2/fleet:Fleet"
 _CUT_SHORT = ("failed to load checkpoint", "unexpected end of JSON input")
 
 Invoke = Callable[[str, dict[str, Any]], Mapping[str, Any]]
 
 
 def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = time.sleep) -> Previous:
-    """Outputs and resource types of `stack`, empty before its first update. `invoke` calls a function of the engine.
+    """Outputs of `stack` and the runs of its fleets, empty before its first update. `invoke` calls a function of the
+    engine.
 
     What a StackReference calls, asked about this very stack; it declares no resource.
     """
     outputs = _asked(invoke, "pulumi:pulumi:readStackOutputs", {"name": stack}, pause)
     there = _asked(invoke, "pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}, pause)
-    types = frozenset(str(resource["type"]) for resource in there["outputs"].values())
-    return Previous(outputs=outputs["outputs"], types=types)
+    fleets = [resource["outputs"] for resource in there["outputs"].values() if resource["type"] == FLEET]
+    runs = frozenset(str((fleet.get("tags") or {}).get(RUN_TAG, "")) for fleet in fleets)
+    return Previous(outputs=outputs["outputs"], fleets=runs)
 
 
 def _asked(invoke: Invoke, token: str, arguments: dict[str, Any], pause: Callable[[float], None]) -> Mapping[str, Any]:

@@ -26,7 +26,6 @@ from infra.errors import DefinitionError, Problem
 WAITING_TIME = timedelta(hours=24)
 # Timer per boot: longer than the run's own limit, so that the job's meter, which ends cleanly, always comes first.
 TIMER_MARGIN = timedelta(minutes=30)
-FLEET = "aws:ec2/fleet:Fleet"
 INPUTS_PREFIX = "inputs"  # of the bucket, beside one prefix per run id; no run may be called that
 
 
@@ -47,7 +46,7 @@ class Previous:
     """The stack as its last update left it."""
 
     outputs: Mapping[str, Any]  # empty before the first update
-    types: frozenset[str] = frozenset()  # of its resources
+    fleets: frozenset[str] = frozenset()  # the run that each of its fleets is tagged with; empty for one without tag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,13 +71,24 @@ def judge(
 ) -> Verdict:
     """Compare the definition with the stack as it is.
 
-    Raises DefinitionError: same run id with another digest, or a new run past its deadline.
+    Raises DefinitionError: same run id with another digest, the id of an earlier run or of one that an `up` cut short
+    has begun, or a new run past its deadline.
     """
     run_id = definition.run.id
     digest = creation_digest(definition)
     recorded = _record(previous.outputs.get("run"))
-    runs = tuple(dict.fromkeys([*map(str, previous.outputs.get("runs") or []), run_id]))
+    earlier = [*map(str, previous.outputs.get("runs") or []), *sorted(previous.fleets - {""})]
+    runs = tuple(dict.fromkeys([*earlier, run_id]))
     if recorded is None or recorded.id != run_id:
+        if run_id in earlier:
+            raise _used(
+                definition,
+                f"An `up` that did not finish has made run {run_id}'s fleet, and it may be training. Give run.id a new "
+                "value: its fleet takes that one's place. Or end everything with `pulumi destroy` and begin again."
+                if run_id in previous.fleets
+                else f"Run {run_id} is an earlier run of this stack, and what it left is in the bucket under its id. "
+                "Give run.id a new value to start a new run.",
+            )
         return Verdict(
             run=RunRecord(
                 id=run_id,
@@ -97,15 +107,12 @@ def judge(
         weights_sha256 and weights_sha256 != recorded.weights
     )
     if recorded.digest != digest or other_inputs:
-        raise _refused(
+        raise _used(
             definition,
-            "run.id",
-            run_id,
-            "a value this stack has not used",
             f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
             "Give run.id a new value to start a new run with the new settings, or undo the change.",
         )
-    expired, gone = _timestamp(recorded.valid_until) <= now, FLEET not in previous.types
+    expired, gone = _timestamp(recorded.valid_until) <= now, not previous.fleets & {run_id, ""}
     warnings = []
     if expired or gone:
         why = f"since {recorded.valid_until}" if expired else "its fleet no longer exists"
@@ -167,6 +174,10 @@ def _record(output: Any) -> RunRecord | None:
 
 def _timestamp(text: str) -> datetime:
     return datetime.fromisoformat(text)
+
+
+def _used(definition: StackDefinition, hint: str) -> DefinitionError:
+    return _refused(definition, "run.id", definition.run.id, "a value this stack has not used", hint)
 
 
 def _refused(definition: StackDefinition, path: str, value: str, allowed: str, hint: str) -> DefinitionError:

@@ -101,7 +101,12 @@ class _Invokes(mocks.Mocks):
         if args.token == "pulumi:pulumi:readStackOutputs":
             return {"outputs": self._previous["outputs"]}
         if args.token == "pulumi:pulumi:readStackResourceOutputs":
-            return {"outputs": {each["urn"]: {"type": each["type"]} for each in self._previous["resources"]}}
+            return {
+                "outputs": {
+                    each["urn"]: {"type": each["type"], "outputs": each["state"]}
+                    for each in self._previous["resources"]
+                }
+            }
         raise RefusedError(f"the embedded AWS has no function {args.token}")
 
     def new_resource(self, args: mocks.MockResourceArgs) -> Any:

@@ -16,8 +16,8 @@ from botocore.parsers import ResponseParserError
 
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
+from infra.resources.tags import RUN_TAG, STACK_TAG
 
-STACK_TAG, RUN_TAG = "gpufleet:stack", "gpufleet:run"
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
 _CONFIG = Config(
     connect_timeout=5,

@@ -15,7 +15,7 @@ import pulumi
 import pulumi_aws as aws
 
 from infra.definition import StackDefinition
-from infra.resources.tags import tags
+from infra.resources.tags import OWNER_TAG, tags
 from infra.run_guard import INPUTS_PREFIX
 from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
 
@@ -106,7 +106,7 @@ def node_statements(
 ) -> list[dict[str, Any]]:
     """Everything a node may do."""
     run = definition.run.id
-    own_tags = {key: value for key, value in tags(definition).items() if key != "gpufleet:owner"}
+    own_tags = {key: value for key, value in tags(definition).items() if key != OWNER_TAG}
     return [
         {
             "Sid": "OwnObjects",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from infra.definition import StackDefinition
 
+STACK_TAG, RUN_TAG, OWNER_TAG = "gpufleet:stack", "gpufleet:run", "gpufleet:owner"
+
 
 def tags(definition: StackDefinition) -> dict[str, str]:
     """By these three the other commands, the sweep and the node's own rights find what belongs to a run."""
     return {
-        "gpufleet:stack": definition.name,
-        "gpufleet:run": definition.run.id,
-        "gpufleet:owner": definition.run.owner,
+        STACK_TAG: definition.name,
+        RUN_TAG: definition.run.id,
+        OWNER_TAG: definition.run.owner,
     }
 
 

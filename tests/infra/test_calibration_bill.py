@@ -150,7 +150,7 @@ def test_the_command_finds_the_measurement_and_says_how_right_earlier_bills_were
         root,
         "small-growth",
         now=datetime(2026, 11, 21, tzinfo=UTC),
-        previous=Previous(outputs={}, types=frozenset()),
+        previous=Previous(outputs={}),
         preview=True,
     )
     assert plan.bill.calibrated

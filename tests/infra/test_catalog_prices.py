@@ -95,7 +95,7 @@ def test_a_scratch_project_has_the_prices_of_the_project_it_is_made_from(
     made = scratch.make(tmp_path_factory.mktemp("scratch") / "made", {"tinystories-growth": text})
     monkeypatch.chdir(SHIPPED.parent)
     now = datetime(2026, 11, 21, tzinfo=UTC)
-    nothing = Previous(outputs={}, types=frozenset())
+    nothing = Previous(outputs={})
     plan = make(made, "tinystories-growth", now=now, previous=nothing, preview=True)
     listed = {each.type: each.on_demand for each in plan.bill.types}
     assert listed["g5.2xlarge"] is not None

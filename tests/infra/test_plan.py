@@ -16,7 +16,7 @@ from infra.errors import DefinitionError, GpufleetError
 from infra.loader import load, rehearsal_text
 from infra.pin import pin
 from infra.plan import Plan, make
-from infra.run_guard import FLEET, Previous
+from infra.run_guard import Previous
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 NAME = "tinystories-growth"
@@ -49,7 +49,7 @@ def edit(root: Path, old: str, new: str) -> None:
 
 
 def begun(plan: Plan) -> Previous:
-    return Previous(outputs={"run": asdict(plan.verdict.run), "runs": ["r1"]}, types=frozenset({FLEET}))
+    return Previous(outputs={"run": asdict(plan.verdict.run), "runs": ["r1"]}, fleets=frozenset({"r1"}))
 
 
 def test_a_ready_definition_has_a_plan_without_warnings(ready: Path) -> None:

@@ -11,7 +11,12 @@ from infra import previous
 
 ANSWERS: dict[str, Mapping[str, Any]] = {
     "pulumi:pulumi:readStackOutputs": {"outputs": {"run": {"id": "r1"}}},
-    "pulumi:pulumi:readStackResourceOutputs": {"outputs": {"a": {"type": "aws:ec2/fleet:Fleet"}}},
+    "pulumi:pulumi:readStackResourceOutputs": {
+        "outputs": {
+            "a": {"type": "aws:ec2/fleet:Fleet", "outputs": {"tags": {"gpufleet:run": "r1"}}},
+            "b": {"type": "aws:ec2/vpc:Vpc", "outputs": {"tags": {"gpufleet:run": "r0"}}},
+        }
+    },
 }
 
 
@@ -32,7 +37,7 @@ class Engine:
 def test_a_state_that_is_just_being_written_is_read_again() -> None:
     engine, pauses = Engine(3, "rpc error: failed to load checkpoint: EOF"), list[float]()
     found = previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
-    assert (found.outputs, found.types) == ({"run": {"id": "r1"}}, {"aws:ec2/fleet:Fleet"})
+    assert (found.outputs, found.fleets) == ({"run": {"id": "r1"}}, {"r1"})
     assert len(pauses) == 3
 
 
@@ -41,6 +46,11 @@ def test_a_state_that_stays_unreadable_is_an_error() -> None:
     with pytest.raises(Exception, match="failed to load checkpoint"):
         previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
     assert engine.asked == previous.TRIES
+
+
+def test_a_fleet_without_tags_is_still_a_fleet() -> None:
+    bare: Mapping[str, Any] = {"outputs": {"a": {"type": previous.FLEET, "outputs": {}}}}
+    assert previous.previous("s", lambda token, _: bare).fleets == {""}
 
 
 def test_any_other_refusal_is_passed_on_at_once() -> None:

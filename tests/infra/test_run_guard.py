@@ -13,7 +13,7 @@ import pytest
 from infra.definition import Disk, StackDefinition
 from infra.errors import DefinitionError
 from infra.loader import load
-from infra.run_guard import FLEET, Previous, Verdict, judge, timer_seconds
+from infra.run_guard import Previous, Verdict, judge, timer_seconds
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 250_000, tzinfo=UTC)
 DEFINITION = load(Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml", now=NOW)
@@ -24,21 +24,24 @@ def verdict(
     definition: StackDefinition = DEFINITION,
     *,
     previous: Verdict | None = None,
-    fleet: bool = True,
+    fleets: set[str] | None = None,
     now: datetime = NOW,
     code: str = "c1",
     dataset: str | None = "d1",
 ) -> Verdict:
-    """The verdict on `definition` in a stack whose last update had the verdict `previous`."""
+    """The verdict on `definition` in a stack whose last update had the verdict `previous`. `fleets`: the runs of
+    its fleets, the last update's unless said otherwise.
+    """
+    if fleets is None:
+        fleets = {previous.run.id} if previous else set()
     outputs: dict[str, Any] = {}
     if previous:
         outputs = {"run": asdict(previous.run), "runs": list(previous.runs)}
-    types = frozenset({FLEET}) if fleet else frozenset()
     return judge(
         definition,
         dataset_sha256=dataset,
         code_sha256=code,
-        previous=Previous(outputs=outputs, types=types),
+        previous=Previous(outputs=outputs, fleets=frozenset(fleets)),
         now=now,
     )
 
@@ -133,6 +136,37 @@ def test_a_new_id_begins_a_run_with_any_settings_and_remembers_the_old_ids() -> 
     assert second.run.code == "c2"
 
 
+def test_the_id_of_an_earlier_run_is_refused() -> None:
+    second = verdict(run(DEFINITION, "r2"), previous=verdict())
+    third = verdict(run(DEFINITION, "r3"), previous=second)
+    for earlier in ("r1", "r2"):
+        with pytest.raises(
+            DefinitionError, match=rf"run.id: '{earlier}' .* not used.* is an earlier run of this stack"
+        ):
+            verdict(run(limits(max_hours=Decimal(9)), earlier), previous=third)
+
+
+def test_a_new_run_whose_up_failed_before_its_fleet_may_be_tried_again() -> None:
+    """A failed `up` leaves the outputs of the one before."""
+    first = verdict()
+    for fleets in ({"r1"}, set[str]()):  # the old fleet goes before the new one comes
+        assert not verdict(run(DEFINITION, "r2"), previous=first, fleets=fleets).continues
+
+
+def test_a_fleet_that_an_up_cut_short_has_made_keeps_its_id() -> None:
+    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* has made run r1's fleet.* `pulumi destroy`"):
+        verdict(fleets={"r1"})
+    with pytest.raises(DefinitionError, match=r"run.id: 'r2' .* has made run r2's fleet"):
+        verdict(run(DEFINITION, "r2"), previous=verdict(), fleets={"r2"})
+    taken = verdict(run(DEFINITION, "r2"), fleets={"r1"})
+    assert (taken.continues, taken.runs) == (False, ("r1", "r2"))  # r1's objects expire as any run's
+
+
+def test_a_run_whose_fleet_gave_way_to_another_is_over() -> None:
+    assert verdict(previous=verdict(), fleets={"r2"}).over
+    assert not verdict(previous=verdict(), fleets={""}).over  # a fleet without tag could be its own
+
+
 def test_a_run_is_over_at_the_moment_it_expires() -> None:
     end = datetime(2026, 11, 22, 14, 0, tzinfo=UTC)
     assert not verdict(previous=verdict(), now=end - timedelta(seconds=1)).over
@@ -147,7 +181,7 @@ def test_a_past_deadline_of_the_previous_run_is_no_error() -> None:
 
 
 def test_a_run_whose_fleet_is_gone_is_over() -> None:
-    over = verdict(previous=verdict(), fleet=False)
+    over = verdict(previous=verdict(), fleets=set())
     assert over.over
     assert "its fleet no longer exists" in over.warnings[0]
 

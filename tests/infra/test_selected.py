@@ -66,9 +66,7 @@ def test_the_bill_is_the_one_that_the_program_shows(path: Path, capsys: pytest.C
     configure("config:\n  gpufleet:scenario: west\n")
     assert main(["cost", NAME, "--json"]) == 0
     bill = json.loads(capsys.readouterr().out)
-    plan = make(
-        Path.cwd(), NAME, now=NOW, previous=Previous(outputs={}, types=frozenset()), preview=True, scenario="west"
-    )
+    plan = make(Path.cwd(), NAME, now=NOW, previous=Previous(outputs={}), preview=True, scenario="west")
     assert (bill["scenario"], bill["region"], bill["type"]) == ("west", "us-west-2", "g6e.2xlarge")
     assert bill["usd"]["p50"] == str(plan.bill.usd.p50)
 
