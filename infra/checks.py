@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 
 from infra.cost.text import counted
 from infra.definition import Disk, Estimate, Fleet, Job, Limits, Run, Storage
+from infra.run_guard import days_to_keep, expiry
 from infra.schema import Findings, nearest
+from infra.type_checks import instance_types
 from job import sizing
 from job.config import GrowthConfig, JobConfig
 
 if TYPE_CHECKING:
-    from infra.catalog import Catalog, Instance
+    from infra.catalog import Catalog
 
 ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
 IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
@@ -59,10 +61,12 @@ def check(
     _placement(s.fleet, findings, catalog)
     # What cannot be read says nothing about memory; the types are judged all the same.
     unreadable = findings.bad & {"job.experiment", "job.parameters"}
-    _instances(s.fleet, None if unreadable else s.job.parameters, findings, catalog, launchable)
+    _count("fleet.instance_types", s.fleet.instance_types, MAX_TYPES, findings)
+    instance_types(s.fleet, None if unreadable else s.job.parameters, findings, catalog, launchable=launchable)
     _storage(s.storage, findings)
     _base_weights(s, findings, unreadable=bool(unreadable))
     _limits(s.limits, findings, now, past_deadline)
+    _kept(s, findings, now)
     _estimate(s, findings)
 
 
@@ -132,84 +136,6 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
             findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
 
 
-def _instances(fleet: Fleet, config: JobConfig | None, findings: Findings, catalog: Catalog, launchable: bool) -> None:
-    names = fleet.instance_types
-    _count("fleet.instance_types", names, MAX_TYPES, findings)
-    current = _launchable(fleet.region, catalog)
-    for index, name in enumerate(names):
-        path, kind = f"fleet.instance_types[{index}]", catalog.instance(name)
-        if name in names[:index]:
-            findings.add(path, "each instance type once: it is a set")
-        elif kind is None:
-            known = sorted(k.type for k in current)
-            family = [k for k in known if k.split(".")[0] == name.split(".")[0]] or sorted(
-                {k.split(".")[0] + ".*" for k in known}
-            )
-            closest = catalog.nearest_type(name, known)
-            hint = f"Nearest: {closest}." if closest else ""
-            findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), hint)
-        elif not launchable:
-            continue
-        elif kind.left_ec2:
-            instead = _instead(kind, config, current)
-            use = f"Use {instead} instead." if instead else ""
-            findings.add(
-                path, "a type that EC2 still offers", f"{name} left EC2 by {kind.left_ec2:%Y-%m-%d}. {use}".strip()
-            )
-        elif kind.regions is not None and fleet.region in catalog.regions() and fleet.region not in kind.regions:
-            findings.add(path, f"a type offered in {fleet.region}", f"{name} is offered in {', '.join(kind.regions)}.")
-        elif reason := _misfit(kind, config):
-            instead = _instead(kind, config, current)
-            use = f"Nearest that fits: {instead}." if instead else "No type in the catalog fits."
-            findings.add(path, f"a type on which every phase fits; {reason}", use)
-
-
-def _launchable(region: str, catalog: Catalog) -> list[Instance]:
-    """What could stand in the file instead; in any region while the file's own is wrong."""
-    kinds = [kind for name in catalog.instance_types() if (kind := catalog.instance(name)) and not kind.left_ec2]
-    known = region in catalog.regions()
-    return [kind for kind in kinds if not known or kind.regions is None or region in kind.regions]
-
-
-def _misfit(kind: Instance, config: JobConfig | None) -> str:
-    """Why the run config cannot run on this type, or nothing. A CPU run fits anywhere."""
-    if config is None or config.device == "cpu":
-        return ""
-    if config.precision.compute == "bf16" and not kind.gpu.bf16:
-        return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
-    name = kind.gpu.name if kind.gpu_share == 1 else f"a slice of {kind.gpu.name}"
-    ranks = sizing.ranks(config, kind.gpu_count)
-    needs: list[tuple[float, str]] = []
-    for index, phase in enumerate(sizing.phases(config)):
-        if sizing.choose_rung(config, kind.gpu_memory_gb, index, ranks) is None:
-            micro = sizing.ladder(config, ranks)[-1]
-            used = sizing.memory(config, index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks)
-            needs.append((used.total_gb + sizing.DEVICE_RESERVE_GB, phase.name))
-    if not needs:
-        return ""
-    need, phase_name = max(needs)  # the one that decides which type fits
-    has = f"{name} has {kind.gpu_memory_gb:g}"
-    return f"phase {phase_name} needs {need:.1f} GB at its smallest micro-batch, {has}"
-
-
-def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
-    """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits; one
-    whose speed cannot be derived, so that it has no bill, only where there is no other.
-    """
-    fits = [
-        other
-        for other in current
-        if other.gpu_memory_gb >= kind.gpu_memory_gb and other.vcpu >= kind.vcpu and not _misfit(other, config)
-    ]
-
-    def order(other: Instance) -> tuple[bool, int, float, int, str]:
-        unknown = config is not None and not other.gpu.has_a_roofline(config.precision.compute)
-        return unknown, other.gpu_count, other.gpu_memory_gb, other.vcpu, other.type
-
-    best = min(fits, key=order, default=None)
-    return best.type if best else ""
-
-
 def _storage(storage: Storage, findings: Findings) -> None:
     _disk("storage.root", storage.root, findings)
     if storage.root.snapshot is not None:
@@ -277,6 +203,21 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
         )
     elif limits.deadline > now + timedelta(days=366):
         findings.add("limits.deadline", "a time within a year: it is what stops the fleet when everything else failed")
+
+
+def _kept(s: Sections, findings: Findings, now: datetime) -> None:
+    """Refused rather than kept for longer in silence: what is kept is on the bill."""
+    if "limits.max_hours" in findings.bad or "limits.deadline" in findings.bad:
+        return
+    end = expiry(s.limits, now)
+    least = days_to_keep(now, end)
+    if s.storage.keep.days < least:
+        findings.add(
+            "storage.keep.days",
+            f"at least {least} (days), so that run.json and the record of what was spent outlive the fleet",
+            f"It may live until {end:%Y-%m-%dT%H:%MZ}: limits.deadline, or limits.max_hours + 24 h from its start.",
+            default=str(s.storage.keep.days),
+        )
 
 
 def _estimate(s: Sections, findings: Findings) -> None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from infra.definition import StackDefinition
+from infra.definition import Limits, StackDefinition
 from infra.errors import DefinitionError, Problem
 
 # Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
@@ -38,6 +39,7 @@ class RunRecord:
     dataset: str  # sha256 of the prepared dataset; empty for an s3:// prefix
     code: str  # sha256 of the job archive
     weights: str  # sha256 of the base weights' list; empty without any, or for an s3:// prefix
+    began: str  # UTC, as valid_until
     valid_until: str  # UTC, whole seconds, Z: the provider compares this text, and any other spelling means a new fleet
 
 
@@ -71,8 +73,8 @@ def judge(
 ) -> Verdict:
     """Compare the definition with the stack as it is.
 
-    Raises DefinitionError: same run id with another digest, the id of an earlier run or of one that an `up` cut short
-    has begun, or a new run past its deadline.
+    Raises DefinitionError: same run id with another digest, or kept for less than its fleet may live; the id of an
+    earlier run, or of one that an `up` cut short has begun; a new run past its deadline.
     """
     run_id = definition.run.id
     digest = creation_digest(definition)
@@ -96,6 +98,7 @@ def judge(
                 dataset=dataset_sha256 or "",
                 code=code_sha256,
                 weights=weights_sha256 or "",
+                began=_stamp(now),
                 valid_until=_begin(definition, now),
             ),
             runs=runs,
@@ -112,7 +115,17 @@ def judge(
             f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
             "Give run.id a new value to start a new run with the new settings, or undo the change.",
         )
-    expired, gone = _timestamp(recorded.valid_until) <= now, not previous.fleets & {run_id, ""}
+    end = _timestamp(recorded.valid_until)
+    expired, gone = end <= now, not previous.fleets & {run_id, ""}
+    keep, least = definition.storage.keep.days, days_to_keep(_timestamp(recorded.began or recorded.valid_until), end)
+    if keep < least and not (expired or gone):
+        raise _refused(
+            definition,
+            "storage.keep.days",
+            str(keep),
+            f"at least {least} (days) while run {run_id} may go on, so that its run.json outlives its fleet",
+            f"Run {run_id} began at {recorded.began}, and its fleet may live until {recorded.valid_until}.",
+        )
     warnings = []
     if expired or gone:
         why = f"since {recorded.valid_until}" if expired else "its fleet no longer exists"
@@ -147,6 +160,18 @@ def creation_digest(definition: StackDefinition) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def expiry(limits: Limits, begin: datetime) -> datetime:
+    """When AWS ends a fleet that begins then, whatever the job says."""
+    return limits.deadline or begin + timedelta(hours=float(limits.max_hours)) + WAITING_TIME
+
+
+def days_to_keep(begin: datetime, end: datetime) -> int:
+    """The least storage.keep.days for a fleet that lives so long. Nodes cannot boot without run.json, and attempts and
+    heartbeats are what the caps count; S3 takes an object's age from its creation. One day to spare.
+    """
+    return math.ceil((end - begin) / timedelta(days=1)) + 1
+
+
 def timer_seconds(definition: StackDefinition) -> int:
     """Seconds after boot when the node ends itself, whatever the job says."""
     return int(definition.limits.max_hours * 3600) + int(TIMER_MARGIN.total_seconds())
@@ -158,12 +183,15 @@ def _begin(definition: StackDefinition, now: datetime) -> str:
         raise _refused(
             definition,
             "limits.deadline",
-            deadline.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            f"a time after now, {now.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            _stamp(deadline),
+            f"a time after now, {_stamp(now)}",
             f"Run {definition.run.id} has not begun, and its deadline has passed.",
         )
-    expiry = deadline or now + timedelta(hours=float(definition.limits.max_hours)) + WAITING_TIME
-    return expiry.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return _stamp(expiry(definition.limits, now))
+
+
+def _stamp(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _record(output: Any) -> RunRecord | None:

@@ -90,6 +90,7 @@ def test_a_minimal_file_loads_with_its_types(write: Write) -> None:
         pytest.param("limits", "deadline: 2026-11-22T10:00:00+02:00", "hour=8", id="time zone"),
         pytest.param("limits", "deadline:", "deadline=None", id="nothing where nothing is allowed"),
         pytest.param("storage", "keep: {bucket: false}", "bucket=False", id="truth"),
+        pytest.param("storage", "keep: {days: 3}", "days=3", id="the shortest for this fleet"),
         pytest.param("storage", "keep:", "Keep(bucket=True, days=30)", id="an empty section is its defaults"),
         pytest.param("job", 'image: "registry.example:5000/a/b:1"', "registry.example:5000/a/b:1", id="port"),
         pytest.param("storage", "data: {size_gib: 500, snapshot: snap-0123456789abcdef0}", "snap-0", id="snapshot"),
@@ -116,6 +117,14 @@ REFUSED = [
     ("storage", "keep: {bucket: Off}", "storage.keep.bucket", "true or false", "Write false.", "off"),
     ("storage", "keep: {bucket: 1}", "storage.keep.bucket", "true or false", "", "one as a truth value"),
     ("storage", "keep: {days: 0}", "storage.keep.days", "from 1 to 3,650 (days)", "", "no retention"),
+    (
+        "storage",
+        "keep: {days: 2}",
+        "storage.keep.days",
+        "at least 3 (days)",
+        "2026-11-22T13",
+        "less than 25 h and a day",
+    ),
     ("limits", "max_hours: 0", "limits.max_hours", "from 0.01 to 720 (hours)", "", "zero hours"),
     ("limits", "max_hours: 2h", "limits.max_hours", "hours", "without unit", "a unit"),
     ("limits", "max_usd: $3", "limits.max_usd", "USD", "without unit", "a currency sign"),
@@ -329,6 +338,12 @@ def test_a_past_deadline_is_accepted_for_a_run_that_is_over(write: Write) -> Non
     path = write(changed("limits", "deadline: 2026-11-21T11:00:00Z"))
     definition = load(path, now=NOW, past_deadline=True)
     assert definition.limits.deadline == datetime(2026, 11, 21, 11, tzinfo=UTC)
+
+
+def test_a_far_deadline_takes_more_than_the_days_of_default(write: Write) -> None:
+    (problem,) = problems(write(changed("limits", "deadline: 2026-12-21T12:00:00Z")))
+    assert (problem.path, problem.value) == ("storage.keep.days", "30 (the default)")
+    assert "at least 31 (days)" in problem.allowed
 
 
 def test_the_files_name_must_suit_a_bucket(tmp_path: Path) -> None:

@@ -123,6 +123,22 @@ def test_what_a_fleet_does_not_take_may_change_under_the_same_id(changed: StackD
     assert verdict(changed, previous=verdict()).continues
 
 
+def kept(days: int, definition: StackDefinition = DEFINITION) -> StackDefinition:
+    return replace(definition, storage=replace(definition.storage, keep=replace(definition.storage.keep, days=days)))
+
+
+def test_a_run_that_may_go_on_is_kept_for_longer_than_its_fleet_lives() -> None:
+    """The loader compares with the time left to a deadline; what is under way is older than that."""
+    far = limits(deadline=NOW + timedelta(days=20))
+    first, later = verdict(kept(21, far)), NOW + timedelta(days=18)
+    assert verdict(kept(21, far), previous=first, now=later).continues
+    with pytest.raises(
+        DefinitionError, match=r"storage.keep.days: '4' .* at least 21 \(days\).*began at 2026-11-21T12"
+    ):
+        verdict(kept(4, far), previous=first, now=later)
+    assert verdict(kept(4, far), previous=first, fleets=set(), now=later).over
+
+
 def test_new_job_code_keeps_the_run_and_warns() -> None:
     later = verdict(previous=verdict(), code="c2")
     assert later.run.code == "c1"
