@@ -12,6 +12,7 @@ from botocore.exceptions import ClientError
 from infra.commands import aws
 from infra.commands.quotas import Need, needs
 from infra.definition import StackDefinition
+from job.supervisor.staging import DATASET, WEIGHTS
 
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
 ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux; the launch template sizes the root disk under this name
@@ -204,22 +205,14 @@ def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Itera
 
 
 def inputs(definition: StackDefinition, s3: Any, ec2: Any) -> Iterator[Check]:
-    """s3:// prefixes hold something, and a snapshot exists."""
-    places = {"dataset": definition.storage.dataset, "base_weights": definition.storage.base_weights}
-    for key, place in places.items():
-        if not place or not place.startswith("s3://"):
-            continue
-        bucket, _, prefix = place.removeprefix("s3://").partition("/")
-        try:
-            count = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1).get("KeyCount", 0)
-        except ClientError as error:
-            if aws.code(error) not in ("NoSuchBucket", "404"):
-                raise
-            count = 0
-        if count:
-            yield Check(name=key, found=f"{place} is there")
-        else:
-            yield Check(name=key, state="problem", found=f"{place} holds nothing", fix=f"Put storage.{key} right.")
+    """What s3:// prefixes must hold is there for a node, and a snapshot exists."""
+    places = {
+        "dataset": (definition.storage.dataset, DATASET),
+        "base_weights": (definition.storage.base_weights, WEIGHTS),
+    }
+    for key, (place, listing) in places.items():
+        if place and place.startswith("s3://"):
+            yield _prefix(key, place.rstrip("/"), listing, s3)
     disk = definition.storage.data
     if disk is None or disk.snapshot is None:
         return
@@ -236,3 +229,23 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any) -> Iterator[Check]:
         yield Check(name="snapshot", state="problem", found=f"{disk.snapshot} is larger than its disk", fix=fix)
     else:
         yield Check(name="snapshot", found=f"{disk.snapshot}, {snapshot['VolumeSize']} GiB")
+
+
+def _prefix(key: str, place: str, listing: str, s3: Any) -> Check:
+    """The list of files is what a node reads first; as `prepare` writes it, it lies beside them."""
+    bucket, _, prefix = place.removeprefix("s3://").partition("/")
+    try:
+        found = s3.head_object(Bucket=bucket, Key=f"{prefix}/{listing}".lstrip("/"))
+    except ClientError as error:
+        if aws.code(error) not in ("NoSuchBucket", "NoSuchKey", "404"):
+            raise
+        fix = f"Put storage.{key} right; what `gpufleet prepare` lists goes there whole, {listing} included."
+        return Check(name=key, state="problem", found=f"{place}/{listing} is not there", fix=fix)
+    if kms := found.get("SSEKMSKeyId"):
+        return Check(
+            name=key,
+            state="warning",
+            found=f"{place}/{listing} is encrypted with {kms}: a node may not decrypt with a key of yours",
+            fix=f"With AWS's own aws/s3 key all is well; else: aws s3 cp --recursive --sse AES256 {place} s3://...",
+        )
+    return Check(name=key, found=f"{place}/{listing} is there")

@@ -133,7 +133,7 @@ def node_statements(
             "Action": "s3:GetObject",
             "Resource": pulumi.Output.concat(bucket_arn, f"/{INPUTS_PREFIX}/*"),
         },
-        *(_foreign_prefix(sid, uri) for sid, uri in _foreign_inputs(definition)),
+        *(statement for sid, uri in _foreign_inputs(definition) for statement in _foreign_prefix(sid, uri)),
         {
             "Sid": "OwnLogs",
             "Effect": "Allow",
@@ -179,8 +179,19 @@ def _foreign_inputs(definition: StackDefinition) -> list[tuple[str, str]]:
     return [(sid, uri) for sid, uri in inputs if uri and uri.startswith("s3://")]
 
 
-def _foreign_prefix(sid: str, uri: str) -> dict[str, Any]:
-    """Read one prefix of somebody's bucket. No listing: run.json names every file."""
+def _foreign_prefix(sid: str, uri: str) -> list[dict[str, Any]]:
+    """Read one prefix of somebody's bucket. Files are named by a list, never by the listing: that only tells a file
+    that is not there, which ends the run, from one that may not be read, for which every node would try again.
+    """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    path = f"{prefix.strip('/')}/*" if prefix.strip("/") else "*"
-    return {"Sid": sid, "Effect": "Allow", "Action": "s3:GetObject", "Resource": f"arn:aws:s3:::{bucket}/{path}"}
+    path, arn = f"{prefix.strip('/')}/*" if prefix.strip("/") else "*", f"arn:aws:s3:::{bucket}"
+    return [
+        {"Sid": sid, "Effect": "Allow", "Action": "s3:GetObject", "Resource": f"{arn}/{path}"},
+        {
+            "Sid": f"{sid}Listing",
+            "Effect": "Allow",
+            "Action": "s3:ListBucket",
+            "Resource": arn,
+            "Condition": {"StringLike": {"s3:prefix": path}},
+        },
+    ]

@@ -92,6 +92,21 @@ def no_dataset(cloud: Cloud) -> None:
     cloud.client("s3").delete_object(Bucket="elsewhere", Key="tokens/dataset.json")
 
 
+def like_named(cloud: Cloud) -> None:
+    no_dataset(cloud)
+    cloud.client("s3").put_object(Bucket="elsewhere", Key="tokens-old/dataset.json", Body=b"{}")
+
+
+def own_key(cloud: Cloud) -> None:
+    cloud.client("s3").put_object(
+        Bucket="elsewhere",
+        Key="tokens/dataset.json",
+        Body=b"{}",
+        ServerSideEncryption="aws:kms",
+        SSEKMSKeyId="arn:aws:kms:us-east-2:123456789012:key/mine",
+    )
+
+
 def no_rights(cloud: Cloud) -> None:
     cloud.deny("DescribeInstanceTypeOfferings")
 
@@ -104,6 +119,10 @@ def no_rights(cloud: Cloud) -> None:
         pytest.param(no_fleet_role, 1, "PROBLEM role: AWSServiceRoleForEC2Fleet", "ec2fleet.amazonaws.com", id="role"),
         pytest.param(no_ami, 1, "PROBLEM AMI: ami-", "gpufleet doctor small-growth --pin", id="AMI withdrawn"),
         pytest.param(no_dataset, 1, "PROBLEM dataset: s3://elsewhere/tokens", "storage.dataset", id="empty dataset"),
+        pytest.param(
+            like_named, 1, "PROBLEM dataset: s3://elsewhere/tokens/dataset.json", "gpufleet prepare", id="alike"
+        ),
+        pytest.param(own_key, 0, "is encrypted with arn:aws:kms", "--sse AES256 s3://elsewhere/tokens", id="a key"),
         pytest.param(no_rights, 0, "warning not checked: AWS does not let you call", "Ask for that", id="no rights"),
     ],
 )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from declared_world import ROOT, Declared, declare
 
-from infra.loader import rehearsal_text
+from infra.loader import load, rehearsal_text
+from infra.resources.identity import node_statements
 from rehearsal.handlers.table import UNKNOWN
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
@@ -49,6 +53,23 @@ def declared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Declared:
     return declare(tmp_path_factory.mktemp("other") / "project", "other", _variant())
+
+
+def test_a_missing_file_of_somebody_s_bucket_can_be_told_from_a_refused_one(tmp_path: Path) -> None:
+    """S3 answers 403 to both, and the listing tells; nothing beside the prefix may be listed or read."""
+    path = tmp_path / "other.yaml"
+    path.write_text(_variant())
+    definition = load(path, now=datetime(2026, 11, 21, tzinfo=UTC))
+
+    async def statements() -> list[dict[str, Any]]:
+        return node_statements(definition, bucket_arn="own", log_group_arn="own")
+
+    found = [each for each in asyncio.run(statements()) if "their-bucket" in str(each["Resource"])]
+    foreign = {each["Action"]: each for each in found}
+    assert foreign["s3:GetObject"]["Resource"] == "arn:aws:s3:::their-bucket/some/prefix/*"
+    assert foreign["s3:ListBucket"]["Resource"] == "arn:aws:s3:::their-bucket"
+    assert foreign["s3:ListBucket"]["Condition"] == {"StringLike": {"s3:prefix": "some/prefix/*"}}
+    assert len(found) == 2
 
 
 def test_nothing_listens(declared: Declared) -> None:
