@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -166,6 +167,15 @@ def buckets(s3: Any, stack: str) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """One object of a run."""
+
+    name: str  # within the run
+    bytes: int
+    written: datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
     """s3://bucket/<run>/ of one run."""
 
@@ -173,11 +183,14 @@ class RunFolder:
     bucket: str
     run: str
 
-    def objects(self, prefix: str = "") -> list[tuple[str, int]]:
-        """(name within the run, bytes) of every object whose name starts with `prefix`."""
+    def objects(self, prefix: str = "") -> list[Stored]:
+        """Every object whose name starts with `prefix`."""
         start = f"{self.run}/"
         listed = pages(self.s3, "list_objects_v2", "Contents", Bucket=self.bucket, Prefix=start + prefix)
-        return [(item["Key"].removeprefix(start), int(item["Size"])) for item in listed]
+        return [
+            Stored(name=item["Key"].removeprefix(start), bytes=int(item["Size"]), written=item["LastModified"])
+            for item in listed
+        ]
 
     def read(self, name: str, *, last_bytes: int | None = None) -> bytes | None:
         """An object's bytes, or None when it is not there."""

@@ -12,6 +12,7 @@ from typing import Any
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
+from infra.resources.tags import STACK_TAG
 
 POLL_S = 3.0
 
@@ -70,7 +71,7 @@ class Reader:
     def boot(self) -> int:
         """The boot logs that nodes left in the bucket; a node writes its own when it ends."""
         folder = aws.run_folder(self.s3, self.definition)
-        names = [name for name, _ in folder.objects("boot/")] if folder else []
+        names = [each.name for each in folder.objects("boot/")] if folder else []
         if not names:
             raise AwsRefused(
                 f"no node of run {self.definition.run.id} has left a boot log yet; it does so when it ends."
@@ -109,7 +110,7 @@ class Reader:
         for group in aws.pages(self.logs, "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
             name = str(group["logGroupName"])
             tags = self.logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*")).get("tags", {})
-            if tags.get(aws.STACK_TAG) == self.definition.name:
+            if tags.get(STACK_TAG) == self.definition.name:
                 return name
         return None
 

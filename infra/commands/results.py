@@ -7,6 +7,7 @@ Transfer out of AWS has a price, so it is printed first.
 from __future__ import annotations
 
 import argparse
+import os
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -66,21 +67,21 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
             "whether it has begun; `--run ID` names an earlier one."
         )
     folders = (*(() if exports else (EXPORTS,)), *((FINAL,) if light else ()))
-    objects = [(name, size) for name, size in folder.objects() if not name.startswith(CHECKPOINTS)]
-    wanted = [(name, size) for name, size in objects if not (name.startswith(folders) and name.endswith(WEIGHTS))]
-    left = sum(size for name, size in objects if (name, size) not in wanted)
-    missing = [(name, size) for name, size in wanted if not _same(target / name, size)]
-    total = sum(size for _, size in missing)
+    objects = [each for each in folder.objects() if not each.name.startswith(CHECKPOINTS)]
+    wanted = [each for each in objects if not (each.name.startswith(folders) and each.name.endswith(WEIGHTS))]
+    left = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
+    missing = [each for each in wanted if not _same(target / each.name, each)]
+    total = sum(each.bytes for each in missing)
     cost = Decimal(total) / 10**9 * _transfer_price(definition.fleet.region)
     print(f"s3://{folder.bucket}/{folder.run}/ to {target}")
     count = f"{len(missing)} file{'' if len(missing) == 1 else 's'}"
     print(f"{count}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
     if left:
         print(f"left in the bucket: {_readable(left)} of weights{'' if light else ' (--exports brings them)'}")
-    for name, size in missing:
-        _download(folder, name, size, _inside(target, name))
-        print(f"  {name}  {_readable(size)}")
-    names = {name for name, _ in wanted}
+    for each in missing:
+        _download(folder, each, _inside(target, each.name))
+        print(f"  {each.name}  {_readable(each.bytes)}")
+    names = {each.name for each in wanted}
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
     if lacking:
         done = folder.document("done.json")
@@ -91,17 +92,18 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
     return 0
 
 
-def _download(folder: aws.RunFolder, name: str, size: int, target: Path) -> None:
-    """Through a temporary name: a file that is there is whole."""
+def _download(folder: aws.RunFolder, each: aws.Stored, target: Path) -> None:
+    """Through a temporary name: a file that is there is whole. It gets the object's time, by which `_same` knows it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    folder.s3.download_file(folder.bucket, f"{folder.run}/{name}", str(part))
+    folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part))
     found = part.stat().st_size
-    if found != size:
+    if found != each.bytes:
         part.unlink()
         raise AwsRefused(
-            f"{name} came with {found} bytes instead of {size}: it changed meanwhile. Run the command again."
+            f"{each.name} came with {found} bytes instead of {each.bytes}: it changed meanwhile. Run the command again."
         )
+    os.utime(part, (each.written.timestamp(),) * 2)
     part.replace(target)
 
 
@@ -113,9 +115,12 @@ def _inside(target: Path, name: str) -> Path:
     return target.joinpath(*parts)
 
 
-def _same(path: Path, size: int) -> bool:
-    """Whether it is there already. Logs grow, models do not change: the size tells."""
-    return path.is_file() and path.stat().st_size == size and path.suffix in WEIGHTS
+def _same(path: Path, each: aws.Stored) -> bool:
+    """Whether a model is there already. Size alone does not tell: after a destroy, another run may have the same id."""
+    if path.suffix not in WEIGHTS or not path.is_file():
+        return False
+    found = path.stat()
+    return found.st_size == each.bytes and int(found.st_mtime) == int(each.written.timestamp())
 
 
 def _transfer_price(region: str) -> Decimal:

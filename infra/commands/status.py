@@ -76,7 +76,7 @@ def _nodes(nodes: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _attempts(folder: aws.RunFolder) -> Iterator[str]:
-    found = [document for name, _ in folder.objects("attempts/") if (document := folder.document(name))]
+    found = [document for each in folder.objects("attempts/") if (document := folder.document(each.name))]
     for attempt in sorted(found, key=lambda attempt: str(attempt.get("booted_at", ""))):
         end = attempt.get("exit")
         how = f"ended: {end.get('reason')} at {end.get('at')}" if isinstance(end, dict) else "running"
@@ -85,7 +85,7 @@ def _attempts(folder: aws.RunFolder) -> Iterator[str]:
 
 
 def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime, ended: bool) -> Iterator[str]:
-    beats = [beat for name, _ in folder.objects("heartbeat/") if (beat := _last_line(folder, name))]
+    beats = [beat for each in folder.objects("heartbeat/") if (beat := _last_line(folder, each.name))]
     if not beats:
         yield f"heartbeat   none{'' if ended else ' yet: the node boots, pulls the image and stages its data first'}"
         return
@@ -103,7 +103,7 @@ def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime,
 
 
 def _checkpoints(folder: aws.RunFolder) -> Iterator[str]:
-    names = [name for name, _ in folder.objects("ckpt/")]
+    names = [each.name for each in folder.objects("ckpt/")]
     manifests = sorted(name for name in names if name.endswith("/manifest.json"))
     if not manifests:
         yield "checkpoint  none published yet"

@@ -16,6 +16,7 @@ from infra.catalog import load_catalog
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import PriceMissing
+from infra.resources.tags import RUN_TAG, STACK_TAG
 
 HOURS_PER_MONTH = 730
 
@@ -93,7 +94,7 @@ def _line(left: Left) -> str:
 
 def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dict[str, Any]]:
     alive = ("instance-state-name", ["pending", "running", "shutting-down", "stopping", "stopped"])
-    found = aws.instances(ec2, [(f"tag:{aws.STACK_TAG}", [definition.name]), alive])
+    found = aws.instances(ec2, [(f"tag:{STACK_TAG}", [definition.name]), alive])
     if fleets:
         found += aws.instances(ec2, [("tag:aws:ec2:fleet-id", fleets), alive])
     return list({node["InstanceId"]: node for node in found}.values())
@@ -116,7 +117,7 @@ def _instances(nodes: list[dict[str, Any]], region: str) -> Iterator[Left]:
         yield Left(
             kind="instance",
             id=node["InstanceId"],
-            note=f"{node['InstanceType']}, {state}, run {aws.tags_of(node).get(aws.RUN_TAG)}; at the on-demand price",
+            note=f"{node['InstanceType']}, {state}, run {aws.tags_of(node).get(RUN_TAG)}; at the on-demand price",
             usd_per_month=(hourly + address) * HOURS_PER_MONTH,
             remove=f"aws ec2 terminate-instances --instance-ids {node['InstanceId']}",
         )
@@ -124,7 +125,7 @@ def _instances(nodes: list[dict[str, Any]], region: str) -> Iterator[Left]:
 
 def _volumes(ec2: Any, definition: StackDefinition, nodes: list[str]) -> Iterator[Left]:
     region = definition.fleet.region
-    by_tag = [{"Name": f"tag:{aws.STACK_TAG}", "Values": [definition.name]}]
+    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
     found = list(aws.pages(ec2, "describe_volumes", "Volumes", Filters=by_tag))
     if nodes:
         attached = [{"Name": "attachment.instance-id", "Values": nodes}]
@@ -161,7 +162,7 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool) -> Left:
 
 
 def _interfaces(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
-    by_tag = [{"Name": f"tag:{aws.STACK_TAG}", "Values": [definition.name]}]
+    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
     for interface in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=by_tag):
         yield Left(kind="network interface", id=interface["NetworkInterfaceId"], note=interface["Status"])
     for address in ec2.describe_addresses(Filters=by_tag)["Addresses"]:
@@ -194,7 +195,7 @@ def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
     prefix = f"gpufleet-{definition.name}"
     for group in aws.pages(logs, "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
         tags = logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*")).get("tags", {})
-        if tags.get(aws.STACK_TAG) != definition.name:
+        if tags.get(STACK_TAG) != definition.name:
             continue
         stored = int(group.get("storedBytes") or 0)
         yield Left(
@@ -218,7 +219,7 @@ _FREE = (  # kind, operation, key, id
 
 
 def _free_parts(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
-    by_tag = [{"Name": f"tag:{aws.STACK_TAG}", "Values": [definition.name]}]
+    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
     for kind, operation, key, identifier in _FREE:
         for item in aws.pages(ec2, operation, key, Filters=by_tag):
             if item.get("State", "").lower() not in ("deleting", "deleted"):  # endpoints stay listed for a while
@@ -229,17 +230,14 @@ def _identities(iam: Any, definition: StackDefinition) -> Iterator[Left]:
     prefix = f"gpufleet-{definition.name}-"
     for role in aws.pages(iam, "list_roles", "Roles"):
         name = role["RoleName"]
-        if (
-            name.startswith(prefix)
-            and aws.tags_of(iam.list_role_tags(RoleName=name)).get(aws.STACK_TAG) == definition.name
-        ):
+        if name.startswith(prefix) and aws.tags_of(iam.list_role_tags(RoleName=name)).get(STACK_TAG) == definition.name:
             yield Left(kind="role", id=name)
     for profile in aws.pages(iam, "list_instance_profiles", "InstanceProfiles"):
         name = profile["InstanceProfileName"]
         if not name.startswith(prefix):
             continue
         described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]  # lists leave the tags out
-        if aws.tags_of(described).get(aws.STACK_TAG) == definition.name:
+        if aws.tags_of(described).get(STACK_TAG) == definition.name:
             yield Left(kind="instance profile", id=name)
 
 

@@ -15,6 +15,7 @@ from infra.commands import aws, stack
 from infra.commands.explain import Reason, describe, explain
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
+from infra.resources.tags import RUN_TAG
 
 POLL_S = 10.0
 
@@ -82,7 +83,7 @@ class Watch:
         found = aws.fleets(self.ec2, name, run_id)
         if found:
             return found[0]
-        others = sorted({aws.tags_of(fleet).get(aws.RUN_TAG, "?") for fleet in aws.fleets(self.ec2, name)})
+        others = sorted({aws.tags_of(fleet).get(RUN_TAG, "?") for fleet in aws.fleets(self.ec2, name)})
         hint = f" This stack has fleets of {', '.join(others)}." if others else ""
         where = f"{name} in {self.definition.fleet.region}"
         raise AwsRefused(f"there is no fleet of run {run_id} of {where}: run `pulumi up` first.{hint}")

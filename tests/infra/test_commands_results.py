@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -88,6 +89,18 @@ def test_a_second_download_leaves_the_models_alone(
     capsys.readouterr()
     assert main(["results", "small-growth"]) == 0
     assert "safetensors" not in capsys.readouterr().out
+
+
+def test_models_of_another_run_with_the_same_id_are_replaced(cloud: Cloud, path: Path) -> None:
+    """After a destroy nothing remembers r1, and its models have the same size."""
+    first = finished(cloud)
+    main(["results", "small-growth"])
+    cloud.client("s3").delete_bucket_tagging(Bucket=first)  # as good as gone
+    time.sleep(1.1)  # S3 tells whole seconds
+    put(cloud, declare_bucket(cloud, "1b2c3d4"), "final/model.safetensors", b"n" * 5000)
+    main(["results", "small-growth"])
+    model = path.parents[1] / "results" / "small-growth" / "r1" / "final" / "model.safetensors"
+    assert model.read_bytes() == b"n" * 5000
 
 
 def test_light_leaves_the_models_in_the_bucket(cloud: Cloud, path: Path, tmp_path: Path) -> None:
