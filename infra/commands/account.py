@@ -174,6 +174,7 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Iterator[Check]:
     """Disks are encrypted with the account's default key. A key of your own must let the fleet's role use it."""
+    region = definition.fleet.region
     key = str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"])
     if key.endswith("alias/aws/ebs"):
         yield Check(name="disk key", found="disks are encrypted with AWS's own key")
@@ -184,7 +185,10 @@ def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Itera
         return
     if not metadata.get("Enabled", True):
         yield Check(
-            name="disk key", state="problem", found=f"{key} is disabled", fix=f"aws kms enable-key --key-id {key}"
+            name="disk key",
+            state="problem",
+            found=f"{key} is disabled",
+            fix=f"aws kms enable-key --region {region} --key-id {key}",
         )
         return
     roles = ["AWSServiceRoleForEC2Fleet"]
@@ -199,7 +203,10 @@ def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Itera
             yield Check(name="disk key", found=f"{key} is yours, and {role} may use it")
             continue
         arn = iam.get_role(RoleName=role)["Role"]["Arn"]
-        fix = f"aws kms create-grant --key-id {key} --grantee-principal {arn} --operations {GRANT_OPERATIONS}"
+        fix = (
+            f"aws kms create-grant --region {region} --key-id {key} --grantee-principal {arn} "
+            f"--operations {GRANT_OPERATIONS}"
+        )
         found = f"new disks are encrypted with your key {key}, which {role} has no grant for: nodes would end at launch"
         yield Check(name="disk key", state="problem", found=found, fix=fix)
 

@@ -17,7 +17,7 @@ from botocore.parsers import ResponseParserError
 
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
-from infra.resources.tags import RUN_TAG, STACK_TAG
+from infra.resources.tags import OWNER_TAG, RUN_TAG, STACK_TAG
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
 _CONFIG = Config(
@@ -129,11 +129,22 @@ def pages(api: Any, operation: str, key: str, **arguments: Any) -> Iterator[dict
         yield from page.get(key) or []
 
 
-def fleets(ec2: Any, stack: str, run: str | None = None) -> list[dict[str, Any]]:
-    """The fleets of a stack or of one run, newest first. DescribeFleets has no filter by tag, so all are read."""
-    wanted = {STACK_TAG: stack, **({RUN_TAG: run} if run else {})}
+def owner(resource: dict[str, Any]) -> str:
+    """Whom its tag names; empty without one."""
+    return tags_of(resource).get(OWNER_TAG, "")
+
+
+def fleets(ec2: Any, definition: StackDefinition, *, every_run: bool = False) -> list[dict[str, Any]]:
+    """The fleets of a run, or of every run of the stack: those of the file's owner first, then those that may launch,
+    newest first. DescribeFleets has no filter by tag, so all are read.
+    """
+    wanted = {STACK_TAG: definition.name, **({} if every_run else {RUN_TAG: definition.run.id})}
     mine = [fleet for fleet in pages(ec2, "describe_fleets", "Fleets") if wanted.items() <= tags_of(fleet).items()]
-    return sorted(mine, key=lambda fleet: (fleet["FleetState"] not in ENDED, fleet["CreateTime"]), reverse=True)
+
+    def order(fleet: dict[str, Any]) -> tuple[bool, bool, datetime]:
+        return owner(fleet) == definition.run.owner, fleet["FleetState"] not in ENDED, fleet["CreateTime"]
+
+    return sorted(mine, key=order, reverse=True)
 
 
 def instances(ec2: Any, filters: Iterable[tuple[str, list[str]]]) -> list[dict[str, Any]]:
@@ -149,21 +160,23 @@ def nodes(ec2: Any, definition: StackDefinition) -> list[dict[str, Any]]:
     return instances(ec2, tags)
 
 
-def buckets(s3: Any, stack: str) -> list[str]:
-    """The stack's buckets by name prefix and tag, newest first; more than one when a kept one was left behind."""
+def buckets(s3: Any, stack: str) -> list[dict[str, Any]]:
+    """The stack's buckets with their tags, by name prefix and tag, newest first. More than one when a kept one was left
+    behind.
+    """
     found = []
     for bucket in s3.list_buckets().get("Buckets", []):
         if not bucket["Name"].startswith(f"gpufleet-{stack}-"):
             continue
         try:
-            tags = tags_of(s3.get_bucket_tagging(Bucket=bucket["Name"]))
+            tagged = {**bucket, "Tags": s3.get_bucket_tagging(Bucket=bucket["Name"])["TagSet"]}
         except exceptions.ClientError as error:
             if code(error) != "NoSuchTagSet":
                 raise
             continue
-        if tags.get(STACK_TAG) == stack:
-            found.append(bucket)
-    return [bucket["Name"] for bucket in sorted(found, key=lambda bucket: bucket["CreationDate"], reverse=True)]
+        if tags_of(tagged).get(STACK_TAG) == stack:
+            found.append(tagged)
+    return sorted(found, key=lambda bucket: bucket["CreationDate"], reverse=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +195,7 @@ class RunFolder:
     s3: Any
     bucket: str
     run: str
+    others: str = ""  # where else a run of this name lies, in words
 
     def objects(self, prefix: str = "") -> list[Stored]:
         """Every object whose name starts with `prefix`."""
@@ -215,10 +229,19 @@ class RunFolder:
 
 
 def run_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
-    """The run's folder in the newest of the stack's buckets that has one; None when no bucket has."""
-    for bucket in buckets(s3, definition.name):
-        folder = RunFolder(s3=s3, bucket=bucket, run=definition.run.id)
-        found = s3.list_objects_v2(Bucket=bucket, Prefix=f"{definition.run.id}/", MaxKeys=1)
-        if found.get("KeyCount"):
-            return folder
-    return None
+    """The run's folder in the newest of the stack's buckets that has one, of the file's owner where possible; None when
+    no bucket has. A destroy, or a second person with the same file, leaves several.
+    """
+    run = definition.run
+    holds = [
+        bucket
+        for bucket in buckets(s3, definition.name)
+        if s3.list_objects_v2(Bucket=bucket["Name"], Prefix=f"{run.id}/", MaxKeys=1).get("KeyCount")
+    ]
+    if not holds:
+        return None
+    chosen, *others = sorted(holds, key=lambda bucket: owner(bucket) != run.owner)
+    named = ", ".join(f"s3://{bucket['Name']}/{run.id}/ (owner {owner(bucket) or 'unknown'})" for bucket in others)
+    return RunFolder(
+        s3=s3, bucket=chosen["Name"], run=run.id, others=f"{named}; used is the newest of run.owner" if named else ""
+    )

@@ -74,6 +74,8 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
     total = sum(each.bytes for each in missing)
     cost = Decimal(total) / 10**9 * _transfer_price(definition.fleet.region)
     print(f"s3://{folder.bucket}/{folder.run}/ to {target}")
+    if folder.others:
+        print(f"A run of this name lies elsewhere too: {folder.others}, {definition.run.owner}.")
     count = f"{len(missing)} file{'' if len(missing) == 1 else 's'}"
     print(f"{count}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
     if left:

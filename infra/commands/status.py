@@ -30,17 +30,23 @@ def run(args: argparse.Namespace) -> int:
 def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Iterator[str]:
     """The lines. Raises AwsRefused when neither a fleet nor a folder of the run exists."""
     name, run_id = definition.name, definition.run.id
-    fleets = aws.fleets(ec2, name, run_id)
+    fleets = aws.fleets(ec2, definition)
     folder = aws.run_folder(s3, definition)
     if not fleets and folder is None:
         raise AwsRefused(f"there is no run {run_id} of {name} in {definition.fleet.region}: run `pulumi up` first.")
     yield f"{name}, run {run_id}, {definition.fleet.region}"
     yield from _fleet(fleets)
-    yield from _nodes(aws.nodes(ec2, definition))
+    for other in fleets[1:]:
+        if other["FleetState"] not in aws.ENDED:
+            theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner(other) or 'unknown'}"
+            yield f"            also {theirs}; shown is the one of run.owner, {definition.run.owner}"
+    yield from _nodes(aws.nodes(ec2, definition), definition.run.owner)
     if folder is None:
         yield "bucket      nothing written yet"
         return
     yield f"bucket      s3://{folder.bucket}/{run_id}/"
+    if folder.others:
+        yield f"            also {folder.others}, {definition.run.owner}"
     yield from _attempts(folder)
     ended = not fleets or fleets[0]["FleetState"] in aws.ENDED
     yield from _progress(folder, definition, now, ended)
@@ -65,12 +71,13 @@ def _fleet(fleets: list[dict[str, Any]]) -> Iterator[str]:
     yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}, wants {capacity} node{expiry}"
 
 
-def _nodes(nodes: list[dict[str, Any]]) -> Iterator[str]:
+def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:
     alive = [node for node in nodes if node["State"]["Name"] not in ("terminated", "shutting-down")]
     for node in alive:
         kind = f"{node['InstanceType']} {node.get('InstanceLifecycle', 'on-demand')}"
         where = f"{node['InstanceId']}, {kind} in {node['Placement']['AvailabilityZone']}"
-        yield f"node        {where}, {node['State']['Name']} since {node['LaunchTime']:%Y-%m-%d %H:%M:%S} UTC"
+        whose = "" if aws.owner(node) in ("", owner) else f", owner {aws.owner(node)}"
+        yield f"node        {where}, {node['State']['Name']} since {node['LaunchTime']:%Y-%m-%d %H:%M:%S} UTC{whose}"
     if not alive:
         yield "node        none"
 

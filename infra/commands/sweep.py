@@ -31,7 +31,8 @@ class Left:
     usd_per_month: Decimal = Decimal(0)
     asked_for: bool = False  # the definition keeps it
     ours: bool = True  # False: it looks like ours, but nothing proves it
-    remove: str = ""  # the command that removes it
+    remove: str = ""  # the command that removes it, but for the region
+    owner: str = ""  # as its tag says, where that is another than the definition's
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,43 +43,49 @@ def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
     found = list(look(definition, aws.client))
     print("\n".join(table(definition, found)))
-    return 1 if any(left.usd_per_month and left.ours and not left.asked_for for left in found) else 0
+    return 1 if any(left.usd_per_month and left.ours and not left.asked_for and not left.owner for left in found) else 0
 
 
 def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     """What `sweep` prints."""
-    kept = [left for left in found if left.asked_for]
-    billed = [left for left in found if not left.asked_for and left.ours and left.usd_per_month]
-    free = [left for left in found if not left.asked_for and left.ours and not left.usd_per_month]
+    foreign = [left for left in found if left.owner]
+    kept = [left for left in found if left.asked_for and not left.owner]
+    ours = [left for left in found if left.ours and not left.asked_for and not left.owner]
+    billed = [left for left in ours if left.usd_per_month]
+    free = [left for left in ours if not left.usd_per_month]
     perhaps = [left for left in found if not left.ours]
-    if kept:
-        yield f"Kept on purpose (storage.keep of {definition.source.name}):"
-        yield from map(_line, kept)
-    if billed:
-        yield "Billed, and nobody asked for it:"
-        yield from map(_line, billed)
-    if free:
-        yield "Still there, free of charge:"
-        yield from map(_line, free)
-    if perhaps:
-        yield "Perhaps ours: no tag says so:"
-        yield from map(_line, perhaps)
+    for title, group in (
+        (f"Kept on purpose (storage.keep of {definition.source.name}):", kept),
+        ("Billed, and nobody asked for it:", billed),
+        ("Still there, free of charge:", free),
+        ("Perhaps ours: no tag says so:", perhaps),
+        (
+            f"Of a stack of the same name and another owner than {definition.run.owner}: ask before removing it:",
+            foreign,
+        ),
+    ):
+        if group:
+            yield title
+            for left in group:
+                yield _line(left, definition.fleet.region)
     if billed or free:
         yield "`pulumi destroy` removes what the stack declared; the commands above remove the rest."
     total = sum((left.usd_per_month for left in billed), Decimal(0))
     where = f"{definition.name} in {definition.fleet.region}"
-    yield f"{where}: ${total:.2f} a month nobody asked for." if billed else f"{where}: nothing billable is left over."
+    said = f"${total:.2f} a month nobody asked for." if billed else "nothing billable is left over."
+    theirs = sum((left.usd_per_month for left in foreign), Decimal(0))
+    yield f"{where}: {said}" + (f" Another owner's: ${theirs:.2f} a month." if theirs else "")
 
 
 def look(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Left]:
     """Everything found, dearest kinds first."""
     region = definition.fleet.region
     ec2 = client("ec2", region)
-    fleets = [fleet for fleet in aws.fleets(ec2, definition.name) if fleet["FleetState"] != "deleted"]
+    fleets = [fleet for fleet in aws.fleets(ec2, definition, every_run=True) if fleet["FleetState"] != "deleted"]
     nodes = _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets])
-    yield from _fleets(fleets)
-    yield from _instances(nodes, region)
-    yield from _volumes(ec2, definition, [node["InstanceId"] for node in nodes])
+    yield from _fleets(fleets, definition)
+    yield from _instances(nodes, definition)
+    yield from _volumes(ec2, definition, {node["InstanceId"]: node for node in nodes})
     yield from _interfaces(ec2, definition)
     yield from _buckets(client("s3", region), definition)
     yield from _log_groups(client("logs", region), definition)
@@ -86,10 +93,11 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iter
     yield from _identities(client("iam", region), definition)
 
 
-def _line(left: Left) -> str:
+def _line(left: Left, region: str) -> str:
     price = f"${left.usd_per_month:9.2f}/month" if left.usd_per_month else " " * 16
     text = f"  {price}  {left.kind:<18} {left.id}{', ' + left.note if left.note else ''}"
-    return f"{text}\n{' ' * 20}{left.remove}" if left.remove else text
+    text += f", owner {left.owner}" if left.owner else ""
+    return f"{text}\n{' ' * 20}{left.remove} --region {region}" if left.remove else text
 
 
 def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dict[str, Any]]:
@@ -100,16 +108,18 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
     return list({node["InstanceId"]: node for node in found}.values())
 
 
-def _fleets(fleets: list[dict[str, Any]]) -> Iterator[Left]:
+def _fleets(fleets: list[dict[str, Any]], definition: StackDefinition) -> Iterator[Left]:
     for fleet in fleets:
         wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
         launches = fleet["FleetState"] in ("submitted", "active", "modifying") and wants
         note = f"{fleet['FleetState']}, wants {wants}" + (": it can launch a node at any time" if launches else "")
         command = f"aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet['FleetId']}" if launches else ""
-        yield Left(kind="fleet", id=fleet["FleetId"], note=note, remove=command)
+        owner = _other_owner(fleet, definition)
+        yield Left(kind="fleet", id=fleet["FleetId"], note=note, remove=command, owner=owner)
 
 
-def _instances(nodes: list[dict[str, Any]], region: str) -> Iterator[Left]:
+def _instances(nodes: list[dict[str, Any]], definition: StackDefinition) -> Iterator[Left]:
+    region = definition.fleet.region
     for node in nodes:
         state = node["State"]["Name"]
         hourly = Decimal(0) if state in ("stopped", "shutting-down") else _hourly(node["InstanceType"], region)
@@ -120,15 +130,16 @@ def _instances(nodes: list[dict[str, Any]], region: str) -> Iterator[Left]:
             note=f"{node['InstanceType']}, {state}, run {aws.tags_of(node).get(RUN_TAG)}; at the on-demand price",
             usd_per_month=(hourly + address) * HOURS_PER_MONTH,
             remove=f"aws ec2 terminate-instances --instance-ids {node['InstanceId']}",
+            owner=_other_owner(node, definition),
         )
 
 
-def _volumes(ec2: Any, definition: StackDefinition, nodes: list[str]) -> Iterator[Left]:
+def _volumes(ec2: Any, definition: StackDefinition, nodes: dict[str, dict[str, Any]]) -> Iterator[Left]:
     region = definition.fleet.region
     by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
     found = list(aws.pages(ec2, "describe_volumes", "Volumes", Filters=by_tag))
     if nodes:
-        attached = [{"Name": "attachment.instance-id", "Values": nodes}]
+        attached = [{"Name": "attachment.instance-id", "Values": list(nodes)}]
         found += aws.pages(ec2, "describe_volumes", "Volumes", Filters=attached)
     known = {volume["VolumeId"]: volume for volume in found}
     loose = [{"Name": "status", "Values": ["available"]}]
@@ -136,7 +147,9 @@ def _volumes(ec2: Any, definition: StackDefinition, nodes: list[str]) -> Iterato
         if volume["VolumeId"] not in known and _resembles(volume, definition):
             yield _volume(volume, region, ours=False)
     for volume in known.values():
-        yield _volume(volume, region, ours=True)
+        node = next((nodes[at["InstanceId"]] for at in volume["Attachments"] if at["InstanceId"] in nodes), {})
+        owner = _other_owner(volume, definition) or _other_owner(node, definition)
+        yield _volume(volume, region, ours=True, owner=owner)
 
 
 def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
@@ -147,7 +160,7 @@ def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
     return not volume.get("Tags") and volume["AvailabilityZone"] in definition.fleet.zones and size in sizes
 
 
-def _volume(volume: dict[str, Any], region: str, *, ours: bool) -> Left:
+def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "") -> Left:
     usd = Decimal(volume["Size"]) * _price("ebs_gp3_storage", region)
     usd += max(int(volume.get("Iops") or 0) - 3000, 0) * _price("ebs_gp3_iops", region)
     usd += max(int(volume.get("Throughput") or 0) - 125, 0) * _price("ebs_gp3_throughput", region)
@@ -157,6 +170,7 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool) -> Left:
         note=f"{volume['Size']} GiB {volume['VolumeType']}, {volume['State']}",
         usd_per_month=usd,
         ours=ours,
+        owner=owner,
         remove=f"aws ec2 delete-volume --volume-id {volume['VolumeId']}" if volume["State"] == "available" else "",
     )
 
@@ -164,30 +178,33 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool) -> Left:
 def _interfaces(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
     by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
     for interface in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=by_tag):
-        yield Left(kind="network interface", id=interface["NetworkInterfaceId"], note=interface["Status"])
+        owner = _other_owner(interface, definition)
+        yield Left(kind="network interface", id=interface["NetworkInterfaceId"], note=interface["Status"], owner=owner)
     for address in ec2.describe_addresses(Filters=by_tag)["Addresses"]:
         yield Left(
             kind="elastic address",
             id=address["AllocationId"],
             usd_per_month=_price("public_ipv4", definition.fleet.region) * HOURS_PER_MONTH,
             remove=f"aws ec2 release-address --allocation-id {address['AllocationId']}",
+            owner=_other_owner(address, definition),
         )
 
 
 def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
     keep = definition.storage.keep
-    for name in aws.buckets(s3, definition.name):
-        sizes = [int(item["Size"]) for item in aws.pages(s3, "list_objects_v2", "Contents", Bucket=name)]
+    for bucket in aws.buckets(s3, definition.name):
+        sizes = [int(item["Size"]) for item in aws.pages(s3, "list_objects_v2", "Contents", Bucket=bucket["Name"])]
         gb = Decimal(sum(sizes)) / 10**9
         yield Left(
             kind="bucket",
-            id=name,
+            id=bucket["Name"],
             note=f"{len(sizes)} object{'' if len(sizes) == 1 else 's'}, {gb:.3f} GB"
             + (f", expiring after {keep.days} days" if keep.bucket else ""),
             # A cent is the least that a bill shows, and an empty bucket costs nothing.
             usd_per_month=gb * _price("s3_storage", definition.fleet.region),
             asked_for=keep.bucket,
-            remove=f"aws s3 rb --force s3://{name}",
+            remove=f"aws s3 rb --force s3://{bucket['Name']}",
+            owner=_other_owner(bucket, definition),
         )
 
 
@@ -204,6 +221,7 @@ def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
             note=f"{stored / 1e6:.1f} MB",
             usd_per_month=Decimal(stored) / 10**9 * _price("logs_storage", definition.fleet.region),
             remove=f"aws logs delete-log-group --log-group-name {group['logGroupName']}",
+            owner=_other_owner({"Tags": tags}, definition),
         )
 
 
@@ -223,22 +241,29 @@ def _free_parts(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
     for kind, operation, key, identifier in _FREE:
         for item in aws.pages(ec2, operation, key, Filters=by_tag):
             if item.get("State", "").lower() not in ("deleting", "deleted"):  # endpoints stay listed for a while
-                yield Left(kind=kind, id=item[identifier])
+                yield Left(kind=kind, id=item[identifier], owner=_other_owner(item, definition))
 
 
 def _identities(iam: Any, definition: StackDefinition) -> Iterator[Left]:
     prefix = f"gpufleet-{definition.name}-"
     for role in aws.pages(iam, "list_roles", "Roles"):
         name = role["RoleName"]
-        if name.startswith(prefix) and aws.tags_of(iam.list_role_tags(RoleName=name)).get(STACK_TAG) == definition.name:
-            yield Left(kind="role", id=name)
+        tagged = iam.list_role_tags(RoleName=name) if name.startswith(prefix) else {}
+        if aws.tags_of(tagged).get(STACK_TAG) == definition.name:
+            yield Left(kind="role", id=name, owner=_other_owner(tagged, definition))
     for profile in aws.pages(iam, "list_instance_profiles", "InstanceProfiles"):
         name = profile["InstanceProfileName"]
         if not name.startswith(prefix):
             continue
         described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]  # lists leave the tags out
         if aws.tags_of(described).get(STACK_TAG) == definition.name:
-            yield Left(kind="instance profile", id=name)
+            yield Left(kind="instance profile", id=name, owner=_other_owner(described, definition))
+
+
+def _other_owner(resource: dict[str, Any], definition: StackDefinition) -> str:
+    """Whose it is by its tag, where that is another than the file's: two people may run the same file."""
+    owner = aws.owner(resource)
+    return "" if owner == definition.run.owner else owner
 
 
 def _hourly(instance_type: str, region: str) -> Decimal:

@@ -80,10 +80,12 @@ class Watch:
 
     def _fleet(self) -> dict[str, Any]:
         name, run_id = self.definition.name, self.definition.run.id
-        found = aws.fleets(self.ec2, name, run_id)
+        found = aws.fleets(self.ec2, self.definition)
         if found:
             return found[0]
-        others = sorted({aws.tags_of(fleet).get(RUN_TAG, "?") for fleet in aws.fleets(self.ec2, name)})
+        others = sorted(
+            {aws.tags_of(fleet).get(RUN_TAG, "?") for fleet in aws.fleets(self.ec2, self.definition, every_run=True)}
+        )
         hint = f" This stack has fleets of {', '.join(others)}." if others else ""
         where = f"{name} in {self.definition.fleet.region}"
         raise AwsRefused(f"there is no fleet of run {run_id} of {where}: run `pulumi up` first.{hint}")

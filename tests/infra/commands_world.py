@@ -68,10 +68,12 @@ def account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
         yield cloud
 
 
-def declare_fleet(cloud: Cloud, run: str = RUN) -> str:
+def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you") -> str:
     """VPC, template and fleet with the stack's tags; nothing launches before the next tick."""
     ec2 = cloud.client("ec2")
-    tags = [{"Key": key, "Value": value} for key, value in {**TAGS, "gpufleet:run": run}.items()]
+    tags = [
+        {"Key": key, "Value": value} for key, value in {**TAGS, "gpufleet:run": run, "gpufleet:owner": owner}.items()
+    ]
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=[{"ResourceType": "vpc", "Tags": tags}])
     vpc_id = vpc["Vpc"]["VpcId"]
     subnet = ec2.create_subnet(VpcId=vpc_id, CidrBlock="10.0.0.0/24", AvailabilityZone="us-east-2a")
@@ -88,7 +90,7 @@ def declare_fleet(cloud: Cloud, run: str = RUN) -> str:
         ],
     }
     template = ec2.create_launch_template(
-        LaunchTemplateName=f"gpufleet-{NAME}-{run}",
+        LaunchTemplateName=f"gpufleet-{NAME}-{run}-{owner}",
         LaunchTemplateData=data,
         TagSpecifications=[{"ResourceType": "launch-template", "Tags": tags}],
     )["LaunchTemplate"]["LaunchTemplateId"]
@@ -109,11 +111,11 @@ def declare_fleet(cloud: Cloud, run: str = RUN) -> str:
     return str(made["FleetId"])
 
 
-def declare_bucket(cloud: Cloud, suffix: str = "0a1b2c3") -> str:
+def declare_bucket(cloud: Cloud, suffix: str = "0a1b2c3", owner: str = "you") -> str:
     """The stack's bucket."""
     s3, name = cloud.client("s3"), f"gpufleet-{NAME}-{suffix}"
     s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": cloud.region})
-    tags = [{"Key": key, "Value": value} for key, value in TAGS.items()]
+    tags = [{"Key": key, "Value": value} for key, value in {**TAGS, "gpufleet:owner": owner}.items()]
     s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": tags})
     return name
 

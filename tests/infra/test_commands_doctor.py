@@ -236,7 +236,7 @@ def test_a_disk_key_of_ones_own_needs_a_grant_for_the_fleets_roles(stack: Path) 
     found = disk_key(definition(stack), [])
     assert [check.state for check in found] == ["problem", "problem"]
     assert found[0].fix.startswith(
-        f"aws kms create-grant --key-id {KEY} --grantee-principal {ROLE} --operations Decrypt"
+        f"aws kms create-grant --region us-east-2 --key-id {KEY} --grantee-principal {ROLE} --operations Decrypt"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from decimal import Decimal
@@ -103,6 +104,21 @@ def test_models_of_another_run_with_the_same_id_are_replaced(cloud: Cloud, path:
     assert model.read_bytes() == b"n" * 5000
 
 
+def test_of_two_people_with_one_file_the_owner_chooses(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = finished(cloud)
+    theirs = declare_bucket(cloud, "1b2c3d4", owner="bob")
+    put(cloud, theirs, "results.json", {"loss": 9})
+    main(["results", "small-growth"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"s3://{mine}/r1/ to ")
+    assert f"lies elsewhere too: s3://{theirs}/r1/ (owner bob); used is the newest of run.owner, you.\n" in said
+    path.write_text(path.read_text().replace("owner: you", "owner: bob"))
+    main(["results", "small-growth"])
+    assert capsys.readouterr().out.startswith(f"s3://{theirs}/r1/ to ")
+
+
 def test_light_leaves_the_models_in_the_bucket(cloud: Cloud, path: Path, tmp_path: Path) -> None:
     finished(cloud)
     assert main(["results", "small-growth", "--light", "--to", str(tmp_path / "out")]) == 0
@@ -164,8 +180,24 @@ def test_sweep_walks_from_a_running_node_to_its_untagged_disk(
     assert main(["sweep", "small-growth"]) == 1
     said = capsys.readouterr().out
     assert "Billed, and nobody asked for it:" in said
-    assert "aws ec2 terminate-instances --instance-ids i-" in said
+    assert re.search(r"aws ec2 terminate-instances --instance-ids i-\w+ --region us-east-2\n", said)
+    assert re.search(r"aws ec2 delete-fleets .* --region us-east-2\n", said)
     assert "it can launch a node at any time" in said
+
+
+def test_sweep_does_not_take_another_owner_s_node_for_a_leftover(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare_fleet(cloud, owner="bob")
+    declare_bucket(cloud, owner="bob")
+    cloud.tick()
+    assert main(["sweep", "small-growth"]) == 0
+    title, *lines, last = capsys.readouterr().out.splitlines()
+    assert title == "Of a stack of the same name and another owner than you: ask before removing it:"
+    found = [line for line in lines if "aws " not in line]
+    assert all(line.endswith(", owner bob") for line in found)
+    assert {"fleet", "instance", "volume", "bucket", "VPC"} <= {line[18:].strip().split()[0] for line in found}
+    assert re.fullmatch(r".*nothing billable is left over. Another owner's: \$\d+\.\d\d a month\.", last)
 
 
 def test_sweep_finds_a_node_by_its_fleet_when_its_own_tags_are_gone(cloud: Cloud, stack: StackDefinition) -> None:

@@ -96,6 +96,18 @@ def test_status_of_a_deleted_fleet_promises_no_node(cloud: Cloud, stack: StackDe
     assert told["heartbeat"] == "none"
 
 
+def test_status_says_what_else_answers_to_this_run_and_whose_it_is(cloud: Cloud, stack: StackDefinition) -> None:
+    mine, theirs = declare_fleet(cloud), declare_fleet(cloud, owner="bob")
+    put(cloud, declare_bucket(cloud), "run.json", {})
+    put(cloud, declare_bucket(cloud, "1b2c3d4", owner="bob"), "run.json", {})
+    cloud.tick()
+    said = "\n".join(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW))
+    assert f"fleet       {mine}, active" in said
+    assert f"also {theirs}, active, owner bob; shown is the one of run.owner, you" in said
+    assert sum(line.endswith("owner bob") for line in said.splitlines() if line.startswith("node ")) == 1
+    assert "also s3://gpufleet-small-growth-1b2c3d4/r1/ (owner bob); used is the newest of run.owner, you" in said
+
+
 def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "small-growth"]) == 2
     assert (
