@@ -36,12 +36,13 @@ def instance_types(
             findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), hint)
         elif not launchable:
             continue
-        elif kind.left_ec2:
+        elif kind.unusable:
             instead = _instead(kind, config, current)
             use = f"Use {instead} instead." if instead else ""
-            findings.add(
-                path, "a type that EC2 still offers", f"{name} left EC2 by {kind.left_ec2:%Y-%m-%d}. {use}".strip()
+            allowed = (
+                "a type that EC2 still offers" if kind.left_ec2 else "a type whose GPU the AMI and the image can use"
             )
+            findings.add(path, allowed, f"{name} {kind.unusable}. {use}".strip())
         elif kind.regions is not None and fleet.region in catalog.regions() and fleet.region not in kind.regions:
             findings.add(path, f"a type offered in {fleet.region}", f"{name} is offered in {', '.join(kind.regions)}.")
         elif reason := _misfit(kind, config):
@@ -52,7 +53,7 @@ def instance_types(
 
 def _launchable(region: str, catalog: Catalog) -> list[Instance]:
     """What could stand in the file instead; in any region while the file's own is wrong."""
-    kinds = [kind for name in catalog.instance_types() if (kind := catalog.instance(name)) and not kind.left_ec2]
+    kinds = [kind for name in catalog.instance_types() if (kind := catalog.instance(name)) and not kind.unusable]
     known = region in catalog.regions()
     return [kind for kind in kinds if not known or kind.regions is None or region in kind.regions]
 

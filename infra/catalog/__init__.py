@@ -32,6 +32,9 @@ from infra.errors import GpufleetError, PriceMissing
 __all__ = ["Catalog", "Gpu", "Instance", "Price", "SpotPrice", "Status", "load_catalog", "project_prices"]
 
 SHIPPED = Path(__file__).parent
+# Turing. CUDA 13, the image's, has dropped Volta; the AMI's open driver never had it (release notes of the Base OSS
+# Nvidia Driver AMI for AL2023 list G4dn, G5, G6, G6e, G7, G7e, P4d and newer; read 2026-11).
+LEAST_CAPABILITY = 7.5
 _T = TypeVar("_T")
 
 
@@ -45,6 +48,7 @@ class Gpu:
     fp32_tflops: float | None
     bandwidth_gb_s: float | None
     bf16: bool  # computes in bf16 natively
+    capability: float  # compute capability, NVIDIA's list of CUDA GPUs
 
     def peak_tflops(self, precision: str) -> float | None:
         """Of `bf16`, or of fp32."""
@@ -76,6 +80,16 @@ class Instance:
     def gpu_memory_gb(self) -> float:
         """Memory of one device as the job sees it."""
         return self.gpu.memory_gb * self.gpu_share
+
+    @property
+    def unusable(self) -> str:
+        """Why no run can have it, whatever it does; or nothing."""
+        if self.left_ec2:
+            return f"left EC2 by {self.left_ec2}"
+        if self.gpu.capability < LEAST_CAPABILITY:
+            has = f"{self.gpu.name}, of compute capability {self.gpu.capability}"
+            return f"has {has}; the AMI's driver and CUDA 13 begin at {LEAST_CAPABILITY}"
+        return ""
 
     @property
     def gpus(self) -> str:
@@ -211,6 +225,7 @@ def _gpu(row: dict[str, str]) -> Gpu:
         fp32_tflops=_optional(row["fp32_tflops"]),
         bandwidth_gb_s=_optional(row["bandwidth_gb_s"]),
         bf16=row["bf16"] == "yes",
+        capability=float(row["capability"]),
     )
 
 

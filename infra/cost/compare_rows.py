@@ -223,8 +223,8 @@ def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:
     instance = option.instance
     if instance is None:
         return option.why
-    if instance.left_ec2:
-        return f"left EC2 by {instance.left_ec2}"
+    if instance.unusable:
+        return instance.unusable
     if instance.regions is not None and region not in instance.regions:
         return f"not offered in {region}"
     return "" if nodes == 1 else f"{nodes} nodes: priced only, a run is one node"

@@ -110,6 +110,11 @@ def test_p3_left_ec2_in_may_2026(type_: str) -> None:
     assert (instance.left_ec2.year, instance.left_ec2.month) == (2026, 5)
 
 
+def test_what_the_driver_and_cuda_cannot_drive_is_not_for_use() -> None:
+    unusable = {name for name, each in CATALOG.instances.items() if each.unusable and not each.left_ec2}
+    assert unusable == {"p3dn.24xlarge"}
+
+
 def test_an_unknown_type_is_none_and_its_price_error_names_the_nearest() -> None:
     assert CATALOG.instance("g5.2xlrage") is None
     with pytest.raises(PriceMissing, match=r"nearest: g5\.2xlarge"):

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from infra.catalog import load_catalog
-from infra.cost import compare, compare_table, criteria, risk
+from infra.cost import compare, compare_rows, compare_table, criteria, risk
 from infra.cost.bill import price
 from infra.cost.compare_rows import Row
 from infra.cost.hazard import Hazard, Key
+from infra.cost.options import type_cost
 from infra.definition import StackDefinition
 from infra.loader import load
 from infra.scenarios import scenarios
@@ -166,6 +167,12 @@ def test_a_retired_type_is_shown_and_marked() -> None:
     row = rows("two-tower")["o-p3.8x"]
     assert not row.launchable
     assert "left EC2" in row.why
+
+
+def test_a_type_whose_gpu_the_image_cannot_use_is_marked_with_its_price() -> None:
+    definition, _ = stack("two-tower")
+    option = type_cost(definition, load_catalog(), "p3dn.24xlarge")
+    assert "compute capability 7.0" in compare_rows._unlaunchable(option, "us-east-1", 1)
 
 
 def test_a_row_beyond_the_limits_is_marked_and_still_priced() -> None:

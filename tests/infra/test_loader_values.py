@@ -177,6 +177,7 @@ REFUSED = [
     ("fleet", "zones: []", "fleet.zones", "a list of 1 to 6", "", "no zone"),
     ("fleet", "zones: us-east-2a", "fleet.zones", "a list", "Write [us-east-2a].", "a zone that is no list"),
     ("fleet", "instance_types: [p3.2xlarge]", "fleet.instance_types[0]", "still offers", "Use g5.2xlarge", "p3"),
+    ("fleet", "instance_types: [p3dn.24xlarge]", "fleet.instance_types[0]", "can use", "capability 7.0", "V100"),
     ("fleet", "instance_types: [g4dn.2xlarge]", "fleet.instance_types[0]", "bf16", "g5.2xlarge", "no bf16"),
     ("fleet", "instance_types: [g5.2xlrage]", "fleet.instance_types[0]", "g5.2xlarge", "Nearest: g5.2xlarge.", "typo"),
     ("fleet", "instance_types: [c7i.large]", "fleet.instance_types[0]", "g5.*", "", "no GPU"),
