@@ -107,8 +107,8 @@ def test_a_cap_below_the_bill_shows_the_bill_and_is_then_an_error(
 @pytest.mark.parametrize(
     ("stack", "scenario", "why"),
     [
-        ("pretrain-d64", "31h-p5", "it holds its node beyond its work"),
-        ("sft-h100", "fsdp-2xh100", "it is several nodes, and a run is one"),
+        pytest.param("pretrain-d64", "31h-p5", "it holds its node beyond its work", marks=pytest.mark.slow),
+        pytest.param("sft-h100", "fsdp-2xh100", "it is several nodes, and a run is one", marks=pytest.mark.slow),
         ("kernel-sft", "ours-30-percent-more", "it adds a buffer to its work"),
     ],
 )

@@ -66,7 +66,10 @@ def test_a_node_script_over_ec2s_limit_is_a_problem_of_the_file(monkeypatch: pyt
         load(SHIPPED, now=NOW)
 
 
-@pytest.mark.parametrize("odd", ["[{a: [b]}]", "1e999", "'é\\t\"'"])
+@pytest.mark.parametrize(
+    "odd",
+    ["[{a: [b]}]", pytest.param("1e999", marks=pytest.mark.slow), pytest.param("'é\\t\"'", marks=pytest.mark.slow)],
+)
 def test_no_value_anywhere_in_a_file_can_crash_the_loader(tmp_path: Path, odd: str) -> None:
     lines, refused = SHIPPED.read_text().splitlines(), []
     for number, line in enumerate(lines):

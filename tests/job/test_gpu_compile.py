@@ -60,6 +60,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "adapter": (lambda: fine_tuned(adapter=True), 6),
 }
 
+LONG = ("padded experts", "all weights")  # each is like another, and takes seconds
+
 
 def inputs(module: nn.Module, rows: int) -> tuple[Tensor, ...]:
     tokens = torch.randint(32, (rows, ROW), generator=torch.Generator().manual_seed(rows))
@@ -75,7 +77,9 @@ def inputs(module: nn.Module, rows: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     "checkpointing", [pytest.param(False, id="kept"), pytest.param(True, id="checkpointed", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in MODELS]
+)
 def test_a_block_is_one_graph_for_each_size_and_never_compiled_again(
     name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

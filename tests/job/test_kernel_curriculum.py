@@ -122,9 +122,13 @@ class StopOnceExported(Requests):
             "sft-uniform: generating 4 of 4 candidates, at most 6 tokens each\nstopped while generating: test",
             marks=pytest.mark.slow,
         ),
-        (18, "stopped after step 10: test"),
+        pytest.param(18, "stopped after step 10: test", marks=pytest.mark.slow),
         pytest.param(22, "stopped while generating: test\nstep 000012/000016", marks=pytest.mark.slow),
-        (None, "sft-adaptive: generating 4 of 4 candidates, at most 6 tokens each\nstopped while generating: test"),
+        pytest.param(
+            None,
+            "sft-adaptive: generating 4 of 4 candidates, at most 6 tokens each\nstopped while generating: test",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_comparison_stopped_anywhere_goes_on_where_it_was(

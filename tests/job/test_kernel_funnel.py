@@ -53,7 +53,10 @@ def test_there_are_200_planted_candidates_of_five_kinds() -> None:
     assert {kind: sum(c.label == kind for c in made) for kind in KINDS} == dict.fromkeys(KINDS, 40)
 
 
-@pytest.mark.parametrize("task", ["leaky_relu", "hardtanh", "addcmul"])
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param("leaky_relu", marks=pytest.mark.slow), pytest.param("hardtanh", marks=pytest.mark.slow), "addcmul"],
+)
 def test_each_planted_kind_stops_at_its_own_stage(workers: Workers, task: str) -> None:
     made = [candidate for candidate in planted.candidates(100) if candidate.task == task]
     assert {label: v.stage for label, v in verdicts(judge(workers), made).items()} == STOPS_AT
@@ -127,7 +130,7 @@ def test_every_configuration_of_a_tuned_kernel_is_tried(workers: Workers) -> Non
     assert {label: verdict.passed for label, verdict in found.items()} == {"0": 0, "4": 0, "8": 0, "9": 1}
 
 
-@pytest.mark.parametrize("task", ["silu", "lerp", "addcmul"])
+@pytest.mark.parametrize("task", ["silu", pytest.param("lerp", marks=pytest.mark.slow), "addcmul"])
 def test_one_that_ignores_the_strides_of_any_argument_is_wrong(workers: Workers, task: str) -> None:
     arguments = catalog.BY_NAME[task].arguments
     forgets = {name: {name} for name in arguments} | {"all": set(arguments)}

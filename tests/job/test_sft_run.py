@@ -139,7 +139,17 @@ def test_checkpoints_hold_the_adapter_and_its_moments_alone_and_the_last_one_no_
 
 # Looks at the stop request: one before the first step, one after each, one after training; then one per micro-batch of
 # the validations (three rows: 2 each in bf16, 3 each in fp32) and one per token of the answers.
-@pytest.mark.parametrize("look", [0, 3, STEPS, STEPS + 1, STEPS + 5, STEPS + 2 + 12])
+@pytest.mark.parametrize(
+    "look",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        3,
+        pytest.param(STEPS, marks=pytest.mark.slow),
+        STEPS + 1,
+        pytest.param(STEPS + 5, marks=pytest.mark.slow),
+        STEPS + 2 + 12,
+    ],
+)
 def test_a_run_stopped_anywhere_ends_with_the_same_adapter_and_results(
     look: int, finished: Path, tmp_path: Path
 ) -> None:

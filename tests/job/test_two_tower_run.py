@@ -91,7 +91,7 @@ def test_the_refit_is_one_model_with_its_shapes(finished: Path) -> None:
     assert len(meta["models"]) == 31
 
 
-@pytest.mark.parametrize("look", [4, 9, 15])
+@pytest.mark.parametrize("look", [4, pytest.param(9, marks=pytest.mark.slow), 15])
 def test_a_run_stopped_amid_its_folds_or_its_refit_ends_the_same_to_the_bit(
     look: int, finished: Path, tmp_path: Path
 ) -> None:
