@@ -80,8 +80,10 @@ def nearest(word: str, names: Iterable[str]) -> str:
     return f"Nearest: {close[0]}." if close else ""
 
 
-def build(cls: type[Any], node: Node | None, path: str, findings: Findings) -> Any:
-    """The dataclass at `path`. A wrong or missing value is reported, and a placeholder stands in."""
+def build(cls: type[Any], node: Node | None, path: str, findings: Findings, default: Any = None) -> Any:
+    """The dataclass at `path`. A wrong or missing value is reported, and a placeholder stands in. What is not written
+    is as in `default`, where the section around it has one of its own, or else as in `cls`.
+    """
     entries: dict[str, Node] = {}
     if isinstance(node, Mapping):
         entries = node.entries
@@ -97,13 +99,14 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings) -> A
             values["parameters"] = _parameters(entries, where, findings)
             continue
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        value = _convert(hint, entries[spec.name], where, rule, findings) if spec.name in entries else _BAD
+        kept = spec.default if default is None else getattr(default, spec.name)
+        value = _convert(hint, entries[spec.name], where, rule, findings, kept) if spec.name in entries else _BAD
         if value is not _BAD:
             values[spec.name] = value
-        elif required:
+        elif required and default is None:
             findings.add(where, describe(hint, rule))
             values[spec.name] = _placeholder(hint)
-    return cls(**values)
+    return cls(**values) if default is None else dataclasses.replace(default, **values)
 
 
 @functools.cache
@@ -171,14 +174,14 @@ def _unwrap(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def _convert(hint: Any, node: Node, path: str, rule: Rule, findings: Findings) -> Any:
-    """The typed value, or _BAD after reporting why not."""
+def _convert(hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None) -> Any:
+    """The typed value, or _BAD after reporting why not. A section keeps of `default` what is not written."""
     inner, optional = _unwrap(hint)
     null = isinstance(node, Scalar) and node.is_null
     if null and optional:
         return None
     if is_dataclass(inner) and isinstance(inner, type):
-        return build(inner, node, path, findings)
+        return build(inner, node, path, findings, default if isinstance(default, inner) else None)
     allowed = describe(hint, rule)
     if typing.get_origin(inner) is tuple:
         if not isinstance(node, Items):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import types
 import typing
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass, replace
 from typing import Any
 
 from job.config.common import Checkpoint, Log, bounded
@@ -59,33 +59,38 @@ def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:
     if experiment not in EXPERIMENTS:
         raise ValueError(f"job.experiment: {experiment!r} is not one of {', '.join(sorted(EXPERIMENTS))}")
     problems: list[str] = []
-    config: JobConfig = _build(EXPERIMENTS[experiment], tree, "job.parameters", problems)
+    config: JobConfig = _build(EXPERIMENTS[experiment], tree, "job.parameters", problems, EXPERIMENTS[experiment]())
     if problems:
         raise ValueError("; ".join(problems))
     return config
 
 
-def _build(cls: type[Any], tree: Any, path: str, problems: list[str]) -> Any:
+def _build(cls: type[Any], tree: Any, path: str, problems: list[str], default: Any) -> Any:
+    """What `tree` does not name is as in `default`."""
     if not isinstance(tree, dict):
         problems.append(f"{path}: {tree!r} is not a section of keys")
-        return cls()
+        return default
     hints, known = typing.get_type_hints(cls), {f.name: f for f in fields(cls)}
     if unknown := sorted(set(tree) - set(known)):
         problems.append(f"{path}: unknown keys {', '.join(unknown)}")
     given = {key: value for key, value in tree.items() if key in known}
-    return cls(
-        **{key: _value(hints[key], value, f"{path}.{key}", known[key], problems) for key, value in given.items()}
+    return replace(
+        default,
+        **{
+            key: _value(hints[key], value, f"{path}.{key}", known[key], problems, getattr(default, key))
+            for key, value in given.items()
+        },
     )
 
 
-def _value(hint: Any, value: Any, path: str, spec: Field[Any], problems: list[str]) -> Any:
+def _value(hint: Any, value: Any, path: str, spec: Field[Any], problems: list[str], default: Any = None) -> Any:
     """The typed value; where it is not allowed, a problem, and what was given."""
     if isinstance(hint, types.UnionType):
         if value is None:
             return None
         (hint,) = (arm for arm in typing.get_args(hint) if arm is not types.NoneType)
     if is_dataclass(hint) and isinstance(hint, type):
-        return _build(hint, value, path, problems)
+        return _build(hint, value, path, problems, default if isinstance(default, hint) else hint())
     if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
         arm = typing.get_args(hint)[0]
         return tuple(_value(arm, item, f"{path}[{index}]", spec, problems) for index, item in enumerate(value))
