@@ -106,7 +106,8 @@ def _resume(s: Supervisor) -> None:
     s.resumed_step = 0 if manifest is None else manifest["step"]
     if manifest is not None:
         s.publisher.resumed(manifest)  # before anything may end this attempt: it prunes what it does not know of
-        staging.best_too(_staging(s), s.resumed_step)
+        if not staging.best_too(_staging(s), s.resumed_step):
+            s.publisher.forget_best(manifest)
         metrics = s.store.get_bytes("metrics.jsonl")
         if metrics:
             atomic.write_bytes(s.workdir / "metrics.jsonl", metrics)
@@ -127,5 +128,6 @@ def _staging(s: Supervisor) -> staging.Stage:
 
 
 def _check(s: Supervisor) -> None:
+    s.between()
     if s.world.metadata.notice is not None or s.world.terminated() is not None:
         raise InterruptedEarlyError

@@ -7,6 +7,7 @@ is billed until the next node's launch, LOST_BOOT_S at most. A node that was tol
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -58,6 +59,7 @@ class Record:
         self._key = f"attempts/{instance}.json"
         self.fields: dict[str, Any] = {"instance": instance, **(atomic.parse_object(store.get_bytes(self._key)) or {})}
         self._changed = False
+        self._sending = threading.Lock()
 
     def update(self, **fields: Any) -> None:
         """Notes it here; no network."""
@@ -65,14 +67,15 @@ class Record:
         self._changed = True
 
     def flush(self) -> None:
-        """Raises StoreError."""
-        if self._changed:
-            self._changed = False
-            try:
-                self._store.put_bytes(json.dumps(self.fields, sort_keys=True).encode(), self._key)
-            except StoreError:
-                self._changed = True
-                raise
+        """From any thread: an older state is never put last. Raises StoreError."""
+        with self._sending:
+            if self._changed:
+                self._changed = False
+                try:
+                    self._store.put_bytes(json.dumps(self.fields, sort_keys=True).encode(), self._key)
+                except StoreError:
+                    self._changed = True
+                    raise
 
 
 def read(store: Store, run: RunFile, *, but: Node) -> list[Attempt]:

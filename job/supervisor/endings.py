@@ -32,10 +32,10 @@ def finish(s: Supervisor, reason: str, detail: str = "") -> int:
     until = s.clock() + FINISH_S
     if not drain(s, until if code == FINISHED else s.clock() + CRASH_S) and code == FINISHED:
         return crashed(s, "the last checkpoints could not be uploaded")
-    at = iso(s.clock())
-    s.record.update(exit={"code": code, "reason": reason, "notice": False, "at": at})
     try:
-        _insist(s, until, s.publisher.outputs)
+        _insist(s, until, lambda: _beside(s, s.publisher.outputs))
+        at = iso(s.clock())
+        s.record.update(exit={"code": code, "reason": reason, "notice": False, "at": at})
         _insist(s, until, lambda: s.pulse.last(s.heartbeat()))
         _insist(s, until, lambda: _receipt(s, reason, at))
         _insist(s, until, s.record.flush)
@@ -95,9 +95,21 @@ def drain(s: Supervisor, until: float) -> bool:
     """Uploads what is committed until there is no more, or no more time. True: nothing is left."""
     s.uploader.poll()
     while not s.uploader.idle and s.clock() < until:
+        s.between()
         s.world.sleep(TICK_S)
         s.uploader.poll()
     return s.uploader.idle
+
+
+def _beside(s: Supervisor, act: Callable[[], None]) -> None:
+    """`act` in the thread of the uploads where that has no more to do, with heartbeats meanwhile."""
+    if not s.uploader.idle:
+        return act()
+    doing = s.world.uploads.submit(act)
+    while not doing.done():
+        s.between()
+        s.world.sleep(TICK_S)
+    return doing.result()
 
 
 def _insist(s: Supervisor, until: float, act: Callable[[], Any]) -> None:
@@ -110,7 +122,10 @@ def _insist(s: Supervisor, until: float, act: Callable[[], Any]) -> None:
             if s.clock() + pause > until:
                 raise
             s.say(f"{error}; again in {pause:.0f} s")
-            s.world.sleep(pause)
+            again = s.clock() + pause
+            while s.clock() < again:
+                s.between()
+                s.world.sleep(TICK_S)
             pause = min(2 * pause, 60.0)
 
 

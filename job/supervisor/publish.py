@@ -101,13 +101,22 @@ class Publisher:
         self._reading = threading.Lock()
 
     def resumed(self, manifest: Mapping[str, Any]) -> None:
-        """The store's newest good checkpoint is this manifest's; a best of a later step is nobody's."""
+        """The store's newest good checkpoint is this manifest's; a best of a later step, or one that is gone, is
+        nobody's.
+        """
         step: int = manifest["step"]
         self.newest = step
         self._done = {step}
-        best = atomic.parse_object(self._store.get_bytes("best.json"))
-        self._best = best if best and isinstance(best.get("step"), int) and best["step"] <= step else None
+        best = atomic.parse_object(self._store.get_bytes("best.json")) or {}
+        found = best.get("step")
+        there = isinstance(found, int) and found <= step and self._store.size(_manifest(found)) is not None
+        self._best = best if there else None
         self._offer(step, _finite(manifest.get("val_loss")))  # a node may end between the two
+
+    def forget_best(self, manifest: Mapping[str, Any]) -> None:
+        """The best cannot be had any more: what the trainer has, from the resumed `manifest` on, is all there is."""
+        self._best = None
+        self._offer(manifest["step"], _finite(manifest.get("val_loss")))
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters."""
@@ -147,7 +156,7 @@ class Publisher:
         self._stages.send()  # what a later phase's checkpoint relies on
         try:
             self.metrics(patience_s=5.0)
-        except StoreError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
+        except OSError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
             self._say(f"metrics not sent: {error}")
         files = [{"name": name, "bytes": size, "sha256": digests[name]} for name, size in commit.files]
         manifest = {**commit.tree, **self._stamp(), "files": files, "required_files": required}
@@ -284,8 +293,7 @@ class Publisher:
     def _offer(self, step: int, val_loss: float | None) -> None:
         """best.json names this published step, if it is better than the one it names."""
         if self._improves(val_loss):
-            manifest = f"ckpt/step_{step:08d}/manifest.json"
-            best = {"schema": 1, "step": step, "val_loss": val_loss, "manifest": manifest}
+            best = {"schema": 1, "step": step, "val_loss": val_loss, "manifest": _manifest(step)}
             self._store.put_bytes(_json(best), "best.json")
             self._best = best
 
@@ -326,6 +334,10 @@ def _finite(value: Any) -> float | None:
 def _step(name: str) -> int:
     match = FOLDER.fullmatch(name)
     return int(match[1]) if match else 10**9
+
+
+def _manifest(step: int) -> str:
+    return f"ckpt/step_{step:08d}/manifest.json"
 
 
 def _under(key: str, prefix: str) -> bool:

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from job import atomic
-from job.supervisor.store import Store
+from job.supervisor.store import Store, StoreError
 
 FOLDER = "stages"
 
@@ -41,11 +41,14 @@ class Mirror:
 
     def send(self) -> None:
         """Every file that grew since the last call. From any thread: an older reading is never put last. Raises
-        StoreError.
+        StoreError, also where the disk does not give a file: it is tried again.
         """
         with self._sending:
             for path in sorted(self._folder.glob("*.jsonl")):
-                content = whole_lines(path.read_bytes())
+                try:
+                    content = whole_lines(path.read_bytes())
+                except OSError as error:
+                    raise StoreError(f"{path.name} cannot be read: {error}") from error
                 if len(content) != self._sent.get(path.name, 0):
                     self._store.put_bytes(content, f"{FOLDER}/{path.name}")
                     self._sent[path.name] = len(content)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -18,20 +18,21 @@ from typing import Any, TypeVar
 from job import atomic
 from job.config import KEEPS_BEST
 from job.run_file import Dataset, InputFile, RunFile
-from job.supervisor.store import MissingError, Store, StoreError, open_store, parent
+from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, open_store, parent
 
 BEST = "best.json"
 DATASET, WEIGHTS = "dataset.json", "weights.json"
 MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")
 T = TypeVar("T")
 PARALLEL = 8
+LOOK_S = 0.25  # between two calls of `check`
 TRIES = 3
 ADDED = ("run", "spent_usd", "spent_s", "attempt", "instance", "published_at")  # what a manifest has beyond commit.json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Where things come from and go to. `check` is called between files and may raise to give up."""
+    """Where things come from and go to. `check` is called often, by the caller's thread, and may raise to give up."""
 
     store: Store
     run: RunFile
@@ -129,22 +130,25 @@ def _reject(stage: Stage, key: str, why: str) -> None:
     stage.store.delete([key])
 
 
-def best_too(stage: Stage, newest: int) -> None:
-    """The best checkpoint beside a newer one, for a job that exports the best. One that is gone is only missed."""
+def best_too(stage: Stage, newest: int) -> bool:
+    """The best checkpoint beside a newer one, for a job that exports the best. False: best.json names one that cannot
+    be had.
+    """
     if not isinstance(stage.run.config, KEEPS_BEST):
-        return
+        return True
     best = atomic.parse_object(stage.store.get_bytes(BEST)) if _there(stage, BEST) else None
     step = best.get("step") if best else None
     if not isinstance(step, int) or step >= newest:
-        return
+        return True
     key = f"ckpt/step_{step:08d}/manifest.json"
     sizes = _sizes(stage)
     if key not in sizes:
-        return
+        return False
     manifest = atomic.parse_object(_retried(stage, lambda: stage.store.get_bytes(key), key))
     why = unfit(manifest, key, sizes, stage.run) or _restored(stage, key, manifest or {}, "the best so far, of")
     if why is not None:
         stage.say(f"{key}, the best so far, does not verify: {why}")
+    return why is None
 
 
 def _sizes(stage: Stage) -> dict[str, int]:
@@ -218,12 +222,23 @@ def _restore(stage: Stage, key: str, manifest: dict[str, Any], what: str) -> Non
 
 def _download(stage: Stage, store: Store, prefix: str, files: Sequence[InputFile], folder: Path) -> None:
     def one(file: InputFile) -> None:
-        stage.check()
         _retried(stage, lambda: _verified(store, prefix + file.name, file, folder / file.name), prefix + file.name)
 
     with ThreadPoolExecutor(PARALLEL) as pool:
-        for done in [pool.submit(one, file) for file in files]:
-            done.result()
+        waiting: set[Future[None]] = {pool.submit(one, file) for file in files}
+        try:
+            while waiting:
+                stage.check()
+                done, waiting = wait(waiting, LOOK_S, FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+        except BaseException:
+            for each in waiting:
+                each.cancel()
+            while waiting:  # again and again: one may just be beginning
+                store.cancel()
+                waiting = wait(waiting, LOOK_S).not_done
+            raise
 
 
 def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
@@ -239,7 +254,7 @@ def _retried(stage: Stage, act: Callable[[], T], what: str) -> T:
         try:
             return act()
         except (StoreError, MismatchError) as error:
-            if attempt == TRIES or isinstance(error, MissingError):
+            if attempt == TRIES or isinstance(error, MissingError | GivenUpError):
                 raise
             stage.say(f"{what}: {error}; again")
             stage.pause(2.0**attempt)

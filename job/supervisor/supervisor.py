@@ -59,6 +59,7 @@ class Supervisor:
         self.progress = Progress(workdir / "metrics.jsonl", self.clock)
         self.resumed_step = 0
         self.rung = 0
+        self.killed = ""  # why
         self._child: Trainer | None = None
         self._kill_at: float | None = None
         self._advised: str | None = None
@@ -197,11 +198,12 @@ class Supervisor:
         assert self._child is not None
         newest = max(self._child.output_at, self.progress.grew_at)
         if self._kill_at is not None and now >= self._kill_at:
-            self.say("the trainer did not stop in time: killed")
+            self.killed = "the trainer did not stop in time"
         elif now - newest > self.progress.quiet_limit_s():
-            self.say(f"no sign of progress for {now - newest:.0f} s: killed")
+            self.killed = f"no sign of progress for {now - newest:.0f} s"
         else:
             return
+        self.say(f"{self.killed}: killed")
         self._child.kill()
 
     def _conclude(self, code: int) -> int:
@@ -220,7 +222,7 @@ class Supervisor:
             return endings.crashed(self, f"node refused: {'; '.join(problems)}", code=endings.REFUSED)
         if code == UNREADABLE:
             return endings.crashed(self, f"{self._unreadable.get('problem')}, and there is none before it")
-        return endings.crashed(self, f"the trainer ended with {code}")
+        return endings.crashed(self, self.killed or f"the trainer ended with {code}")
 
     # Beside training ------------------------------------------------------------------------------------------------
 
@@ -242,6 +244,16 @@ class Supervisor:
             "compute_usd": str(spent.compute_usd),
             "usd_per_hour": str(spent.usd_per_hour),
         }
+
+    def between(self) -> None:
+        """While anything but training takes its time: heartbeats, and a notice noted at once, as while it trains."""
+        now, notice = self.clock(), self.world.metadata.notice
+        if notice is not None and self.cause is None and "exit" not in self.record.fields:
+            cause = Cause(reason="notice", deadline=notice.at)
+            self.record.update(exit=endings.interruption(cause, now))
+            self._beat()
+        elif now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
+            self._beat()
 
     def _beat(self) -> None:
         self._beat_at = self.clock()

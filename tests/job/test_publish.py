@@ -383,6 +383,31 @@ def test_the_best_is_named_by_the_next_node_when_one_ended_just_before(tmp_path:
     assert bench.json("best.json") == {"schema": 1, "step": 3, "val_loss": 2.0, "manifest": MANIFEST_3}
 
 
+@pytest.mark.parametrize("how", ["its manifest is gone", "it cannot be had"])
+def test_a_best_that_is_gone_is_not_the_one_to_beat(tmp_path: Path, how: str) -> None:
+    """Else the best there is would be pruned for it."""
+    bench = Bench(tmp_path)
+    made = publisher(bench)
+    for step, loss in ((3, 2.0), (6, None), (7, None)):
+        commit(tmp_path / "w", step, "c", val_loss=loss)
+        made.publish(made.pending()[-1])
+    (tmp_path / "w").rename(tmp_path / "before")
+    resumed = bench.json("ckpt/step_00000007/manifest.json")
+    if how == "its manifest is gone":
+        bench.store.delete([MANIFEST_3])
+    made = publisher(bench)
+    made.resumed(resumed)
+    if how == "it cannot be had":
+        made.forget_best(resumed)
+    for step, loss in ((8, 2.1), (9, 2.3), (10, 2.4), (11, 2.5)):
+        commit(tmp_path / "w", step, "c", reason="stop", val_loss=loss)
+        made.publish(made.pending()[-1])
+        made.prune()
+    assert bench.json("best.json")["step"] == 8
+    assert bench.manifests() == [8, 10, 11]
+    assert [found.step for found in commits(tmp_path / "w")] == [8, 10, 11]
+
+
 def test_a_disk_short_of_room_keeps_the_best_beside_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
     made = publisher(bench)
@@ -417,10 +442,11 @@ def test_a_try_that_failed_late_sends_again_only_what_had_not_arrived(tmp_path: 
     assert bench.manifests() == [3, 6]
 
 
-def test_a_log_that_cannot_be_sent_does_not_keep_a_checkpoint_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [StoreError("503"), OSError("input/output error")])
+def test_a_log_that_cannot_be_sent_does_not_keep_a_checkpoint_back(tmp_path: Path, error: OSError) -> None:
     bench = Bench(tmp_path)
     commit(tmp_path / "w", 3, "c")
     (tmp_path / "w" / "metrics.jsonl").write_text('{"step": 3}\n')
-    made = publisher(bench, FaultyStore(bench.store, lambda _, key: StoreError("503") if "metrics" in key else None))
+    made = publisher(bench, FaultyStore(bench.store, lambda _, key: error if "metrics" in key else None))
     made.publish(made.pending()[0])
     assert bench.manifests() == [3]

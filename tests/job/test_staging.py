@@ -165,6 +165,15 @@ def test_a_best_checkpoint_that_is_damaged_is_missed_and_said(bench: Bench, monk
     assert "the best so far, does not verify: ckpt/step_00000003/w.bin: sha256 is" in bench.said
 
 
+def test_a_best_that_is_missed_is_not_the_one_to_beat(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "KEEPS_BEST", (GrowthConfig,))
+    bench.store.put_bytes(b'{"step": 3, "val_loss": 0.5}', "best.json")
+    bench.store.delete(["ckpt/step_00000003/w.bin"])
+    assert bench.attempt(script={7: lambda trainer: trainer.commit("best", 0.6)}).run() == 0
+    assert (bench.json("best.json")["step"], bench.trainers[0].began_at) == (7, 6)
+    assert bench.manifests() == [7, 9, 12]
+
+
 def test_bytes_that_arrive_wrong_on_a_doubted_node_reject_nothing(bench: Bench) -> None:
     bench.store.put_bytes(state(7), "ckpt/step_00000006/w.bin")
     workdir = bench.folder / "next"

@@ -228,7 +228,7 @@ def test_a_silent_trainer_is_killed_as_a_crash(tmp_path: Path) -> None:
     assert bench.attempt(script={4: hang}).run() == 1
     assert bench.trainers[0].killed
     assert 900 <= bench.clock.now - began <= 910
-    assert "no sign of progress" in bench.said
+    assert bench.json("attempts/i-1.json")["exit"]["reason"].startswith("no sign of progress for 90")
 
 
 def test_output_alone_is_a_sign_of_life(tmp_path: Path) -> None:

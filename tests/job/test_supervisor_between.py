@@ -1,0 +1,122 @@
+"""What is known of an attempt while it does not train: it stages, or uploads the run's end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervisor_world import Bench, Death, FaultyStore
+
+from job.run_file import Node
+from job.supervisor import attempts, staging
+from job.supervisor.endings import iso
+from job.supervisor.store import FolderStore, GivenUpError, StoreError, open_store
+
+
+class SlowInputs:
+    """A store whose downloads take until `act` has returned."""
+
+    def __init__(self, uri: str, act: Callable[[threading.Event], None]) -> None:
+        self._inner, self.uri, self._act = open_store(uri), uri, act
+        self._cancelled = threading.Event()
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._act(self._cancelled)
+        self._inner.get_file(key, path)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def notice(bench: Bench, seconds: float) -> None:
+    at = iso(bench.clock.now + seconds)
+    bench.answers["instance-action"] = json.dumps({"action": "terminate", "time": at}).encode()
+    bench.metadata.poll()
+
+
+def test_a_notice_ends_a_download_and_is_recorded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+
+    def downloading(cancelled: threading.Event) -> None:
+        notice(bench, 120)
+        assert cancelled.wait(30), "the download was not ended"
+        raise GivenUpError("given up")
+
+    slow = partial(SlowInputs, act=downloading)
+    monkeypatch.setattr(staging, "inputs", partial(staging.inputs, opened=slow))
+    assert bench.attempt().run() == 75
+    ended = bench.json("attempts/i-1.json")["exit"]
+    assert (ended["reason"], ended["notice"], ended["code"]) == ("notice", True, 75)
+    assert bench.trainers == []
+
+
+def test_a_node_lost_while_it_stages_is_billed_until_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+    supervisor = bench.attempt()
+
+    def downloading(_: threading.Event) -> None:
+        bench.clock.now += 600
+        beats, end = bench.store.get_bytes("heartbeat/i-1.jsonl"), threading.Event()
+        for _ in range(300):
+            if bench.store.get_bytes("heartbeat/i-1.jsonl") != beats:
+                break
+            end.wait(0.1)
+        raise Death
+
+    monkeypatch.setattr(staging, "inputs", partial(staging.inputs, opened=partial(SlowInputs, act=downloading)))
+    with pytest.raises(Death):
+        supervisor.run()
+    later = Node(instance="i-2", type="g5.2xlarge", zone="us-east-2a", launched_at=bench.clock.now + 30)
+    (found,) = attempts.read(bench.store, supervisor.run_file, but=later)
+    assert found.seconds == 720  # 120 before, 600 of the download
+
+
+def test_a_notice_while_the_end_is_uploaded_is_recorded_although_the_store_refuses(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    began: list[float] = []
+
+    def fault(_: int, key: str) -> BaseException | None:
+        if not key.startswith("final/"):
+            return None
+        if not began:
+            began.append(bench.clock.now)
+            notice(bench, 120)
+        return Death() if bench.clock.now > began[0] + 120 else StoreError("503 slow down")
+
+    with pytest.raises(Death):
+        bench.attempt(store=FaultyStore(bench.store, fault)).run()
+    assert bench.json("attempts/i-1.json")["exit"]["notice"] is True
+
+
+def test_the_newest_record_of_an_attempt_is_put_last(tmp_path: Path) -> None:
+    release, slow = threading.Event(), threading.Event()
+
+    class Slow(FolderStore):
+        def put_bytes(self, content: bytes, key: str) -> None:
+            if b"exit" not in content:
+                slow.set()
+                assert release.wait(10)
+            super().put_bytes(content, key)
+
+    store = Slow(tmp_path)
+    record = attempts.Record(store, "i-1")
+    record.update(type="g5.2xlarge")
+    pulse = threading.Thread(target=record.flush)
+    pulse.start()
+    assert slow.wait(10)
+    record.update(exit={"code": 75})
+    leaving = threading.Thread(target=record.flush)
+    leaving.start()
+    leaving.join(0.2)
+    release.set()
+    pulse.join()
+    leaving.join()
+    assert json.loads(store.get_bytes("attempts/i-1.json") or b"{}")["exit"] == {"code": 75}
