@@ -46,7 +46,7 @@ def flops_per_token(config: SftConfig) -> int:
 
 
 def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
-    """`train`, then `merge`: four validation losses and the stored answers."""
+    """`train`, then `merge`: five validation losses and the stored answers."""
     m, rows = config.model, config.batch.tokens // config.data.row
     unpacked = min(config.data.tokens_per_example, config.data.row) / config.data.row
     fill = config.data.fill if config.measures.packing else unpacked
