@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     sin: Tensor
     mask: Tensor | None  # [R, 1, T, S] True = attends; None with starts None: causal over the whole row
     starts: Tensor | None  # [K] int32: first token of each example in the flat batch, then N; for the varlen kernel
-    longest: int  # tokens of the longest example, at most
+    longest: int  # tokens between two starts, at most
 
 
 class Cache:
@@ -147,6 +147,7 @@ class Decoder(Checkpointed):
         targets_RT: Tensor | None = None,
         documents_RT: Tensor | None = None,
         starts_K: Tensor | None = None,
+        longest: int | None = None,
         *,
         cache: Cache | None = None,
         padding_R: Tensor | None = None,
@@ -154,13 +155,13 @@ class Decoder(Checkpointed):
         """Logits without targets, the summed loss with them (IGNORED ones, -100, count nothing).
 
         `documents` numbers the examples of each row; None: a row is one. `starts` are their first places in the flat
-        batch, [K] int32, the last of them N (repeated to keep K constant): with them, on CUDA in bf16, the varlen
-        kernel runs; without, a mask. With a `cache` the tokens follow those in it, `padding` of which, at the left,
-        are no tokens; the cache moves on.
+        batch, [K] int32, the last of them N (repeated to keep K constant), no two farther apart than `longest` (None: a
+        row): with them, on CUDA in bf16, the varlen kernel runs; without, a mask. With a `cache` the tokens follow
+        those in it, `padding` of which, at the left, are no tokens; the cache moves on.
         """
         x_RTd = self.embed(tokens_RT).to(self.compute_dtype)
         if cache is None:
-            layout = self._packed(tokens_RT, documents_RT, starts_K)
+            layout = self._packed(tokens_RT, documents_RT, starts_K, longest)
         else:
             layout = self._continued(tokens_RT, cache, padding_R)
         for block in self.blocks:
@@ -174,14 +175,16 @@ class Decoder(Checkpointed):
             return Output(F.linear(x_RTd, weight_Vd), None, None, {})
         return Output(None, linear_loss(x_RTd.flatten(0, 1), weight_Vd, targets_RT.flatten()), None, {})
 
-    def _packed(self, tokens_RT: Tensor, documents_RT: Tensor | None, starts_K: Tensor | None) -> Layout:
+    def _packed(
+        self, tokens_RT: Tensor, documents_RT: Tensor | None, starts_K: Tensor | None, longest: int | None
+    ) -> Layout:
         length = tokens_RT.shape[1]
         places_T = torch.arange(length, device=tokens_RT.device)
         if documents_RT is None:
             return Layout(*self._turns(places_T[None]), None, None, length)
         cos, sin = self._turns(positions(documents_RT))
         if starts_K is not None and varlen_runs(tokens_RT.device, self.compute_dtype):
-            return Layout(cos, sin, None, starts_K, length)
+            return Layout(cos, sin, None, starts_K, length if longest is None else longest)
         same_RTT = documents_RT[:, :, None] == documents_RT[:, None, :]
         mask_RTT = same_RTT & (places_T[:, None] >= places_T[None, :])
         return Layout(cos, sin, mask_RTT[:, None], None, length)

@@ -51,7 +51,7 @@ class Output(Protocol):
 class Micro(NamedTuple):
     """One forward and backward pass: `module(*inputs)`."""
 
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Any, ...]  # tensors, and numbers that never change: each value is a graph of its own
     tokens: int  # that the loss is summed over
     place: int = 0  # of its first row in the global batch; dropout is seeded with (seed, step, place)
 

@@ -53,8 +53,10 @@ class PackedBatches:
         }
         self.row = self.splits["train"].row
         self.waited_s = 0.0
-        self._most = int(manifest.facts["most_examples"]) + 1  # and the padding at the end
-        self._renderer, self._cut = renderer, (manifest.facts["loss_on"], int(manifest.facts["longest"]))
+        self.longest = min(int(manifest.facts.get("longest", self.row)), self.row)  # tokens of an example, at most
+        # In a row: examples, and the padding at the end in pieces. A row of padding alone has one example fewer.
+        self._most = int(manifest.facts["most_examples"]) + math.ceil((self.row - 1) / self.longest)
+        self._renderer, self._cut = renderer, (manifest.facts["loss_on"], self.longest)
         self._texts = [] if renderer is None else (folder / TEXTS).read_bytes().split(b"\n")
         self._order = lru_cache(maxsize=2)(order)
 
@@ -99,7 +101,9 @@ class PackedBatches:
             yield made
 
     def _micro(self, rows: PackedRows, real: Rows, size: int, place: int) -> Micro:
-        """(tokens, targets, documents, starts) of `size` rows, all of them [R, T] int64 but starts, [K] int32."""
+        """(tokens, targets, documents, starts, longest) of `size` rows: [R, T] int64 but starts, [K] int32, and
+        longest, a number: no two starts are farther apart.
+        """
         tokens = np.zeros((size, self.row), dtype=np.int64)
         marks = np.zeros((size, self.row), dtype=np.int64)
         if self._renderer is not None and rows is self.splits["train"]:
@@ -110,11 +114,10 @@ class PackedBatches:
         targets = np.full_like(tokens, IGNORED)
         targets[:, :-1] = np.where(marks[:, 1:] & 1, tokens[:, 1:], IGNORED)  # an example's first never counts
         documents = marks >> 1
-        starts = _starts(documents, size * self._most + 1)
-        inputs = tuple(
-            torch.from_numpy(a).to(self.device, non_blocking=True) for a in (tokens, targets, documents, starts)
-        )
-        return Micro(inputs, int((marks & 1).sum()), place)
+        starts = _starts(documents, self.longest, size * self._most + 1)
+        arrays = (torch.from_numpy(a) for a in (tokens, targets, documents, starts))
+        inputs = tuple(array.to(self.device, non_blocking=True) for array in arrays)
+        return Micro((*inputs, self.longest), int((marks & 1).sum()), place)
 
     def _tokenise(self, row: int, tokens_T: Rows, marks_T: Rows) -> None:
         """Fills one row from its conversations."""
@@ -128,10 +131,15 @@ class PackedBatches:
             at = end
 
 
-def _starts(documents: NDArray[np.int64], length: int) -> NDArray[Any]:
-    """[K] int32: where an example, or padding, begins in the flat batch; then N until the end, so K never changes."""
+def _starts(documents: NDArray[np.int64], longest: int, length: int) -> NDArray[Any]:
+    """[K] int32: where an example, or a piece of padding, begins in the flat batch; then N until the end, so K never
+    changes. Padding is cut into pieces no longer than an example: the kernel launches as much for every sequence as for
+    the longest, and what padding attends to counts nowhere.
+    """
     begins = np.ones(documents.shape, dtype=np.bool_)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    padding = documents == 0
+    begins |= padding & ((np.cumsum(padding, axis=1) - 1) % longest == 0)
     found = np.flatnonzero(begins)
     starts = np.full(length, documents.size, dtype=np.int32)
     starts[: len(found)] = found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from job.config.common import Decoder as Shape
@@ -90,3 +92,18 @@ def examples(rows: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 def as_arguments(rows: dict[str, Tensor]) -> tuple[Any, ...]:
     return rows["tokens"], rows["targets"], rows["documents"]
+
+
+def slow_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *longest: int, **options: Any) -> Tensor:
+    """What the varlen kernel computes, example by example: [N, H, D]."""
+    assert options == {"window_size": (-1, 0), "enable_gqa": True}
+    assert torch.equal(cu_q, cu_k)
+    assert cu_q.dtype == torch.int32
+    out = torch.empty_like(q)
+    for start, end in itertools.pairwise(cu_q.tolist()):
+        if start == end:
+            continue  # the end is repeated
+        assert end - start <= min(longest)
+        parts = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+        out[start:end] = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return out

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from decoder_models import FAMILIES, as_arguments, examples, generator, model, packed
+from decoder_models import FAMILIES, as_arguments, examples, generator, model, packed, slow_varlen
 from torch import Tensor
 
 from job import sizing
@@ -123,21 +122,6 @@ def test_activation_checkpointing_changes_neither_loss_nor_gradient() -> None:
     assert again.item() == plain.item()
     for parameter, gradient in zip(module.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-
-
-def slow_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *longest: int, **options: Any) -> Tensor:
-    """What the kernel computes, example by example: [N, H, D]."""
-    assert options == {"window_size": (-1, 0), "enable_gqa": True}
-    assert torch.equal(cu_q, cu_k)
-    assert cu_q.dtype == torch.int32
-    out = torch.empty_like(q)
-    for start, end in itertools.pairwise(cu_q.tolist()):
-        if start == end:
-            continue  # the end is repeated
-        assert end - start <= min(longest)
-        parts = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
-        out[start:end] = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-    return out
 
 
 @pytest.mark.parametrize("family", FAMILIES)

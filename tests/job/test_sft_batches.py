@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sft_world as sft
 import torch
+from decoder_models import FAMILIES, generator, slow_varlen
 
 from job.config import from_json
 from job.config.sft import SftConfig
 from job.dataset.packed import prepare_sft
 from job.dataset.prepare import read_manifest
 from job.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
+from job.models import decoder
 from job.models.decoder import positions
 from job.models.linear_loss import IGNORED
 from job.train.packed_rows import PackedBatches
@@ -75,7 +79,7 @@ def test_targets_are_the_answers_next_tokens_within_one_example(folder: Path) ->
     found = batches(folder)
     rows = found.step(1, 0, 6, 1)
     for micro in found.work("train", rows, 3).micros:
-        tokens, targets, documents, _ = micro.inputs
+        tokens, targets, documents, *_ = micro.inputs
         counted = targets != IGNORED
         assert micro.tokens == int(counted.sum()) > 0
         assert torch.equal(targets[:, :-1][counted[:, :-1]], tokens[:, 1:][counted[:, :-1]])
@@ -88,13 +92,38 @@ def test_starts_are_where_positions_are_zero_and_keep_their_length(folder: Path)
     lengths = set()
     for step in range(6):
         for micro in found.work("train", found.step(1, step, 4, 2), 2).micros:
-            tokens, _, documents, starts = micro.inputs
+            tokens, _, documents, starts, _ = micro.inputs
             assert starts.dtype == torch.int32
             lengths.add(len(starts))
             begins = (positions(documents).flatten() == 0).nonzero().flatten().tolist()
             assert starts[: len(begins)].tolist() == begins
             assert set(starts[len(begins) :].tolist()) == {tokens.numel()}
     assert len(lengths) == 1
+
+
+def test_no_two_starts_are_farther_apart_than_an_example_and_no_loss_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = from_json("sft-h100", sft.config(data={"longest": 40, "held_out": 0.1}))
+    assert isinstance(config, SftConfig)
+    prepare_sft(tmp_path / "data", config)
+    shape = replace(FAMILIES["llama"], vocab=512)
+    module = decoder.build(shape, compute=torch.float64, dtype=torch.float64, generator=generator())
+    last = batches(tmp_path / "data", rank=1, size=2)  # of three rows, one: another is padding alone
+    works = [last.work("train", np.arange(3), 2), last.work("validation", np.array([0, 1, 1]), 2)]
+    micros = [micro for work in works for micro in work.micros]
+    assert any((micro.inputs[2][-1] == 0).all() for micro in micros)
+    assert len({len(micro.inputs[3]) for micro in micros}) == 1
+    for micro in micros:
+        tokens, targets, documents, starts, longest = micro.inputs
+        assert longest == 40
+        assert max(end - start for start, end in itertools.pairwise(starts.tolist())) <= longest
+        assert starts[-1] == tokens.numel()
+        masked = module(tokens, targets, documents).loss_sum
+        with monkeypatch.context() as patched:
+            patched.setattr(decoder, "varlen_runs", lambda device, compute: True)
+            patched.setattr(decoder.varlen, "varlen_attn", slow_varlen)
+            torch.testing.assert_close(module(*micro.inputs).loss_sum, masked, rtol=1e-12, atol=0)
 
 
 def test_validation_rows_are_spread_and_fixed(folder: Path) -> None:
@@ -121,5 +150,6 @@ def test_rows_tokenised_while_training_are_the_prepared_ones(source: str, tmp_pa
     rows = np.arange(len(plain.splits["train"]))
     for one, two in zip(plain.work("train", rows, 4).micros, anew.work("train", rows, 4).micros, strict=True):
         assert one.tokens == two.tokens
-        assert all(torch.equal(a, b) for a, b in zip(one.inputs, two.inputs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(one.inputs[:4], two.inputs[:4], strict=True))
+        assert one.inputs[4] == two.inputs[4] == 40
     assert anew.waited_s > 0
