@@ -1,7 +1,7 @@
 """Rows of whole examples: how they are packed, drawn in order, and read back. No torch.
 
-Packing is first-fit decreasing: the longest example first, each into the first row with room. The files are described
-in packed.py.
+Packing is first-fit decreasing: the longest example first, each into the first row with room; then rows of very many
+short examples trade with rows of few. The files are described in packed.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from job.dataset.prepare import DatasetManifest
 from job.dataset.shards import HEADER, read_header
 
 MOST_EXAMPLES = (1 << 15) - 1  # in a row: what a mark can count to
+CROWDED, CROWDED_MEANS = 32, 3  # a row with more examples than this, and than so many times the mean, trades
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 Split = Literal["train", "validation"]
 Ids = NDArray[np.uint32]
@@ -52,7 +53,7 @@ class Packing:
 def pack(examples: list[Example], how: Packing) -> list[NDArray[np.int64]]:
     """Rows, each as indices into `examples`."""
     lengths = np.array([len(example.tokens) for example in examples], dtype=np.int64)
-    row_of = first_fit_decreasing(lengths, how.row) if how.packing else np.arange(len(lengths))
+    row_of = evened(lengths, first_fit_decreasing(lengths, how.row)) if how.packing else np.arange(len(lengths))
     order = np.argsort(row_of, kind="stable")
     edges = np.flatnonzero(np.diff(row_of[order])) + 1
     found: list[NDArray[np.int64]] = np.split(order, edges)
@@ -82,6 +83,45 @@ def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int
         room = np.concatenate([room, np.full(math.ceil(left / (row // length)), row)])
         row_of[group] = np.concatenate([places, fresh])
         room -= length * np.bincount(row_of[group], minlength=len(room))
+    return row_of
+
+
+def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same rows, each as full, few with many more examples than the mean. The most that a row holds sets what
+    attention launches for all of them, and first-fit decreasing leaves the last rows nothing but the shortest.
+
+    A crowded row gives a run of its shortest for one example of exactly as many tokens, from a row with room for more
+    examples; where there is no such example, it stays crowded. Where no row is, nothing moves.
+    """
+    counts = np.bincount(row_of)
+    most = max(CROWDED, math.ceil(CROWDED_MEANS * len(lengths) / len(counts)))
+    crowded = np.flatnonzero(counts > most)
+    if not len(crowded):
+        return row_of
+    row_of = row_of.copy()
+    by_row, ends = np.lexsort((lengths, row_of)), np.cumsum(counts)
+    members = [by_row[ends[row] - counts[row] : ends[row]] for row in crowded]  # shortest first
+    alike = np.argsort(lengths, kind="stable")
+    edges = np.searchsorted(lengths[alike], np.arange(int(lengths.max()) + 2))
+    asked = edges[:-1].copy()  # of each length, the next in `alike`; nobody is asked twice
+    for row, own in zip(crowded, members, strict=True):
+        gone, upto = 0, np.concatenate([[0], np.cumsum(lengths[own])])
+        run = int(counts[row]) - most + 1
+        while run > 1:
+            run = min(run, most - 1, len(own) - gone)
+            total = int(upto[gone + run] - upto[gone])
+            while total < len(asked) and asked[total] < edges[total + 1]:
+                other = alike[asked[total]]
+                asked[total] += 1
+                there = row_of[other]
+                if counts[there] + run - 1 <= most:
+                    row_of[own[gone : gone + run]], row_of[other] = there, row
+                    counts[there] += run - 1
+                    counts[row] -= run - 1
+                    gone += run
+                    run = int(counts[row]) - most + 2  # of what is left, as many as needed
+                    break
+            run -= 1
     return row_of
 
 

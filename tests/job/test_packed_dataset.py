@@ -15,7 +15,7 @@ from job.config.common import Decoder
 from job.config.sft import ChatData, RowEval, SftConfig
 from job.dataset import packed
 from job.dataset.chat import GeneratedPairs, JsonlChats, Turn
-from job.dataset.packing import PackedRows, Packing, first_fit_decreasing, order
+from job.dataset.packing import PackedRows, Packing, evened, first_fit_decreasing, order
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import (
     TEMPLATES,
@@ -280,6 +280,29 @@ def test_packing_is_first_fit_decreasing(seed: int) -> None:
     source = np.random.default_rng(seed)
     lengths = source.integers(1, 65, 400)
     assert first_fit_decreasing(lengths, 64).tolist() == slow_first_fit(lengths.tolist(), 64)
+
+
+@pytest.mark.parametrize(
+    ("mean", "sigma", "before", "after"),
+    [(361, 0.7, 72, 36), (361, 1.2, 213, 43), (40, 0.5, 277, 277), (40, 0.9, 489, 306)],
+    ids=["realistic", "wide", "all short", "short and wide"],
+)
+def test_crowded_rows_trade_short_examples_for_a_long_one_of_as_many_tokens(
+    mean: float, sigma: float, before: int, after: int
+) -> None:
+    drawn = np.random.default_rng(20261121).lognormal(np.log(mean) - sigma**2 / 2, sigma, 6000)
+    lengths = np.clip(np.rint(drawn), 8, 1024).astype(np.int64)
+    first = first_fit_decreasing(lengths, 4096)
+    row_of = evened(lengths, first)
+    assert (np.bincount(row_of, weights=lengths) == np.bincount(first, weights=lengths)).all()
+    assert (np.bincount(first).max(), np.bincount(row_of).max()) == (before, after)
+    assert (row_of == evened(lengths, first)).all()
+
+
+def test_rows_of_which_none_is_crowded_stay_as_they_are() -> None:
+    lengths = np.random.default_rng(1).integers(4, 65, 400)
+    first = first_fit_decreasing(lengths, 128)
+    assert (evened(lengths, first) == first).all()
 
 
 def test_an_order_is_a_permutation_that_seed_and_epoch_change() -> None:
