@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from job.dataset.arrays import Floats, Labels, unit_rows
 from job.dataset.ranking import GAINS, Tables
 from job.experiments.two_tower_data import Indices, Member, fold_of, gains
+from job.sizing.two_tower import MOST_RANKED
 
 NEIGHBOURS = 10  # of the neighbour feature
 PROJECTIONS = 8  # principal directions of the training queries' sentence vectors
 FEATURES = 5 + PROJECTIONS
 PARTS = 8  # of the training queries: the features of each come from the other seven
 MAX_TREES, PATIENCE = 100, 10  # a tree takes 0.2 core-seconds on 274 queries x 1131 models
-MOST_MODELS = 10_000  # kMaxPosition of LightGBM's rank_objective.hpp, 4.7
 LAMBDARANK = {
     "objective": "lambdarank",
     "label_gain": [GAINS[0], GAINS[2], GAINS[1]],  # of irrelevant, good, best
@@ -54,8 +54,8 @@ def random_order(member: Member, tables: Tables, seed: int) -> Floats:
 
 def lambdarank_missing(models: int) -> str | None:
     """Why there is no LambdaRank; None where there is."""
-    if models > MOST_MODELS:
-        return f"LightGBM ranks at most {MOST_MODELS:,} models per query, here are {models:,}"
+    if models > MOST_RANKED:
+        return f"LightGBM ranks at most {MOST_RANKED:,} models per query, here are {models:,}"
     if importlib.util.find_spec("lightgbm") is None:
         return "not installed (.venv/bin/python -m pip install -c constraints.txt -e '.[ranking]')"
     try:

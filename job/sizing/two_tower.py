@@ -18,7 +18,10 @@ from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 LAUNCH_MS = 10.0
 GROUP_SCORES = 1 << 23  # that the loss holds at once, or one member's (job/models/two_tower.py's GROUP)
 SCORE_TENSORS = 4  # of those: scores (exponentials in place), weighted targets, their gradient, one temporary
-BASELINES_CORE_S = 190.0  # LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU
+# LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU; trees and features go
+# through every query and model of each fold.
+BASELINES_CORE_S, BASELINES_OF = 190.0, 342 * 1131 * 10
+MOST_RANKED = 10_000  # models that LambdaRank takes for a query: kMaxPosition of LightGBM's rank_objective.hpp, 4.7
 REFIT = "refit"
 VALIDATION = "1-nDCG@10"  # mean of the honest members on the folds they watch
 
@@ -80,6 +83,14 @@ def flops_per_step(config: TwoTowerConfig, q: int) -> int:
     """Forward and backward of one member with `q` queries: both towers and the matrix of scores."""
     t, n = config.towers, config.data.models
     return 6 * (q * query_parameters(t) + n * model_parameters(t) + q * n * t.query[-1])
+
+
+def baselines_core_s(config: TwoTowerConfig) -> float:
+    """Core-seconds of LambdaRank over all folds; the other baselines take none worth a line."""
+    data = config.data
+    if data.models > MOST_RANKED:
+        return 0.0
+    return BASELINES_CORE_S * (data.queries * data.models * data.folds / BASELINES_OF)
 
 
 def ranks(config: TwoTowerConfig, gpu_count: int) -> int:
@@ -174,7 +185,7 @@ def _phase(config: TwoTowerConfig, name: str, count: int, q: int) -> PhaseSize:
         tokens_per_step=count * q,
         evaluations=0 if last else config.epochs,
         evaluation_tokens=0 if last else count * max(fold_sizes(config)),
-        cpu_core_s=BASELINES_CORE_S if last else 0.0,
+        cpu_core_s=baselines_core_s(config) if last else 0.0,
         launch_ms=LAUNCH_MS,
         validation=None if last else VALIDATION,
     )

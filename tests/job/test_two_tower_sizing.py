@@ -12,6 +12,7 @@ from job import sizing
 from job.config import TwoTowerConfig
 from job.config.two_tower import Variant, variant, variants
 from job.dataset.ranking import generate
+from job.experiments import two_tower_baselines
 from job.experiments.two_tower_data import members, refit_member, rows_of
 from job.models.two_tower import TwoTower
 from job.sizing import two_tower
@@ -124,3 +125,25 @@ def test_a_variant_of_a_sweep_is_the_scenario_of_its_name() -> None:
     assert changed["o"] == FULL
     assert changed["full"].weak.queries == 14_950
     assert [(changed[n].data.queries + changed[n].weak.queries) * 1131 // 1000 for n in ("o", "r")] == [501, 876]
+
+
+@pytest.mark.parametrize(
+    ("data", "core_s"),
+    [
+        ({}, 190.0),
+        ({"queries": 684}, 380.0),
+        ({"folds": 5}, 95.0),
+        ({"models": 10_000}, 190.0 * 10_000 / 1131),
+        ({"models": 10_001}, 0.0),
+    ],
+    ids=str,
+)
+def test_lambdarank_is_billed_by_queries_models_and_folds_where_it_runs(data: dict[str, int], core_s: float) -> None:
+    config = replace(FULL, data=replace(FULL.data, **data))
+    assert [phase.cpu_core_s for phase in sizing.phases(config)] == [0.0, pytest.approx(core_s, rel=1e-12)]
+    missing = two_tower_baselines.lambdarank_missing(config.data.models) or ""
+    assert ("models per query" in missing) == (core_s == 0)
+
+
+def test_lambdarank_of_the_default_data_is_billed_to_the_digit_as_measured() -> None:
+    assert sizing.phases(FULL)[-1].cpu_core_s == 190.0
