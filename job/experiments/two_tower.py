@@ -9,6 +9,7 @@ have. Leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict
 from statistics import fmean, median_low
 from typing import Any
@@ -37,6 +38,7 @@ from job.train.experiment import Experiment, Phase, Session, Stopped, Work
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none
 FLOOR = 0.1  # of the learning rate, where the cosine ends
 SCORED = 512  # queries scored at once when a phase has ended
+SPOKEN_S = 60.0  # between two lines about one fold's trees: a job that says nothing for long is taken for a stuck one
 REFIT_SEEDS = 1_000_000  # of initial weights and of dropout: apart from every fold's
 
 
@@ -224,9 +226,23 @@ class TwoTower(Experiment):
         )
 
     def _lambdarank(self, member: Member) -> Any:
-        return baselines.lambdarank(
-            member, self.tables, seed=self.config.seed, threads=torch.get_num_threads(), stop=self._heed
-        )
+        """The scores of one fold, a line when they are there, and one a minute until then."""
+        began = spoken = time.monotonic()
+        trees, fold = 0, f"LambdaRank, fold {member.fold + 1}/{self.config.data.folds}"
+
+        def after_tree() -> None:
+            nonlocal spoken, trees
+            self._heed()
+            trees += 1
+            now = time.monotonic()
+            if now - spoken >= SPOKEN_S:
+                spoken = now
+                self.session.say(f"{fold}: {trees} trees in {now - began:.0f} s, of at most {baselines.MAX_TREES}")
+
+        threads = torch.get_num_threads()
+        found = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
+        self.session.say(f"{fold}: done, {trees} trees in {time.monotonic() - began:.0f} s")
+        return found
 
     def _heed(self) -> None:
         """The last checkpoint stands at the end of training: a restart makes the baselines again."""

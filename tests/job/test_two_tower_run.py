@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,8 @@ from safetensors.numpy import load_file
 from train_world import StopAt
 
 from job.dataset import prepare, ranking
-from job.experiments import two_tower_baselines
-from job.experiments.two_tower_data import fold_of
+from job.experiments import two_tower, two_tower_baselines
+from job.experiments.two_tower_data import Member, fold_of
 
 SWEEP: dict[str, Any] = {"sweep": ["o", "r"], "epochs": 2, "steps_per_epoch": 2}
 
@@ -153,6 +155,33 @@ def test_the_sampled_objective_trains_too(tmp_path: Path) -> None:
     assert train_world.train(workdir) == 0
     losses = [r["loss"] for r in train_world.records(workdir)]
     assert all(0 < loss < 20 for loss in losses)
+
+
+def test_lambdarank_says_a_line_a_minute_and_one_per_fold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(range(0, 1_000_000, 25))  # seconds: a minute is over after every third look
+    monkeypatch.setattr(two_tower, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def lambdarank(member: Member, tables: Any, *, stop: Callable[[], None], **how: Any) -> Any:
+        for _ in range(7):
+            stop()
+        return np.zeros((len(member.test), 31), dtype=np.float32)
+
+    monkeypatch.setattr(two_tower_baselines, "lambdarank", lambdarank)
+    monkeypatch.setattr(two_tower_baselines, "lambdarank_missing", lambda models: None)
+    workdir = world.make(tmp_path, optimistic=False, epochs=1)
+    assert train_world.train(workdir) == 0
+    said = [line for line in "".join(capfd.readouterr()).splitlines() if "LambdaRank, fold" in line]
+    assert [line.split("LambdaRank, ")[1] for line in said] == [
+        line
+        for fold in range(1, 6)
+        for line in (
+            f"fold {fold}/5: 3 trees in 75 s, of at most 3",
+            f"fold {fold}/5: 6 trees in 150 s, of at most 3",
+            f"fold {fold}/5: done, 7 trees in 200 s",
+        )
+    ]
 
 
 def test_without_lightgbm_the_table_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
