@@ -7,6 +7,7 @@ seconds say what a save costs whatever else runs: where no core is idle, the tra
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -23,8 +24,11 @@ TENSORS = 115  # of each kind, as in phase 1 of tinystories-growth, whose checkp
 
 def main() -> None:
     """A table per size for this machine, as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("megabytes", metavar="MB", nargs="*", type=float, default=[300.0, 1200.0], help="of each save")
+    sizes = parser.parse_args().megabytes
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    for megabytes in [float(given) for given in sys.argv[1:]] or [300.0, 1200.0]:
+    for megabytes in sizes:
         measure(megabytes)
 
 

@@ -6,6 +6,7 @@ Every type of the catalog x spot and on demand x every scenario of the stack, an
 
 from __future__ import annotations
 
+import argparse
 import sys
 from datetime import UTC, datetime
 
@@ -33,6 +34,7 @@ def measured(stack: str) -> tuple[str, Taken]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     head = machine("compare.py")
     sys.stdout.write("\n# Speed of the comparison\n\n" + head + HEAD)
     for stack in STACKS:

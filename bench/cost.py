@@ -7,6 +7,7 @@ not a defect.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import resource
@@ -82,6 +83,7 @@ def machine(script: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     now, catalog = datetime.now(UTC), load_catalog()
     head = machine("cost.py")
     growth = load(find(STACKS[0], ROOT), now=now)

@@ -8,6 +8,7 @@ does not.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import sys
@@ -50,6 +51,7 @@ def busy_s() -> float:
 
 def main() -> None:
     """Judges the 200 planted candidates once."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     cores, found = len(os.sched_getaffinity(0)), list[Verdict]()
     with tempfile.TemporaryDirectory() as folder, Workers(Path(folder) / "scratch", gpus=False) as workers:

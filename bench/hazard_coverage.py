@@ -8,6 +8,7 @@ output.
 
 from __future__ import annotations
 
+import argparse
 import math
 import platform
 import subprocess
@@ -42,12 +43,21 @@ RUN = Exposure(
 ON_ALL, ON_LATER = "whole trace", "second half"
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="TRACES_DIR", type=Path, help="a checkout of skypilot-org/spot-traces")
+    folder = parser.parse_args().folder
+    traces = folder / "availability/1-node"
+    tested = sorted((traces / "aws-02-15-2023").glob("*_v100_1.json"))
+    trained = sorted((traces / "aws-10-26-2022").glob("*.json"))
+    for name, found in (("aws-02-15-2023", tested), ("aws-10-26-2022", trained)):
+        if not found:
+            parser.error(f"no traces in {traces / name}; TRACES_DIR is a checkout of skypilot-org/spot-traces")
     test = [
         replace(replay.read(path), type=TYPE, zone=path.name.partition("_")[0], start=date(2023, 2, 15))
-        for path in sorted((folder / "availability/1-node/aws-02-15-2023").glob("*_v100_1.json"))
+        for path in tested
     ]
-    training = [replay.read(path) for path in sorted((folder / "availability/1-node/aws-10-26-2022").glob("*.json"))]
+    training = [replay.read(path) for path in trained]
     say = sys.stdout.write
     say("# Coverage of the stated interval on public spot traces\n\n")
     say(f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, numpy {np.__version__}; ")
@@ -222,6 +232,4 @@ def _commit(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python bench/hazard_coverage.py TRACES_DIR")
-    main(Path(sys.argv[1]))
+    main()

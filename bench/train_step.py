@@ -7,6 +7,7 @@ first step spends compiling on a node without a cache and on its replacement.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -44,6 +45,7 @@ STEPS = 20
 
 def main() -> None:
     """The tables for this machine."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     wanted = "cuda" if torch.cuda.is_available() else "cpu"
     found = device.choose(wanted, bf16=True)
     say("# Trainer\n")
