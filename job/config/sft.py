@@ -53,7 +53,7 @@ class Measures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SftConfig:
-    """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated four ways."""
+    """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
 
     epochs: int = bounded(3, 1, 1000)
     seed: int = bounded(1337, 0, 2**31 - 1)
