@@ -132,12 +132,25 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     dataset = definition.storage.dataset
     if not dataset.startswith("s3://") and (reason := _unprepared(root / dataset)):
         sentences.append(f"storage.dataset, {dataset}, {reason}: run `gpufleet prepare {name}`.")
+    elif not dataset.startswith("s3://"):
+        from infra.prepared import command, dataset_differs  # here: most callers never have a local dataset
+
+        if reason := dataset_differs(definition, root):
+            sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition, name)}`.")
     weights = definition.storage.base_weights
     if weights and not weights.startswith("s3://"):
         if not (root / weights).is_dir():
             sentences.append(f"storage.base_weights, {weights}, is not there: download the weights into that folder.")
         elif reason := _unlisted(root / weights):
             sentences.append(f"storage.base_weights, {weights}: {reason}.")
+        else:
+            from infra.prepared import weights_differ  # here: most callers have none
+
+            if reason := weights_differ(definition, root):
+                sentences.append(
+                    f"storage.base_weights, {weights}, are of another model: {reason}. Make job.parameters.model agree,"
+                    " or name other weights."
+                )
     return sentences
 
 

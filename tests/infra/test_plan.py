@@ -30,7 +30,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "stacks").mkdir()
     file = root / "stacks" / f"{NAME}.yaml"
     text = rehearsal_text(Path(__file__).parents[2] / "stacks" / f"{NAME}.yaml")
-    file.write_text(text.replace("stories: 2000", "stories: 100"))
+    file.write_text(text.replace("stories: 2000", "stories: 100").replace("sequence: 64", "sequence: 16"))
     pin(file, ami="ami-0123456789abcdef0", image="public.ecr.aws/a/b:1@sha256:" + "5" * 64)
     prepared(load(file, now=NOW), root)
     return root

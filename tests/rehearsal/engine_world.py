@@ -22,6 +22,7 @@ def project(folder: Path) -> Path:
     scratch.make(folder, {STACK: rehearsal_text(DEFINITION)})
     file = folder / "stacks" / f"{STACK}.yaml"
     edit(file, "stories: 2000", "stories: 100")
+    edit(file, "sequence: 64", "sequence: 16")  # 27 tokens are held out
     prepared(load(file, now=datetime.now(UTC)), folder)
     return file
 
