@@ -16,6 +16,7 @@ from typing import Any
 import job
 from infra.boot import archive, run_config, user_data
 from infra.catalog import load_catalog
+from infra.cost import limits
 from infra.cost.bill import Bill, problems
 from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
@@ -110,7 +111,10 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         now=now,
     )
     bill = bill_of(definition, root, load_catalog(root))
-    found = problems(definition, bill)
+    found, late = problems(definition, bill), ""
+    if not verdict.continues:  # what is done of a run that has begun is not known here
+        found += limits.deadline_problems(definition, bill, now)
+        late = limits.deadline_warning(definition, bill, now)
     if found and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), found)
     return Plan(
@@ -123,7 +127,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         weights=weights,
         weights_folder=weights_folder,
         run_config=run_config.encode(run_config.run_config(definition, bill, inputs)).decode(),
-        warnings=(*missing, *map(str, found), *verdict.warnings),
+        warnings=(*missing, *map(str, found), *filter(None, [late]), *verdict.warnings),
     )
 
 

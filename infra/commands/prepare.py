@@ -9,6 +9,7 @@ from pathlib import Path
 
 from infra.catalog import load_catalog
 from infra.commands import stack
+from infra.cost import limits
 from infra.cost.bill import problems
 from infra.cost.limits import AS_COUNTED
 from infra.definition import StackDefinition
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 def predict(definition: StackDefinition, root: Path) -> None:
     """Says what the run will take with this dataset, before a GPU starts. Raises DefinitionError when the bill's p50
-    passes a limit; the dataset stays.
+    passes a limit, or the uninterrupted run the deadline; the dataset stays.
     """
     bill = bill_of(definition, root, load_catalog(root))
     usd, hours = bill.chosen.needed_usd, bill.chosen.needed_hours
@@ -72,7 +73,11 @@ def predict(definition: StackDefinition, root: Path) -> None:
     if counted.p50 <= cap < counted.p90:
         between = f"lies between p50 {counted.p50:.2f} and p90 {counted.p90:.2f} {AS_COUNTED}"
         _say(f"warning: limits.max_usd, {cap}, {between}: the run may be cut short")
-    if found := problems(definition, bill):
+    now = datetime.now(UTC)
+    found = [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]
+    if (late := limits.deadline_warning(definition, bill, now)) and not found:
+        _say(f"warning: {late}")
+    if found:
         raise DefinitionError(str(definition.source), found)
 
 

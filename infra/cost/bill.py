@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
 
@@ -36,6 +36,7 @@ class Cap:
     probability: float  # that the run is stopped before its work is done
     first: str  # limits.max_usd or limits.max_hours: the one that stops it
     at_hours: Decimal  # node-hours at which it does
+    deadline: datetime | None = None  # in no figure: the bill knows no clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +218,7 @@ def _cap(definition: StackDefinition, chosen: Side) -> Cap:
         probability=chosen.probability_stopped,
         first="limits.max_usd" if by_money < by_hours else "limits.max_hours",
         at_hours=exact(min(by_money, by_hours)),
+        deadline=definition.limits.deadline,
     )
 
 

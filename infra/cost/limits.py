@@ -1,4 +1,5 @@
-"""Whether limits.max_usd and limits.max_hours let a run end: on the dearest listed type, and on every other.
+"""Whether the limits let a run end, on the dearest listed type and on every other: max_usd and max_hours by the bill,
+the deadline by who knows what time it is.
 
 The fleet may pick any listed type, and the meter that stops a run knows no free first hour, so the dollars here are
 those it counts.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,51 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
         allowed = f"at least {need}, {enough(hours.p50)}"
         yield definition.problem("limits.max_hours", str(limits.max_hours), allowed, hint)
     yield from _types(definition, bill)
+
+
+def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) -> list[Problem]:
+    """The deadline, where a listed type cannot be done by then even if it has a node now and keeps it.
+
+    Not held against the p50 as max_hours is: who takes the run to on demand in time (`gpufleet compare`) meets a
+    deadline that spot alone misses in most runs.
+    """
+    deadline = definition.limits.deadline
+    needs = {
+        option.type: max(option.runtime.total_s / 3600, MINIMUM_H)
+        for option in bill.types
+        if option.runtime and option.holds_the_job and not option.why
+    }
+    if bill.only_priced or deadline is None or not needs:
+        return []
+    slowest_type = max(needs, key=lambda type_: needs[type_])
+    if needs[slowest_type] <= (left_h := _hours(deadline - now)):
+        return []
+    first = now + timedelta(hours=needs[slowest_type], minutes=1)
+    allowed = (
+        f"at least the {needs[slowest_type]:.2f} hours that {slowest_type} needs uninterrupted,"
+        f" {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from now"
+    )
+    hint = "Move it, or list faster types: `gpufleet compare` ranks them by it."
+    return [definition.problem("limits.deadline", f"{deadline:%Y-%m-%dT%H:%M:%SZ}", allowed, hint)]
+
+
+def deadline_warning(definition: StackDefinition, bill: Bill, now: datetime) -> str:
+    """Which share of the simulated runs misses the deadline, waits for capacity counted; nothing below 1 %."""
+    deadline = definition.limits.deadline
+    if bill.only_priced or deadline is None:
+        return ""
+    left_h = _hours(deadline - now)
+    late = float((bill.chosen.needed.wall_hours > left_h).mean())
+    if late < 0.01:
+        return ""
+    return (
+        f"{late:.0%} of runs miss limits.deadline, {left_h:.1f} h from now: p50 is {bill.chosen.wall_hours.p50:.2f} h,"
+        f" waits for capacity included; `gpufleet compare {bill.stack}` says when to switch to on demand"
+    )
+
+
+def _hours(span: timedelta) -> float:
+    return span.total_seconds() / 3600
 
 
 def enough(needed: Decimal) -> Decimal:

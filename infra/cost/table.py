@@ -263,7 +263,13 @@ def _limits(bill: Bill) -> str:
     else:
         hours += " (comes first)"
     chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
-    return f"Limits: {money}, {hours}; chance that one stops the run, if the speed is right: {chance}."
+    said = f"Limits: {money}, {hours}; chance that one stops the run, if the speed is right: {chance}."
+    if cap.deadline is None:
+        return said
+    return (
+        f"{said} limits.deadline, {cap.deadline:%Y-%m-%dT%H:%M:%SZ}, is not part of this chance, nor of any figure"
+        f" here: `gpufleet compare {bill.stack}` holds it against the hours."
+    )
 
 
 def _wrap(text: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from infra.catalog import load_catalog
 from infra.cost import risk, side
 from infra.cost.bill import Bill, price, problems
 from infra.cost.fit import cheapest_holder
-from infra.cost.limits import slowest
+from infra.cost.limits import deadline_problems, deadline_warning, slowest
 from infra.cost.table import render
 from infra.definition import Disk, Keep, StackDefinition
 from infra.loader import load
@@ -200,3 +200,43 @@ def test_no_type_is_recommended_that_has_no_bill() -> None:
     plan = replace(load(SHIPPED / "kernel-sft.yaml", now=NOW), scenario="")
     on_it = replace(plan, fleet=replace(plan.fleet, instance_types=(named,), capacity="on-demand"))
     assert price(on_it, CATALOG).usd.p50 > 0
+
+
+# The deadline ---------------------------------------------------------------------------------------------------------
+
+
+def due(hours: float) -> StackDefinition:
+    plan = definition(**TWO)
+    return replace(plan, limits=replace(plan.limits, deadline=NOW + timedelta(hours=hours)))
+
+
+def test_a_deadline_that_the_slower_listed_type_misses_uninterrupted_is_refused() -> None:
+    """The dearest needs 0.283 h, the other 0.447 h."""
+    plan = due(0.40)
+    (said,) = deadline_problems(plan, price(plan, CATALOG, runs=2000), NOW)
+    assert "the 0.45 hours that g5.xlarge needs uninterrupted, 2026-11-21T00:27Z; it is 0.40 hours from now" in str(
+        said
+    )
+    assert said.path == "limits.deadline"
+    later = due(0.45)
+    assert deadline_problems(later, price(later, CATALOG, runs=2000), NOW) == []
+
+
+def test_the_share_of_runs_that_miss_the_deadline_is_a_warning_waits_counted() -> None:
+    plan = due(1.0)
+    found = price(plan, CATALOG, runs=2000)
+    late = (found.chosen.needed.wall_hours > 1.0).mean()
+    assert 0.05 < late < 0.5
+    said = deadline_warning(plan, found, NOW)
+    assert said.startswith(f"{late:.0%} of runs miss limits.deadline, 1.0 h from now: p50 is ")
+    assert "`gpufleet compare tinystories-growth`" in said
+    assert deadline_warning(due(24.0 * 7), found, NOW) == ""
+    assert deadline_warning(definition(**TWO), found, NOW) == ""
+
+
+def test_the_bill_says_that_a_deadline_is_in_none_of_its_figures() -> None:
+    plan, plain = due(0.40), definition(**TWO)
+    found = price(plan, CATALOG, runs=100)
+    assert "limits.deadline, 2026-11-21T00:24:00Z, is not part of this chance" in flat(render(found))
+    assert "limits.deadline" not in render(price(plain, CATALOG, runs=100))
+    assert found.usd == price(plain, CATALOG, runs=100).usd

@@ -122,3 +122,14 @@ def test_a_script_above_ec2_s_limit_is_refused_before_anything_is_named(
     monkeypatch.setattr("infra.boot.user_data.LIMIT_BYTES", 1000)
     with pytest.raises(DefinitionError, match="user-data of 1000 bytes"):
         make(project, NAME, now=NOW, previous=NEW, preview=True)
+
+
+def test_a_deadline_too_near_stops_a_new_run_and_not_one_that_has_begun(project: Path) -> None:
+    edit(project, "max_usd: 3.00", "max_usd: 3.00\n  deadline: 2026-11-21T12:03:00Z")
+    edit(project, "capacity_wait_minutes: 0.05", "capacity_wait_minutes: 5")
+    plan = make(project, NAME, now=NOW, previous=NEW, preview=True)
+    assert any("of runs miss limits.deadline" in warning for warning in plan.warnings)
+    soon = NOW + timedelta(minutes=2, seconds=50)
+    with pytest.raises(DefinitionError, match=r"limits\.deadline: '2026-11-21T12:03:00Z' is not accepted"):
+        make(project, NAME, now=soon, previous=NEW, preview=True)
+    assert make(project, NAME, now=soon, previous=begun(plan), preview=True).verdict.continues
