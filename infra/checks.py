@@ -17,7 +17,7 @@ from infra.cost.text import counted
 from infra.definition import Disk, Estimate, Fleet, Job, Limits, Run, Storage
 from infra.run_guard import days_to_keep, expiry
 from infra.schema import Findings, nearest
-from infra.type_checks import instance_types
+from infra.type_checks import gpus_asked, instance_types
 from job import sizing
 from job.config import GrowthConfig, JobConfig
 
@@ -63,6 +63,8 @@ def check(
     unreadable = findings.bad & {"job.experiment", "job.parameters"}
     _count("fleet.instance_types", s.fleet.instance_types, MAX_TYPES, findings)
     instance_types(s.fleet, None if unreadable else s.job.parameters, findings, catalog, launchable=launchable)
+    if launchable and not unreadable:
+        gpus_asked(s.fleet, s.job.parameters, findings, catalog)
     _storage(s.storage, findings)
     _base_weights(s, findings, unreadable=bool(unreadable))
     _limits(s.limits, findings, now, past_deadline)

@@ -51,6 +51,17 @@ def instance_types(
             findings.add(path, f"a type on which every phase fits; {reason}", use)
 
 
+def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
+    """A node with fewer GPUs than the job asks for would be refused, and so would its replacement."""
+    asked = getattr(config, "gpus", None)
+    if asked is None or config.device == "cpu":  # there as many processes
+        return
+    kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instance(name)) is not None]
+    few = [f"{kind.type} has {kind.gpu_count}" for kind in kinds if kind.gpu_count < asked]
+    if few:
+        findings.add("job.parameters.gpus", f"at most the GPUs of each listed type; {', '.join(few)}", value=str(asked))
+
+
 def _launchable(region: str, catalog: Catalog) -> list[Instance]:
     """What could stand in the file instead; in any region while the file's own is wrong."""
     kinds = [kind for name in catalog.instance_types() if (kind := catalog.instance(name)) and not kind.unusable]

@@ -361,3 +361,18 @@ def test_the_message_is_one_line_per_problem(write: Write) -> None:
     first, second = str(caught.value).splitlines()
     assert first.endswith("growth-test.yaml: 1 problem, nothing was declared")
     assert second == ("  - line 6, limits.max_hours: '0' is not accepted; allowed: a number from 0.01 to 720 (hours).")
+
+
+def test_more_gpus_than_a_listed_type_has_are_refused_and_a_cpu_has_as_many_processes(write: Write) -> None:
+    text = changed("job", "experiment: sft-h100").replace("sft-h100", "sft-h100, parameters: {gpus: 4}")
+    text = text.replace("max_usd: 3.00, max_hours: 1", "max_usd: 900, max_hours: 90").replace("us-east-2", "us-east-1")
+    few = text.replace("[g5.2xlarge]", "[p5.4xlarge, p4d.24xlarge]")
+    (problem,) = problems(write(few))
+    assert str(problem) == (
+        "line 3, job.parameters.gpus: '4' is not accepted; allowed: at most the GPUs of each listed type; p5.4xlarge"
+        " has 1."
+    )
+    load(write(few.replace("p5.4xlarge, ", "")), now=NOW)
+    load(write(few.replace("gpus: 4", "gpus: 4, device: cpu")), now=NOW)
+    scenario = few.replace("p5.4xlarge, ", "") + "\nscenarios: {one: {fleet: {instance_types: [p5.4xlarge]}}}\n"
+    load(write(scenario), now=NOW)  # shown beside the others; refused once it is to be run
