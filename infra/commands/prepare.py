@@ -9,9 +9,10 @@ from pathlib import Path
 
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost import limits
+from infra.cost import doubts, limits
 from infra.cost.bill import problems
 from infra.cost.limits import AS_COUNTED
+from infra.cost.text import counted
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import argument_of, load, project_root
@@ -65,13 +66,15 @@ def predict(definition: StackDefinition, root: Path) -> None:
     usd, hours = bill.chosen.needed_usd, bill.chosen.needed_hours
     steps = sum(phase.steps for phase in bill.chosen.runtime.phases)
     _say(
-        f"predicted on {bill.chosen.type}, {bill.capacity}: {steps:,} optimizer steps, {hours.p50:.2f} node-hours and"
-        f" {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90; see gpufleet cost"
-        f" {argument_of(definition.source, root)}"
+        f"predicted on {bill.chosen.type}, {bill.capacity}: {counted(f'{steps:,}', 'optimizer step')},"
+        f" {hours.p50:.2f} node-hours and {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90;"
+        f" see gpufleet cost {argument_of(definition.source, root)}"
     )
-    cap, counted = definition.limits.max_usd, bill.chosen.metered_usd
-    if counted.p50 <= cap < counted.p90:
-        between = f"lies between p50 {counted.p50:.2f} and p90 {counted.p90:.2f} {AS_COUNTED}"
+    if long := doubts.warmup(definition.job.parameters, bill.chosen.runtime):
+        _say(f"warning: {long}")
+    cap, metered = definition.limits.max_usd, bill.chosen.metered_usd
+    if metered.p50 <= cap < metered.p90:
+        between = f"lies between p50 {metered.p50:.2f} and p90 {metered.p90:.2f} {AS_COUNTED}"
         _say(f"warning: limits.max_usd, {cap}, {between}: the run may be cut short")
     now = datetime.now(UTC)
     found = [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import TYPE_CHECKING
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING
 from infra.calibration import Refused
 from infra.cost import fit, limits
 from infra.cost.limits import AS_COUNTED
+from infra.cost.runtime import Runtime
 from infra.cost.text import counted
 from infra.definition import StackDefinition
 from job import sizing
+from job.config import GrowthConfig, JobConfig, KernelConfig, SftConfig, TwoTowerConfig
 
 if TYPE_CHECKING:
     from infra.cost.bill import Bill
@@ -31,6 +34,8 @@ def warnings(
     for type_, calibration in calibrations.items():
         if isinstance(calibration, Refused):
             yield f"{type_}: {calibration.why}"
+    if long := warmup(definition.job.parameters, bill.chosen.runtime):
+        yield long
     yield from _limits(bill)
     yield from _free_hours(bill)
     yield from _types(definition, bill)
@@ -68,6 +73,33 @@ def _limits(bill: Bill) -> Iterator[str]:
             f"uncalibrated: below about {slowest:.0%} of the assumed speed (set-up apart) {cap.first} stops the run"
             f" before it is done{drawn}"
         )
+
+
+def warmup(config: JobConfig, runtime: Runtime) -> str:
+    """A warm-up longer than what it warms up for, or nothing."""
+    steps = max(phase.steps for phase in runtime.phases)
+    key, whole, instead = "warmup", "the whole run", "raise steps"
+    if isinstance(config, TwoTowerConfig):
+        return ""
+    if isinstance(config, GrowthConfig):
+        key, whole, instead = "warmup_after_growth", "each grown phase", "raise steps_per_phase"
+        rate = config.optim.lr[-1]
+    else:
+        rate = config.optim.lr
+        if isinstance(config, SftConfig | KernelConfig):
+            instead = "batch.tokens"
+    length = getattr(config.optim, key)
+    if length <= steps or not steps:
+        return ""
+    return (
+        f"optim.{key} is {counted(length, 'step')}, {whole} {steps}: the learning rate never reaches {_rate(rate)}."
+        f" Lower optim.{key}, or {instead}"
+    )
+
+
+def _rate(value: float) -> str:
+    """As it is written in a definition file: 2e-4, 0.02."""
+    return f"{value:g}" if value >= 1e-3 else re.sub(r"e-0?", "e-", re.sub(r"\.?0+e", "e", f"{value:.3e}"))
 
 
 def _free_hours(bill: Bill) -> Iterator[str]:
