@@ -21,6 +21,7 @@ from infra.definition import Estimate, Fleet, Job, Limits, Run, Storage
 from infra.errors import Problem
 from infra.rules import RULES, Rule
 from infra.yaml_tree import Items, Mapping, Node, Scalar, at
+from job import sizing
 from job.config import EXPERIMENTS, JobConfig
 
 SECTIONS: dict[str, type[Any]] = {
@@ -33,6 +34,8 @@ SECTIONS: dict[str, type[Any]] = {
 }
 # One folder of keys per section: where a key written in the wrong place belongs.
 _HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
+# What other tools call it.
+_ALSO = {"gpu": "cuda", "nvidia": "cuda", "learning_rate": "lr", "learning-rate": "lr"}
 _BAD: Any = object()
 
 
@@ -76,8 +79,12 @@ class Findings:
 
 def nearest(word: str, names: Iterable[str]) -> str:
     """`Nearest: zones.`, or nothing."""
-    close = difflib.get_close_matches(word.lower(), sorted(names), n=1, cutoff=0.6)
-    return f"Nearest: {close[0]}." if close else ""
+    known, low = sorted(names), word.lower()
+    if _ALSO.get(low) in known:
+        return f"Nearest: {_ALSO[low]}."
+    close = difflib.get_close_matches(low, known, n=1, cutoff=0.6)
+    begun = [name for name in known if len(low) > 2 and name.startswith(f"{low}-")]  # sft: sft-h100
+    return f"Nearest: {(close or begun)[0]}." if close or len(begun) == 1 else ""
 
 
 def build(cls: type[Any], node: Node | None, path: str, findings: Findings, default: Any = None) -> Any:
@@ -121,6 +128,8 @@ def check_keys(entries: Mapping | dict[str, Node], names: list[str], path: str, 
         if key in names:
             continue
         hint = nearest(key, names)
+        if (meant := _ALSO.get(key.lower())) in names:
+            hint = f"It is called {path.rpartition('.')[2]}.{meant}."
         if not hint and key in _HOME:
             hint = f"It belongs under {_HOME[key]}."
         where = f"{path}.{key}" if path else key
@@ -185,7 +194,8 @@ def _convert(hint: Any, node: Node, path: str, rule: Rule, findings: Findings, d
     allowed = describe(hint, rule)
     if typing.get_origin(inner) is tuple:
         if not isinstance(node, Items):
-            findings.add(path, allowed, f"Write [{node.text}]." if isinstance(node, Scalar) and node.text else "")
+            hint_text = _as_list(path, node.text, findings) if isinstance(node, Scalar) and node.text else ""
+            findings.add(path, allowed, hint_text)
             return _BAD
         arm = typing.get_args(inner)[0]
         values = [_convert(arm, item, f"{path}[{index}]", rule, findings) for index, item in enumerate(node.items)]
@@ -200,6 +210,21 @@ def _convert(hint: Any, node: Node, path: str, rule: Rule, findings: Findings, d
     if value is _BAD:
         findings.add(path, allowed, hint_text, value=_written(node) or "''")
     return value
+
+
+def _as_list(path: str, text: str, findings: Findings) -> str:
+    """How one value is written where a list is expected: as many times as there are phases where each has its own."""
+    if path not in ("job.parameters.optim.lr", "estimate.step_ms"):
+        return f"Write [{text}]."
+    experiment = at(findings.tree, "job.experiment")
+    name = experiment.text if isinstance(experiment, Scalar) else ""
+    if name not in EXPERIMENTS:
+        return ""
+    count = sum(1 for phase in sizing.phases(EXPERIMENTS[name]()) if phase.steps)
+    if count == 1:
+        return f"Write [{text}]."
+    words = {2: "two", 3: "three", 4: "four"}.get(count, str(count))
+    return f"One per phase, {words} values, as in [{', '.join([text] * count)}]."
 
 
 def _scalar(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:

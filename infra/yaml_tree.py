@@ -95,6 +95,8 @@ def read(text: str) -> Mapping:
         hint = "A quote opens here and is not closed." if open_quote else f"This is no YAML: {error.problem}."
         if "\\t" in (error.problem or "") or "\t" in (lines[number - 1] if number <= len(lines) else ""):
             hint = "Indent with spaces: YAML takes no tabs."
+        elif "block" in (error.problem or "") or "mapping values" in (error.problem or ""):
+            hint = _indentation(lines, number) or hint
         raise UnreadableError(_problem(number, written, "YAML, `key: value` lines indented by spaces", hint)) from None
     if problems:
         raise UnreadableError(*problems)
@@ -104,6 +106,23 @@ def read(text: str) -> Mapping:
             _problem(tree.line if tree else 1, written, "sections (run:, job:, fleet:, ...)", "See stacks/")
         )
     return tree
+
+
+def _indentation(lines: list[str], number: int) -> str:
+    """How the line is indented, and the one before it, where they differ."""
+
+    def spaces(at: int) -> int:
+        return len(lines[at - 1]) - len(lines[at - 1].lstrip(" "))
+
+    before = next(
+        (at for at in range(number - 1, 0, -1) if lines[at - 1].strip() and lines[at - 1].strip()[0] != "#"), 0
+    )
+    if not before or number > len(lines) or spaces(before) == spaces(number):
+        return ""
+    return (
+        f"Line {before} is indented by {spaces(before)}, line {number} by {spaces(number)}: keys of one section stand"
+        " under each other."
+    )
 
 
 def merge(base: Node | None, overlay: Node) -> Node:

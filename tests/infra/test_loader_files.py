@@ -42,6 +42,12 @@ def stack(folder: Path, raw: bytes) -> Path:
         pytest.param(b"run: {id: r1\n", 2, "This is no YAML: expected", id="no YAML"),
         pytest.param(b"", 1, "'an empty file' is not accepted", id="empty, in words"),
         pytest.param(b"run:\n  id: r1\n   owner: me\n", 3, "YAML", id="wrong indentation"),
+        pytest.param(
+            b"run:\n  id: r1\n   owner: me\n", 3, "Line 2 is indented by 2, line 3 by 3", id="one space too many"
+        ),
+        pytest.param(
+            b"run:\n   id: r1\n   # me\n  owner: me\n", 4, "Line 2 is indented by 3, line 4 by 2", id="one too few"
+        ),
         pytest.param(b"run: {id: r1}\nrun: {id: r2}\n", 2, "each key once", id="a section twice"),
         pytest.param(b"run: {id: r1, id: r2}\n", 1, "First at line 1", id="a key twice"),
         pytest.param(b"a: &x [1]\nb: *x\n", 2, "write it out", id="alias"),
