@@ -32,13 +32,23 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     if limits.max_usd < usd.p50:
         need = f"the p50 of the bill {AS_COUNTED}" if drawn else "what the run costs"
         hint = f"Nine runs in ten need at most {enough(usd.p90)}." if drawn else ""
+        hint = f"{hint} {_own(definition, 'max_usd')}".strip()
         yield definition.problem("limits.max_usd", str(limits.max_usd), f"at least {need}, {enough(usd.p50)}", hint)
     if limits.max_hours < hours.p50:
         need = "the p50 of the bill" if drawn else "the node-hours of the run"
         hint = f"Nine runs in ten need at most {enough(hours.p90)} node-hours." if drawn else ""
+        hint = f"{hint} {_own(definition, 'max_hours')}".strip()
         allowed = f"at least {need}, {enough(hours.p50)}"
         yield definition.problem("limits.max_hours", str(limits.max_hours), allowed, hint)
     yield from _types(definition, bill)
+
+
+def _own(definition: StackDefinition, key: str) -> str:
+    """Where a scenario is given a limit other than the file's; nothing where it has one."""
+    path = f"scenarios.{definition.scenario}.limits.{key}"
+    if not definition.scenario or definition.problem(f"limits.{key}", "", "").path == path:
+        return ""
+    return f"A scenario may have its own limits: {path}."
 
 
 def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) -> list[Problem]:

@@ -240,3 +240,17 @@ def test_the_bill_says_that_a_deadline_is_in_none_of_its_figures() -> None:
     assert "limits.deadline, 2026-11-21T00:24:00Z, is not part of this chance" in flat(render(found))
     assert "limits.deadline" not in render(price(plain, CATALOG, runs=100))
     assert found.usd == price(plain, CATALOG, runs=100).usd
+
+
+def test_a_scenario_is_told_that_it_may_have_limits_of_its_own(tmp_path: Path) -> None:
+    text = (SHIPPED / "sft-h100.yaml").read_text()
+    file = tmp_path / "sft-h100.yaml"
+    file.write_text(text)
+    (said,) = refused(scenario(file, "l40s-4", now=NOW, to_run=False))
+    assert said.endswith("A scenario may have its own limits: scenarios.l40s-4.limits.max_usd.")
+    own = "  l40s-4:\n    limits: {max_usd: 125}\n"
+    file.write_text(text.replace("  l40s-4:\n", own))
+    (said,) = refused(scenario(file, "l40s-4", now=NOW, to_run=False))
+    assert "may have its own" not in said
+    file.write_text(text.replace("  l40s-4:\n", own.replace("125", "130")))
+    assert refused(scenario(file, "l40s-4", now=NOW, to_run=False)) == []
