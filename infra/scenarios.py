@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -40,11 +41,7 @@ def scenario(
     """
     found = {each.scenario: each for each in scenarios(path, now=now)}
     if name not in found:
-        close = difflib.get_close_matches(name, found, n=1)
-        raise GpufleetError(
-            f"{path.name} has no scenario {name!r}; it has {', '.join(found) or 'none'}."
-            + (f" Nearest: {close[0]}." if close else "")
-        )
+        raise unknown(path, name, found)
     variant = found[name].variant
     if variant.only_priced:
         if not to_run:
@@ -62,6 +59,16 @@ def scenario(
     if problems:
         raise DefinitionError(str(path), in_order(of_form(f"scenarios.{name}", problems)))
     return replace(judged, scenario=name, variant=variant)
+
+
+def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
+    """What to raise for a scenario that the file does not have."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return GpufleetError(
+        f"{path.name} has no scenario {name!r}; it has {', '.join(names) or 'none'}."
+        + (f" Nearest: {close[0]}." if close else "")
+    )
 
 
 def made(

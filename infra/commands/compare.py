@@ -23,7 +23,7 @@ from infra.errors import GpufleetError
 from infra.loader import load, project_root
 from infra.pricing import footing
 from infra.receipts import observations
-from infra.scenarios import scenarios
+from infra.scenarios import scenarios, unknown
 
 SHOWN = 20
 LONGEST_H = 366 * 24  # as far off as limits.deadline may be
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=found)
     ended = outcomes.read(root, definition.name)
     listed = [replace(row, outcome=outcomes.of(row, ended)) for row in listed]
-    asked = _chosen(variants, args.scenario)
+    asked = _chosen(variants, args.scenario, path)
     rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards, found=found)
     rows = compare.refined(rows, hours_left=left)
     edge = compare.frontier(rows)
@@ -112,12 +112,12 @@ def _hours_left(within: float | None, definition: StackDefinition, now: datetime
     return left
 
 
-def _chosen(variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
+def _chosen(variants: tuple[StackDefinition, ...], name: str | None, path: Path) -> tuple[StackDefinition, ...]:
     if name is None:
         return variants
     found = tuple(variant for variant in variants if variant.scenario == name)
     if not found:
-        raise GpufleetError(f"no scenario {name!r}; there are {', '.join(v.scenario for v in variants) or 'none'}")
+        raise unknown(path, name, (variant.scenario for variant in variants))
     (variant,) = (work.variant for work in found)
     if variant.reference or variant.nodes > 1:
         raise GpufleetError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from infra import receipts
 from infra.loader import project_root
 from infra.receipts import CAUSES, Receipt, Score
+from infra.selected import selected
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +20,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table; files that are no receipts are named on standard error. 1 when there is no receipt at all."""
-    found, damaged = receipts.read(project_root(Path.cwd()), args.stack)
+    root = project_root(Path.cwd())
+    found, damaged = receipts.read(root, args.stack)
+    if args.stack and not found and not damaged:
+        selected(args.stack, root)  # raises for a name that is no stack's; one that was removed keeps its receipts
     for sentence in damaged:
         print(f"gpufleet: {sentence}", file=sys.stderr)
     if not found:

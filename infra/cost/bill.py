@@ -127,8 +127,8 @@ def price(
     """The bill of `definition`. Without `dataset_bytes` the dataset's size is assumed.
 
     `not_ready` are sentences to show among the warnings; `calibrations` come from infra.calibration.find_all, `hazards`
-    from infra.cost.hazard.learn, and count where the definition fixes none. Raises PriceMissing when a needed price is
-    not in the catalog, DefinitionError when the job fits no listed type.
+    from infra.cost.hazard.learn, and count where the definition fixes none. Raises PriceMissing when a needed price of
+    a service is not in the catalog, DefinitionError when the job fits no listed type or none of them has a price.
     """
     only_priced = definition.variant.only_priced
     if only_priced:
@@ -182,11 +182,7 @@ def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
     """Why this definition must not be declared at this bill: a listed type on which the job does not fit, or which has
     no price, a limit below p50, a listed type whose run no limit lets end.
     """
-    found = options.fit_problems(definition, bill.types)
-    for index, option in enumerate(bill.types):
-        if option.why:
-            allowed = "types with a known price and speed"
-            found.append(definition.problem(options.listed(index), option.type, allowed, option.why))
+    found = [*options.fit_problems(definition, bill.types), *options.unpriced(definition, bill.types)]
     return found if bill.only_priced else [*found, *limits.problems(definition, bill)]
 
 

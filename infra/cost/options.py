@@ -78,10 +78,22 @@ def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetEr
     problems = fit_problems(definition, types)
     if problems:
         return DefinitionError(str(definition.source), problems)
-    reasons = "; ".join(dict.fromkeys(option.why for option in types if option.why))
-    if types and all(option.runtime for option in types):
-        return PriceMissing(f"{reasons}. Choose another type or region, or fleet.capacity: on-demand where it has one")
-    return GpufleetError(reasons or "fleet.instance_types is empty")
+    found = unpriced(definition, types)
+    return DefinitionError(str(definition.source), found) if found else GpufleetError("fleet.instance_types is empty")
+
+
+def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
+    """One problem per listed type without a price or a known speed: the fleet could pick it."""
+    allowed, found = "types with a known price and speed", []
+    for index, option in enumerate(types):
+        if option.why:
+            instead = "on-demand" if definition.fleet.capacity == "spot" else "spot"
+            known = bool(option.on_demand if instead == "on-demand" else option.spot)
+            switched = known and not option.hourly(definition.fleet.capacity)
+            other = f", or write fleet.capacity: {instead}" if switched else ""
+            hint = f"{option.why}. Take it out{other}."
+            found.append(definition.problem(listed(index), option.type, allowed, hint))
+    return found
 
 
 def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:

@@ -17,7 +17,7 @@ from infra.cost.bill import Bill, price, problems
 from infra.cost.closed_form import break_even, expected_hours
 from infra.cost.table import render
 from infra.definition import StackDefinition, Variant
-from infra.errors import GpufleetError, PriceMissing
+from infra.errors import DefinitionError, GpufleetError
 from job.config import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 CATALOG = load_catalog()
@@ -93,7 +93,7 @@ def test_no_type_at_all_is_an_error_and_not_a_bill_of_zero() -> None:
 
 @pytest.mark.parametrize("capacity", ["spot", "on-demand"])
 def test_a_region_without_prices_is_named(capacity: str) -> None:
-    with pytest.raises(PriceMissing, match="ap-south-1"):
+    with pytest.raises(DefinitionError, match="ap-south-1"):
         bill(definition(region="ap-south-1", capacity=capacity))
 
 
@@ -131,7 +131,7 @@ def test_two_nodes_in_a_comparison_are_marked_not_launchable() -> None:
 
 
 def test_a_missing_spot_price_names_the_way_out_and_on_demand_says_that_spot_is_unknown() -> None:
-    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2.*on-demand"):
+    with pytest.raises(DefinitionError, match=r"p5\.4xlarge has no spot price in us-east-2.*on-demand"):
         bill(of(SftConfig(), types=("p5.4xlarge",)))
     found = bill(of(SftConfig(), types=("p5.4xlarge",), capacity="on-demand"))
     assert "USD on spot: no price known" in render(found)

@@ -123,3 +123,13 @@ def test_a_picture_in_a_folder_that_is_not_there_is_refused(project: Path, capsy
 def test_the_sentence_about_the_deadline_names_its_type(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["compare", "two-tower", "--scenario", "o", "--within", "6"])
     assert "With the deadline, on g6f.large: " in capsys.readouterr().out
+
+
+def test_an_unknown_scenario_is_named_as_cost_names_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for command in ("cost", "compare"):
+        assert main([command, "sft-h100", "--scenario", "l40s-5"]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert "sft-h100.yaml has no scenario 'l40s-5'" in said[1]
+    assert "Nearest: l40s-4." in said[1]

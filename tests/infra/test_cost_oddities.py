@@ -14,7 +14,7 @@ from infra.catalog import load_catalog
 from infra.cost.bill import Bill, price, problems
 from infra.cost.limits import enough
 from infra.definition import Keep
-from infra.errors import DefinitionError, GpufleetError, PriceMissing
+from infra.errors import DefinitionError, GpufleetError
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
@@ -46,7 +46,7 @@ def test_a_huge_hazard_is_stopped_by_the_limits_and_refused() -> None:
 
 
 def test_spot_without_a_spot_price_is_an_error_that_names_the_way_out() -> None:
-    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2.*on-demand"):
+    with pytest.raises(DefinitionError, match=r"p5\.4xlarge has no spot price in us-east-2.*on-demand"):
         bill(types=("p5.4xlarge",))
 
 
@@ -67,6 +67,10 @@ def test_one_listed_type_without_a_price_is_a_problem_of_that_type() -> None:
     plan = definition(types=("g5.2xlarge", "p5.4xlarge"))
     found = problems(plan, price(plan, CATALOG, runs=100))
     assert [(problem.path, problem.value) for problem in found] == [("fleet.instance_types[1]", "p5.4xlarge")]
+    assert found[0].hint.endswith("Take it out, or write fleet.capacity: on-demand.")
+    with pytest.raises(DefinitionError) as alone:
+        bill(types=("p5.4xlarge",))
+    assert [(each.allowed, each.hint) for each in alone.value.problems] == [(found[0].allowed, found[0].hint)]
 
 
 def test_an_unknown_type_names_the_nearest() -> None:
@@ -75,7 +79,7 @@ def test_an_unknown_type_names_the_nearest() -> None:
 
 
 def test_a_region_without_prices_is_an_error() -> None:
-    with pytest.raises(PriceMissing, match="ap-south-1"):
+    with pytest.raises(DefinitionError, match="ap-south-1"):
         bill(region="ap-south-1")
 
 

@@ -261,3 +261,15 @@ def test_without_a_receipt_the_command_says_where_they_come_from(
     project(tmp_path, monkeypatch)
     assert main(["receipts", "small-growth"]) == 1
     assert "No receipt of small-growth yet: `gpufleet results STACK`" in capsys.readouterr().out
+
+
+def test_a_name_that_is_no_stacks_is_said_as_other_commands_say_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project(tmp_path, monkeypatch)
+    assert main(["receipts", "small-grwth"]) == 2
+    assert (
+        "there is no stack 'small-grwth'; stacks/ has small-growth. Nearest: small-growth." in capsys.readouterr().err
+    )
+    place(tmp_path / "project", receipt(stack="gone"), stack="gone")
+    assert main(["receipts", "gone"]) == 0  # its file was removed, its runs were not
