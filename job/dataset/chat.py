@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +60,7 @@ class JsonlChats:
 
     def conversations(self) -> Iterator[Conversation]:
         """As long as there is no mistake; then reads on for others and raises ValueError with all of them."""
+        require_lines(self.path)
         problems: list[str] = []
         found = 0
         with self.path.open("rb") as file:
@@ -66,6 +69,9 @@ class JsonlChats:
                     continue
                 try:
                     conversation = _conversation(line)
+                except _OtherKeysError as error:  # the file's form, not a mistake of this line
+                    problems.append(f"{self.path}:{number}: {error}")
+                    break
                 except ValueError as error:
                     problems.append(f"{self.path}:{number}: {error}")
                     if len(problems) == SHOWN:
@@ -106,6 +112,27 @@ class GeneratedPairs:
         return " ".join(("Reverse this list of numbers:", *map(str, range(100))))
 
 
+class _OtherKeysError(ValueError):
+    """Keys of another tool's form, the same on every line."""
+
+
+def require_lines(path: Path) -> None:
+    """Raises ValueError for a file that is one JSON array, of which every line would be a mistake."""
+    with path.open("rb") as file:
+        if not file.read(64).lstrip().startswith(b"["):
+            return
+        file.seek(0)
+        lines = (line for line in file if line.strip())
+        first, more = next(lines), next(lines, None)
+    if more is not None:
+        with suppress(ValueError, RecursionError):
+            json.loads(first)
+            return  # a line by itself: that one is the mistake
+    name = shlex.quote(path.name)
+    made = shlex.quote(f"{path.stem}{'-lines' if path.suffix == '.jsonl' else ''}.jsonl")
+    raise ValueError(f"{path}: a JSON array; one object a line is wanted: `jq -c '.[]' {name} > {made}`")
+
+
 def require_characters(text: str, path: str) -> None:
     """Raises ValueError for half of a surrogate pair, which JSON can escape and no tokenizer or file can take."""
     if (half := _HALF.search(text)) is not None:
@@ -124,8 +151,23 @@ def _conversation(line: bytes) -> Conversation:
         raise ValueError("not an object; give instruction and response, or messages")
     if "messages" in tree:
         return _messages(tree["messages"])
+    _other_keys(tree)
     turns = [Turn("system", _text(tree, "system"))] if tree.get("system") else []
     return (*turns, Turn("user", _text(tree, "instruction")), Turn("assistant", _text(tree, "response")))
+
+
+def _other_keys(tree: dict[str, Any]) -> None:
+    """Raises _OtherKeysError for ShareGPT's and Alpaca's, with what they are called here."""
+    if "conversations" in tree and "instruction" not in tree:
+        raise _OtherKeysError(
+            "conversations is called messages here: a list of role (for human: user, for gpt: assistant) and content"
+            " (for value); or give instruction and response"
+        )
+    if "output" in tree and "response" not in tree:
+        joined = ", and write what is in input at the end of instruction" if tree.get("input") else ""
+        raise _OtherKeysError(
+            f"output is called response here: rename it{joined}; or give messages, a list of role and content"
+        )
 
 
 def _messages(messages: Any) -> Conversation:

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 from job.config.kernel import KernelConfig
-from job.dataset.chat import SHOWN, Conversation, Turn, require_characters
+from job.dataset.chat import SHOWN, Conversation, Turn, require_characters, require_lines
 from job.dataset.packed import prepare_packed
 from job.dataset.packing import Packing
 from job.dataset.prepare import DatasetManifest
@@ -115,6 +115,7 @@ class PairsFile:
 
     def conversations(self) -> Iterator[Conversation]:
         """Raises ValueError with all lines that are no pair."""
+        require_lines(self.path)
         lines, problems = self.path.read_bytes().splitlines(), []
         pairs: list[Conversation] = []
         for number, line in enumerate(lines, 1):

@@ -114,7 +114,7 @@ def verify(folder: Path, manifest: DatasetManifest) -> None:
 
 def as_found(folder: Path, say: Callable[[str], None]) -> DatasetManifest:
     """The dataset that is there, every file of it checked. Raises ValueError when it is none, or damaged."""
-    manifest = read_manifest(folder)
+    manifest = _there(folder)
     verify(folder, manifest)
     say(f"{folder} is prepared already: {describe(manifest)}")
     return manifest
@@ -217,7 +217,7 @@ def already(folder: Path) -> DatasetManifest | None:
         return None
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: exists and is not a prepared dataset; move it away or name another folder")
-    manifest = read_manifest(folder)
+    manifest = _there(folder)
     if strangers := _strangers(folder, manifest):
         raise ValueError(
             f"{folder}: holds {', '.join(strangers[:3])} besides the dataset, and is replaced as a whole; move "
@@ -228,6 +228,19 @@ def already(folder: Path) -> DatasetManifest | None:
     except ValueError:
         return None
     return manifest
+
+
+def _there(folder: Path) -> DatasetManifest:
+    """As read_manifest, for who is preparing: to prepare again is no advice."""
+    try:
+        return read_manifest(folder)
+    except ValueError as error:
+        if not (folder / MANIFEST).is_file():
+            raise
+        why = str(error).removeprefix(f"{folder / MANIFEST}: ").removesuffix("; prepare the dataset again")
+        raise ValueError(
+            f"{folder}: its {MANIFEST} cannot say what is in it ({why}); move the folder away, then prepare again"
+        ) from error
 
 
 def _strangers(folder: Path, manifest: DatasetManifest) -> list[str]:

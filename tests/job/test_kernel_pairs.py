@@ -71,6 +71,10 @@ def test_every_line_that_is_no_pair_is_named(tmp_path: Path) -> None:
         list(PairsFile(path, 10, seed=1).conversations())
     with pytest.raises(ValueError, match=":1: prompt: not a text"):
         list(PairsFile(written(tmp_path, {"prompt": " ", "answer": "a"}), 10, seed=1).conversations())
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps([{"prompt": "p", "answer": "a"}] * 3, indent=1))
+    with pytest.raises(ValueError, match=r"a JSON array; one object a line is wanted: `jq -c '\.\[\]' array\.json"):
+        list(PairsFile(array, 10, seed=1).conversations())
     with pytest.raises(ValueError, match="empty; give one JSON object"):
         list(PairsFile(written(tmp_path, ""), 10, seed=1).conversations())
 

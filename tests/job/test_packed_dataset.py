@@ -222,6 +222,36 @@ def test_mistakes_in_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
     assert r"messages[0].content: \ude00 at character 0 is half" in lines[10]
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_said_once_with_what_makes_lines_of_it(tmp_path: Path, indent: int | None) -> None:
+    for name, command in (
+        ("arr.json", "`jq -c '.[]' arr.json > arr.jsonl`"),
+        ("arr.jsonl", "`jq -c '.[]' arr.jsonl > arr-lines.jsonl`"),
+    ):
+        (tmp_path / name).write_text(json.dumps([{"instruction": "a", "response": "b"}] * 30, indent=indent))
+        with pytest.raises(ValueError, match="a JSON array; one object a line is wanted: ") as error:
+            list(JsonlChats(tmp_path / name).conversations())
+        assert str(error.value).endswith(command)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}]}, "conversations is called messages here: a list of role"),
+        ({"instruction": "a", "output": "b"}, "output is called response here: rename it; or give messages"),
+        ({"instruction": "a", "input": "c", "output": "b"}, "and write what is in input at the end of instruction"),
+    ],
+)
+def test_keys_of_other_forms_are_said_once_with_their_names_here(
+    tmp_path: Path, line: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=":1: ") as error:
+        list(JsonlChats(jsonl(tmp_path, *[line] * 30)).conversations())
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_a_file_of_mistakes_is_not_listed_to_its_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more after line 20 is not looked at"):
         list(JsonlChats(jsonl(tmp_path, *["x"] * 100)).conversations())

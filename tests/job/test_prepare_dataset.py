@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from job.dataset import prepare, sources
-from job.dataset.prepare import read_manifest
+from job.dataset.prepare import already, read_manifest
 from job.dataset.shards import HEADER, read_header
 from job.dataset.sources import Generated, TextFile, TextTokenizer
 from job.dataset.tokenizer import Bytes, Words, open_tokenizer
@@ -209,6 +209,9 @@ def test_a_damaged_manifest_is_a_value_error(content: str, tmp_path: Path) -> No
     (tmp_path / "dataset.json").write_text(content)
     with pytest.raises(ValueError, match="prepare the dataset again"):
         read_manifest(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot say what is in it \(.*\); move the folder away, then prepare again$"):
+        already(tmp_path)
+    assert (tmp_path / "dataset.json").read_text() == content
 
 
 def test_bytes_and_words_give_the_text_back() -> None:
