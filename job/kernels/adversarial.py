@@ -72,6 +72,12 @@ _TELLS = _with_new_memory(
 )
 _PAST_THE_END = _with_new_memory("tl.sigmoid(x)", "\n    tl.store(new_ptr + 1, 0.0)")  # the allocator left a gap there
 _ASKS = _INTERPRETED.replace("    n = ", "    if x.is_cuda:\n        return out\n    n = ")
+_HIDDEN = "def kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):\n    import os"
+_IN_A_DOCSTRING = (  # the interpreter reads a kernel from the last line that begins with def
+    source(BY_NAME["relu"])
+    .replace("@triton.jit", "@triton.jit(noinline=False)")
+    .replace("    at = tl", f"    '''\n{_HIDDEN}\n#'''\n    at = tl")
+)
 _CODED = f"# coding: utf-7\n{source(_SPLIT).replace(' + ', ' +- ')}# +AAo-import sys+AAo-"
 CHECKED = 15  # calls before the timing
 
@@ -181,6 +187,7 @@ FIXTURES: tuple[Fixture, ...] = (
         """,
     ),
     _rewritten("counts-in-a-decorator", "funnel", _COUNTS, task="relu"),
+    _rewritten("hidden-in-a-docstring", "funnel", _IN_A_DOCSTRING, task="relu"),
     _rewritten("coding-cookie", "", _CODED, task="silu"),
     _cheat(
         "brings-a-library",

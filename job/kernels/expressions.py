@@ -121,6 +121,8 @@ class Expressions:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 self.launched |= {node.func.value.id} if isinstance(node.func.value, ast.Name) else set()
             named = node.func if isinstance(node, ast.Call) and self._plain(node) else None
+            if named is not None and self._full(named) == "triton.jit":  # of a function that was looked at as Python
+                raise Forbidden(node, "triton.jit, but as a decorator")
             for child in ast.iter_child_nodes(node):
                 if child is not named:
                     self._expression(child)

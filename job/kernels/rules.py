@@ -66,7 +66,7 @@ class _Module(Expressions):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._import(node)
         for function in functions:
-            if any(self._full(decorator) == "triton.jit" for decorator in function.decorator_list):
+            if any(self._decorator(decorator) == "triton.jit" for decorator in function.decorator_list):
                 self.kernels.add(function.name)
         for node in tree.body:
             self._top(node)
@@ -176,9 +176,13 @@ class _Module(Expressions):
         for part in node.elts if isinstance(node, ast.List) else [node]:
             self._constant(part)
 
+    def _decorator(self, node: ast.expr) -> str | None:
+        """Its name, with arguments or without."""
+        return self._full(node.func if isinstance(node, ast.Call) else node)
+
     def _function(self, function: ast.FunctionDef) -> None:
         for decorator in function.decorator_list:
-            name = self._full(decorator.func if isinstance(decorator, ast.Call) else decorator)
+            name = self._decorator(decorator)
             if name == "torch.no_grad" and ast.unparse(decorator).endswith("()") and function.name not in self.kernels:
                 continue
             if name not in DECORATORS:

@@ -285,6 +285,20 @@ def kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 """
 
 
+@pytest.mark.parametrize("decorator", ["@triton.jit()", "@triton.jit(noinline=False)"])
+def test_a_kernel_with_arguments_in_its_decorator_is_one(decorator: str) -> None:
+    assert rules.problem(replaced("@triton.jit", decorator)) is None
+    assert rules.problem(replaced("@triton.jit", '@triton.jit(do_not_specialize=["n"])')) is None
+    hidden = replaced("    at = tl", f"    '''{HIDDEN}#'''\n    at = tl").replace("@triton.jit", decorator)
+    assert "def" in (rules.problem(hidden) or "")
+
+
+@pytest.mark.parametrize("made", ["triton.jit()(launch)", "triton.jit(noinline=False)(launch)"])
+def test_no_function_becomes_a_kernel_where_it_is_not_looked_at_as_one(made: str) -> None:
+    source = replaced("@triton.jit", "def launch(x):\n    return x\n\n\n@triton.jit")
+    assert "triton.jit" in (rules.problem(source.replace("    out = ", f"    {made}[(1,)](x)\n    out = ")) or "")
+
+
 @pytest.mark.parametrize(
     "source",
     [
