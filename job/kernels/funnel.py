@@ -37,7 +37,7 @@ CASES_BYTES = 8 << 30  # inputs kept between candidates: on a GPU those of a tas
 
 
 class _ReferenceLost(Exception):
-    """Nothing can be timed against it."""
+    """Nothing can be timed against its process, nor against what it would answer next."""
 
 
 class Judge:
@@ -174,12 +174,16 @@ class Judge:
                     raise
                 wrong = error  # without the funnel a wrong one is timed all the same
         tolerant = suppress(Rejected, Lost) if wrong else nullcontext()
-        with tolerant, course.at("timing"), self._reference(gpu) as reference:
-            before = reference.cpu_s
+        with tolerant, course.at("timing"):
             try:
-                course.timing = self._time(task, process, reference, course)
-            finally:
-                course.cpu_s += reference.cpu_s - before
+                with self._reference(gpu) as reference:
+                    before = reference.cpu_s
+                    try:
+                        course.timing = self._time(task, process, reference, course)
+                    finally:
+                        course.cpu_s += reference.cpu_s - before
+            except _ReferenceLost as error:  # no fault of the candidate's
+                course.timing = Timing(speedup=None, why=f"the reference: {error}")
         if wrong is not None:
             course.stage = STAGES.index("full") + 1
             raise wrong
@@ -196,9 +200,12 @@ class Judge:
         def other(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[bytes]]:
             try:
                 with process.paused():
-                    return own(*asked, **kwargs)
+                    reply, blobs = own(*asked, **kwargs)
             except Lost as error:
                 raise _ReferenceLost(str(error)) from error
+            if "error" in reply:  # out of memory, a lost device
+                raise _ReferenceLost(reply["error"])
+            return reply, blobs
 
         try:
             other({"do": "load"}, [task.reference_source.encode()])
@@ -219,22 +226,26 @@ class Judge:
                 limit_s=self.limits.candidate_s,
                 others=[partial(self._check, task, once_more, [name], switches, as_timed=True) for name in names],
             )
-        except _ReferenceLost as error:  # no fault of the candidate's
-            return Timing(speedup=None, why=f"the reference: {error}")
         except OutOfTime as error:  # it was right on every input; how fast it is depends on who else is at work here
             return Timing(speedup=None, why=f"{error} while it was timed")
 
     @contextmanager
     def _reference(self, gpu: int) -> Iterator[Process]:
-        """A process for references. It is ours, so the next candidate's may use it too."""
+        """A process for references. It is ours, so the next candidate's may use it too, unless it is lost."""
         try:
             process = self._idle[gpu].get_nowait()
         except Empty:
-            process = self._workers.start(
-                memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False, guarded=False
-            )
+            try:
+                process = self._workers.start(
+                    memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, confined=False, guarded=False
+                )
+            except Lost as error:
+                raise _ReferenceLost(str(error)) from error
         try:
             yield process
+        except (Rejected, Lost):  # of the candidate: this one waits for its next question
+            self._idle[gpu].put(process)
+            raise
         except BaseException:
             process.close()
             raise

@@ -308,6 +308,57 @@ def test_a_candidate_stands_still_while_the_reference_is_timed(
     assert "S" not in states  # R: it has not yet been given a core to stop on
 
 
+@pytest.mark.parametrize("fails", ["is late", "ends", "has no memory left", "does not load", "does not start"])
+def test_a_reference_that_is_lost_costs_no_candidate_its_verdict_and_serves_no_other(
+    workers: Workers, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, start = set[int](), workers.start
+
+    def started(**asked: Any) -> Process:
+        process = start(**asked)
+        if asked.get("confined", True) or broken:
+            return process
+        broken.add(process.pid)
+        if fails == "does not start":
+            process.close()
+            raise Lost("no answer within 120 s")
+        ask = process.ask
+
+        def failing(head: dict[str, Any], *more: Any, **rest: Any) -> tuple[dict[str, Any], list[bytes]]:
+            reply = ask(head, *more, **rest)
+            if head["do"] == "load" and fails == "does not load":
+                return {"error": "OutOfMemoryError: CUDA"}, []
+            if head["do"] != "trial":
+                return reply
+            if fails == "is late":
+                raise OutOfTime("no answer within 30 s")
+            if fails == "ends":
+                raise Lost("the process ended")
+            return {"error": "OutOfMemoryError: CUDA"}, []
+
+        monkeypatch.setattr(process, "ask", failing)
+        return process
+
+    monkeypatch.setattr(workers, "start", started)
+    made, one = judge(workers, trials=3), honest()
+    first, second = (made.verdict(one, Switches(), "full") for _ in range(2))
+    made._close_idle()
+    assert (first.passed, first.speedup, first.reason[:15]) == (True, None, "the reference: "), first
+    assert second.passed
+    assert "the reference: " not in second.reason
+
+
+def test_a_reference_outlives_a_candidate_that_is_rejected_while_it_is_timed(workers: Workers) -> None:
+    wrong = honest("square", lambda text: text.replace("x * x", "x"))
+    made, pids = judge(workers, trials=3), list[int]()
+    for one in (wrong, wrong, honest("square")):
+        made.verdict(one, NO_RULES, "row")
+        with made._reference(0) as reference:
+            pids.append(reference.pid)
+    made._close_idle()
+    assert len(set(pids)) == 1
+
+
 def test_memory_of_offspring_and_of_no_process_counts(workers: Workers) -> None:
     grows = "x = b'x' * (600 << 20)\nwhile True:\n    pass"
     forks = f"import os\nif os.fork() == 0:\n    {grows.replace(chr(10), chr(10) + '    ')}\nos.wait()"
