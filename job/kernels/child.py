@@ -220,7 +220,7 @@ def _placed(tensor: Tensor, device: torch.device, fences: Fences) -> Tensor:
 def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: bool) -> None:
     """Talks until the judge hangs up. Never returns."""
     scratch, device = Path(asked["scratch"]), asked["device"]
-    isolated = asked["confined"] and sandbox.confine(scratch, namespaces=namespaces)
+    isolated = asked["confined"] and sandbox.confine(scratch, namespaces=namespaces, cuda=device == "cuda")
     os.chdir(scratch)
     os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
     os.environ["TRITON_CACHE_DIR"] = compiler.CACHE

@@ -4,6 +4,11 @@ Three layers, none of which decides a verdict: namespaces where the kernel allow
 signal, every file read-only but the scratch folder, all offspring gone with the first process), limits on file sizes
 and cores, and an audit hook, which Python cannot take away again, that ends the process at the first forbidden act.
 Memory and wall-clock are the judge's (job/kernels/worker.py): a limit on address space breaks CUDA.
+
+So do a namespace of processes and a read-only /proc: since version 570 the driver names its threads in
+/proc/self/task/<id>/comm and takes a refusal for error 304. In a new namespace the ids are others than those of the
+/proc there is, and a new /proc may not be mounted where a container hides parts of it. So a process that uses a GPU
+stays in the namespace of processes it is in, and may change what is its own in /proc.
 """
 
 from __future__ import annotations
@@ -22,7 +27,8 @@ from typing import Any
 
 from job.kernels.compiler import CACHE
 
-NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000  # user, processes, network, IPC, mounts
+WITH_PROCESSES = 0x10000000 | 0x40000000 | 0x08000000 | 0x00020000  # user, network, IPC, mounts
+NAMESPACES = WITH_PROCESSES | 0x20000000  # and processes
 CLONE = {"x86_64": 56, "aarch64": 220}
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1  # the call's number on every architecture
@@ -64,40 +70,52 @@ def fork() -> tuple[int, bool]:
 
 
 def enter() -> bool:
-    """The same for a process that was not forked by us: its child goes on in the namespaces, the process itself holds
-    nothing any more and ends as the child ends.
+    """The same but for processes, for one that was not forked by us and uses a GPU: its child goes on in the
+    namespaces, the process itself holds nothing any more, ends as the child ends, and ends what that has left.
     """
-    if _libc.unshare(NAMESPACES) != 0:
+    if _libc.unshare(WITH_PROCESSES) != 0:
         return False
+    adopt_orphans()
     child = os.fork()
     if child:
         os.closerange(3, 1 << 16)
         _, status = os.waitpid(child, 0)
+        _end_children()
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     _libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     return True
 
 
-def confine(scratch: Path, *, namespaces: bool) -> bool:
+def _end_children() -> None:
+    """Theirs become this process's as they end."""
+    me = os.getpid()
+    with suppress(ChildProcessError):
+        while True:
+            for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def confine(scratch: Path, *, namespaces: bool, cuda: bool = False) -> bool:
     """A session of its own, no core files, no large files and, in namespaces, no file to change but in the scratch
-    folder. Whether all of it holds.
+    folder and, for `cuda`, in /proc/self. Whether all of it holds.
     """
     with suppress(PermissionError):  # a spawned one leads a session already
         os.setsid()
     _libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-    return namespaces and _freeze_files(str(scratch).encode())
+    return namespaces and _freeze_files(str(scratch).encode(), *([f"/proc/{os.getpid()}".encode()] if cuda else []))
 
 
-def _freeze_files(scratch: bytes) -> bool:
-    """Every mount read-only, but the scratch folder's."""
+def _freeze_files(*own: bytes) -> bool:
+    """Every mount read-only, but those of these folders."""
     attributes = ctypes.c_uint64 * 4  # set, clear, propagation, user namespace
     return (
         _libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
-        and _libc.mount(scratch, scratch, None, MS_BIND, None) == 0
+        and all(_libc.mount(path, path, None, MS_BIND, None) == 0 for path in own)
         and _attribute(b"/", AT_RECURSIVE, attributes(READ_ONLY, 0, 0, 0)) == 0
-        and _attribute(scratch, 0, attributes(0, READ_ONLY, 0, 0)) == 0
+        and all(_attribute(path, 0, attributes(0, READ_ONLY, 0, 0)) == 0 for path in own)
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +118,66 @@ def test_where_no_namespaces_are_allowed_the_guard_and_the_limits_hold(
     assert {verdict.isolated for verdict in found.values()} == {False}
     assert (honest.passed, honest.isolated) == (True, False)
     assert {label for label, verdict in found.items() if verdict.reason.startswith("forbidden: ")} == set(labels[:6])
+
+
+CUDA_STARTS = """
+import os, sys, threading
+from pathlib import Path
+from job.kernels import sandbox
+
+outer, scratch = os.getpid(), Path(sys.argv[1])
+if not (sandbox.enter() and sandbox.confine(scratch, namespaces=True, cuda=True)):
+    sys.exit(77)
+
+def named():
+    for me in ("self", os.getpid()):
+        comm = Path(f"/proc/{me}/task/{threading.get_native_id()}/comm")
+        comm.write_text("named")
+        assert comm.read_text() == "named\\n"
+
+def refused(path):
+    try:
+        path.write_text("0")
+    except OSError as error:
+        return error.strerror == "Read-only file system"
+
+named()
+other = threading.Thread(target=named)
+other.start()
+other.join()
+assert refused(Path(f"/proc/{outer}/task/{outer}/comm")) and refused(Path("/proc/sys/vm/swappiness"))
+assert refused(scratch.parent / "outside")
+(scratch / "inside").write_text("0")
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        while True:
+            pass
+    os._exit(0)
+os.wait()
+os._exit(0)
+"""
+
+
+def test_cuda_may_name_its_threads_and_write_nothing_else_and_what_is_left_ends(tmp_path: Path) -> None:
+    """Since version 570 its driver does not start otherwise."""
+    inside = tmp_path / "scratch"
+    inside.mkdir()
+    root = str(Path(adversarial.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", CUDA_STARTS, str(inside)],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode == 77:
+        pytest.skip("this kernel allows no namespaces here")
+    assert done.returncode == 0, done.stderr
+    assert (inside / "inside").exists()
+    assert not (tmp_path / "outside").exists()
+    assert not Path("/proc", done.stdout.strip()).exists()
 
 
 BUILDS = '''
