@@ -14,7 +14,8 @@ on its own, so it heeds a stop at the next token; then all agree. Rank 0 judges.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,13 +30,14 @@ from job.kernels.catalog import TASKS, Task
 from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
 from job.kernels.verdict import Switches, Verdict
-from job.kernels.worker import Workers
+from job.kernels.worker import NoDeviceError, Workers
 from job.ledger import Ledger
 from job.models import decoder
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.kernel import AT_ONCE, TRIED
 from job.train import metrics, parallel
+from job.train.device import NodeRefusedError
 from job.train.experiment import Phase, Stopped
 
 if TYPE_CHECKING:
@@ -116,8 +118,10 @@ def pass_rates(kernel: Kernel, module: Decoder) -> dict[str, float] | None:
         sources = [_candidate(f"tried-{task}-{number}", task, answers.program(text)) for task, number, text in written]
         verdicts: list[Verdict] = []
         try:
-            with _workers(kernel) as workers:
-                _judge(kernel, workers).all(sources, Switches(), "curriculum", verdicts.append, partial(_look, kernel))
+            with _workers(kernel) as workers, _able():
+                judge = _judge(kernel, workers)
+                judge.prove(session.say)
+                judge.all(sources, Switches(), "curriculum", verdicts.append, partial(_look, kernel))
             correct = [verdict.task for verdict in verdicts if verdict.passed]  # however fast
             passed = [correct.count(task.name) for task in tasks]
         except Stopped:
@@ -196,8 +200,9 @@ def _verified(kernel: Kernel, made: dict[str, list[Candidate]]) -> dict[str, lis
         judged += adversarial.candidates(gpus=session.device.torch.type == "cuda")
     rows = list(ablation.ROWS) if funnel.ablations else [ablation.FULL]
     ledger = Ledger(session.workdir / "stages" / "verdicts.jsonl")
-    with _workers(kernel) as workers:
+    with _workers(kernel) as workers, _able():
         judge = _judge(kernel, workers)
+        judge.prove(session.say)
         session.say(
             f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
             f"at most {judge.bound_s(len(judged)) / 60:.0f} min a row; stage 2 {judge.compilation.words}"
@@ -210,6 +215,15 @@ def _verified(kernel: Kernel, made: dict[str, list[Candidate]]) -> dict[str, lis
             session.say(f"stopped in the funnel: {error}")
             return None
     return found | {name: verdicts[ablation.FULL] for name, verdicts in others}
+
+
+@contextmanager
+def _able() -> Iterator[None]:
+    """Where this machine cannot judge, it is no verdict: the run goes on on another."""
+    try:
+        yield
+    except NoDeviceError as error:
+        raise NodeRefusedError(f"the funnel: {error}") from error
 
 
 def _look(kernel: Kernel) -> None:

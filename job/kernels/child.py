@@ -232,7 +232,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
     torch.set_num_threads(1)  # before any operation: a pool of the server's would be gone in its child
     warnings.simplefilter("ignore")
     harness = Harness(torch.device(device))
-    wire.send(dialogue, {"isolated": isolated})
+    wire.send(dialogue, {"isolated": isolated, **_unreachable(harness.device)})
     if asked["guarded"]:
         programs = compiler.tools() if asked["compiles"] else ()
         sandbox.guard(
@@ -255,6 +255,22 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
         pass
     finally:
         os._exit(0)
+
+
+def _unreachable(device: torch.device) -> dict[str, Any]:
+    """An error where nothing can be computed there. Known before a candidate comes, so it is none of a candidate's."""
+    try:
+        for left in (3, 2, 1, 0) if device.type == "cuda" else ():
+            try:
+                torch.zeros(1, device=device).add_(1).cpu()
+                break
+            except torch.OutOfMemoryError:  # of a process that was here before, and is not all gone
+                if not left:
+                    raise
+                time.sleep(5)
+    except Exception as error:  # noqa: BLE001 - whatever CUDA says
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    return {}
 
 
 def _reap(*_: object) -> None:

@@ -25,13 +25,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from job.config.kernel import Funnel as Limits
-from job.kernels import catalog, rules, source_text, tasks, timing
+from job.kernels import catalog, planted, rules, source_text, tasks, timing
 from job.kernels.catalog import Task
 from job.kernels.compilation import Compilation
 from job.kernels.planted import Candidate
 from job.kernels.timing import Rejected, Timing
 from job.kernels.verdict import STAGES, Course, Switches, Verdict
-from job.kernels.worker import GREET_S, Lost, OutOfTime, Process, Workers
+from job.kernels.worker import GREET_S, Lost, NoDeviceError, OutOfTime, Process, Workers
 
 CASES_BYTES = 8 << 30  # inputs kept between candidates: on a GPU those of a task take 0.4 (float16) to 2.5 GB
 
@@ -55,6 +55,35 @@ class Judge:
         self._idle: list[SimpleQueue[Process]] = [SimpleQueue() for _ in range(max(1, gpus))]
         for worker in range(self.parallel):
             self._free.put(worker % max(1, gpus))
+
+    def prove(self, say: Callable[[str], None]) -> None:
+        """One kernel that is right, through a process like a candidate's on each GPU, before any candidate: what fails
+        here is no candidate's fault. Where it fails in namespaces alone, candidates run without. Raises NoDeviceError.
+        """
+        gpus, reasons = range(len(self._idle)), list[str]()
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            for confines in (True, True, False):  # twice: isolation is not given up for a moment's trouble
+                self._workers.confines = confines
+                failed = [f"{gpu}: {why}" for gpu, why in zip(gpus, pool.map(self._failure, gpus), strict=True) if why]
+                if not failed:
+                    break
+                reasons.append(failed[0])
+            else:
+                raise NoDeviceError(
+                    f"a kernel that is right fails on this machine's {self._device}:{reasons[0]}; without namespaces "
+                    f"{reasons[-1]}"
+                )
+        if not self._workers.confines:
+            say(f"a kernel that is right fails in namespaces here, on {self._device}:{reasons[0]}; candidates run without")
+
+    def _failure(self, gpu: int) -> str | None:
+        task = catalog.BY_NAME["relu"]
+        try:
+            with self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu) as process:
+                self._check(task, self._loaded(process, planted.source(task)), ["tiny"], Switches())
+        except (Rejected, Lost, NoDeviceError) as error:
+            return str(error)
+        return None
 
     def bound_s(self, count: int) -> float:
         """No `count` candidates keep us waiting longer. What the judge computes itself comes on top."""

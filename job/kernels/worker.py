@@ -33,6 +33,10 @@ class OutOfTime(Lost):
     """It has not answered in time; of what it had answered before nothing is less true."""
 
 
+class NoDeviceError(Exception):
+    """A process has no GPU to work on, before it has seen any candidate. Says nothing of one."""
+
+
 class Workers:
     """Starts processes. Those that compile, and on a CPU those that interpret, are forked from servers that have
     imported everything; for GPUs they are new ones.
@@ -44,6 +48,7 @@ class Workers:
         major, minor = torch.cuda.get_device_capability() if gpus and torch.cuda.is_available() else CAPABILITY
         self.capability = 10 * major + minor
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
+        self.confines = True  # those that run; False where what is right fails in namespaces
 
     def __enter__(self) -> Workers:
         """Starts the servers now, side by side, so that no candidate waits for them."""
@@ -100,7 +105,8 @@ class Workers:
         built: Path | None = None,
     ) -> Process:
         """A new process: one that runs, or one that `compiles` and sees no GPU. Our own reference needs neither
-        confinement nor guard (job/kernels/sandbox.py). `built`: a cache of Triton's that it gets a copy of.
+        confinement nor guard (job/kernels/sandbox.py). `built`: a cache of Triton's that it gets a copy of. Raises
+        Lost, and NoDeviceError.
         """
         scratch = Path(tempfile.mkdtemp(dir=self.folder))
         if built is not None:
@@ -112,7 +118,7 @@ class Workers:
                 "scratch": str(scratch),
                 "device": "cpu" if compiles else self.device,
                 "compiles": compiles,
-                "confined": confined,
+                "confined": confined and (compiles or self.confines),
                 "guarded": guarded,
             }
         )
@@ -146,6 +152,8 @@ class Process:
         self._looked_at, self._over = 0.0, False
         try:
             head, _ = self._receive(GREET_S, 0)
+            if "error" in head:
+                raise NoDeviceError(head["error"])
             self.isolated = bool(head.get("isolated"))
         except BaseException:
             self.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from job.kernels.child import NOTHING
 from job.kernels.compiler import CACHE
 from job.kernels.planted import KINDS, STOPS_AT, Candidate
 from job.kernels.verdict import Course, Switches, Verdict
-from job.kernels.worker import GREET_S, Lost, Process, Workers
+from job.kernels.worker import GREET_S, Lost, NoDeviceError, Process, Workers
 
 MULTIPLY = """
 import torch, triton
@@ -268,6 +269,46 @@ def test_a_hang_and_a_crash_lose_only_themselves_within_bounded_time(workers: Wo
     assert "no answer within" in found["loop"].reason
     assert "ended" in found["crash"].reason
     assert len(found) == len(crowd)
+
+
+@pytest.mark.parametrize("fails", ["never", "in namespaces", "everywhere"])
+def test_a_machine_is_tried_on_a_kernel_that_is_right_before_any_candidate(
+    workers: Workers, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, said = Process.ask, list[str]()
+
+    def failing(process: Process, head: dict[str, Any], *more: Any, **rest: Any) -> Any:
+        reply = ask(process, head, *more, **rest)
+        broken = fails == "everywhere" or (fails == "in namespaces" and workers.confines)
+        return ({"error": "CUDA error 304"}, []) if broken and head["do"] == "run" else reply
+
+    monkeypatch.setattr(workers, "confines", True)
+    monkeypatch.setattr(Process, "ask", failing)
+    made = judge(workers)
+    if fails == "everywhere":
+        with pytest.raises(NoDeviceError, match="fails on this machine's cpu:0: tiny: CUDA error 304; without"):
+            made.prove(said.append)
+        return
+    made.prove(said.append)
+    assert [line[:43] for line in said] == ["a kernel that is right fails in namespaces h"[:43]] * (fails != "never")
+    assert workers.confines is (fails == "never")
+    if fails != "never":
+        verdict = made.verdict(honest(), Switches(timing=False), "full")
+        assert (verdict.passed, verdict.isolated) == (True, False)
+
+
+def test_a_process_without_its_gpu_is_no_verdict(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(**_: Any) -> Process:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            wire.send(theirs, {"isolated": True, "error": "RuntimeError: no CUDA-capable device"})
+        sleeping = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        return Process(sleeping.pid, ours, tmp, 1e9, lambda _: sleeping.wait())
+
+    made, tmp = judge(workers), workers.folder / "none"
+    monkeypatch.setattr(workers, "start", start)
+    with pytest.raises(NoDeviceError, match="no CUDA-capable device"):
+        made.all([honest()], Switches(multi_input=False), "row", lambda verdict: pytest.fail(str(verdict)))
 
 
 def test_nothing_of_a_candidate_is_left_when_it_is_over(workers: Workers) -> None:

@@ -188,6 +188,18 @@ def test_two_ranks_train_share_the_generation_and_judge_once(finished: Path, tmp
     }  # each from a whole copy of weights that are trained in shards
 
 
+def test_a_machine_that_cannot_judge_gives_no_verdict(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = kernel.make(tmp_path)
+    (workdir / "stages").mkdir()
+    (workdir / "stages" / "candidates.jsonl").write_bytes((finished / "stages" / "candidates.jsonl").read_bytes())
+    monkeypatch.setattr(funnel.Judge, "_failure", lambda judge, gpu: "CUDA error 304")
+    assert world.train(workdir) == 71
+    assert "the funnel: a kernel that is right fails on this machine" in (workdir / "preflight.json").read_text()
+    assert kernel.lines(workdir, "verdicts") == []
+
+
 def test_another_dataset_than_the_run_configs_is_refused(tmp_path: Path) -> None:
     workdir = kernel.make(tmp_path)
     tree = json.loads((workdir / "run.json").read_text())
