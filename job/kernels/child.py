@@ -70,24 +70,24 @@ class Harness:
         self._flush: Tensor | None = None
         self._empty: dict[str, Callable[..., Any]] = {}
 
-    def answer(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def answer(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """The reply to one message of the judge's."""
-        act: Callable[..., tuple[dict[str, Any], list[bytes]]] = getattr(self, f"_{head['do']}")
+        act: Callable[..., tuple[dict[str, Any], list[wire.Blob]]] = getattr(self, f"_{head['do']}")
         return act(head, blobs)
 
-    def _load(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """The text that was judged, not bytes that could be read as another."""
         Harness.turn = head.get("turn", 0)
         self.entry = _entry("candidate", blobs[0].decode())
         return {}, []
 
-    def _compile(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def _compile(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """What its launches are for the inputs of `calls`, compiled."""
         assert self.entry is not None
         problem = compiler.compile_launches(self.entry, head["calls"], head.get("device", "cuda"))
         return {"problem": problem}, []
 
-    def _give(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """New inputs."""
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
         self.given, self.fences = [_placed(tensor, self.device, Fences()) for tensor in given], Fences()
@@ -96,7 +96,7 @@ class Harness:
         self._sync()
         return {}, []
 
-    def _run(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """One call on inputs of its own, and its output. With `as_timed` nothing tells that it is not timed.
         What was given before, for trials, stays where it is.
         """
@@ -108,7 +108,7 @@ class Harness:
         self.given, self.inputs, self.fences, self.shifts = kept
         return found
 
-    def _ready(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def _ready(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """What is in the memory of each input moved on by one of `shifts`, so that what is remembered of it, by address
         or by what a kernel has read, is wrong; caches emptied when asked to; nothing under way. A trial may follow.
         """
@@ -127,7 +127,7 @@ class Harness:
         """What the inputs are to hold."""
         return [tensor.roll(shift) if shift else tensor for tensor, shift in zip(self.given, self.shifts, strict=True)]
 
-    def _trial(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def _trial(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """One timed call, or an `empty` launch. Seconds by events on the stream, or by the clock on a CPU. With `ops`
         the torch functions that it calls are listed, which takes time.
         """
@@ -155,7 +155,7 @@ class Harness:
             self._empty = {"kernel": lambda *_: launch(one), "operation": lambda *_: one.add_(1)}
         return self._empty[kind]
 
-    def _stopwatch(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def _stopwatch(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """A call as many would time it: no warm-up, no flush, whatever `time.perf_counter` is by now."""
         assert self.entry is not None
         started = time.perf_counter()
@@ -163,7 +163,7 @@ class Harness:
         self._sync()
         return {"seconds": time.perf_counter() - started}, []
 
-    def _collect(self, head: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def _collect(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """The output of the last call, and what it has done besides."""
         found = self.output
         reply: dict[str, Any] = {"ops": sorted(self.ops.names)} if self.ops is not None else {}

@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from job.config.kernel import Funnel as Limits
-from job.kernels import catalog, planted, rules, source_text, tasks, timing
+from job.kernels import catalog, planted, rules, source_text, tasks, timing, wire
 from job.kernels.catalog import Task
 from job.kernels.compilation import Compilation
 from job.kernels.planted import Candidate
@@ -74,7 +74,7 @@ class Judge:
                     f"{reasons[-1]}"
                 )
         if not self._workers.confines:
-            say(f"a kernel that is right fails in namespaces here, on {self._device}:{reasons[0]}; candidates run without")
+            say(f"a kernel that is right fails in namespaces, {self._device}:{reasons[0]}; candidates run without")
 
     def _failure(self, gpu: int) -> str | None:
         task = catalog.BY_NAME["relu"]
@@ -220,13 +220,13 @@ class Judge:
     def _time(self, task: Task, process: Process, reference: Process, course: Course) -> Timing:
         ask, more, own = (timing.bound(one, self.limits.candidate_s) for one in (process, process, reference))
 
-        def once_more(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[bytes]]:
+        def once_more(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[wire.Blob]]:
             try:
                 return more(*asked, **kwargs)
             except OutOfTime as error:  # as in stage 4: these calls have its time, and are no measurement
                 raise Rejected(str(error)) from error
 
-        def other(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[bytes]]:
+        def other(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[wire.Blob]]:
             try:
                 with process.paused():
                     reply, blobs = own(*asked, **kwargs)

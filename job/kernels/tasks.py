@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from job.kernels import wire
 from job.kernels.catalog import Task
 
 Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, and from one to the next
@@ -168,7 +169,7 @@ def expected(task: Task, tensors: tuple[Tensor, ...]) -> Tensor:
     return result
 
 
-def difference(task: Task, given: Case, shape: tuple[int, ...], dtype: str, content: bytes) -> str | None:
+def difference(task: Task, given: Case, shape: tuple[int, ...], dtype: str, content: wire.Blob) -> str | None:
     """Why an output is not the expected one, within the tolerance; None when it is. Elements of which the reference
     makes NaN may be anything: what a maximum makes of NaN is not defined alike, and inf - inf says nothing.
     """
@@ -177,7 +178,7 @@ def difference(task: Task, given: Case, shape: tuple[int, ...], dtype: str, cont
         return f"{given.name}: {dtype} {list(shape)} instead of {wanted.dtype} {list(wanted.shape)}"
     if len(content) != wanted.numel() * wanted.element_size():
         return f"{given.name}: {len(content)} bytes for {wanted.numel()} elements"
-    found = torch.frombuffer(bytearray(content), dtype=wanted.dtype).reshape(wanted.shape)
+    found = torch.frombuffer(wire.writable(content), dtype=wanted.dtype).reshape(wanted.shape)
     relative = RELATIVE[wanted.dtype]
     off = ~(torch.isclose(found.float(), wanted.float(), atol=ABSOLUTE, rtol=relative) | wanted.isnan())
     wrong = int(off.sum())

@@ -80,7 +80,7 @@ class Timing:
     reference: Trials | None = None
 
 
-Ask = Callable[..., tuple[dict[str, Any], list[bytes]]]  # Process.ask with the stage's limit filled in
+Ask = Callable[..., tuple[dict[str, Any], list[wire.Blob]]]  # Process.ask with the stage's limit filled in
 Draw = Callable[[Task, str], Case]  # tasks.case of the judge's seed, for its device
 Empty = Literal["kernel", "operation"]  # which launch of nothing is subtracted: of a Triton kernel, or an eager one
 
@@ -243,7 +243,7 @@ def run(ask: Ask, task: Task, given: Case, *, ops: bool, as_timed: bool = False)
     check(task, given, *answer, ops=ops and not as_timed)
 
 
-def check(task: Task, given: Case, reply: dict[str, Any], blobs: list[bytes], *, ops: bool) -> None:
+def check(task: Task, given: Case, reply: dict[str, Any], blobs: list[wire.Blob], *, ops: bool) -> None:
     """Raises Rejected unless a reply holds the expected output, of a new tensor; with `ops`, of a call that computed
     nothing with torch.
     """
@@ -285,8 +285,8 @@ def bound(process: Process, limit_s: float) -> Ask:
     left = limit_s
 
     def ask(
-        head: dict[str, Any], blobs: list[bytes] | None = None, *, most_bytes: int = 0
-    ) -> tuple[dict[str, Any], list[bytes]]:
+        head: dict[str, Any], blobs: list[wire.Blob] | None = None, *, most_bytes: int = 0
+    ) -> tuple[dict[str, Any], list[wire.Blob]]:
         nonlocal left
         started = time.monotonic()
         try:

@@ -13,16 +13,22 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+Blob = bytes | bytearray
 HEAD_BYTES = 1 << 20
 WATCH_S = 0.05  # between two looks of whoever waits
+LEAST_S = 1e-3  # to wait at once; 0 would be for ever
+PIECE_BYTES = 1 << 22  # to be sent at once: a limit is looked at in between
 MOST_S = 1e9  # of a time that can be meant
 _LENGTH = struct.Struct("!I")
+_TIME = struct.Struct("@ll")  # timeval
 
 
 def _text(value: Any) -> str:
@@ -75,11 +81,19 @@ class Late(Exception):
     """The time given is over."""
 
 
-def send(to: socket.socket, head: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-    """Raises Closed."""
+def send(to: socket.socket, head: dict[str, Any], blobs: Sequence[Blob] = (), *, until: float = math.inf) -> None:
+    """Raises Closed, and Late after `until` (monotonic seconds)."""
     content = json.dumps({**head, "blobs": [len(blob) for blob in blobs]}).encode()
     try:
-        to.sendall(b"".join((_LENGTH.pack(len(content)), content, *blobs)))
+        to.settimeout(None)  # the kernel waits: Python would take a large message in pieces of 200 kB, in turns
+        for part in (_LENGTH.pack(len(content)) + content, *blobs):
+            left = memoryview(part)
+            while left:
+                _wait_at_most(to, socket.SO_SNDTIMEO, WATCH_S, until)
+                with suppress(BlockingIOError):
+                    left = left[to.send(left[:PIECE_BYTES]) :]
+                if left and time.monotonic() > until:
+                    raise Late
     except OSError as error:
         raise Closed(str(error)) from error
 
@@ -90,15 +104,18 @@ def receive(
     until: float = math.inf,
     most_bytes: int = 1 << 34,
     watch: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, Any], list[bytes]]:
-    """One message of any parts. `watch` is called while waiting and may raise. Raises Late after `until` (monotonic
-    seconds), and Closed when the other side is gone, sends more than `most_bytes`, or no such message.
+    watch_s: float = WATCH_S,
+) -> tuple[dict[str, Any], list[Blob]]:
+    """One message of any parts. `watch` is called every `watch_s` while waiting and may raise. Raises Late after
+    `until` (monotonic seconds), and Closed when the other side is gone, sends more than `most_bytes`, or no such
+    message.
     """
-    (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size, until, watch))
+    look = Look(watch, watch_s, until)
+    (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size, look))
     if length > HEAD_BYTES:
         raise Closed(f"a head of {length} bytes")
     try:
-        head = json.loads(_exactly(source, length, until, watch))
+        head = json.loads(_exactly(source, length, look))
         if not isinstance(head, dict):
             raise TypeError
         sizes = _sizes(head.pop("blobs", None))
@@ -106,7 +123,7 @@ def receive(
         raise Closed("no message of ours") from error
     if sum(sizes) > most_bytes:
         raise Closed(f"{sum(sizes)} bytes, at most {most_bytes} were asked for")
-    return head, [_exactly(source, size, until, watch) for size in sizes]
+    return head, [_exactly(source, size, look) for size in sizes]
 
 
 def reply(head: dict[str, Any]) -> dict[str, Any]:
@@ -121,26 +138,44 @@ def reply(head: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _exactly(source: socket.socket, size: int, until: float, watch: Callable[[], None]) -> bytes:
-    parts, left = [], size
-    while left:
-        source.settimeout(WATCH_S if until < math.inf else None)
-        try:
-            part = source.recv(min(left, 1 << 20))
-        except TimeoutError:
-            watch()
-            if time.monotonic() > until:
-                raise Late from None
-            continue
-        except OSError as error:
-            raise Closed(str(error)) from error
-        if not part:
-            raise Closed("the connection ended")
-        parts.append(part)
-        left -= len(part)
-        if time.monotonic() > until:
-            raise Late
-    return b"".join(parts)
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Of whoever waits."""
+
+    watch: Callable[[], None]
+    every_s: float
+    until: float
+
+
+def _exactly(source: socket.socket, size: int, look: Look) -> bytearray:
+    """In one piece of memory, and where all is there in one call."""
+    found = bytearray(size)
+    left = memoryview(found)
+    try:
+        source.settimeout(None)
+        while left:
+            _wait_at_most(source, socket.SO_RCVTIMEO, look.every_s, look.until)
+            try:
+                got = source.recv_into(left, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                pass
+            else:
+                if not got:
+                    raise Closed("the connection ended")
+                left = left[got:]
+            if left:
+                look.watch()
+            if time.monotonic() > look.until:
+                raise Late
+    except OSError as error:
+        raise Closed(str(error)) from error
+    return found
+
+
+def _wait_at_most(end: socket.socket, which: int, seconds: float, until: float) -> None:
+    """How long the kernel waits in one call; for ever where there is no `until`."""
+    wait = min(seconds, max(LEAST_S, until - time.monotonic())) if until < math.inf else 0.0
+    end.setsockopt(socket.SOL_SOCKET, which, _TIME.pack(int(wait), int(wait % 1 * 1e6)))
 
 
 def pack(tensor: Tensor) -> tuple[dict[str, Any], bytes]:
@@ -155,10 +190,15 @@ def pack(tensor: Tensor) -> tuple[dict[str, Any], bytes]:
     return spec, raw(whole)
 
 
-def unpack(spec: dict[str, Any], content: bytes) -> Tensor:
+def unpack(spec: dict[str, Any], content: Blob) -> Tensor:
     """The tensor again, with the same strides."""
-    flat = torch.frombuffer(bytearray(content), dtype=DTYPES[spec["dtype"]])
+    flat = torch.frombuffer(writable(content), dtype=DTYPES[spec["dtype"]])
     return flat.as_strided(spec["shape"], spec["stride"], spec["offset"])
+
+
+def writable(content: Blob) -> bytearray:
+    """The same memory where it was received, which is large; a copy of anything else."""
+    return content if isinstance(content, bytearray) else bytearray(content)
 
 
 def raw(tensor: Tensor) -> bytes:

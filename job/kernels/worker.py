@@ -22,6 +22,7 @@ from job.kernels.compiler import CACHE, CAPABILITY
 from job.kernels.forkserver import ForkServer, kill_all, offspring, python
 
 GREET_S = 120.0  # for a process to be ready: a spawned one has all to import
+COMPILING_S = 1.0  # between two looks at a process that compiles: with many cores there are many, all at once
 SCRATCH_BYTES = 1 << 28  # of its folder; what a kernel compiles to is about 50 kB
 
 
@@ -126,7 +127,7 @@ class Workers:
             pid = server.fork(theirs, asked) if server else self._spawn(theirs, asked, gpu)
         finally:
             theirs.close()
-        return Process(pid, ours, scratch, memory_bytes, self._ended)
+        return Process(pid, ours, scratch, memory_bytes, self._ended, watch_s=COMPILING_S if compiles else wire.WATCH_S)
 
     def _spawn(self, theirs: socket.socket, asked: str, gpu: int) -> int:
         """A whole new process."""
@@ -145,13 +146,22 @@ class Workers:
 class Process:
     """One candidate's process."""
 
-    def __init__(self, pid: int, dialogue: socket.socket, scratch: Path, memory_bytes: float, ended: Any) -> None:
+    def __init__(
+        self,
+        pid: int,
+        dialogue: socket.socket,
+        scratch: Path,
+        memory_bytes: float,
+        ended: Any,
+        *,
+        watch_s: float = wire.WATCH_S,
+    ) -> None:
         self.pid, self._dialogue, self.scratch = pid, dialogue, scratch
         self.cpu_s = 0.0  # as it last said
-        self._memory, self._ended = memory_bytes, ended
+        self._memory, self._ended, self._watch_s = memory_bytes, ended, watch_s
         self._looked_at, self._over = 0.0, False
         try:
-            head, _ = self._receive(GREET_S, 0)
+            head, _ = self._receive(time.monotonic() + GREET_S, GREET_S, 0)
             if "error" in head:
                 raise NoDeviceError(head["error"])
             self.isolated = bool(head.get("isolated"))
@@ -166,22 +176,20 @@ class Process:
         self.close()
 
     def ask(
-        self, head: dict[str, Any], blobs: Sequence[bytes] = (), *, limit_s: float, most_bytes: int = 0
-    ) -> tuple[dict[str, Any], list[bytes]]:
+        self, head: dict[str, Any], blobs: Sequence[wire.Blob] = (), *, limit_s: float, most_bytes: int = 0
+    ) -> tuple[dict[str, Any], list[wire.Blob]]:
         """One question and its answer. Raises Lost with the reason."""
         if head["do"] != "trial":  # of which the time counts
             self._watch()
-        try:
-            self._dialogue.settimeout(limit_s)
-            wire.send(self._dialogue, head, blobs)
-        except wire.Closed:
-            pass  # it may have left a word before it went
-        return self._receive(limit_s, most_bytes)
+        until = time.monotonic() + limit_s
+        with suppress(wire.Closed, wire.Late):  # it may have left a word before it went; late it is in a moment
+            wire.send(self._dialogue, head, blobs, until=until)
+        return self._receive(until, limit_s, most_bytes)
 
-    def _receive(self, limit_s: float, most_bytes: int) -> tuple[dict[str, Any], list[bytes]]:
+    def _receive(self, until: float, limit_s: float, most_bytes: int) -> tuple[dict[str, Any], list[wire.Blob]]:
         try:
             head, blobs = wire.receive(
-                self._dialogue, until=time.monotonic() + limit_s, most_bytes=most_bytes, watch=self._watch
+                self._dialogue, until=until, most_bytes=most_bytes, watch=self._watch, watch_s=self._watch_s
             )
             reply = wire.reply(head)
         except wire.Late:
@@ -195,7 +203,7 @@ class Process:
 
     def _watch(self) -> None:
         now = time.monotonic()
-        if now < self._looked_at + wire.WATCH_S:
+        if now < self._looked_at + self._watch_s:
             return
         self._looked_at = now
         used = usage.memory_bytes((self.pid, *offspring(self.pid)))
