@@ -14,6 +14,8 @@ on its own, so it heeds a stop at the next token; then all agree. Rank 0 judges.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +45,7 @@ from job.train.experiment import Phase, Stopped
 if TYPE_CHECKING:
     from job.experiments.kernel import Kernel
 
+SILENT_S = 60.0  # between two lines within a batch
 Pair = tuple[Task, int]  # what is asked for, and for the how-manieth time
 
 
@@ -93,7 +96,7 @@ def candidates(kernel: Kernel, module: Decoder | None, phase: Phase) -> list[Can
             f"{phase.name}: generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} "
             "tokens each"
         )
-        _generate_share(kernel, module, missing, "", keep)
+        _generate_share(kernel, module, missing, "", keep, phase.name)
         known = _known(folder, weights)
     return [known[_name(phase.name, *pair)] for pair in wanted]
 
@@ -109,7 +112,12 @@ def pass_rates(kernel: Kernel, module: Decoder) -> dict[str, float] | None:
     passed: list[int] | None = [0] * len(tasks)
     try:
         _generate_share(
-            kernel, module, [(task, number) for task in tasks for number in range(TRIED)], "curriculum", keep
+            kernel,
+            module,
+            [(task, number) for task in tasks for number in range(TRIED)],
+            "curriculum",
+            keep,
+            "curriculum",
         )
     except Stopped:
         return None
@@ -145,18 +153,25 @@ def _candidate(name: str, task: str, source: str) -> Candidate:
 
 
 def _generate_share(
-    kernel: Kernel, module: Decoder, wanted: list[Pair], salt: str, keep: Callable[[list[Pair], list[str]], None]
+    kernel: Kernel,
+    module: Decoder,
+    wanted: list[Pair],
+    salt: str,
+    keep: Callable[[list[Pair], list[str]], None],
+    name: str,
 ) -> None:
-    """This rank's share of `wanted`, a batch at a time; `keep` gets each batch that is finished. Raises Stopped on all
-    ranks when any of them heeded a stop: within a batch none waits for another, after the last all meet.
+    """This rank's share of `wanted`, a batch at a time; `keep` gets each batch that is finished, and the log says so,
+    under `name`: a silent job is taken for a stuck one. Raises Stopped on all ranks when any of them heeded a stop:
+    within a batch none waits for another, after the last all meet.
     """
     session, world = kernel.session, kernel.session.world
     model = _as_kept(kernel, module)
-    own, reason = wanted[world.rank :: world.size], None
+    own, reason, mine = wanted[world.rank :: world.size], None, " by the first rank" if world.size > 1 else ""
     try:
         for start in range(0, len(own), AT_ONCE):
             part = own[start : start + AT_ONCE]
-            keep(part, _generate(kernel, model, part, salt))
+            keep(part, _generate(kernel, model, part, salt, f"{name}: {start} of {len(own)} candidates written{mine}"))
+            session.say(f"{name}: {start + len(part)} of {len(own)} candidates written{mine}")
     except Stopped as error:
         reason = str(error)
     del model
@@ -177,15 +192,26 @@ def _as_kept(kernel: Kernel, module: Decoder) -> Decoder:
     return model
 
 
-def _generate(kernel: Kernel, model: Decoder, wanted: list[Pair], salt: str) -> list[str]:
-    """Answers, sampled with a seed by (seed, task, number). Raises Stopped between two tokens."""
+def _generate(kernel: Kernel, model: Decoder, wanted: list[Pair], salt: str, far: str) -> list[str]:
+    """Answers, sampled with a seed by (seed, task, number). Says now and then how `far` it is. Raises Stopped between
+    two tokens.
+    """
     config, renderer = kernel.config.generate, kernel.renderer
     asked = [renderer.prompt([Turn("user", task.prompt), Turn("assistant", "")]) for task, _ in wanted]
     seeds = [
         int.from_bytes(hashlib.sha256(f"{kernel.config.seed} {task.name} {number}{salt}".encode()).digest()[:8], "big")
         for task, number in wanted
     ]
-    look = partial(_look, kernel)
+    token, said_s = itertools.count(), time.monotonic()
+
+    def look() -> None:
+        nonlocal said_s
+        _look(kernel)
+        number = next(token)
+        if number and time.monotonic() >= said_s + SILENT_S:
+            said_s = time.monotonic()
+            kernel.session.say(f"{far}, {number} of at most {config.max_tokens} tokens of the next {len(wanted)}")
+
     written = generate(model, asked, config.max_tokens, config.temperature, seeds, {renderer.end}, look)
     return [renderer.tokenizer.decode(ids) for ids in written]
 

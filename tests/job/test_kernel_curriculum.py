@@ -231,10 +231,13 @@ def test_a_curriculum_of_one_epoch_is_refused(mode: str) -> None:
 def test_what_timing_rejects_is_not_mastered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four tried per task, all right on every input: one of relu's lies about its time."""
 
-    def written(kernel: Any, module: Any, wanted: Any, salt: str, keep: Any) -> None:
+    def written(kernel: Any, module: Any, wanted: Any, salt: str, keep: Any, name: str) -> None:
         keep(wanted, ["pass"] * len(wanted))
 
     class Judge:
+        def prove(self, say: Any) -> None:
+            pass
+
         def all(self, sources: list[Candidate], switches: Switches, row: str, done: Any, check: Any) -> None:
             for one in sources:
                 course = Course(one, switches, row, "", stage=5)
@@ -243,7 +246,7 @@ def test_what_timing_rejects_is_not_mastered(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernel_stages, "_generate_share", written)
     monkeypatch.setattr(kernel_stages, "_judge", lambda kernel, workers: Judge())
     world = SimpleNamespace(first=True, every=lambda own: [own], agree=lambda found: found)
-    made: Any = SimpleNamespace(config=kernel.typed(), session=SimpleNamespace(world=world))
+    made: Any = SimpleNamespace(config=kernel.typed(), session=SimpleNamespace(world=world, say=print))
     assert kernel_stages.pass_rates(made, None) == {"relu": 0.75, "leaky_relu": 1.0}  # type: ignore[arg-type]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kernel_world as kernel
@@ -64,6 +65,42 @@ def test_the_log_says_how_far_the_funnel_is(tmp_path: Path, capsys: pytest.Captu
     assert "; stage 2 compiles for sm_90\n" in said
     assert "funnel, full: 10 of 12 judged" in said
     assert "funnel, full: 12 of 12 judged" in said
+
+
+def test_the_log_says_how_far_the_generation_is_also_within_a_batch(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"AT_ONCE": 2, "SILENT_S": 0.0}.items():
+        monkeypatch.setattr(kernel_stages, name, value)
+    assert world.train(kernel.make(tmp_path, funnel={"planted": 0})) == 0
+    said = [
+        line.rpartition("sft: ")[2] for line in capsys.readouterr().out.splitlines() if "candidates written" in line
+    ]
+    within = "tokens of the next 2"
+    assert said == [
+        *(f"0 of 4 candidates written, {number} of at most 6 {within}" for number in range(1, 6)),
+        "2 of 4 candidates written",
+        *(f"2 of 4 candidates written, {number} of at most 6 {within}" for number in range(1, 6)),
+        "4 of 4 candidates written",
+    ]
+
+
+def test_a_line_within_a_batch_is_said_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [0.0], list[float]()
+
+    def generated(*asked: Any) -> list[list[int]]:
+        for _ in range(1500):  # a token takes 0.1 s
+            asked[6]()
+            now[0] += 0.1
+        return []
+
+    session = SimpleNamespace(requests=SimpleNamespace(stop=lambda: None), say=lambda line: said.append(now[0]))
+    config = SimpleNamespace(generate=SimpleNamespace(max_tokens=2048, temperature=1.0), seed=1)
+    one = SimpleNamespace(session=session, config=config, renderer=SimpleNamespace(end=0))
+    monkeypatch.setattr(kernel_stages, "generate", generated)
+    monkeypatch.setattr(kernel_stages.time, "monotonic", lambda: now[0])
+    kernel_stages._generate(one, None, [], "", "sft")  # type: ignore[arg-type]
+    assert said == pytest.approx([60.0, 120.0], abs=0.3)
 
 
 def test_it_learns(finished: Path) -> None:
