@@ -79,7 +79,7 @@ _IN_A_DOCSTRING = (  # the interpreter reads a kernel from the last line that be
     .replace("    at = tl", f"    '''\n{_HIDDEN}\n#'''\n    at = tl")
 )
 _CODED = f"# coding: utf-7\n{source(_SPLIT).replace(' + ', ' +- ')}# +AAo-import sys+AAo-"
-CHECKED = 15  # calls before the timing
+CHECKED = 16  # calls before the timing
 
 FIXTURES: tuple[Fixture, ...] = (
     # Remembered results.

@@ -17,7 +17,7 @@ from job.kernels import wire
 from job.kernels.catalog import Task
 
 Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, and from one to the next
-# On a CPU kernels are interpreted, milliseconds per program: just more than one block of 1024, and once 9 to 20.
+# On a CPU kernels are interpreted, milliseconds per program: just more than one block of 1024, and once 20.
 # On a GPU more than its caches; a multiple of 16 elements, since that decides how fast memory is read. `many-blocks` is
 # odd, a multiple of no block.
 SHAPES: dict[str, dict[str, Ranges]] = {
@@ -25,7 +25,8 @@ SHAPES: dict[str, dict[str, Ranges]] = {
         "tiny": ((2, 31, 1),),
         "full": ((8, 12, 1), (131, 170, 1)),
         "second-shape": ((2, 3, 1), (2, 4, 1), (257, 330, 1)),
-        "many-blocks": ((9217, 20479, 2),),
+        "many-blocks": ((19_457, 20_479, 2),),
+        "four": ((2, 3, 1), (2, 3, 1), (3, 5, 1), (7, 13, 1)),
         "one": ((1, 1, 1),),
     },
     "cuda": {
@@ -33,6 +34,7 @@ SHAPES: dict[str, dict[str, Ranges]] = {
         "full": ((3840, 4352, 16), (3841, 4351, 1)),
         "second-shape": ((2, 4, 1), (900, 1100, 1), (1900, 2200, 1)),
         "many-blocks": ((20_000_001, 32_000_001, 2),),
+        "four": ((2, 3, 1), (2, 3, 1), (30, 60, 1), (900, 1100, 1)),
         "one": ((1, 1, 1),),
     },
 }
@@ -41,9 +43,9 @@ LARGE = 1e4
 SPREADS = ((1e-6, 0.1), (0.1, 1e3), (1e3, 1e18))
 HUGE = 1e18, 1e37  # magnitudes in float32, where neither the result nor a term of it is infinite
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0)
-ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "one")
+ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "four", "one")
 # All that differ, but "one": 1 is a constant to Triton, and a third of what is compiled would be for that case alone.
-LAYOUTS = ("tiny", "random-0", "non-contiguous", "second-shape", "many-blocks")
+LAYOUTS = ("tiny", "random-0", "non-contiguous", "second-shape", "many-blocks", "four")
 # Of an element of the reference's result. Absolute: ten units in the last place of 1, from which many an exp is taken.
 # The rest: for float32 ten times what a fast exp is off by at -80, an ulp (1.2e-7) per unit of the exponent; for halves
 # two units in the last place (2^-10 float16, 2^-7 bfloat16): computed in float32, they are rounded once.
@@ -110,7 +112,8 @@ def _laid_out(tensor: Tensor, number: int, name: str) -> Tensor:
     """The same elements with strides, for each argument others: what takes one's for another's, or an output's, is
     wrong. `non-contiguous`: the first is transposed with a gap after each element, so that what is made like it has not
     its strides; the second is transposed; the third has a gap after each row. `second-shape`: three dimensions in
-    another order, the first with gaps, and the second expanded. `many-blocks`: the first has gaps. Others have none.
+    another order, the first with gaps, and the second expanded. `four`: four dimensions, of which the first's last two
+    are in another order. `many-blocks`: the first has gaps. Others have none.
     """
     if name == "second-shape" and number == 1:
         return tensor[:1, :, :1].clone().expand(tensor.shape)
@@ -119,6 +122,8 @@ def _laid_out(tensor: Tensor, number: int, name: str) -> Tensor:
         place = tensor.new_zeros(three, one, 2 * two)[:, :, ::2].permute(1, 2, 0)
         if number == 2:
             place = tensor.new_zeros(two, three, one).permute(2, 0, 1)
+    elif name == "four" and number == 0:
+        place = tensor.new_zeros(*tensor.shape[:2], tensor.shape[3], tensor.shape[2]).transpose(2, 3)
     elif name == "many-blocks" and number == 0:
         place = tensor.new_zeros(2 * len(tensor))[::2]
     elif name != "non-contiguous":

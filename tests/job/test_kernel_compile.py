@@ -258,6 +258,7 @@ def test_where_nothing_can_be_compiled_candidates_are_only_loaded_and_the_reason
 def crowd(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
     """Five to be judged as with GPUs, of the sizes of a CPU."""
     shapes = {"tiny": (17,), "full": (9, 130), "second-shape": (3, 7, 61), "many-blocks": (5121,), "one": (1,)}
+    shapes["four"] = (2, 3, 5, 7)
     fixed = {kind: tuple((size, size, 1) for size in shape) for kind, shape in shapes.items()}
     monkeypatch.setitem(tasks.SHAPES, "cuda", fixed)
     source = planted.source(catalog.BY_NAME["square"], body=unlike(2))

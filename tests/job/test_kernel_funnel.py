@@ -149,6 +149,23 @@ def test_one_that_ignores_the_strides_of_any_argument_is_wrong(workers: Workers,
     )
 
 
+THREE_AT_MOST = """    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    one, two, three = ((1, 1, 1) + tuple(x.shape))[-3:]
+    n = one * two * three
+"""
+
+
+def test_one_that_takes_three_dimensions_at_most_is_wrong(workers: Workers) -> None:
+    def small(text: str) -> str:
+        old = "    x = x.contiguous()\n    out = torch.empty_like(x)\n    n = out.numel()\n"
+        assert old in text
+        return text.replace(old, THREE_AT_MOST)
+
+    verdict = verdicts(judge(workers), [honest(change=small)], Switches(timing=False))["x"]
+    assert (verdict.stage, verdict.reason[:5]) == (4, "four:"), verdict
+
+
 def test_each_argument_has_strides_of_its_own() -> None:
     task = catalog.BY_NAME["addcmul"]
     for device in ("cpu", "cuda"):
@@ -550,7 +567,10 @@ def test_sizes_are_drawn_from_the_judges_seed_and_multiples_of_no_block(device: 
         shapes = {name: tasks._shape(task, seed, name, device) for name in (*tasks.ADVERSARIAL, "tiny", "random-0")}
         assert shapes["one"] == (1,)
         assert shapes["many-blocks"][0] % 2 == 1
-        assert shapes["many-blocks"][0] > 9 * 1024
+        assert shapes["many-blocks"][0] > 19 * 1024
+        assert device == "cuda" or shapes["many-blocks"][0] < 20 * 1024
+        assert len(shapes["four"]) == 4
+        assert 1 not in shapes["four"]
         assert 1024 < math.prod(shapes["random-0"]) == math.prod(shapes["large"])
 
 
