@@ -34,9 +34,9 @@ def program(answer: str) -> str:
 
 
 def used(source: str) -> str:
-    """Without definitions, imports and assignments at the top that the entry never comes to, the main block, and
-    annotations outside kernels, which mean nothing to Python. As it was where there are none, where there is no entry,
-    or where it cannot be read.
+    """Without definitions, imports and assignments at the top that the entry never comes to, the main block, what is
+    called after the entry is there, and annotations outside kernels, which mean nothing to Python. As it was where
+    there are none, where there is no entry, or where it cannot be read.
     """
     try:
         tree = ast.parse(source)
@@ -44,7 +44,9 @@ def used(source: str) -> str:
             return source
         before = ast.dump(tree)
         main = [node for node in tree.body if isinstance(node, ast.If) and not node.orelse and _is_main(node.test)]
-        tree.body = [node for node in tree.body if node not in main]
+        entry = max(number for number, node in enumerate(tree.body) if ENTRY in _names(node))
+        tried = [node for node in tree.body[entry:] if isinstance(node, ast.Expr)]  # an example, a call of a test
+        tree.body = [node for node in tree.body if node not in main and node not in tried]
         for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
             if not any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
                 _forget_annotations(function)

@@ -89,11 +89,15 @@ class Expressions:
                 self._statement(statement)
 
     def _with(self, node: ast.With) -> None:
-        """Which GPU is meant, and nothing else: another stream could be as well."""
+        """Which GPU is meant, or no gradients, and nothing else: another stream could be as well."""
         for item in node.items:
             call = item.context_expr
+            if ast.unparse(call).endswith("()") and self._full(getattr(call, "func", call)) == "torch.no_grad":
+                if item.optional_vars:
+                    raise Forbidden(node, "a name for torch.no_grad()")
+                continue
             if not isinstance(call, ast.Call) or self._full(call.func) != "torch.cuda.device" or item.optional_vars:
-                raise Forbidden(node, "With is not allowed, but of torch.cuda.device")
+                raise Forbidden(node, "With is not allowed, but of torch.cuda.device and torch.no_grad()")
             for part in (*call.args, *(keyword.value for keyword in call.keywords)):
                 self._expression(part)
         for statement in node.body:
@@ -174,6 +178,8 @@ class Expressions:
             raise Forbidden(node, f"{node.id} can be changed, and outlives a call: for decorators alone")
         if isinstance(node.ctx, ast.Store) or not (node.id in self.top or node.id in BUILTINS):
             raise Forbidden(node, f"the name {node.id}")
+        if self.modules.get(node.id) in PLAIN_CALLS:
+            raise Forbidden(node, f"{node.id}, but to call it or as a decorator")
 
     def _attribute(self, node: ast.Attribute) -> None:
         if not isinstance(node.ctx, ast.Load):

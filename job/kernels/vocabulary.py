@@ -40,11 +40,11 @@ METHODS = _words(
 )
 BUILTINS = _words(
     "len range min max all any int float bool tuple list dict isinstance enumerate zip ValueError TypeError "
-    "RuntimeError NotImplementedError AssertionError True False None"
+    "RuntimeError NotImplementedError AssertionError True False None str abs round"
 )
-SHADOWED = _words("min max")  # of those, what a function may use for its own
-# Functions that may be imported by themselves; those of PLAIN_CALLS have no name but their module's.
-ALONE = {"triton": _words("cdiv next_power_of_2"), "math": MATH}
+SHADOWED = _words("min max str abs round")  # of those, what a function may use for its own
+# What may be imported by itself; what is in PLAIN_CALLS, too, is only called and decorates.
+ALONE = {"triton": _words("cdiv next_power_of_2 jit autotune heuristics Config"), "math": MATH}
 # Of the calls that could be given a function of the candidate's own, or keep what it can change: (how many arguments by
 # place, those by name).
 PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {

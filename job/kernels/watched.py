@@ -53,12 +53,22 @@ class Ops(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "?")
-        self.names.add(name)
+        if not (name == "__getitem__" and len(args) == 2 and _is_view(args[1])):
+            self.names.add(name)
         made = func(*args, **(kwargs or {}))
         if name not in MAKING or made.is_meta or not made.numel() or "out" in (kwargs or {}):
             return made
         extent = 1 + sum((size - 1) * stride for size, stride in zip(made.shape, made.stride(), strict=True))
         return self.fences.around(made.as_strided((extent,), (1,)), made.shape, made.stride(), 0)
+
+
+def _is_view(index: Any) -> bool:
+    """An index that takes a part of a tensor as it is, and computes nothing."""
+    if isinstance(index, tuple):
+        return all(map(_is_view, index))
+    if isinstance(index, slice):
+        return all(part is None or type(part) is int for part in (index.start, index.stop, index.step))
+    return index is None or index is Ellipsis or type(index) is int
 
 
 @contextmanager

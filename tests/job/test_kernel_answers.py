@@ -100,6 +100,17 @@ def test_what_a_program_never_uses_is_dropped_before_it_is_judged() -> None:
     assert answers.used(source) == source  # as it was written where there is nothing to drop
 
 
+def test_what_is_called_after_the_entry_is_dropped_and_before_it_is_not() -> None:
+    source = honest().source
+    example = (
+        "def test():\n    print(kernel_function(1))\n\n\na = torch.randn(4)\ntest()\nkernel_function(a)\n'Done.'\n"
+    )
+    assert answers.used(source + example) == ast.unparse(ast.parse(source)) + "\n"
+    before = source.replace("def kernel_function", "exec('1')\n\n\ndef kernel_function")
+    assert answers.used(before) == before
+    assert rules.problem(before) is not None
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -107,7 +118,7 @@ def test_what_a_program_never_uses_is_dropped_before_it_is_judged() -> None:
         "if __name__ != '__main__':\n    torch.relu = None\n",
         "torch.relu = None\n",
         "n, torch.relu = 1, None\n",
-        "exec('1')\n",
+        "n = exec('1'), torch.zeros(9)[exec('1')]\nn[0] = 1\n",
         "for n in (1,):\n    pass\n",
         "n += 1\n",
         "from os import *\n",
@@ -237,7 +248,7 @@ def test_one_that_hangs_only_while_it_is_timed_is_untimed(workers: Workers) -> N
     ("label", "why"),
     [
         ("torch-while-timed", "computes with torch"),
-        ("cached-by-content", "computes with torch: __float__, __getitem__"),
+        ("cached-by-content", "computes with torch: __float__"),
         ("in-place-while-timed", "gives its input back"),
         ("cached-by-address", "while it was timed"),
     ],

@@ -90,6 +90,15 @@ HONEST: dict[str, dict[str, str]] = {
         "torch.empty_like(x)": "x.detach().ravel().new_zeros(x.shape)",
     },
     "without gradients": {"def kernel_function": "@torch.no_grad()\ndef kernel_function"},
+    "names of Triton's own": {
+        "import torch\n": "import torch\nfrom triton import jit, cdiv\n",
+        "@triton.jit": "@jit",
+        "triton.cdiv": "cdiv",
+    },
+    "slices in a block without gradients": {
+        "    return out": "    with torch.no_grad():\n        return out[None, ...][0]",
+        "x = x.contiguous()": "x = x[None][0].contiguous()",
+    },
     "asks": {
         "    n = out.numel()": "    assert x.is_floating_point() and torch.is_tensor(x) and x.dtype in {torch.float}\n"
         "    n = x.float().view_as(x).nelement()"
@@ -184,6 +193,13 @@ def test_inputs_reach_the_candidate_with_their_gaps(workers: Workers) -> None:
     with workers.start(memory_bytes=2e9) as process:
         reply, _ = run(process, "def kernel_function(x):\n    raise ValueError(x.stride())", x)
     assert reply["error"] == "ValueError: (4, 2)"
+
+
+@pytest.mark.parametrize(("index", "view"), [(":1", 1), ("None, ..., 0", 1), ("x > 0", 0), ("[0]", 0), ("x.long()", 0)])
+def test_an_index_that_takes_a_part_is_no_operation_and_any_other_is(workers: Workers, index: str, view: bool) -> None:
+    with workers.start(memory_bytes=2e9) as process:
+        reply, _ = run(process, f"def kernel_function(x):\n    x[{index}]\n    return x + 1", torch.zeros(3))
+    assert ("__getitem__" in reply["ops"]) is not bool(view)  # type: ignore[operator]
 
 
 HOLDS = "import torch\ndef kernel_function(x):\n    return torch.empty_like(x)"

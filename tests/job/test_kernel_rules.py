@@ -87,7 +87,10 @@ def after(line: str) -> str:
         ("global n", "Global"),
         ("import os", "Import"),
         ("try:\n        pass\n    except ValueError:\n        return x", "Try"),
-        ("with torch.no_grad():\n        pass", "With"),
+        ("with torch.enable_grad():\n        pass", "With"),
+        ("with torch.no_grad(exec('1')):\n        pass", "With"),
+        ("with torch.no_grad() as x.data:\n        pass", "a name for"),
+        ("with torch.no_grad():\n        exec('1')", "the name exec"),
         ("class A:\n        pass", "ClassDef"),
         ("def torch(): pass", "given another meaning"),
         ("def grid(meta):\n        exec('1')", "the name exec"),
@@ -155,7 +158,32 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
             replaced("import torch\n", "from torch import relu\n"),
             "import from torch",
         ),
-        (replaced("import torch\n", "import torch\nfrom triton import Config\n"), "import from triton"),
+        (replaced("import torch\n", "import torch\nfrom triton import runtime\n"), "import from triton"),
+        (replaced("import torch\n", "import torch\nfrom triton import jit\nj = jit\n"), "jit, but to call it"),
+        (
+            replaced("import torch\n", "import torch\nfrom triton import jit\n").replace(
+                "    out = ", "    other = jit\n    out = "
+            ),
+            "jit, but to call it",
+        ),
+        (
+            replaced("import torch\n", "import torch\nfrom triton import jit\n").replace(
+                "    out = ", "    other = jit()(kernel_function)\n    out = "
+            ),
+            "triton.jit, but as a decorator",
+        ),
+        (
+            replaced("import torch\n", "import torch\nfrom triton import Config as C\n").replace(
+                "    out = ", "    c = C({}, pre_hook=kernel_function)\n    out = "
+            ),
+            "triton.Config with pre_hook",
+        ),
+        (
+            replaced("import torch\n", "import torch\nfrom triton import jit\n")
+            .replace("@triton.jit", "@jit")
+            .replace("    at = tl", "    '''\ndef kernel(x_ptr):\n    import os\n#'''\n    at = tl"),
+            "another line that begins with def",
+        ),
         (replaced("import torch\n", "import torch\nfrom math import exp\n"), "import from math"),
         (replaced("def kernel_function", "def launch") + "kernel_function = kernel\n", "no function"),
         (replaced("def kernel_function", "def launch") + "kernel_function = 1\n", "no function"),
@@ -227,18 +255,29 @@ def test_a_module_that_is_no_kernel_is_refused(source: str, why: str) -> None:
         "y, z = x.new_zeros(x.shape), torch.full_like(x, 0.0)",
         "torch.cuda.synchronize()",
         "min, max = -1.0, 1.0",
+        "with torch.no_grad():\n        y = x[:1, None]",
+        "assert str(x.dtype) == 'torch.float32' and abs(-1) == round(1.2)",
     ],
 )
 def test_what_launchers_commonly_ask_is_allowed(line: str) -> None:
     assert rules.problem(after(line).replace("import torch\n", "import math\nimport torch\n")) is None
 
 
+FROM_TRITON = """import torch
+from triton import Config, autotune, heuristics, jit
+
+@autotune([Config({'BLOCK': 64})], ['n'])
+@heuristics({'C': lambda a: 1})
+@jit"""
 CONFIGS = "[triton.Config({'BLOCK': size}) for size in (64, 128)]"
 
 
 @pytest.mark.parametrize(
     "source",
     [
+        replaced("@triton.jit", "")
+        .replace("import torch\n", "")
+        .replace("\n\n\n\ndef kernel", f"\n{FROM_TRITON}\ndef kernel"),
         replaced("triton.cdiv", "cdiv").replace("import torch\n", "import torch\nfrom triton import cdiv\n"),
         replaced("triton.cdiv(n, 1024)", "ceil(n / 1024)").replace(
             "import torch\n", "import torch\nfrom math import ceil\n"
@@ -339,7 +378,7 @@ def test_names_that_python_has_too_may_be_a_functions_own() -> None:
     source = replaced(
         "kernel_function(x):\n", "kernel_function(input: torch.Tensor, eps: 'float' = 1e-6) -> None:\n    x = input\n"
     )
-    assert rules.problem(source.replace("    out = ", "    sum = [abs for abs in x.shape]\n    out = ")) is None
+    assert rules.problem(source.replace("    out = ", "    round = [id for id in x.shape]\n    out = ")) is None
 
 
 def test_a_list_at_the_top_may_serve_a_decorator() -> None:
