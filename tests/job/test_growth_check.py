@@ -26,7 +26,7 @@ def boundary(phase: int, dtype: torch.dtype = torch.float32) -> tuple[Growth, Gr
     return load(CONFIG, phase - 1, state), load(CONFIG, phase, grow(CONFIG, phase, state, generator()))
 
 
-@pytest.mark.parametrize("phase", [1, 2])
+@pytest.mark.parametrize("phase", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_right_boundary_reports_its_numbers_and_leaves_the_export(phase: int, tmp_path: Path) -> None:
     old, new = boundary(phase)
     old.train()

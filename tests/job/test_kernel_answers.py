@@ -195,7 +195,10 @@ PATCHES = {
 
 
 @pytest.mark.parametrize("what", PATCHES)
-@pytest.mark.parametrize("switches", [NO_RULES, Switches(funnel=False, multi_input=False, timing=False)])
+@pytest.mark.parametrize(
+    "switches",
+    [NO_RULES, pytest.param(Switches(funnel=False, multi_input=False, timing=False), marks=pytest.mark.slow)],
+)
 def test_an_answer_that_is_none_loses_its_candidate_alone(workers: Workers, what: str, switches: Switches) -> None:
     patched = honest().source + PATCHED + PATCHES[what]
     found = judged(workers, candidate(patched), switches)
@@ -319,7 +322,16 @@ def test_a_candidate_stands_still_while_the_reference_is_timed(
     assert "S" not in states  # R: it has not yet been given a core to stop on
 
 
-@pytest.mark.parametrize("fails", ["is late", "ends", "has no memory left", "does not load", "does not start"])
+@pytest.mark.parametrize(
+    "fails",
+    [
+        "is late",
+        pytest.param("ends", marks=pytest.mark.slow),
+        "has no memory left",
+        pytest.param("does not load", marks=pytest.mark.slow),
+        pytest.param("does not start", marks=pytest.mark.slow),
+    ],
+)
 def test_a_reference_that_is_lost_costs_no_candidate_its_verdict_and_serves_no_other(
     workers: Workers, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

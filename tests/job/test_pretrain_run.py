@@ -80,7 +80,9 @@ def stopped_and_resumed(workdir: Path, look: int) -> Path:
     return workdir
 
 
-@pytest.mark.parametrize(("kind", "lr", "looks"), [("muon", 0.02, (1, 6, 12)), ("adamw", 0.003, (7,))])
+@pytest.mark.parametrize(
+    ("kind", "lr", "looks"), [("muon", 0.02, (1, 6, 12)), pytest.param("adamw", 0.003, (7,), marks=pytest.mark.slow)]
+)
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, kind: str, lr: float, looks: tuple[int, ...]) -> None:
     optim = {"kind": kind, "lr": lr, "momentum_steps": 10}
     whole = pretrain.make(tmp_path / "whole", optim=optim)
