@@ -137,11 +137,11 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
 
         if reason := dataset_differs(definition, root):
             sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition, name)}`.")
-    weights = definition.storage.base_weights
-    if weights and not weights.startswith("s3://"):
-        if not (root / weights).is_dir():
+    weights, folder = definition.storage.base_weights, weights_folder(definition, root)
+    if folder is not None:
+        if not folder.is_dir():
             sentences.append(f"storage.base_weights, {weights}, is not there: download the weights into that folder.")
-        elif reason := _unlisted(root / weights):
+        elif reason := _unlisted(folder):
             sentences.append(f"storage.base_weights, {weights}: {reason}.")
         else:
             from infra.prepared import weights_differ  # here: most callers have none
@@ -152,6 +152,12 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
                     " or name other weights."
                 )
     return sentences
+
+
+def weights_folder(definition: StackDefinition, root: Path) -> Path | None:
+    """None: without base weights, or they are in a bucket."""
+    place = definition.storage.base_weights
+    return None if place is None or place.startswith("s3://") else root / place
 
 
 def _unlisted(folder: Path) -> str:

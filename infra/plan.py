@@ -21,7 +21,7 @@ from infra.cost.bill import Bill, problems
 from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import find, not_ready
+from infra.loader import find, not_ready, weights_folder
 from infra.pricing import bill_of
 from infra.run_guard import Previous, Verdict, judge, timer_seconds
 from infra.selected import Selected
@@ -93,15 +93,14 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
     dataset = _dataset(folder, verified=not preview) if folder else None
     code = archive.build(Path(job.__file__).parent)
-    place = definition.storage.base_weights
-    weights_folder = None if place is None or place.startswith("s3://") else root / place
-    weights = _weights(weights_folder) if weights_folder else None
+    own = weights_folder(definition, root)
+    weights = _weights(own) if own else None
     inputs: dict[str, Any] = {
         "archive": {"sha256": code.sha256, "bytes": len(code.content)},
         "dataset": dataset_entry(definition, dataset),
     }
-    if place is not None:
-        inputs["base_weights"] = weights_entry(place, weights)
+    if definition.storage.base_weights is not None:
+        inputs["base_weights"] = weights_entry(definition.storage.base_weights, weights)
     verdict = judge(
         definition,
         dataset_sha256=dataset.sha256 if dataset else None,
@@ -125,7 +124,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         dataset=dataset,
         dataset_folder=folder,
         weights=weights,
-        weights_folder=weights_folder,
+        weights_folder=own,
         run_config=run_config.encode(run_config.run_config(definition, bill, inputs)).decode(),
         warnings=(*missing, *map(str, found), *filter(None, [late]), *verdict.warnings),
     )

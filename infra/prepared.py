@@ -1,22 +1,21 @@
 """Whether what lies in local folders, a prepared dataset and base weights, is what the definition's job wants.
 
 The node asks the same before it trains (job.experiments, job.models.hf), when its set-up is paid for already. Here only
-manifests and config.json are read, and nothing of torch.
+manifests and config.json are read, without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from infra.definition import StackDefinition
-from job import atomic
+from infra.loader import weights_folder
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
-from job.config.common import Decoder
+from job.dataset import packed, ranking
 from job.dataset.prepare import DatasetManifest, read_manifest
-from job.dataset.rendering import TEMPLATES, file_id
+from job.dataset.rendering import FileTokenizer, file_id
+from job.models import hf_config
 
 _KINDS: dict[type[JobConfig], str] = {
     GrowthConfig: "windows",
@@ -24,6 +23,13 @@ _KINDS: dict[type[JobConfig], str] = {
     KernelConfig: "packed",
     PretrainConfig: "characters",
     TwoTowerConfig: "ranking",
+}
+_KEYS = {  # of the run config, by the fact of packed rows
+    "row": "data.row",
+    "longest": "data.longest",
+    "loss_on": "data.loss_on",
+    "packing": "measures.packing",
+    "template": "the chat template",
 }
 
 
@@ -37,7 +43,9 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
     if manifest.kind != _KINDS[type(config)]:
         return f"is a dataset of {manifest.kind}, {definition.job.experiment} needs {_KINDS[type(config)]}"
     if isinstance(config, TwoTowerConfig):
-        return _other(_ranking(config, manifest))
+        queries, models, width = (int(manifest.facts.get(fact, 0)) for fact in ("queries", "models", "width"))
+        problems = ranking.mismatches(config, (queries, width), (queries, models))
+        return f"is of other settings ({'; '.join(problems)})" if problems else ""
     if isinstance(config, PretrainConfig):
         return _short(manifest, "characters", 2 * config.data.sequence + 1, config.data.sequence)
     windows = isinstance(config, GrowthConfig)
@@ -46,13 +54,14 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
         return f"has {ids} ids, model.vocab is {config.model.vocab}: raise it to {ids} or more, or prepare anew"
     if isinstance(config, GrowthConfig):
         return _short(manifest, "tokens", config.data.sequence + 1, config.data.sequence)
-    weights = definition.storage.base_weights
-    beside = None if weights is None or weights.startswith("s3://") else root / weights / "tokenizer.json"
+    weights = weights_folder(definition, root)
+    beside = None if weights is None else weights / FileTokenizer.kind
     if not config.data.source.startswith("generated-") and beside is not None and beside.is_file():
         own, used = file_id(beside.read_bytes()), manifest.facts.get("tokenizer_id")
         if used != own:
             return f"was prepared with {used}, and {own} is the tokenizer.json of storage.base_weights"
-    return _other(_packed(config, manifest))
+    differing = "; ".join(_packed(config, manifest))
+    return f"was prepared with {differing}" if differing else ""
 
 
 def command(definition: StackDefinition, name: str) -> str:
@@ -63,75 +72,28 @@ def command(definition: StackDefinition, name: str) -> str:
 
 
 def weights_differ(definition: StackDefinition, root: Path) -> str:
-    """How the local base weights are of another model than `model` says, or nothing. What config.json lacks, or says in
-    a way that no decoder here has, is left to `gpufleet prepare`.
+    """How the local base weights are of another model than `model` says, or nothing. A config.json that no decoder here
+    can be made of is left to `gpufleet prepare`.
     """
-    place, config = definition.storage.base_weights, definition.job.parameters
-    if place is None or not isinstance(config, SftConfig | KernelConfig):
+    folder, config = weights_folder(definition, root), definition.job.parameters
+    if folder is None or not isinstance(config, SftConfig | KernelConfig):
         return ""
-    found = shape(atomic.read_object(root / place / "config.json") or {})
-    wanted = {field.name: getattr(config.model, field.name) for field in fields(Decoder)}
-    return ", ".join(
-        f"model.{key} {value}, the file says {wanted[key]}" for key, value in found.items() if value != wanted[key]
-    )
+    try:
+        found = hf_config.read_shape(folder)
+    except ValueError:
+        return ""
+    differing = hf_config.differences(found, config.model)
+    return ", ".join(f"model.{key} {there}, the file says {here}" for key, there, here in differing)
 
 
-def shape(tree: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the keys of job.parameters.model, as job.models.hf.read_shape reads it."""
-    rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
-    other = tree.get("rope_parameters") or {}
-    heads, width = tree.get("num_attention_heads"), tree.get("hidden_size")
-    if not isinstance(rope, dict) or not isinstance(other, dict) or not isinstance(heads, int) or not heads:
-        return {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    thetas = (of["rope_theta"] for of in (rope, tree, other) if of.get("rope_theta"))
-    found = {
-        "family": tree.get("model_type"),
-        "vocab": tree.get("vocab_size"),
-        "layers": tree.get("num_hidden_layers"),
-        "width": width,
-        "heads": heads,
-        "kv_heads": tree.get("num_key_value_heads") or heads,
-        "head_dim": tree.get("head_dim") or (width // heads if isinstance(width, int) else None),
-        "ffn": tree.get("intermediate_size"),
-        "tied": bool(tree.get("tie_word_embeddings", False)),
-        "norm_eps": tree.get("rms_norm_eps"),
-        "rope_theta": next(thetas, 10_000.0),
-        "rope_scaling": "llama3" if kind == "llama3" else "none",
-    }
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _packed(config: SftConfig | KernelConfig, manifest: DatasetManifest) -> Iterator[tuple[str, object, object]]:
-    """(key of the run config, of the dataset, of the file), where they differ."""
-    data, facts = config.data, manifest.facts
-    wanted: list[tuple[str, str, object]] = [("data.row", "row", data.row)]
-    if isinstance(config, SftConfig):
-        wanted.append(("data.longest", "longest", min(config.data.longest, data.row)))
-        wanted.append(("data.loss_on", "loss_on", config.data.loss_on))
-        wanted.append(("measures.packing", "packing", config.measures.packing))
-    wanted.append(("the chat template", "template", TEMPLATES[config.model.family].name))
-    for key, fact, value in wanted:
-        if facts.get(fact, "unknown") != value:
-            yield key, facts.get(fact, "unknown"), value
-    if isinstance(config, SftConfig) and not config.measures.pretokenised and not facts.get("texts"):
-        yield "measures.pretokenised", True, False
-
-
-def _ranking(config: TwoTowerConfig, manifest: DatasetManifest) -> Iterator[tuple[str, object, object]]:
-    wanted = (
-        ("data.queries", "queries", config.data.queries),
-        ("data.models", "models", config.data.models),
-        ("towers.sentence", "width", config.towers.sentence),
-    )
-    for key, fact, value in wanted:
-        if manifest.facts.get(fact, "unknown") != value:
-            yield key, manifest.facts.get(fact, "unknown"), value
-
-
-def _other(differing: Iterator[tuple[str, object, object]]) -> str:
-    words = "; ".join(f"{key} {_yaml(there)}, the file says {_yaml(here)}" for key, there, here in differing)
-    return f"was prepared with {words}" if words else ""
+def _packed(config: SftConfig | KernelConfig, manifest: DatasetManifest) -> Iterator[str]:
+    """What prepared rows are of, and what the file says."""
+    for fact, wanted in packed.wanted(config).items():
+        there = manifest.facts.get(fact, "unknown")
+        if fact == "texts" and there is not wanted:
+            yield "measures.pretokenised true, the file says false"
+        elif there != wanted:
+            yield f"{_KEYS[fact]} {_yaml(there)}, the file says {_yaml(wanted)}"
 
 
 def _short(manifest: DatasetManifest, unit: str, least: int, sequence: int) -> str:

@@ -15,10 +15,11 @@ from infra.cost.limits import AS_COUNTED
 from infra.cost.text import counted
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import argument_of, load, project_root
+from infra.loader import argument_of, load, project_root, weights_folder
 from infra.pricing import bill_of
 from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, sources, weights
+from job.models import hf_config
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +87,7 @@ def predict(definition: StackDefinition, root: Path) -> None:
 
 def listed(definition: StackDefinition, root: Path) -> None:
     """Writes weights.json into a local folder of base weights; nothing without one. Raises GpufleetError."""
-    folder = _weights_folder(definition, root)
+    folder = weights_folder(definition, root)
     if folder is None:
         return
     try:
@@ -113,12 +114,12 @@ def prepared(
         if isinstance(config, SftConfig):
             from job.dataset.packed import prepare_sft  # brings numpy
 
-            own = _tokenizer(tokenizer, _weights_folder(definition, root))
+            own = _tokenizer(tokenizer, weights_folder(definition, root))
             return prepare_sft(folder, config, text=text, tokenizer=own, say=_say)
         if isinstance(config, KernelConfig):
             from job.dataset.kernel_pairs import prepare_kernels  # brings numpy
 
-            own = _tokenizer(tokenizer, _weights_folder(definition, root))
+            own = _tokenizer(tokenizer, weights_folder(definition, root))
             return prepare_kernels(folder, config, text=text, tokenizer=own, say=_say)
         if isinstance(config, TwoTowerConfig):
             from job.dataset.ranking import prepare_ranking  # brings numpy
@@ -130,22 +131,14 @@ def prepared(
         raise GpufleetError(str(error)) from error
 
 
-def _weights_folder(definition: StackDefinition, root: Path) -> Path | None:
-    """None: without base weights, or they are in a bucket."""
-    place = definition.storage.base_weights
-    return None if place is None or place.startswith("s3://") else root / place
-
-
 def _checked(definition: StackDefinition, root: Path) -> None:
     """Raises ValueError where a node could not read the base weights, or would refuse them."""
     config = definition.job.parameters
-    if (folder := _weights_folder(definition, root)) is None:
+    if (folder := weights_folder(definition, root)) is None:
         return
     weights.check(folder)
     if isinstance(config, SftConfig | KernelConfig):
-        from job.models import hf  # brings torch
-
-        hf.check(folder, config.model)
+        hf_config.check(folder, config.model)
 
 
 def _tokenizer(given: Path | None, folder: Path | None) -> Path | None:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from job.config.kernel import KernelConfig
 from job.config.sft import SftConfig
 from job.dataset import prepare
 from job.dataset.chat import Chats, GeneratedPairs, JsonlChats
@@ -158,6 +159,16 @@ def prepare_packed(
     if how.prompts and not prompts:
         say(f"no held-out question is within data.longest, {how.longest} tokens: none is answered after training")
     return manifest
+
+
+def wanted(config: SftConfig | KernelConfig) -> dict[str, Any]:
+    """The facts that dataset.json must state of rows that this run config may train on."""
+    data = config.data
+    facts: dict[str, Any] = {"row": data.row, "longest": min(getattr(data, "longest", data.row), data.row)}
+    if isinstance(config, SftConfig):
+        facts |= {"loss_on": config.data.loss_on, "packing": config.measures.packing}
+        facts |= {} if config.measures.pretokenised else {"texts": True}
+    return facts | {"template": TEMPLATES[config.model.family].name}
 
 
 def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:

@@ -44,7 +44,7 @@ class Kernel(Experiment):
         self.session, self.config = session, session.config
         sizing.require(self.config)
         self.manifest = read_manifest(session.data)
-        tuning.check_dataset(session, self.manifest, self.config, row=self.config.data.row)
+        tuning.check_dataset(session, self.manifest, self.config)
         self.batches = PackedBatches(session.data, self.manifest, session.world, session.device.torch)
         self.renderer = tuning.renderer(session, self.manifest, self.config)
         self.per_step = self.config.batch.tokens // self.config.data.row

@@ -114,11 +114,9 @@ class Sft(Experiment):
 
     def _opened(self) -> PackedBatches:
         """The dataset. Raises ValueError where the prepared rows are not those of the run config."""
-        session, data, measures = self.session, self.config.data, self.config.measures
-        wanted = {"row": data.row, "loss_on": data.loss_on, "packing": measures.packing}
-        wanted |= {} if measures.pretokenised else {"texts": True}
-        tuning.check_dataset(session, self.manifest, self.config, **wanted)
-        renderer = None if measures.pretokenised else tuning.renderer(session, self.manifest, self.config)
+        session = self.session
+        tuning.check_dataset(session, self.manifest, self.config)
+        renderer = None if self.config.measures.pretokenised else tuning.renderer(session, self.manifest, self.config)
         return PackedBatches(session.data, self.manifest, session.world, session.device.torch, renderer)
 
     def _announce(self, phase: Phase) -> None:

@@ -20,6 +20,7 @@ from job import atomic
 from job.config.common import CosineAdamW
 from job.config.kernel import KernelConfig
 from job.config.sft import SftConfig
+from job.dataset import packed
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import TEMPLATES, FileTokenizer, Renderer, file_id, open_chat_tokenizer
 from job.models import decoder, hf
@@ -32,8 +33,8 @@ COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOKENIZERS = ("tokenizer.json", "words.json")
 
 
-def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig, **wanted: Any) -> None:
-    """Raises ValueError where the prepared rows are not those of the run config; `wanted`: facts and their values."""
+def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig) -> None:
+    """Raises ValueError where the prepared rows are not those of the run config."""
     if manifest.kind != "packed":
         raise ValueError(f"{session.data}: a dataset of {manifest.kind}, this experiment needs packed rows; prepare it")
     facts = manifest.facts
@@ -48,9 +49,8 @@ def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig
             f"{session.data} was prepared with {facts['tokenizer_id']}, and {beside} is the tokenizer beside the base "
             "weights, to which the dataset's ids mean other words; prepare it again, without --tokenizer"
         )
-    wanted |= {"longest": min(getattr(config.data, "longest", config.data.row), config.data.row)}
-    wanted |= {"template": TEMPLATES[config.model.family].name}
-    differing = [f"{key} {facts[key]}, the run config {value}" for key, value in wanted.items() if facts[key] != value]
+    wanted = packed.wanted(config).items()
+    differing = [f"{key} {facts[key]}, the run config {value}" for key, value in wanted if facts[key] != value]
     if differing:
         raise ValueError(f"{session.data} was prepared with {'; '.join(differing)}: prepare it again")
 

@@ -33,12 +33,11 @@ from torch.utils.checkpoint import checkpoint
 
 from job.config.common import Decoder as Shape
 from job.models.blocks import Linear, at_least_fp32, rotate
+from job.models.hf_config import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW
 from job.models.linear_loss import linear_loss
 from job.models.selective import Checkpointed, keep_products
 
 INIT_STD = 0.02
-# Llama-3.1's rope_scaling, from the config.json of its published weights (2024-07-23).
-LLAMA3_FACTOR, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 8.0, 1.0, 4.0, 8192
 
 
 class Output(NamedTuple):

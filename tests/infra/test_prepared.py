@@ -13,7 +13,7 @@ from infra.commands.prepare import prepared
 from infra.loader import load, not_ready, rehearsal_text
 from job.config.common import Decoder
 from job.dataset import weights
-from job.models import hf
+from job.models import hf_config
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 SHIPPED = Path(__file__).parents[2] / "stacks"
@@ -102,7 +102,7 @@ def test_base_weights_and_their_tokenizer_are_held_against_the_file(chats: Path,
     (folder / "model.safetensors").write_bytes(b"not looked at")
     (folder / "tokenizer.json").write_text("{}")
     assert isinstance(config.model, Decoder)
-    (folder / "config.json").write_text(json.dumps(hf.config_tree(config.model, "bfloat16")))
+    (folder / "config.json").write_text(json.dumps(hf_config.config_tree(config.model, "bfloat16")))
     weights.describe(folder)
     assert said(file, root) == []  # generated pairs bring their own words
     edit(file, "layers", "4")

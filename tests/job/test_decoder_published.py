@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from job.config.common import QWEN3_8B
 from job.config.common import Decoder as Shape
 from job.config.sft import Lora
-from job.models import hf, lora
+from job.models import hf, hf_config, lora
 from job.models.decoder import Decoder, build
 from job.models.generate import generate
 from job.models.linear_loss import IGNORED
@@ -36,7 +36,7 @@ def transformers() -> Iterator[Any]:
 
 def theirs(transformers: Any, shape: Shape) -> Any:
     """Their model of this shape, its weights scaled up so that attention is not uniform."""
-    tree = hf.config_tree(shape, "float32")
+    tree = hf_config.config_tree(shape, "float32")
     config = transformers.AutoConfig.for_model(tree.pop("model_type"), **tree)
     torch.manual_seed(3)
     module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
@@ -58,7 +58,7 @@ def test_a_checkpoint_of_transformers_gives_the_same_logits_and_losses(
     reference = theirs(transformers, FAMILIES[family])
     reference.save_pretrained(tmp_path, max_shard_size="20KB" if shards == "sharded" else "1GB")
     assert (tmp_path / hf.INDEX).exists() == (shards == "sharded")
-    module = build(hf.read_shape(tmp_path), compute=torch.float32)
+    module = build(hf_config.read_shape(tmp_path), compute=torch.float32)
     hf.load(tmp_path, module)
     tokens = torch.randint(96, (3, 40), generator=generator())
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_a_hundred_steps_have_the_losses_of_transformers_within_a_ten_thousandth
 ) -> None:
     reference = theirs(transformers, FAMILIES[family])
     reference.save_pretrained(tmp_path)
-    module = build(hf.read_shape(tmp_path), compute=torch.float32)
+    module = build(hf_config.read_shape(tmp_path), compute=torch.float32)
     hf.load(tmp_path, module)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.0) for m in (module, reference)]
     source = generator(5)
@@ -113,7 +113,7 @@ def test_weights_survive_being_written_and_read_in_several_files(family: str, tm
     paths = hf.write(tmp_path, module.named_parameters(), module.shape, torch.float32, shard=SHARD)
     assert len(paths) > 1
     assert all(path.stat().st_size < SHARD + 4000 for path in paths[1:])
-    assert hf.read_shape(tmp_path) == module.shape
+    assert hf_config.read_shape(tmp_path) == module.shape
     again = build(module.shape, compute=torch.float32)
     hf.load(tmp_path, again)
     for name, parameter in again.named_parameters():
@@ -122,8 +122,21 @@ def test_weights_survive_being_written_and_read_in_several_files(family: str, tm
 
 def test_the_published_shapes_of_llama_31_and_qwen3_are_recognised(tmp_path: Path) -> None:
     for shape in (Shape(), QWEN3_8B):
-        (tmp_path / hf.CONFIG).write_text(json.dumps(hf.config_tree(shape, "bfloat16")))
-        assert hf.read_shape(tmp_path) == shape
+        (tmp_path / hf_config.CONFIG).write_text(json.dumps(hf_config.config_tree(shape, "bfloat16")))
+        assert hf_config.read_shape(tmp_path) == shape
+
+
+@pytest.mark.parametrize("theta", [None, 7.0])
+def test_what_a_config_may_leave_out_is_what_transformers_takes(theta: float | None, tmp_path: Path) -> None:
+    model = Shape()
+    left_out = ("head_dim", "num_key_value_heads", "rope_theta")
+    tree = {key: v for key, v in hf_config.config_tree(model, "bfloat16").items() if key not in left_out}
+    (tmp_path / hf_config.CONFIG).write_text(
+        json.dumps(tree | ({"rope_parameters": {"rope_theta": theta}} if theta else {}))
+    )
+    assert hf_config.read_shape(tmp_path) == replace(
+        model, kv_heads=model.heads, head_dim=model.width // model.heads, rope_theta=theta or 10_000.0
+    )
 
 
 def written(tmp_path: Path) -> Decoder:
@@ -171,7 +184,7 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, qwen2, qwen3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "neither none nor Llama-3.1's"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "neither none nor Llama-3.1's"),
-        ({"rope_scaling": {**hf._LLAMA3, "factor": 32.0}}, "neither none nor Llama-3.1's"),  # Llama-3.2's
+        ({"rope_scaling": {**hf_config._LLAMA3, "factor": 32.0}}, "neither none nor Llama-3.1's"),  # Llama-3.2's
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}}, "neither none nor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -185,10 +198,10 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -
     ],
 )
 def test_models_that_we_cannot_run_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    tree = hf.config_tree(FAMILIES["qwen3"], "float32")
-    (tmp_path / hf.CONFIG).write_text(json.dumps({**tree, **change}))
+    tree = hf_config.config_tree(FAMILIES["qwen3"], "float32")
+    (tmp_path / hf_config.CONFIG).write_text(json.dumps({**tree, **change}))
     with pytest.raises(ValueError, match=words):
-        hf.read_shape(tmp_path)
+        hf_config.read_shape(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -196,28 +209,28 @@ def test_models_that_we_cannot_run_are_refused(change: dict[str, Any], words: st
     ["vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "rms_norm_eps"],
 )
 def test_a_config_that_lacks_a_number_is_refused_by_its_name(key: str, tmp_path: Path) -> None:
-    tree = hf.config_tree(FAMILIES["llama"], "float32")
+    tree = hf_config.config_tree(FAMILIES["llama"], "float32")
     del tree[key]
-    (tmp_path / hf.CONFIG).write_text(json.dumps(tree))
+    (tmp_path / hf_config.CONFIG).write_text(json.dumps(tree))
     with pytest.raises(ValueError, match=f"{key} missing or no number"):
-        hf.read_shape(tmp_path)
+        hf_config.read_shape(tmp_path)
 
 
 def completed(tmp_path: Path, config: dict[str, Any] | None, generation: dict[str, Any] | None) -> tuple[Any, Any]:
     """config.json and generation_config.json beside weights in fp32 of such a base, in whose template 9 ends."""
     base, final = tmp_path / "base", tmp_path / "final"
     base.mkdir()
-    for name, tree in ((hf.CONFIG, config), (hf.GENERATION, generation)):
+    for name, tree in ((hf_config.CONFIG, config), (hf.GENERATION, generation)):
         if tree is not None:
             (base / name).write_text(json.dumps(tree))
     written(final)
     hf.complete(final, base, torch.float32, 9)
-    return json.loads((final / hf.CONFIG).read_text()), json.loads((final / hf.GENERATION).read_text())
+    return json.loads((final / hf_config.CONFIG).read_text()), json.loads((final / hf.GENERATION).read_text())
 
 
 def test_weights_from_random_ones_stop_at_the_templates_end(tmp_path: Path) -> None:
     config, generation = completed(tmp_path, None, None)
-    assert config == {**hf.config_tree(FAMILIES["llama"], "float32"), "eos_token_id": 9}
+    assert config == {**hf_config.config_tree(FAMILIES["llama"], "float32"), "eos_token_id": 9}
     assert generation == {"eos_token_id": 9}
 
 

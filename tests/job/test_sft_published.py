@@ -17,7 +17,7 @@ from job.config import from_json
 from job.config.sft import SftConfig
 from job.dataset import weights
 from job.dataset.packed import PROMPTS, prepare_sft
-from job.models import hf
+from job.models import hf, hf_config
 from job.models.decoder import build
 from job.models.generate import generate
 from job.train import __main__ as trainer
@@ -93,7 +93,7 @@ def test_it_starts_from_those_weights_and_learns_the_answer(tuned: Path) -> None
 
 
 def test_the_merged_model_alone_gives_the_stored_answers(tuned: Path) -> None:
-    module = build(hf.read_shape(tuned / "final"), compute=torch.float32, dtype=torch.bfloat16)
+    module = build(hf_config.read_shape(tuned / "final"), compute=torch.float32, dtype=torch.bfloat16)
     hf.load(tuned / "final", module)
     asked = [item["tokens"] for item in ledger.read(tuned / "data" / PROMPTS)]
     stop = sft.results(tuned)["dataset"]["stop"]
@@ -144,7 +144,7 @@ def test_transformers_reads_the_merged_model(tuned: Path, monkeypatch: pytest.Mo
     transformers = pytest.importorskip("transformers", reason="parity needs the optional extra `hf`")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tuned / "final", dtype=torch.float32)
-    ours = build(hf.read_shape(tuned / "final"), compute=torch.float32)
+    ours = build(hf_config.read_shape(tuned / "final"), compute=torch.float32)
     hf.load(tuned / "final", ours)
     tokens = torch.arange(40)[None]
     with torch.no_grad():

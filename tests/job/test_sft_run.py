@@ -22,7 +22,7 @@ from job.config import from_json
 from job.config.common import CosineAdamW, Decoder
 from job.experiments import merge, tuning
 from job.experiments.sft import Sft
-from job.models import decoder, hf, lora
+from job.models import decoder, hf, hf_config, lora
 from job.models.decoder import build
 from job.train import __main__ as trainer
 
@@ -88,7 +88,7 @@ def test_the_result_table_holds_the_four_validation_losses_and_what_they_say(fin
 def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) -> None:
     table, folder = sft.results(finished), finished / "final"
     assert table["merge"]["deliverable"] == "bf16"
-    module = build(hf.read_shape(folder), compute=torch.bfloat16, dtype=torch.bfloat16)
+    module = build(hf_config.read_shape(folder), compute=torch.bfloat16, dtype=torch.bfloat16)
     hf.load(folder, module)
     experiment = world.experiment(finished)
     assert isinstance(experiment, Sft)

@@ -1,0 +1,108 @@
+"""config.json of published decoder weights, read and written without torch: who prices a run asks it, too."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from job import atomic
+from job.config.common import Decoder as Shape
+
+CONFIG = "config.json"
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Llama-3.1's rope_scaling, from the config.json of its published weights (2024-07-23).
+LLAMA3_FACTOR, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 8.0, 1.0, 4.0, 8192
+_NEEDED = (
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+)
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": LLAMA3_FACTOR,
+    "low_freq_factor": LLAMA3_LOW,
+    "high_freq_factor": LLAMA3_HIGH,
+    "original_max_position_embeddings": LLAMA3_CONTEXT,
+}
+
+
+def read_shape(folder: Path) -> Shape:
+    """The decoder that folder/config.json describes. Raises ValueError for one that this code cannot run."""
+    path = folder / CONFIG
+    tree = atomic.read_object(path)
+    if tree is None:
+        raise ValueError(f"{path}: missing or not JSON; base weights are a folder with {CONFIG} and safetensors")
+    family = tree.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
+    if lacking := [key for key in _NEEDED if not isinstance(tree.get(key), int | float)]:
+        raise ValueError(f"{path}: {', '.join(lacking)} missing or no number; fetch the base weights again")
+    rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}  # of both, `transformers` takes the first
+    other = tree.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or not isinstance(other, dict):
+        raise ValueError(f"{path}: rope_scaling {rope!r} is no object; fetch the base weights again")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3") or (kind == "llama3" and any(rope.get(k) != v for k, v in _LLAMA3.items())):
+        raise ValueError(f"{path}: rotary scaling {rope} is neither none nor Llama-3.1's, {_LLAMA3}")
+    if any((of.get("partial_rotary_factor") or 1) != 1 for of in (rope, tree)):
+        raise ValueError(f"{path}: partial_rotary_factor: positions that turn a part of each head are not supported")
+    windows = tree.get("use_sliding_window") or set(tree.get("layer_types") or ()) - {"full_attention"}
+    if windows or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
+        raise ValueError(f"{path}: sliding windows and extra biases are not supported")
+    if tree.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{path}: hidden_act {tree['hidden_act']!r} is not silu, the only one that is supported")
+    heads = tree["num_attention_heads"]
+    return Shape(
+        family=family,
+        vocab=tree["vocab_size"],
+        layers=tree["num_hidden_layers"],
+        width=tree["hidden_size"],
+        heads=heads,
+        kv_heads=tree.get("num_key_value_heads") or heads,
+        head_dim=tree.get("head_dim") or tree["hidden_size"] // heads,
+        ffn=tree["intermediate_size"],
+        tied=bool(tree.get("tie_word_embeddings", False)),
+        norm_eps=float(tree["rms_norm_eps"]),
+        rope_theta=float(next((of["rope_theta"] for of in (rope, tree, other) if of.get("rope_theta")), 10_000.0)),
+        rope_scaling="llama3" if kind == "llama3" else "none",
+    )
+
+
+def differences(found: Shape, wanted: Shape) -> list[tuple[str, object, object]]:
+    """(key, found, wanted) of each that is not the same."""
+    both = ((field.name, getattr(found, field.name), getattr(wanted, field.name)) for field in fields(Shape))
+    return [(key, there, here) for key, there, here in both if there != here]
+
+
+def check(folder: Path, wanted: Shape) -> None:
+    """Raises ValueError when folder/config.json describes another decoder."""
+    if differing := differences(read_shape(folder), wanted):
+        words = ", ".join(f"model.{key} is {here}, there {there}" for key, there, here in differing)
+        raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
+
+
+def config_tree(shape: Shape, dtype: str) -> dict[str, Any]:
+    """The config.json of these weights."""
+    return {
+        "architectures": [FAMILIES[shape.family]],
+        "model_type": shape.family,
+        "vocab_size": shape.vocab,
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.width,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": _LLAMA3 if shape.rope_scaling == "llama3" else None,
+        "max_position_embeddings": 131_072 if shape.rope_scaling == "llama3" else 32_768,
+        "hidden_act": "silu",
+        "attention_bias": shape.family == "qwen2",
+        "torch_dtype": dtype,
+    }
