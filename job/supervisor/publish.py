@@ -21,7 +21,7 @@ from typing import Any
 
 from job import atomic
 from job.supervisor.stages import Mirror, whole_lines
-from job.supervisor.staging import MANIFEST
+from job.supervisor.staging import MANIFEST, manifest_key
 from job.supervisor.store import GivenUpError, Store, StoreError
 
 PARALLEL = 8
@@ -109,7 +109,7 @@ class Publisher:
         self._done = {step}
         best = atomic.parse_object(self._store.get_bytes("best.json")) or {}
         found = best.get("step")
-        there = isinstance(found, int) and found <= step and self._store.size(_manifest(found)) is not None
+        there = isinstance(found, int) and found <= step and self._store.size(manifest_key(found)) is not None
         self._best = best if there else None
         self._offer(step, _finite(manifest.get("val_loss")))  # a node may end between the two
 
@@ -293,7 +293,7 @@ class Publisher:
     def _offer(self, step: int, val_loss: float | None) -> None:
         """best.json names this published step, if it is better than the one it names."""
         if self._improves(val_loss):
-            best = {"schema": 1, "step": step, "val_loss": val_loss, "manifest": _manifest(step)}
+            best = {"schema": 1, "step": step, "val_loss": val_loss, "manifest": manifest_key(step)}
             self._store.put_bytes(_json(best), "best.json")
             self._best = best
 
@@ -334,10 +334,6 @@ def _finite(value: Any) -> float | None:
 def _step(name: str) -> int:
     match = FOLDER.fullmatch(name)
     return int(match[1]) if match else 10**9
-
-
-def _manifest(step: int) -> str:
-    return f"ckpt/step_{step:08d}/manifest.json"
 
 
 def _under(key: str, prefix: str) -> bool:

@@ -22,7 +22,7 @@ from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, 
 
 BEST = "best.json"
 DATASET, WEIGHTS = "dataset.json", "weights.json"
-MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")
+MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")  # as manifest_key makes it
 T = TypeVar("T")
 PARALLEL = 8
 LOOK_S = 0.25  # between two calls of `check`
@@ -41,6 +41,11 @@ class Stage:
     check: Callable[[], None] = lambda: None
     pause: Callable[[float], None] = field(default=lambda seconds: None)
     doubts: Callable[[str], bool] = lambda key: False  # a key's bytes that arrive wrong are this node's fault
+
+
+def manifest_key(step: int) -> str:
+    """Of a checkpoint, in the store."""
+    return f"ckpt/step_{step:08d}/manifest.json"
 
 
 class MismatchError(Exception):
@@ -113,7 +118,7 @@ def checkpoint(stage: Stage) -> dict[str, Any] | None:
 def set_aside(stage: Stage, step: Any, why: str) -> bool:
     """Rejects a step that verifies but cannot be read. False: there is no other that is fit, and nothing is done."""
     sizes = _sizes(stage)
-    key = f"ckpt/step_{step:08d}/manifest.json" if isinstance(step, int) else None
+    key = manifest_key(step) if isinstance(step, int) else None
     others = [other for other in sizes if MANIFEST.fullmatch(other) and other != key]
     manifests = {other: atomic.parse_object(stage.store.get_bytes(other)) for other in others}
     if key is None or all(unfit(manifests[other], other, sizes, stage.run) is not None for other in others):
@@ -140,7 +145,7 @@ def best_too(stage: Stage, newest: int) -> bool:
     step = best.get("step") if best else None
     if not isinstance(step, int) or step >= newest:
         return True
-    key = f"ckpt/step_{step:08d}/manifest.json"
+    key = manifest_key(step)
     sizes = _sizes(stage)
     if key not in sizes:
         return False

@@ -174,9 +174,7 @@ class Supervisor:
         if self.cause is not None:
             self._stop(self.cause, now)
             if self.cause.deadline is not None:
-                # At once: a machine taken away amid its last upload must not look like a crash to the next boot.
-                self.record.update(exit=endings.interruption(self.cause, now))
-                self._beat()
+                self._note(self.cause, now)
 
     def _stop(self, cause: Cause, now: float) -> None:
         needed = self.forecast.stop_s(self.progress.step, self.progress.step_s)
@@ -249,11 +247,14 @@ class Supervisor:
         """While anything but training takes its time: heartbeats, and a notice noted at once, as while it trains."""
         now, notice = self.clock(), self.world.metadata.notice
         if notice is not None and self.cause is None and "exit" not in self.record.fields:
-            cause = Cause(reason="notice", deadline=notice.at)
-            self.record.update(exit=endings.interruption(cause, now))
-            self._beat()
+            self._note(Cause(reason="notice", deadline=notice.at), now)
         elif now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
             self._beat()
+
+    def _note(self, cause: Cause, now: float) -> None:
+        """At once: a machine taken away amid its last upload must not look like a crash to the next boot."""
+        self.record.update(exit=endings.interruption(cause, now))
+        self._beat()
 
     def _beat(self) -> None:
         self._beat_at = self.clock()
