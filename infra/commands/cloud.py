@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import select
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     root = project_root(Path.cwd())
     stacks = {path.stem: path.read_text(encoding="utf-8") for path in sorted((root / "stacks").glob("*.yaml"))}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folder goes, too
-    with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
+    with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
         project = scratch.make(Path(folder) / "project", stacks)
         if (root / "data").is_dir():
             (project / "data").symlink_to(root / "data", target_is_directory=True)
@@ -56,10 +57,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"cd {shlex.quote(str(project))}")
             print("# For example: pulumi stack init tinystories-growth && pulumi preview")
             print("# Ctrl-C here ends it and removes the folder.", flush=True)
-            try:
-                wait(args.timeout)
-            except KeyboardInterrupt:
-                print("\n# The embedded AWS is gone.")
+            wait(args.timeout)
+    print("\n# The embedded AWS is gone.")
     return 0
 
 

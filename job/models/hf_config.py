@@ -100,7 +100,7 @@ def config_tree(shape: Shape, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": _LLAMA3 if shape.rope_scaling == "llama3" else None,
+        "rope_scaling": dict(_LLAMA3) if shape.rope_scaling == "llama3" else None,
         "max_position_embeddings": 131_072 if shape.rope_scaling == "llama3" else 32_768,
         "hidden_act": "silu",
         "attention_bias": shape.family == "qwen2",
