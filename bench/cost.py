@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from infra.catalog import SHIPPED, load_catalog, read_catalog
-from infra.cost.bill import price, problems
+from infra.cost.estimate import price, problems
 from infra.cost.risk import simulate
 from infra.cost.table import render
 from infra.loader import find, load

@@ -72,6 +72,11 @@ class Storage:
     data: Disk | None = None
     keep: Keep = Keep()
 
+    def weights_folder(self, root: Path) -> Path | None:
+        """Where the base weights lie. None: there are none, or they are in a bucket."""
+        place = self.base_weights
+        return None if place is None or place.startswith("s3://") else root / place
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:

@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 
 from infra.errors import DefinitionError, Problem
-from infra.loader import open_file, parse
-from infra.yaml_tree import Scalar, at
+from infra.yaml_tree import Scalar, at, open_file, parse
 
 
 def pin(path: Path, *, ami: str, image: str) -> None:

@@ -16,13 +16,15 @@ from typing import Any
 import job
 from infra.boot import archive, run_config, user_data
 from infra.catalog import load_catalog
-from infra.cost import limits
-from infra.cost.bill import Bill, problems
+from infra.cost import limits, record
+from infra.cost.bill import Bill
+from infra.cost.estimate import problems
 from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import find, not_ready, weights_folder
+from infra.loader import find
 from infra.pricing import bill_of
+from infra.readiness import not_ready
 from infra.run_guard import Previous, Verdict, judge, timer_seconds
 from infra.selected import Selected
 from job.dataset.prepare import DatasetManifest, read_manifest, verify
@@ -59,7 +61,7 @@ class Plan:
         """The figures as stack outputs, so that a later preview shows each change in dollars."""
         return {
             "definition": self.definition.name,
-            "bill": self.bill.outputs(),
+            "bill": record.outputs(self.bill),
             "usd": {name: f"${amount:.2f}" for name, amount in _quantiles(self.bill.usd)},
             "hours": {name: f"{hours:.2f}" for name, hours in _quantiles(self.bill.hours)},
             "kept": self.kept(),
@@ -93,7 +95,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
     dataset = _dataset(folder, verified=not preview) if folder else None
     code = archive.build(Path(job.__file__).parent)
-    own = weights_folder(definition, root)
+    own = definition.storage.weights_folder(root)
     weights = _weights(own) if own else None
     inputs: dict[str, Any] = {
         "archive": {"sha256": code.sha256, "bytes": len(code.content)},

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infra.definition import StackDefinition
-from infra.loader import weights_folder
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import packed, ranking
 from job.dataset.prepare import DatasetManifest, read_manifest
@@ -54,7 +53,7 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
         return f"has {ids} ids, model.vocab is {config.model.vocab}: raise it to {ids} or more, or prepare anew"
     if isinstance(config, GrowthConfig):
         return _short(manifest, "tokens", config.data.sequence + 1, config.data.sequence)
-    weights = weights_folder(definition, root)
+    weights = definition.storage.weights_folder(root)
     beside = None if weights is None else weights / FileTokenizer.kind
     if not config.data.source.startswith("generated-") and beside is not None and beside.is_file():
         own, used = file_id(beside.read_bytes()), manifest.facts.get("tokenizer_id")
@@ -75,7 +74,7 @@ def weights_differ(definition: StackDefinition, root: Path) -> str:
     """How the local base weights are of another model than `model` says, or nothing. A config.json that no decoder here
     can be made of is left to `gpufleet prepare`.
     """
-    folder, config = weights_folder(definition, root), definition.job.parameters
+    folder, config = definition.storage.weights_folder(root), definition.job.parameters
     if folder is None or not isinstance(config, SftConfig | KernelConfig):
         return ""
     try:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from infra.calibration import find_all
 from infra.catalog import Catalog
-from infra.cost.bill import Bill, price
+from infra.cost.bill import Bill
+from infra.cost.estimate import price
 from infra.cost.hazard import learn
 from infra.cost.options import Footing
 from infra.definition import StackDefinition
@@ -29,7 +30,7 @@ def bill_of(
     not_ready: Sequence[str] = (),
     but: Sequence[Path] = (),
 ) -> Bill:
-    """The bill, with what lies under `root`. `but`: traces that must not teach it. Raises as infra.cost.bill.price."""
+    """The bill, with what lies under `root`. `but`: traces that must not teach it. Raises as price()."""
     found = footing(definition, root, catalog)
     return price(
         found.definition,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.definition import StackDefinition, Variant
-from infra.errors import DefinitionError, GpufleetError, Problem, in_order, of_form
-from infra.loader import OVERLAID, argument_of, definition, load, open_file, over, project_root
-from infra.schema import Findings, build, check_keys
-from infra.yaml_tree import Mapping, Node, Scalar, at
+from infra.definition import StackDefinition
+from infra.errors import DefinitionError, GpufleetError, in_order, of_form
+from infra.layers import definition, over, variants
+from infra.loader import argument_of, load, project_root
+from infra.yaml_tree import Mapping, open_file
 
 if TYPE_CHECKING:
-    from infra.catalog import Catalog
+    pass
 
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
@@ -29,7 +29,7 @@ def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
     """
     load(path, now=now, past_deadline=True)
     text, tree = open_file(path)
-    return tuple(made(tree, path, text, now)[0])
+    return tuple(variants(tree, path, text, now)[0])
 
 
 def scenario(
@@ -69,39 +69,3 @@ def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
         f"{path.name} has no scenario {name!r}; it has {', '.join(names) or 'none'}."
         + (f" Nearest: {close[0]}." if close else "")
     )
-
-
-def made(
-    tree: Mapping, path: Path, text: str, now: datetime, catalog: Catalog | None = None
-) -> tuple[list[StackDefinition], list[Problem]]:
-    """Every entry of the tree's `scenarios` and what is wrong in them; infra.loader.load asks with each file."""
-    section = tree.entries.get("scenarios")
-    if section is None:
-        return [], []
-    findings = Findings(tree=tree)
-    if not isinstance(section, Mapping):
-        if not (isinstance(section, Scalar) and section.is_null):
-            findings.add("scenarios", "a section with one entry per scenario")
-        return [], findings.problems
-    own = [field.name for field in fields(Variant)]
-    variants, problems = [], []
-    for name, entry in section.entries.items():
-        where = f"scenarios.{name}"
-        if not SCENARIO_NAME.fullmatch(name):
-            findings.add(where, "a name of 1 to 40 of a-z, 0-9, dots and hyphens", node=entry)
-            continue
-        entries: dict[str, Node] = {}
-        if isinstance(entry, Mapping):
-            entries = entry.entries
-        elif not (isinstance(entry, Scalar) and entry.is_null):
-            findings.add(where, f"a section with the keys {', '.join([*own, *OVERLAID])}", node=entry)
-        check_keys(entries, [*own, *OVERLAID], where, findings)
-        kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
-        variant = build(Variant, kept, where, findings)
-        sections = {key: node for key, node in entries.items() if key in OVERLAID}
-        laid = over(tree, sections)
-        merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog)
-        problems += of_form(where, found)
-        own_data = at(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
-        variants.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
-    return variants, findings.problems + problems

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import yaml
 
-from infra.errors import Problem
+from infra.errors import DefinitionError, GpufleetError, Problem
 
 MAX_BYTES = 256 * 1024  # a definition is about 2 kB
 MAX_DEPTH = 12
@@ -106,6 +107,22 @@ def read(text: str) -> Mapping:
             _problem(tree.line if tree else 1, written, "sections (run:, job:, fleet:, ...)", "See stacks/")
         )
     return tree
+
+
+def open_file(path: Path) -> tuple[str, Mapping]:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise GpufleetError(f"{path} cannot be read: {error.strerror}") from None
+    return parse(raw, path)
+
+
+def parse(raw: bytes, path: Path) -> tuple[str, Mapping]:
+    try:
+        text = decode(raw)
+        return text, read(text)
+    except UnreadableError as error:
+        raise DefinitionError(str(path), error.problems) from None
 
 
 def _indentation(lines: list[str], number: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from infra.cost import record
 from infra.cost.bill import Bill
 from infra.definition import StackDefinition
 
@@ -40,10 +41,10 @@ def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any
             "deadline": None if limits.deadline is None else _stamp(limits.deadline),
         },
         "capacity": definition.fleet.capacity,
-        "rates": bill.rates(),
-        "extras": bill.extras(),
-        "estimate": bill.to_json(),
-        "predicted": bill.predicted(),
+        "rates": record.rates(bill),
+        "extras": record.extras(bill),
+        "estimate": record.to_json(bill),
+        "predicted": record.predicted(bill),
         "inputs": dict(inputs),
     }
 

@@ -15,12 +15,14 @@ from pathlib import Path
 from infra import policy
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost.bill import problems
+from infra.cost import record
+from infra.cost.estimate import problems
 from infra.cost.table import render
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import not_ready, project_root
+from infra.loader import project_root
 from infra.pricing import bill_of
+from infra.readiness import not_ready
 from infra.receipts import score
 from infra.scenarios import scenario
 
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     bill = bill_of(definition, root, load_catalog(), not_ready=missing)
     if args.json:
-        sys.stdout.write(json.dumps(bill.to_json(), indent=2) + "\n")
+        sys.stdout.write(json.dumps(record.to_json(bill), indent=2) + "\n")
     else:
         sys.stdout.write(render(bill, today=now.date(), accuracy=score(root)))
     sys.stdout.flush()

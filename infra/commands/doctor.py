@@ -19,6 +19,7 @@ from infra.commands import account, aws, registry, stack
 from infra.commands.account import Check
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
+from infra.readiness import not_ready
 
 # Deep Learning Base AMI with the open Nvidia driver, Amazon Linux 2023, x86_64: the name as used in public code on
 # 2026-11-21, for example for the build of 2026-09-25. Driver, container toolkit and docker are in it.
@@ -129,7 +130,7 @@ def image(definition: StackDefinition) -> Iterator[Check]:
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
     """What else `up` needs of the project itself; it refuses aloud without. AMI and image have checks of their own."""
-    for sentence in loader.not_ready(definition, root):
+    for sentence in not_ready(definition, root):
         if sentence.startswith("storage."):
             found, _, fix = sentence.partition(": ")
             yield Check(name="inputs", state="warning", found=found, fix=fix[0].upper() + fix[1:])

@@ -10,12 +10,12 @@ from pathlib import Path
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost import doubts, limits
-from infra.cost.bill import problems
+from infra.cost.estimate import problems
 from infra.cost.limits import AS_COUNTED
 from infra.cost.text import counted
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import argument_of, load, project_root, weights_folder
+from infra.loader import argument_of, load, project_root
 from infra.pricing import bill_of
 from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, sources, weights
@@ -87,7 +87,7 @@ def predict(definition: StackDefinition, root: Path) -> None:
 
 def listed(definition: StackDefinition, root: Path) -> None:
     """Writes weights.json into a local folder of base weights; nothing without one. Raises GpufleetError."""
-    folder = weights_folder(definition, root)
+    folder = definition.storage.weights_folder(root)
     if folder is None:
         return
     try:
@@ -114,12 +114,12 @@ def prepared(
         if isinstance(config, SftConfig):
             from job.dataset.packed import prepare_sft  # brings numpy
 
-            own = _tokenizer(tokenizer, weights_folder(definition, root))
+            own = _tokenizer(tokenizer, definition.storage.weights_folder(root))
             return prepare_sft(folder, config, text=text, tokenizer=own, say=_say)
         if isinstance(config, KernelConfig):
             from job.dataset.kernel_pairs import prepare_kernels  # brings numpy
 
-            own = _tokenizer(tokenizer, weights_folder(definition, root))
+            own = _tokenizer(tokenizer, definition.storage.weights_folder(root))
             return prepare_kernels(folder, config, text=text, tokenizer=own, say=_say)
         if isinstance(config, TwoTowerConfig):
             from job.dataset.ranking import prepare_ranking  # brings numpy
@@ -134,7 +134,7 @@ def prepared(
 def _checked(definition: StackDefinition, root: Path) -> None:
     """Raises ValueError where a node could not read the base weights, or would refuse them."""
     config = definition.job.parameters
-    if (folder := weights_folder(definition, root)) is None:
+    if (folder := definition.storage.weights_folder(root)) is None:
         return
     weights.check(folder)
     if isinstance(config, SftConfig | KernelConfig):

@@ -11,16 +11,13 @@ import math
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from decimal import ROUND_CEILING, Decimal
-from typing import TYPE_CHECKING
 
 from infra.cost import options
+from infra.cost.bill import Bill
 from infra.cost.risk import MINIMUM_H
+from infra.cost.side import Side
 from infra.definition import StackDefinition
 from infra.errors import Problem
-
-if TYPE_CHECKING:
-    from infra.cost.bill import Bill
-    from infra.cost.side import Side
 
 AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
 

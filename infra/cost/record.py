@@ -6,14 +6,13 @@ Money and hours are decimal strings. Nothing depends on the clock: run.json hold
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from infra.catalog.reclaim import Reclaimed
-    from infra.cost.bill import Bill, Cap
-    from infra.cost.cadence import Cadence
-    from infra.cost.hazard import Hazard
-    from infra.cost.side import Quantiles, Side
+from infra.catalog.reclaim import Reclaimed
+from infra.cost.bill import Bill, Cap
+from infra.cost.cadence import Cadence
+from infra.cost.hazard import Hazard
+from infra.cost.side import Quantiles, Side
 
 SCHEMA = 1
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from infra.calibration import find_all
 from infra.catalog import Catalog
-from infra.cost.bill import Bill, price, problems
+from infra.cost.bill import Bill
+from infra.cost.estimate import price, problems
 from infra.cost.limits import AS_COUNTED
 from infra.cost.side import Hazards, Quantiles
 from infra.cost.table import price_age

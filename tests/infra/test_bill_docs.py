@@ -12,8 +12,8 @@ from cost_definitions import definition
 
 from infra.catalog import load_catalog
 from infra.commands.compare import _row
-from infra.cost import compare, deadline
-from infra.cost.bill import price
+from infra.cost import compare, deadline, record
+from infra.cost.estimate import price
 
 ROOT = Path(__file__).parents[2]
 CATALOG = load_catalog()
@@ -26,7 +26,7 @@ def documented(page: str) -> set[str]:
 
 
 def test_each_key_of_the_bill_is_in_its_page() -> None:
-    tree = price(definition(), CATALOG, runs=100).to_json()
+    tree = record.to_json(price(definition(), CATALOG, runs=100))
     keys = set(tree)
     for name in ("cadence", "hazard", "reclaimed_a_month", "cap", "kept", "spot"):
         keys |= set(tree[name])
@@ -49,7 +49,9 @@ def test_each_option_of_the_comparison_is_in_its_page() -> None:
         assert f"`{option}" in page
 
 
-@pytest.mark.parametrize("module", ["infra.cost.bill", "infra.cost.compare", "infra.cost.table", "infra.cost.replay"])
+@pytest.mark.parametrize(
+    "module", ["infra.cost.estimate", "infra.cost.compare", "infra.cost.table", "infra.cost.replay"]
+)
 def test_the_cost_package_imports_no_torch_no_pulumi_no_boto3_and_no_http(module: str) -> None:
     code = (
         f"import sys, {module}\n"

@@ -16,7 +16,8 @@ import pytest
 from cost_definitions import definition
 
 from infra.catalog import load_catalog
-from infra.cost.bill import Bill, price
+from infra.cost.bill import Bill
+from infra.cost.estimate import price
 from infra.cost.table import render
 from infra.definition import Disk, Estimate, Keep, Limits, StackDefinition, Variant
 from job.config import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from infra.catalog import load_catalog
-from infra.cost import lines, options
-from infra.cost.bill import price
+from infra.cost import lines, options, record
+from infra.cost.estimate import price
 from infra.cost.lines import Line
 from infra.cost.luck import ATTEMPTS_IN_STEP
 from infra.cost.risk import Exposure, Hazard, simulate, simulate_each
@@ -284,7 +284,7 @@ def test_totals_are_sums_to_the_last_decimal_and_survive_json(plan: StackDefinit
     assert sum(line.amount for line in found.lines[:-1]) == found.chosen.total
     for line in found.lines:
         assert line.amount == (line.quantity * line.unit_price).quantize(Decimal("0.0001"))
-    tree = found.to_json()
+    tree = record.to_json(found)
     assert json.loads(json.dumps(tree)) == tree
     assert [Decimal(line["amount"]) for line in tree["lines"]] == [line.amount for line in found.lines]
     assert [Decimal(line["quantity"]) for line in tree["lines"]] == [line.quantity for line in found.lines]

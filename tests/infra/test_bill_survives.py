@@ -12,9 +12,10 @@ import pytest
 from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
-from infra.cost import compare
-from infra.cost.bill import Bill, price, problems
+from infra.cost import compare, record
+from infra.cost.bill import Bill
 from infra.cost.closed_form import break_even, expected_hours
+from infra.cost.estimate import price, problems
 from infra.cost.table import render
 from infra.definition import StackDefinition, Variant
 from infra.errors import DefinitionError, GpufleetError
@@ -46,7 +47,7 @@ def test_the_least_work_still_costs_its_set_up_and_what_it_keeps(config: JobConf
     found = bill(of(config))
     assert found.hours.p50 > Decimal("0.25")  # 15 min of set-up on a P type
     assert Decimal(0) < found.usd.p50 < 30
-    assert json.loads(json.dumps(found.to_json()))["usd"]["p50"] == str(found.usd.p50)
+    assert json.loads(json.dumps(record.to_json(found)))["usd"]["p50"] == str(found.usd.p50)
     assert "total = p50" in render(found)
 
 

@@ -14,7 +14,8 @@ import pytest
 import infra
 from infra.boot.run_config import encode, run_config
 from infra.catalog import load_catalog
-from infra.cost.bill import Bill, price
+from infra.cost.bill import Bill
+from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from infra.loader import load
 from job.config import from_json

@@ -20,8 +20,9 @@ from infra import calibration
 from infra.calibration import Refused
 from infra.catalog import load_catalog
 from infra.cli import main
-from infra.cost import runtime
-from infra.cost.bill import Bill, price
+from infra.cost import record, runtime
+from infra.cost.bill import Bill
+from infra.cost.estimate import price
 from infra.cost.table import render
 from infra.definition import Disk, Estimate
 from infra.plan import Previous, make
@@ -106,8 +107,8 @@ def test_a_job_on_a_cpu_is_priced_from_its_measurement() -> None:
 def test_a_calibrated_bill_cites_its_measurement_and_warns_of_no_speed() -> None:
     found = bill(calibration.parse(measurement()))
     assert found.calibrated
-    assert found.to_json()["calibrated"] is True
-    assert "measured on NVIDIA A10G on 2026-11-21" in found.to_json()["basis"]
+    assert record.to_json(found)["calibrated"] is True
+    assert "measured on NVIDIA A10G on 2026-11-21" in record.to_json(found)["basis"]
     assert not any("uncalibrated" in warning for warning in found.warnings)
     assert "Calibrated: measured on NVIDIA A10G on 2026-11-21 (probe of 200 steps" in render(found)
 

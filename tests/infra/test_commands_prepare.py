@@ -16,7 +16,7 @@ from infra import pricing
 from infra.catalog import load_catalog
 from infra.cli import main
 from infra.commands import prepare as prepare_command
-from infra.cost.bill import price
+from infra.cost.estimate import price
 from infra.cost.hazard import Observation
 from infra.loader import load
 from job.config.common import Decoder

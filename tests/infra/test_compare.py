@@ -12,8 +12,8 @@ import pytest
 
 from infra.catalog import load_catalog
 from infra.cost import compare, compare_rows, compare_table, criteria, risk
-from infra.cost.bill import price
 from infra.cost.compare_rows import Row
+from infra.cost.estimate import price
 from infra.cost.hazard import Hazard, Key
 from infra.cost.options import type_cost
 from infra.definition import StackDefinition

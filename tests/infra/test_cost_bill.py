@@ -10,7 +10,9 @@ import pytest
 from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
-from infra.cost.bill import Bill, price
+from infra.cost import record
+from infra.cost.bill import Bill
+from infra.cost.estimate import price
 from infra.definition import Disk, Keep
 
 CATALOG = load_catalog()
@@ -165,12 +167,12 @@ def test_the_notice_counts_poll_step_save_hash_and_upload() -> None:
 
 
 def test_the_same_definition_gives_the_same_bytes() -> None:
-    first, second = (json.dumps(bill().to_json(), sort_keys=True) for _ in range(2))
+    first, second = (json.dumps(record.to_json(bill()), sort_keys=True) for _ in range(2))
     assert first == second
 
 
 def test_json_has_its_documented_keys_and_decimal_strings() -> None:
-    found = json.loads(json.dumps(bill().to_json()))
+    found = json.loads(json.dumps(record.to_json(bill())))
     assert {"name", "quantity", "unit", "unit_price", "amount", "source", "as_of"} <= set(found["lines"][0])
     for key in ("usd", "hours"):
         assert set(found[key]) == {"p10", "p50", "p90", "mean"}
@@ -179,7 +181,7 @@ def test_json_has_its_documented_keys_and_decimal_strings() -> None:
 
 
 def test_outputs_are_dollars_per_line() -> None:
-    found = bill().outputs()
+    found = record.outputs(bill())
     assert found["compute"] == "$0.1648"
     assert found["total"] == f"${bill().usd.p50:.4f}"
 
@@ -187,10 +189,10 @@ def test_outputs_are_dollars_per_line() -> None:
 def test_the_meter_gets_rates_by_zone_name_at_the_dearest_zone_and_the_fixed_dollars() -> None:
     found = bill()
     spot = {"us-east-2a": "0.3739", "us-east-2b": "0.3739", "us-east-2c": "0.3739"}
-    assert found.rates() == {"g5.2xlarge": {"on_demand": "1.212", "spot": spot, "gpus": 1}}
+    assert record.rates(found) == {"g5.2xlarge": {"on_demand": "1.212", "spot": spot, "gpus": 1}}
     per_node = Decimal("0.0048") + Decimal("0.0022") + Decimal("0.1648")
-    assert Decimal(found.extras()["fixed_usd"]) == found.chosen.total - per_node
-    assert found.extras()["disk_usd_per_hour"] == "0.010959"  # 100 GiB x 0.08 / 730
+    assert Decimal(record.extras(found)["fixed_usd"]) == found.chosen.total - per_node
+    assert record.extras(found)["disk_usd_per_hour"] == "0.010959"  # 100 GiB x 0.08 / 730
 
 
 def test_halving_the_steps_changes_only_what_depends_on_time() -> None:

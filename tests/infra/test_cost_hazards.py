@@ -15,7 +15,9 @@ from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
 from infra.catalog.reclaim import Reclaimed, reclaimed
-from infra.cost.bill import Bill, price
+from infra.cost import record
+from infra.cost.bill import Bill
+from infra.cost.estimate import price
 from infra.cost.hazard import Hazard, Key, Observation, learn
 from infra.cost.risk import simulate
 from infra.cost.table import render
@@ -51,7 +53,7 @@ def test_without_history_the_hazard_is_the_prior_and_its_spread_is_said_in_figur
     assert found.chance == Hazard()
     # 0.3 x exp(-+ 1.2816 x 0.9): 0.0947 and 0.951
     assert "at about 0.3 per node-hour, in eight runs of ten between 0.095 and 0.95 (calm to rough;" in flat(found)
-    assert found.to_json()["hazard"] == {
+    assert record.to_json(found)["hazard"] == {
         "median": 0.3,
         "p10": 0.0947,  # 0.09466
         "p90": 0.9507,  # 0.95073
@@ -65,7 +67,7 @@ def test_what_was_learned_of_the_type_replaces_the_prior_and_names_its_source() 
     assert found.chance.median < 0.3
     assert found.interruptions_expected < bill().interruptions_expected
     assert "120 interruptions in 12000 node-hours seen in 3 other zones" in flat(found)
-    assert found.to_json()["hazard"]["source"] == "120 interruptions in 12000 node-hours seen in 3 other zones"
+    assert record.to_json(found)["hazard"]["source"] == "120 interruptions in 12000 node-hours seen in 3 other zones"
 
 
 def test_a_zones_own_history_counts_for_a_fleet_of_that_zone_alone() -> None:
@@ -82,13 +84,13 @@ def test_a_figure_of_the_definition_goes_before_what_was_learned() -> None:
 
 def test_history_of_another_type_changes_no_byte() -> None:
     other = learn([Observation("g6e.2xlarge", None, 4000, 4000, "a test", None)])
-    assert json.dumps(bill(hazards=other).to_json()) == json.dumps(bill().to_json())
+    assert json.dumps(record.to_json(bill(hazards=other))) == json.dumps(record.to_json(bill()))
 
 
 def test_on_demand_has_no_hazard_no_band_and_no_checkpoint_interval_to_choose() -> None:
     found = bill(definition(capacity="on-demand"), hazards=CALM)
     assert (found.chance, found.reclaimed, found.cadence) == (None, None, None)
-    tree = found.to_json()
+    tree = record.to_json(found)
     assert (tree["hazard"], tree["reclaimed_a_month"], tree["cadence"]) == (None, None, None)
     assert "Interruptions: none on demand." in flat(found)
 
@@ -174,9 +176,9 @@ def test_every_band_is_of_a_type_and_a_region_of_the_catalog() -> None:
 def test_awss_band_is_shown_and_changes_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = bill()
     assert "AWS reclaimed 15-20 % of such instances a month (2025-06); never converted." in flat(shown)
-    monkeypatch.setattr("infra.cost.bill.reclaimed", lambda *_: None)
+    monkeypatch.setattr("infra.cost.estimate.reclaimed", lambda *_: None)
     without = bill()
-    trees = [found.to_json() for found in (shown, without)]
+    trees = [record.to_json(found) for found in (shown, without)]
     assert trees[0].pop("reclaimed_a_month") == {
         "low_percent": 15,
         "high_percent": 20,
@@ -196,7 +198,7 @@ def test_the_cheapest_checkpoint_interval_is_one_sentence_and_in_the_json() -> N
     assert re.search(
         r"The cheapest checkpoint interval is about \d+ s; against the present 7200 s it saves \$", flat(found)
     )
-    tree = found.to_json()["cadence"]
+    tree = record.to_json(found)["cadence"]
     assert tree["present_s"] == 7200
     assert Decimal(tree["saved_usd"]) > 0
 

@@ -14,7 +14,8 @@ from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
 from infra.cost import risk, side
-from infra.cost.bill import Bill, price, problems
+from infra.cost.bill import Bill
+from infra.cost.estimate import price, problems
 from infra.cost.fit import cheapest_holder
 from infra.cost.limits import deadline_problems, deadline_warning, slowest
 from infra.cost.table import render

@@ -11,7 +11,9 @@ import pytest
 from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
-from infra.cost.bill import Bill, price, problems
+from infra.cost import record
+from infra.cost.bill import Bill
+from infra.cost.estimate import price, problems
 from infra.cost.limits import enough
 from infra.definition import Keep
 from infra.errors import DefinitionError, GpufleetError
@@ -54,13 +56,13 @@ def test_on_demand_without_a_spot_price_is_priced_and_says_that_spot_is_unknown(
     found = bill(types=("p5.4xlarge",), capacity="on-demand", max_usd="20")
     assert found.spot is None
     assert found.break_even_hazard is None
-    assert found.to_json()["spot"] is None
+    assert record.to_json(found)["spot"] is None
 
 
 def test_a_type_without_on_demand_price_is_priced_on_spot_alone() -> None:
     found = bill(types=("p5e.48xlarge",), max_usd="100")
     assert found.on_demand is None
-    assert found.rates()["p5e.48xlarge"]["on_demand"] == "62.9957"  # the meter's fallback: the dearest zone
+    assert record.rates(found)["p5e.48xlarge"]["on_demand"] == "62.9957"  # the meter's fallback: the dearest zone
 
 
 def test_one_listed_type_without_a_price_is_a_problem_of_that_type() -> None:

@@ -11,7 +11,7 @@ import pytest
 from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
-from infra.cost.bill import price
+from infra.cost.estimate import price
 from infra.cost.table import render
 from infra.definition import Disk, Keep
 

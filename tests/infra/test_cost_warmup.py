@@ -12,7 +12,7 @@ import pytest
 
 from infra.catalog import load_catalog
 from infra.commands import prepare
-from infra.cost.bill import price
+from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from infra.loader import load
 

@@ -14,7 +14,7 @@ from review_world import STACK, Project, changed, reviewed, run
 
 from infra.catalog import SHIPPED, files, read_catalog
 from infra.commands import diff
-from infra.cost.bill import price
+from infra.cost.estimate import price
 from infra.errors import GpufleetError
 from infra.loader import load
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import find, load, not_ready, project_root, rehearsal_text
+from infra.loader import find, load, project_root, rehearsal_text
 from infra.pin import pin
+from infra.readiness import not_ready
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from cost_definitions import definition
 
 from infra import policy
 from infra.catalog import load_catalog
-from infra.cost.bill import price
+from infra.cost.estimate import price
 from infra.errors import DefinitionError, GpufleetError
 from infra.policy import Facts, Policy, broken, facts, parse
 

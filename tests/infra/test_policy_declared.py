@@ -19,7 +19,7 @@ from cost_definitions import definition
 from infra import policy
 from infra.boot import run_config
 from infra.catalog import load_catalog
-from infra.cost.bill import price
+from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError
 from infra.policy import facts

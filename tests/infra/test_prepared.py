@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.commands.prepare import prepared
-from infra.loader import load, not_ready, rehearsal_text
+from infra.loader import load, rehearsal_text
+from infra.readiness import not_ready
 from job.config.common import Decoder
 from job.dataset import weights
 from job.models import hf_config

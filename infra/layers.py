@@ -1,0 +1,156 @@
+"""What a definition file's tree means: by itself, with its `rehearsal` laid over it, with each of its `scenarios`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infra import checks
+from infra.boot import user_data
+from infra.definition import Interruptions, StackDefinition, Variant
+from infra.errors import DefinitionError, Problem, of_form
+from infra.run_guard import timer_seconds
+from infra.schema import SECTIONS, Findings, build, check_keys
+from infra.yaml_tree import Mapping, Node, Scalar, at, merge
+
+if TYPE_CHECKING:
+    from infra.catalog import Catalog
+
+# What may be laid over; the run's identity is not among them.
+OVERLAID = ("job", "fleet", "storage", "limits", "estimate")
+SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
+
+
+def definition(
+    tree: Mapping,
+    path: Path,
+    text: str,
+    now: datetime,
+    past_deadline: bool,
+    *,
+    launchable: bool = True,
+    catalog: Catalog | None = None,
+) -> tuple[StackDefinition, list[Problem]]:
+    """The tree's definition and what is wrong in it. Not `launchable`: to be priced, on types that need only be known."""
+    findings = Findings(tree=tree)
+    check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
+    parts = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
+    interruptions = build(Interruptions, at(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings)
+    sections = checks.Sections(**parts)
+    known = catalog or _catalog()
+    checks.check(sections, findings, now=now, catalog=known, past_deadline=past_deadline, launchable=launchable)
+    definition = StackDefinition(
+        name=path.stem, source=path, purpose=purpose(text), interruptions=interruptions, tree=tree, **parts
+    )
+    _user_data(definition, findings)
+    return definition, findings.problems
+
+
+def rehearsed(tree: Mapping) -> Mapping:
+    """The tree with the sections of `rehearsal` laid over; `rehearsal` itself stays, for its interruptions."""
+    overlay = tree.entries.get("rehearsal")
+    return over(tree, overlay.entries) if isinstance(overlay, Mapping) else tree
+
+
+def over(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
+    """The tree with the sections that may be laid over it."""
+    entries: dict[str, Node] = dict(tree.entries)
+    for name in OVERLAID:
+        if name in overlay:
+            entries[name] = merge(entries.get(name), _laid_over(name, overlay[name]))
+    return replace(tree, entries=entries)
+
+
+def variants(
+    tree: Mapping, path: Path, text: str, now: datetime, catalog: Catalog | None = None
+) -> tuple[list[StackDefinition], list[Problem]]:
+    """Every entry of the tree's `scenarios`, laid over it, and what is wrong in them."""
+    section = tree.entries.get("scenarios")
+    if section is None:
+        return [], []
+    findings = Findings(tree=tree)
+    if not isinstance(section, Mapping):
+        if not (isinstance(section, Scalar) and section.is_null):
+            findings.add("scenarios", "a section with one entry per scenario")
+        return [], findings.problems
+    own = [field.name for field in fields(Variant)]
+    laid_over, problems = [], []
+    for name, entry in section.entries.items():
+        where = f"scenarios.{name}"
+        if not SCENARIO_NAME.fullmatch(name):
+            findings.add(where, "a name of 1 to 40 of a-z, 0-9, dots and hyphens", node=entry)
+            continue
+        entries: dict[str, Node] = {}
+        if isinstance(entry, Mapping):
+            entries = entry.entries
+        elif not (isinstance(entry, Scalar) and entry.is_null):
+            findings.add(where, f"a section with the keys {', '.join([*own, *OVERLAID])}", node=entry)
+        check_keys(entries, [*own, *OVERLAID], where, findings)
+        kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
+        variant = build(Variant, kept, where, findings)
+        sections = {key: node for key, node in entries.items() if key in OVERLAID}
+        laid = over(tree, sections)
+        merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog)
+        problems += of_form(where, found)
+        own_data = at(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
+        laid_over.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
+    return laid_over, findings.problems + problems
+
+
+def overlay_problems(overlay: Node) -> list[Problem]:
+    allowed = [*OVERLAID, "interruptions"]
+    findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
+    if not isinstance(overlay, Mapping):
+        if not (isinstance(overlay, Scalar) and overlay.is_null):
+            findings.add("rehearsal", "a section with the keys " + ", ".join(allowed))
+        return findings.problems
+    check_keys(overlay.entries, allowed, "rehearsal", findings)
+    job = overlay.entries.get("job")
+    if isinstance(job, Mapping):
+        check_keys(job.entries, ["parameters"], "rehearsal.job", findings)
+    return findings.problems
+
+
+def purpose(text: str) -> str:
+    """The comment block that opens the file, without its marks."""
+    block = []
+    for line in text.lstrip("\ufeff").splitlines():
+        if not line.startswith("#"):
+            break
+        block.append(line.lstrip("#").strip())
+    return "\n".join(block)
+
+
+def _laid_over(section: str, overlay: Node) -> Node:
+    """Of `job` only the parameters: the rehearsal runs the same experiment in the same image."""
+    if section != "job" or not isinstance(overlay, Mapping):
+        return overlay
+    return replace(overlay, entries={key: node for key, node in overlay.entries.items() if key == "parameters"})
+
+
+def _user_data(definition: StackDefinition, findings: Findings) -> None:
+    """The node's script must fit EC2's limit with this file's values."""
+    if findings.bad & {"run.id", "job.image", "fleet.region", "limits.max_hours"}:
+        return
+    disk = definition.storage.data
+    try:
+        user_data.check_size(
+            stack=definition.name,
+            run_id=definition.run.id,
+            region=definition.fleet.region,
+            image=definition.job.image,
+            timer_seconds=timer_seconds(definition),
+            data_volume=None if disk is None else "snapshot" if disk.snapshot else "blank",
+        )
+    except DefinitionError as error:
+        for problem in error.problems:
+            findings.add(problem.path, problem.allowed, problem.hint)
+
+
+def _catalog() -> Catalog:
+    from infra.catalog import load_catalog  # here: reading tables costs time that `pin` need not spend
+
+    return load_catalog()

@@ -1,0 +1,68 @@
+"""What has to be there before `pulumi up`: pinned AMI and image, a prepared dataset, base weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infra.definition import StackDefinition
+from infra.loader import argument_of
+
+
+def not_ready(definition: StackDefinition, root: Path) -> list[str]:
+    """What `pulumi up` needs first, one sentence each. Not errors: the bill and the preview work without."""
+    name, sentences = argument_of(definition.source, root), []
+    if definition.fleet.ami == "unpinned":
+        sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
+    if "@sha256:" not in definition.job.image:
+        sentences.append(f"job.image has a tag but no digest: run `gpufleet doctor {name} --pin`.")
+    dataset = definition.storage.dataset
+    if not dataset.startswith("s3://") and (reason := _unprepared(root / dataset)):
+        sentences.append(f"storage.dataset, {dataset}, {reason}: run `gpufleet prepare {name}`.")
+    elif not dataset.startswith("s3://"):
+        from infra.prepared import command, dataset_differs  # here: most callers never have a local dataset
+
+        if reason := dataset_differs(definition, root):
+            sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition, name)}`.")
+    weights, folder = definition.storage.base_weights, definition.storage.weights_folder(root)
+    if folder is not None:
+        if not folder.is_dir():
+            sentences.append(f"storage.base_weights, {weights}, is not there: download the weights into that folder.")
+        elif reason := _unlisted(folder):
+            sentences.append(f"storage.base_weights, {weights}: {reason}.")
+        else:
+            from infra.prepared import weights_differ  # here: most callers have none
+
+            if reason := weights_differ(definition, root):
+                sentences.append(
+                    f"storage.base_weights, {weights}, are of another model: {reason}. Make job.parameters.model agree,"
+                    " or name other weights."
+                )
+    return sentences
+
+
+def _unlisted(folder: Path) -> str:
+    """Why these weights cannot be declared yet, or nothing."""
+    from job.dataset import weights  # here: most callers have none
+
+    try:
+        weights.read(folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _unprepared(folder: Path) -> str:
+    """Why the folder is not a prepared dataset, or nothing. Its files are hashed by whoever uploads them, not here."""
+    if not (folder / "dataset.json").is_file():
+        return "is not prepared"
+    from job.dataset.prepare import read_manifest  # here: most callers never have a local dataset
+
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return f"is damaged ({error})"
+    for file in manifest.files:
+        place = folder / file.name
+        if not place.is_file() or place.stat().st_size != file.bytes:
+            return f"is incomplete ({file.name})"
+    return ""
