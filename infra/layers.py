@@ -34,7 +34,7 @@ def definition(
     launchable: bool = True,
     catalog: Catalog | None = None,
 ) -> tuple[StackDefinition, list[Problem]]:
-    """The tree's definition and what is wrong in it. Not `launchable`: to be priced, on types that need only be known."""
+    """The tree's definition and what is wrong in it. Not `launchable`: its types need only be known."""
     findings = Findings(tree=tree)
     check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
     parts = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}

@@ -10,16 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infra.errors import GpufleetError
 from infra.pricing import as_prepared
 from job import ledger, sizing
 from job.config import PretrainConfig, TwoTowerConfig
 from rehearsal.account import Resource
-
-if TYPE_CHECKING:
-    from rehearsal.rehearse import Rehearsal
+from rehearsal.state import Rehearsal
 
 NOTICE_SEEN_S = 5.0  # as often as the supervisor asks
 STAGE_KEYS = ("row", "candidate", "name", "what", "index")  # what names a result of a stage after training

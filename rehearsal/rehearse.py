@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result
 from rehearsal.interruptions import plan
 from rehearsal.node import NodeRunner
+from rehearsal.state import Rehearsal
 from rehearsal.timeline import Timeline, say
 from rehearsal.watch import Watch
 
@@ -38,26 +38,6 @@ class StepFailedError(GpufleetError):
     def __init__(self, step: str, why: str) -> None:
         self.step = step
         super().__init__(f"{step}: {why}")
-
-
-@dataclass(kw_only=True, slots=True)
-class Rehearsal:
-    """One rehearsal: where it works, what it works on, and what it has seen."""
-
-    definition: StackDefinition  # the rehearsal's form
-    folder: Path  # rehearsals/<stack>/<run>.unfinished
-    project: Path  # the scratch project
-    root: Path  # the user's project
-    timeline: Timeline
-    cloud: Cloud
-    engine: Engine
-    runner: NodeRunner
-    watch: Watch | None = None
-    torch_s: float = 0.0  # importing torch in a new process, on this machine
-
-    @property
-    def name(self) -> str:
-        return self.definition.name
 
 
 def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str], None] = say) -> int:

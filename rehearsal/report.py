@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from job.supervisor import receipt as receipts
 from rehearsal import picture
 from rehearsal.account import Resource
 from rehearsal.cloud import Cloud
 from rehearsal.evidence import Check, Evidence
+from rehearsal.state import Rehearsal
 from rehearsal.timeline import clock
-
-if TYPE_CHECKING:
-    from rehearsal.rehearse import Rehearsal
 
 BAR_S = 300.0  # of a whole rehearsal, on two cores that do nothing else: the bar that the project sets itself
 TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")
