@@ -11,7 +11,7 @@ from infra.cost import criteria
 from infra.cost.compare_rows import Row
 from infra.cost.deadline import Policy
 from infra.cost.side import Quantiles
-from infra.cost.text import table
+from infra.cost.text import hours, table
 
 WIDTH = 160
 SHORT = {"us-east-1": "e1", "us-east-2": "e2", "us-west-2": "w2", "eu-west-1": "eu1"}
@@ -178,7 +178,7 @@ def _marks(row: Row) -> Iterator[str]:
 def _note(row: Row) -> str:
     parts = [part for part in (row.note, row.work, row.why, f"nearest: {row.nearest}" if row.nearest else "") if part]
     if row.tokens and not row.reference:
-        parts.append(f"{row.tokens / 1e6:,.0f} M tokens")
+        parts.append(f"{row.tokens / 1e6:,.0f} M tokens" if row.tokens >= 10_000_000 else f"{row.tokens:,} tokens")
     return "; ".join(parts)
 
 
@@ -191,9 +191,7 @@ def _number(value: Decimal | None) -> str:
 
 
 def _hours(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
+    return "-" if value is None else hours(value)
 
 
 def _wrap(text: str) -> list[str]:
