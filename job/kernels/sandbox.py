@@ -61,12 +61,15 @@ def fork() -> tuple[int, bool]:
     process namespace: what it starts ends with it. Only for a process with one thread.
     """
     number = CLONE.get(platform.machine())
-    pid = -1 if number is None else _with_gil.syscall(number, NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
-    if pid < 0:
+    if number is None:
         return os.fork(), False
+    ctypes.pythonapi.PyOS_BeforeFork()  # what os.fork does around its own call; from 3.13 on the child ends without
+    pid = _with_gil.syscall(number, NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
-    return pid, True
+        return 0, True
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return (os.fork(), False) if pid < 0 else (pid, True)
 
 
 def enter() -> bool:
