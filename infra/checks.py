@@ -106,14 +106,8 @@ def _growth(config: GrowthConfig, findings: Findings) -> None:
         findings.add(f"{at}.batch.micro", f"at most the global batch, {batch.sequences} sequences")
     if len(optim.lr) != phases:
         findings.add(f"{at}.optim.lr", f"{phases} learning rates, one per phase", value=f"{len(optim.lr)} of them")
-    for index, rate in enumerate(optim.lr):
-        if not 0 < rate <= 1:
-            findings.add(f"{at}.optim.lr[{index}]", "a number above 0 and up to 1")
     if len(optim.betas) != 2:
         findings.add(f"{at}.optim.betas", "two numbers, beta1 and beta2", value=f"{len(optim.betas)} of them")
-    for index, beta in enumerate(optim.betas):
-        if not 0 <= beta < 1:
-            findings.add(f"{at}.optim.betas[{index}]", "a number from 0 to below 1")
     if not config.eval.prompts:
         findings.add(
             f"{at}.eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off", value="an empty list"

@@ -199,7 +199,7 @@ def _convert(hint: Any, node: Node, path: str, rule: Rule, findings: Findings, d
             return _BAD
         arm = typing.get_args(inner)[0]
         values = [_convert(arm, item, f"{path}[{index}]", rule, findings) for index, item in enumerate(node.items)]
-        return tuple(value for value in values if value is not _BAD)
+        return _BAD if _BAD in values else tuple(values)
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
         return _BAD

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+BELOW_ONE = 0.99999  # the largest that a share of what was before may be: at 1 it would never change
+
 
 def bounded(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
     """A field with a default and a closed range, in the field's own unit."""
@@ -83,7 +85,7 @@ class CosineAdamW:
     warmup: int = bounded(100, 0, 1_000_000)  # steps
     floor: float = bounded(0.0, 0.0, 1.0)
     weight_decay: float = bounded(0.0, 0.0, 1.0)
-    betas: tuple[float, ...] = (0.9, 0.95)
+    betas: tuple[float, ...] = bounded((0.9, 0.95), 0.0, BELOW_ONE)
     eps: float = bounded(1e-8, 0.0, 1e-2)
     clip: float = bounded(1.0, 0.0, 1e6)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.config.common import Checkpoint, Log, bounded
+from job.config.common import BELOW_ONE, Checkpoint, Log, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +45,9 @@ class Batch:
 class AdamW:
     """AdamW, one learning rate per phase, constant after a linear re-warm-up at the start of each grown phase."""
 
-    lr: tuple[float, ...] = (3e-4, 1e-4, 8e-5)
+    lr: tuple[float, ...] = bounded((3e-4, 1e-4, 8e-5), 1e-9, 1.0)
     weight_decay: float = bounded(0.01, 0.0, 1.0)
-    betas: tuple[float, ...] = (0.9, 0.95)
+    betas: tuple[float, ...] = bounded((0.9, 0.95), 0.0, BELOW_ONE)
     eps: float = bounded(1e-8, 0.0, 1e-2)
     clip: float = bounded(1.0, 0.0, 1e6)
     warmup_after_growth: int = bounded(20, 0, 100_000)

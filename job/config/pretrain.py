@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.config.common import Checkpoint, Compute, Log, bounded
+from job.config.common import BELOW_ONE, Checkpoint, Compute, Log, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +46,11 @@ class MuonAdamW:
 
     kind: Literal["muon", "adamw"] = "muon"
     lr: float = bounded(0.02, 1e-9, 1.0)  # hidden matrices
-    momentum: tuple[float, ...] = (0.85, 0.95)  # from, to
+    momentum: tuple[float, ...] = bounded((0.85, 0.95), 0.0, BELOW_ONE)  # from, to
     momentum_steps: int = bounded(300, 0, 1_000_000)
     embedding_lr: float = bounded(0.3, 1e-9, 10.0)  # x (width / 768) ** -0.5, as head_lr
     head_lr: float = bounded(0.004, 1e-9, 10.0)
-    betas: tuple[float, ...] = (0.8, 0.95)
+    betas: tuple[float, ...] = bounded((0.8, 0.95), 0.0, BELOW_ONE)
     weight_decay: float = bounded(0.0, 0.0, 1.0)
     warmup: int = bounded(0, 0, 1_000_000)
     cooldown: float = bounded(0.4, 0.0, 1.0)  # share of the steps over which every rate falls to 0

@@ -26,6 +26,8 @@ from job.config import EXPERIMENTS, from_json
         ({"device": "tpu"}, "job.parameters.device: 'tpu' is not one of cuda, cpu"),
         ({"optim": {"lr": float("nan")}}, "job.parameters.optim.lr: nan is not a number from 1e-09 to 1.0"),
         ({"optim": {"betas": 0.9}}, "job.parameters.optim.betas: 0.9 is not a list"),
+        ({"optim": {"betas": [0.8, 1.0]}}, r"job.parameters.optim.betas\[1\]: 1.0 is not a number from 0.0 to 0.99999"),
+        ({"optim": {"momentum": [0.85, 1.5]}}, r"job.parameters.optim.momentum\[1\]: 1.5 is not a number from"),
         ({"optim": {"betas": [0.9, "x"]}}, r"job.parameters.optim.betas\[1\]: 'x' is not a number"),
         ({"gpus": 9}, "job.parameters.gpus: 9 is not a whole number from 1 to 8"),
         ({"steps": 0, "seed": -1, "stepz": 1}, "unknown keys stepz; .*steps: 0 is not .*; .*seed: -1 is not"),
