@@ -4,7 +4,7 @@ A step is priced from the job's own shape: FLOP at the dense peak of the GPUs us
 memory bandwidth (the roofline), divided by an efficiency; or from `estimate.step_ms`, somebody's own figures. Neither
 is a measurement of this job on this device, and the bill says so; a calibration is one, and then evaluations, saves,
 what lies between phases and the end are as they were measured too. Where optimizer traffic is small, as it is
-everywhere but in tinystories-growth, that efficiency is the MFU.
+everywhere but in tinystories-growth, that efficiency is the MFU of a job in bf16.
 
 The constants are assumptions of ours unless a source is named. None of them is fitted.
 """
@@ -51,7 +51,7 @@ class PhaseTime:
     step_ms: float
     limit_ms: float | None  # the roofline; None where a peak is not known
     tokens_per_s: float
-    mfu: float | None  # useful FLOP over the dense peak of the compute dtype, of the GPUs used
+    mfu: float | None  # useful FLOP over the dense bf16 peak of the GPUs used, fp32 too: as the job measures it
     saves: float  # checkpoints written: timed, one per evaluation at most, and the one at its end
     seconds: float  # steps, evaluations, samples, checkpoint stalls, growth before it, final upload after the last
 
@@ -132,7 +132,7 @@ def hours(
         saves = (training_s + beside) / config.checkpoint.interval_s + size.evaluations + 1 if size.steps else 0.0
         blocked_s = saves * _save_s(config, index, ranks, seen)
         last = upload_s if index == len(sizes) - 1 else 0.0
-        peak = instance.gpu.peak_tflops(config.precision.compute)
+        peak = instance.gpu.bf16_tflops
         flop = size.tokens_per_step * size.flops_per_token
         phases.append(
             PhaseTime(

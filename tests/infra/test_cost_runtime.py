@@ -11,6 +11,7 @@ from infra.catalog import Instance, load_catalog
 from infra.cost import runtime
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
+from job import sizing
 from job.config import GrowthConfig, KernelConfig
 
 ROOT = Disk(size_gib=100)
@@ -80,6 +81,14 @@ def test_fp32_compute_uses_the_fp32_peak() -> None:
     narrow = runtime.hours(GrowthConfig(), instance("g5.2xlarge"), Estimate(), ROOT).phases[0]
     wide = runtime.hours(growth(compute="fp32"), instance("g5.2xlarge"), Estimate(), ROOT).phases[0]
     assert wide.step_ms > 1.7 * narrow.step_ms  # 35 TF against 70, traffic unchanged
+
+
+def test_the_predicted_mfu_is_what_a_node_measures_at_the_predicted_speed() -> None:
+    for compute in ("bf16", "fp32"):
+        config = growth(compute=compute)
+        phase = runtime.hours(config, instance("g5.2xlarge"), Estimate(), ROOT).phases[0]
+        flop_per_s = phase.tokens_per_s * sizing.phases(config)[0].flops_per_token
+        assert phase.mfu == pytest.approx(flop_per_s / 70e12)  # the denominator of job/train/device.py
 
 
 @pytest.mark.parametrize(("type_", "minutes"), [("g5.2xlarge", 8), ("g6e.2xlarge", 8), ("p5.4xlarge", 15)])
