@@ -2,7 +2,7 @@
 
 Weights, gradients and moments are spread over the GPUs of the node (FSDP2). Early stop looks at the recorded
 evaluations alone, so a resumed run decides as the uninterrupted one. Leaves `final/` (the weights of the best
-evaluation, not of the last), and `results.json`.
+evaluation, not of the last), and `results.json`; also where a limit ends the run, whose checkpoints nothing else reads.
 """
 
 from __future__ import annotations
@@ -105,24 +105,26 @@ class Pretrain(Experiment):
         """Nothing: the best checkpoint is on its way to the disk perhaps, and `finish` waits for it."""
 
     def finish(self) -> None:
-        """The best checkpoint's weights, their continuations of the prompts, and the result table."""
-        module, session = self._module, self.session
+        """The best weights, their continuations of the prompts, and the result table."""
+        module, session, at_hand = self._module, self.session, self.progress["evaluations"][-1]
         assert module is not None
-        self.session.heed()
-        best = session.world.agree(self._best())
-        session.say(f"best: step {best['step']}, {best['val_loss']:.4f} nats per character")
-        if best["step"] != self.progress["evaluations"][-1]["step"]:
+        session.heed()
+        best = session.world.agree(self._best([at_hand]))
+        assert best is not None
+        if best["step"] != at_hand["step"]:
             self._read(best["step"], module)
-        weights = parallel.gather(module.state_dict(), session.world)
-        if session.world.first:
-            self._export(weights, best)
-        del weights
-        self.session.heed()
         samples = {prompt: self._continue(module, prompt) for prompt in self.config.eval.prompts}
         for prompt, text in samples.items():
             session.say(f"  {prompt!r} -> {text!r}")
-        if session.world.first:
-            atomic.write_json(session.workdir / "results.json", self._results(best, samples))
+        session.heed()
+        self._leave(module, best, samples)
+
+    def cut(self) -> None:
+        """The same of the best checkpoint, if there is one, without continuations."""
+        module, best = self._module, self.session.world.agree(self._best([]))
+        if module is not None and best is not None:
+            self._read(best["step"], module)
+            self._leave(module, best, {})
 
     def _spread(self) -> CharGpt:
         """The model's shapes over the ranks, on the device, not yet filled."""
@@ -140,8 +142,15 @@ class Pretrain(Experiment):
         self._module = module
         return module
 
-    def _best(self) -> dict[str, Any]:
-        """Step and validation loss of the best weights there are: a checkpoint's or the last ones. Rank 0's counts."""
+    def _leave(self, module: CharGpt, best: dict[str, Any], samples: dict[str, str]) -> None:
+        """final/ and results.json. All ranks."""
+        weights = parallel.gather(module.state_dict(), self.session.world)
+        if self.session.world.first:
+            self._export(weights, best)
+            atomic.write_json(self.session.workdir / "results.json", self._results(best, samples))
+
+    def _best(self, at_hand: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """Step and validation loss of the best weights there are: a checkpoint's or those at hand. Rank 0's counts."""
         session, evaluations = self.session, self.progress["evaluations"]
         commits = [atomic.read_object(path) or {} for path in session.checkpoints.folder.glob(f"step_*/{COMMIT}")]
         found = [
@@ -149,13 +158,16 @@ class Pretrain(Experiment):
             for commit in commits
             if commit.get("config_sha256") == session.config_sha256 and commit["val_loss"] is not None
         ]
-        best: dict[str, Any] = min([evaluations[-1], *found], key=lambda e: e["val_loss"])
+        if not (known := [*at_hand, *found]):
+            return None
+        best: dict[str, Any] = min(known, key=lambda e: e["val_loss"])
         recorded = min(evaluations, key=lambda e: e["val_loss"])
         if recorded["val_loss"] < best["val_loss"]:
             session.say(
                 f"the best evaluation, {recorded['val_loss']:.4f} at step {recorded['step']}, has no checkpoint on "
                 f"this disk; exported is step {best['step']}"
             )
+        session.say(f"best: step {best['step']}, {best['val_loss']:.4f} nats per character")
         return best
 
     def _read(self, step: int, module: nn.Module) -> None:
@@ -198,7 +210,7 @@ class Pretrain(Experiment):
 
     def _results(self, best: dict[str, Any], samples: dict[str, str]) -> dict[str, Any]:
         session, evaluations = self.session, self.progress["evaluations"]
-        steps = evaluations[-1]["step"]
+        steps = max(self._step, evaluations[-1]["step"])
         final = atomic.read_object(session.workdir / "final" / export.META) or {}
 
         return {

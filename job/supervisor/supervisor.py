@@ -168,7 +168,7 @@ class Supervisor:
         elif terminated is not None:
             self.cause = Cause(reason="sigterm", deadline=terminated + SIGTERM_S)
         else:
-            reserve = self.forecast.stop_s(self.progress.step, self.progress.step_s) + RESERVE_S
+            reserve = self.forecast.end_s(self.progress.step, self.progress.step_s) + RESERVE_S
             limit = self.meter.limit(now, self.run_file.limits, reserve)
             self.cause = None if limit is None else Cause(reason=limit)
         if self.cause is not None:
@@ -177,7 +177,8 @@ class Supervisor:
                 self._note(self.cause, now)
 
     def _stop(self, cause: Cause, now: float) -> None:
-        needed = self.forecast.stop_s(self.progress.step, self.progress.step_s)
+        forecast = self.forecast.end_s if cause.deadline is None else self.forecast.stop_s
+        needed = forecast(self.progress.step, self.progress.step_s)
         save = cause.deadline is None or now + needed + MARGIN_S <= cause.deadline
         left = (
             ""

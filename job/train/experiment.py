@@ -23,7 +23,11 @@ from job.train.requests import Requests
 
 
 class Stopped(Exception):
-    """A stop request was heeded."""
+    """A stop request was heeded. `ends`: as in the request."""
+
+    def __init__(self, reason: str, *, ends: bool = False) -> None:
+        super().__init__(reason)
+        self.ends = ends
 
 
 class LossNotFiniteError(ValueError):
@@ -117,10 +121,10 @@ class Session:
     def heed(self) -> None:
         """Between the parts of what follows training, all ranks together. Raises Stopped."""
         stop = self.requests.stop() if self.world.first else None
-        reason = self.world.agree(None if stop is None else stop.reason)
-        if reason is not None:
-            self.say(f"stopped after training: {reason}")
-            raise Stopped(reason)
+        agreed = self.world.agree(None if stop is None else (stop.reason, stop.ends))
+        if agreed is not None:
+            self.say(f"stopped after training: {agreed[0]}")
+            raise Stopped(agreed[0], ends=agreed[1])
 
 
 class Experiment(ABC):
@@ -202,6 +206,9 @@ class Experiment(ABC):
     @abstractmethod
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
         """Exports and samples. Repeated when a run resumes from the end of a phase. May raise Stopped."""
+
+    def cut(self) -> None:  # noqa: B027 - most leave their checkpoints alone
+        """What a run leaves that a limit ends, after its last checkpoint."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -64,7 +64,12 @@ class Loop:
         """To the end."""
         try:
             with device.settings(self.session.device):
-                self._run()
+                try:
+                    self._run()
+                except Stopped as stopped:
+                    if stopped.ends:
+                        self.experiment.cut()
+                    raise
         finally:
             gc.unfreeze()
             self._journal.close()
@@ -274,26 +279,26 @@ class Loop:
                 self._journal.event(f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}", aloud=True)
                 self._best = min(self._to_beat, self.session.checkpoints.best())  # not of weights that are nowhere
 
-    def _stop(self) -> tuple[str, bool] | None:
+    def _stop(self) -> tuple[str, bool, bool] | None:
         """The stop request, as rank 0 sees it."""
         stop = self.session.requests.stop() if self.world.first else None
-        return None if stop is None else (stop.reason, stop.save)
+        return None if stop is None else (stop.reason, stop.save, stop.ends)
 
     def _heed(
-        self, phase: Phase, state: State | None, stop: tuple[str, bool] | None, val_loss: float | None = None
+        self, phase: Phase, state: State | None, stop: tuple[str, bool, bool] | None, val_loss: float | None = None
     ) -> None:
         """Once per optimizer step. `state` None: this step's checkpoint is on its way already. `val_loss`: this step's
         evaluation, which its checkpoint must tell: no resume repeats it.
         """
         if stop is None:
             return
-        reason, save = stop
+        reason, save, ends = stop
         if save:
             if state is not None:
                 self._save(phase, state, "stop", val_loss)
             self._note(self.session.checkpoints.wait())
         self.session.say(f"stopped after step {self.step}: {reason}")
-        raise Stopped(reason)
+        raise Stopped(reason, ends=ends)
 
     def _require_finite(self, val_loss: float | None = None) -> None:
         """Of all ranks and every step so far; `val_loss`: of this step's evaluation."""

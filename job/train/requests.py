@@ -12,10 +12,11 @@ from job import atomic
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """End after the step that is under way; `save` it first."""
+    """End after the step that is under way; `save` it first. `ends`: a limit of the run is met, no start follows."""
 
     reason: str
     save: bool
+    ends: bool = False
 
 
 class Requests:
@@ -34,7 +35,8 @@ class Requests:
         """The stop request, if there is one."""
         if self._stop.exists():
             request = atomic.read_object(self._stop) or {}
-            return Stop(reason=str(request.get("reason", "asked to")), save=bool(request.get("save", True)))
+            ends = request.get("deadline", ...) is None  # the machine stays: the supervisor's word for a limit
+            return Stop(reason=str(request.get("reason", "asked to")), save=bool(request.get("save", True)), ends=ends)
         return None if self._signal is None else Stop(reason=self._signal, save=True)
 
     def save(self) -> bool:

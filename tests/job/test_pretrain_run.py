@@ -201,6 +201,29 @@ def test_where_the_best_checkpoint_is_gone_what_is_exported_is_said_to_be_what_i
     assert meta["val_loss"] == 1.0 + abs(meta["step"] - 12) / 100
 
 
+def test_a_run_that_a_limit_ends_leaves_its_best_checkpoint_to_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
+    workdir = pretrain.make(tmp_path, steps=40)
+    assert world.train(workdir, world.StopAt(workdir, 3, ends=True)) == trainer.STOPPED
+    assert not (workdir / "final").exists()  # nothing was evaluated yet
+    assert world.train(workdir, world.StopAt(workdir, 11)) == trainer.STOPPED  # for another start to go on
+    assert not (workdir / "final").exists()
+    assert world.train(workdir, world.StopAt(workdir, 2, ends=True)) == trainer.STOPPED
+    table, meta = results(workdir), atomic.read_object(workdir / "final" / "meta.json") or {}
+    assert (table["steps"], table["steps_planned"], table["best_step"]) == (max(world.committed(workdir)), 40, 8)
+    assert (meta["step"], meta["val_loss"]) == (8, 1.0)
+    assert "".join(open_model(workdir / "final").generate(Generation(prompt="1", max_tokens=2)))
+
+
+def test_a_limit_met_after_the_last_step_costs_no_export(tmp_path: Path) -> None:
+    workdir = pretrain.make(tmp_path)
+    assert world.train(workdir, world.StopAt(workdir, 14, ends=True)) == trainer.STOPPED
+    assert (results(workdir)["steps"], results(workdir)["samples"]) == (12, {})
+    assert (workdir / "final" / "meta.json").is_file()
+
+
 DEFAULT = EarlyStop()
 
 

@@ -115,6 +115,19 @@ def test_the_supervisors_save_file_is_taken_once(tmp_path: Path) -> None:
     assert [requests.save(), requests.save()] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("written", "ends"),
+    [({"reason": "max_usd", "deadline": None}, True), ({"reason": "notice", "deadline": 1.0}, False), ({}, False)],
+)
+def test_a_stop_without_a_deadline_is_a_limits_and_ends_the_run(
+    tmp_path: Path, written: dict[str, Any], ends: bool
+) -> None:
+    atomic.write_json(tmp_path / "stop.json", written)
+    stop = Requests(tmp_path).stop()
+    assert stop is not None
+    assert stop.ends == ends
+
+
 def test_sigterm_is_a_stop_with_a_save(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     requests = Requests(tmp_path)

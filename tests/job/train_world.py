@@ -47,9 +47,16 @@ class StopAt(Requests):
     """Asks for a stop at the `look`-th time that the trainer looks, and for saves where `saves` says so."""
 
     def __init__(
-        self, workdir: Path, look: int | None = None, *, save: bool = True, saves: tuple[int, ...] = ()
+        self,
+        workdir: Path,
+        look: int | None = None,
+        *,
+        save: bool = True,
+        saves: tuple[int, ...] = (),
+        ends: bool = False,
     ) -> None:
         super().__init__(workdir)
+        self._ends = ends
         self._left, self._saved, self._saves = look, save, set(saves)
         self._looks = 0
 
@@ -57,7 +64,7 @@ class StopAt(Requests):
         if self._left is None:
             return None
         self._left -= 1
-        return Stop(reason="test", save=self._saved) if self._left < 0 else None
+        return Stop(reason="test", save=self._saved, ends=self._ends) if self._left < 0 else None
 
     def save(self) -> bool:
         self._looks += 1
