@@ -90,9 +90,9 @@ def phases(config: PretrainConfig) -> tuple[PhaseSize, ...]:
 def memory(
     config: PretrainConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
 ) -> Memory:
-    """fp32 weights, gradients and moments cut over the ranks; the gathered weights in the compute dtype (all of them
-    with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none stays whole. Where the
-    batch is one micro-batch alone the gradients come as the activations go: the peak is a little lower.
+    """All characters; fp32 weights, gradients and moments cut over the ranks; the gathered weights in the compute dtype
+    (all of them with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none stays whole.
+    Where the batch is one micro-batch alone the gradients come as the activations go: the peak is a little lower.
     """
     m = config.model
     compute = 2 if config.precision.compute == "bf16" else 4
@@ -117,7 +117,7 @@ def memory(
         moments_gb=moments / GB,
         activations_gb=activations / GB,
         logits_gb=logits / GB,
-        total_gb=(weights + gradients + reduced + moments + activations + logits) / GB,
+        total_gb=(weights + gradients + reduced + moments + activations + logits + dataset_bytes(config)) / GB,
     )
 
 

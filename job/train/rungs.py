@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from job import atomic, sizing
+from job.dataset.prepare import read_manifest
 from job.train.experiment import Phase, Session
 
 
@@ -13,7 +14,7 @@ def choose(session: Session, phase: Phase) -> sizing.Rung:
 
     Raises ValueError where none fits.
     """
-    config, ranks = session.config, session.world.size
+    config, ranks = sizing.with_facts(session.config, read_manifest(session.data).facts), session.world.size
     ladder = sizing.ladder(config, ranks)
     index = min(session.rung, len(ladder) - 1)
     if session.device.is_cuda:

@@ -186,6 +186,17 @@ def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
     assert sizing.with_facts(FULL, facts) == FULL
 
 
+def test_the_characters_lie_in_each_gpus_memory() -> None:
+    config = PretrainConfig()
+    large = sizing.with_facts(config, {"train_characters": 19_000_000_000, "validation_characters": 1_350_000_000})
+    more = sizing.memory(large, 0, 4, ranks=8).total_gb - sizing.memory(config, 0, 4, ranks=8).total_gb
+    assert more == pytest.approx(20.0)
+    assert (sizing.choose_rung(config, 70.0, 0, 8), sizing.choose_rung(large, 70.0, 0, 8)) == (
+        sizing.Rung(micro=4),
+        sizing.Rung(micro=2),
+    )
+
+
 def test_muons_rate_is_refused_for_adamw() -> None:
     assert sizing.problems(PretrainConfig()) == []
     ((path, text),) = sizing.problems(replace(PretrainConfig(), optim=MuonAdamW(kind="adamw")))
