@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         served = open_model(args.folder, device=args.device)
+    except KeyboardInterrupt:  # hashing and loading 16 GB takes half a minute
+        return 0
     except (ValueError, OSError, RuntimeError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

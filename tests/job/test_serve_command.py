@@ -119,6 +119,17 @@ def test_a_device_that_is_not_there_is_no_damage(
     assert "damaged" not in said
 
 
+def test_ctrl_c_while_it_loads_ends_it_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(path: Path) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("job.atomic.sha256", interrupted)
+    assert main([str(exported(tmp_path / "final")), "--port", "0", "--device", "cpu"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_taken_port_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(tmp_path / "final") as running:
         port = running.server_address[1]
