@@ -47,7 +47,7 @@ def _require_finite(scores_QM: Tensor) -> None:
     if wrong_Q.any():
         raise ValueError(
             f"scores of {int(wrong_Q.sum())} of {wrong_Q.numel()} queries are NaN or infinite; only finite ones can be "
-            "ranked. The model that gave them has diverged: lower optim.lr or optim.clip."
+            "ranked. The model that gave them has diverged: lower optim.lr or optim.clip (0 clips nothing)."
         )
 
 

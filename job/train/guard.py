@@ -58,7 +58,8 @@ class SpikeGuard:
                     raise LossSpikeError(
                         f"the loss is {loss:.3f} at step {step}, after {middle:.3f} (median of the last "
                         f"{len(self._window)} logged, limit {limit:.3f}), {IN_A_ROW} times in a row. Checkpoints "
-                        f"up to step {self._clean} are from before: lower optim.lr or optim.clip and start a run anew"
+                        f"up to step {self._clean} are from before: lower optim.lr or optim.clip (0 clips nothing) "
+                        "and start a run anew"
                     )
                 return
         self._above, self._clean = 0, step

@@ -310,5 +310,6 @@ class Loop:
         saved = self.session.checkpoints.saved_step
         before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
         raise LossNotFiniteError(
-            f"{what} not finite at step {self.step}; {before}. Lower optim.lr or optim.clip and start a run anew"
+            f"{what} not finite at step {self.step}; {before}. Lower optim.lr or optim.clip (0 clips nothing) and "
+            "start a run anew"
         )
