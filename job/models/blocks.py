@@ -97,10 +97,11 @@ class Experts(nn.Module):
         weights_NK = top_NK.softmax(-1).to(x_Nd.dtype)
         routing = Routing.of(logits_NE, chosen_NK)
         weights = [p.to(x_Nd.dtype) for p in (self.up.weight, self.up.bias, self.down.weight, self.down.bias)]
-        # Evaluation never drops, and grouped_mm takes bf16, on the CPU also fp32 (torch 2.13): where it cannot be used
-        # and nothing may be dropped, the padded product has a row for every token.
+        # Evaluation never drops, and grouped_mm takes bf16, on the CPU also fp32, and rows of whole 16 bytes (torch
+        # 2.13): where it cannot be used and nothing may be dropped, the padded product has a row for every token.
         narrow = x_Nd.dtype == torch.bfloat16 or (x_Nd.dtype == torch.float32 and x_Nd.device.type == "cpu")
-        if self.dispatch == "grouped" and narrow:
+        whole = not any(size * x_Nd.element_size() % 16 for size in self.up.weight.shape[1:])
+        if self.dispatch == "grouped" and narrow and whole:
             y_Nd = grouped_experts(x_Nd, weights_NK, chosen_NK, routing.load, weights)
         else:
             capacity = self.capacity if self.training and self.dispatch == "padded" else None

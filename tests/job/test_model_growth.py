@@ -119,6 +119,13 @@ def test_expert_products_equal_a_loop_over_tokens(dispatch: str, dtype: torch.dt
     assert_same(*seen, atol=2e-4 if dtype == torch.float32 else 1e-10)
 
 
+def test_widths_that_grouped_products_do_not_take_have_the_same_experts() -> None:
+    module = build(replace(CONFIG, model=replace(CONFIG.model, ffn=50)), 1)  # 200 bytes a row, no multiple of 16
+    ffn = module.blocks[0].ffn
+    x = torch.randn(1, 24, 64, generator=generator())
+    torch.testing.assert_close(ffn(x)[0], one_token_at_a_time(ffn, x))
+
+
 def test_dropped_pairs_add_nothing_and_the_rest_is_exact() -> None:
     module = load(CONFIG, 1, moe(torch.float64))
     ffn = module.blocks[0].ffn
