@@ -19,9 +19,9 @@ class Towers:
     heads: int = bounded(4, 1, 64)
     head: int = bounded(96, 1, 65536)  # width of one head: sentence -> head -> ReLU -> head
     fusion: int = bounded(384, 1, 65536)  # width after the layer that joins the heads
-    query: tuple[int, ...] = (256, 192, 128)  # after the fusion layer
+    query: tuple[int, ...] = bounded((256, 192, 128), 1, 65536)  # after the fusion layer
     embedding: int = bounded(256, 1, 65536)  # of a model id
-    model: tuple[int, ...] = (512, 384, 256, 128)
+    model: tuple[int, ...] = bounded((512, 384, 256, 128), 1, 65536)
     dropout: float = bounded(0.18, 0.0, 0.9)
     temperature: float = bounded(0.09, 1e-3, 10.0)
 
