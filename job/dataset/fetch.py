@@ -75,6 +75,9 @@ def _continue(
 
     known = json.loads(note.read_text()) if note.exists() and part.exists() else {}
     have = part.stat().st_size if known.get("etag") else 0
+    wanted = min((size for size in (first_bytes, known.get("bytes")) if size is not None), default=None)
+    if have and wanted is not None and have >= wanted:
+        return  # an earlier attempt wanted more, or ended before it could say that this is all: asking gives 416
     headers = {"User-Agent": "gpufleet"}
     if have or first_bytes:
         headers["Range"] = f"bytes={have}-{first_bytes - 1 if first_bytes else ''}"

@@ -106,6 +106,14 @@ def test_a_broken_connection_is_continued_by_the_next_attempt(url: str, files: F
     assert files.asked == [None, "bytes=1000-"]
 
 
+def test_what_has_arrived_already_is_not_asked_for(url: str, files: Files, tmp_path: Path) -> None:
+    files.cut = 1000
+    with pytest.raises(FetchError):
+        fetch.fetch(url, tmp_path / "file", first_bytes=2000)
+    files.status = 416
+    assert fetch.fetch(url, tmp_path / "file", first_bytes=500).read_bytes() == files.content[:1000]
+
+
 def test_a_file_that_changed_meanwhile_is_fetched_from_its_start(url: str, files: Files, tmp_path: Path) -> None:
     files.cut = 1000
     with pytest.raises(FetchError):
