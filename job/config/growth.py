@@ -20,7 +20,7 @@ class GrowthModel:
     experts: int = bounded(8, 2, 256)
     top_k: int = bounded(2, 1, 64)
     new_layers: int = bounded(4, 0, 200)  # appended in phase 3
-    router_std: float = bounded(0.02, 0.0, 1.0)
+    router_std: float = bounded(0.02, 1e-6, 1.0)  # at 0 every token ties to the same experts
     symmetry_noise: float = bounded(0.1, 0.0, 1.0)  # x each matrix's own std, antisymmetric over the input halves
 
 
