@@ -19,7 +19,7 @@ from infra.run_guard import days_to_keep, expiry
 from infra.schema import Findings, nearest
 from infra.type_checks import gpus_asked, instance_types
 from job import sizing
-from job.config import GrowthConfig, JobConfig
+from job.config import JobConfig
 
 if TYPE_CHECKING:
     from infra.catalog import Catalog
@@ -73,9 +73,6 @@ def check(
 
 
 def _model(config: JobConfig, findings: Findings) -> None:
-    if isinstance(config, GrowthConfig):
-        _growth(config, findings)
-        return
     for path, sentence in sizing.problems(config):
         findings.add(f"job.parameters.{path}", sentence, default=_standing(config, path))
 
@@ -86,32 +83,6 @@ def _standing(config: JobConfig, path: str) -> str:
     for name in path.split("."):
         value = getattr(value, name, None)
     return str(value) if isinstance(value, int | float | str) else ""
-
-
-def _growth(config: GrowthConfig, findings: Findings) -> None:
-    model, optim, batch = config.model, config.optim, config.batch
-    at = "job.parameters"
-    phases = len(sizing.phases(config))
-    if model.width % model.heads:
-        fits = [heads for heads in range(1, model.width + 1) if model.width % (2 * heads) == 0]
-        closest = f"Nearest: {min(fits, key=lambda heads: abs(heads - model.heads))}." if fits else ""
-        findings.add(f"{at}.model.heads", f"a divisor of the width, {model.width}", closest, default=str(model.heads))
-    elif model.width // model.heads % 2:
-        each = model.width // model.heads
-        even = f"an even width per head (rotary positions turn pairs), not {each}"
-        findings.add(f"{at}.model.heads", even, default=str(model.heads))
-    if model.top_k > model.experts:
-        findings.add(f"{at}.model.top_k", f"at most the number of experts, {model.experts}", default=str(model.top_k))
-    if batch.micro is not None and batch.micro > batch.sequences:
-        findings.add(f"{at}.batch.micro", f"at most the global batch, {batch.sequences} sequences")
-    if len(optim.lr) != phases:
-        findings.add(f"{at}.optim.lr", f"{phases} learning rates, one per phase", value=f"{len(optim.lr)} of them")
-    if len(optim.betas) != 2:
-        findings.add(f"{at}.optim.betas", "two numbers, beta1 and beta2", value=f"{len(optim.betas)} of them")
-    if not config.eval.prompts:
-        findings.add(
-            f"{at}.eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off", value="an empty list"
-        )
 
 
 def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:

@@ -31,19 +31,24 @@ class Shape:
 
 def problems(config: GrowthConfig) -> list[tuple[str, str]]:
     """What no field's own range can say, as (path under job.parameters, sentence)."""
-    model, found = config.model, []
-    if model.width % (2 * model.heads):
-        found.append(
-            ("model.heads", f"width {model.width} must be a multiple of 2 x heads ({2 * model.heads}): rotary")
-        )
+    model, batch, found = config.model, config.batch, []
+    each, rest = divmod(model.width, model.heads)
+    if rest:
+        fitting = [heads for heads in range(1, model.width + 1) if model.width % (2 * heads) == 0]
+        nearest = f"; nearest: {min(fitting, key=lambda heads: abs(heads - model.heads))}" if fitting else ""
+        found.append(("model.heads", f"a divisor of the width, {model.width}{nearest}"))
+    elif each % 2:
+        found.append(("model.heads", f"an even width per head (rotary positions turn pairs), not {each}"))
     if model.top_k > model.experts:
-        found.append(
-            ("model.top_k", f"{model.top_k} experts per token out of {model.experts}: at most {model.experts}")
-        )
-    for name, values in (("optim.lr", config.optim.lr), ("optim.betas", config.optim.betas)):
-        wanted = len(_PHASES) if name == "optim.lr" else 2
-        if len(values) != wanted:
-            found.append((name, f"{len(values)} values; {wanted} are needed"))
+        found.append(("model.top_k", f"at most the number of experts, {model.experts}"))
+    if batch.micro is not None and batch.micro > batch.sequences:
+        found.append(("batch.micro", f"at most the global batch, {batch.sequences} sequences"))
+    if len(config.optim.lr) != len(_PHASES):
+        found.append(("optim.lr", f"{len(_PHASES)} learning rates, one per phase, not {len(config.optim.lr)}"))
+    if len(config.optim.betas) != 2:
+        found.append(("optim.betas", f"two numbers, beta1 and beta2, not {len(config.optim.betas)}"))
+    if not config.eval.prompts:
+        found.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
     if not all(prompt.strip() for prompt in config.eval.prompts):
         found.append(("eval.prompts", "an empty prompt cannot be continued: give it a word, or leave it out"))
     return found

@@ -173,7 +173,14 @@ REFUSED = [
     ("job", "parameters: {optim: {lr: [3e-4, 1e-4]}}", "job.parameters.optim.lr", "3 learning", "", "two of three"),
     ("job", "parameters: {optim: {lr: [3e-4, 1e999, 0]}}", "job.parameters.optim.lr[1]", "1e-09 to 1", "", "infinity"),
     ("job", "parameters: {precision: {compute: fp16}}", "job.parameters.precision.compute", "bf16, fp32", "", "fp16"),
-    ("job", "parameters: {model: {heads: 9}}", "job.parameters.model.heads", "divisor of the width, 832", "8", "heads"),
+    (
+        "job",
+        "parameters: {model: {heads: 9}}",
+        "job.parameters.model.heads",
+        "divisor of the width, 832; nearest: 8",
+        "",
+        "heads",
+    ),
     (
         "job",
         "parameters: {model: {width: 24}}",
@@ -306,9 +313,9 @@ def test_a_value_that_several_forms_refuse_is_one_problem_and_one_that_only_a_fo
     laid = "\nrehearsal: {job: {parameters: {model: {width: 64}}}}"
     laid += "\nscenarios: {a: {job: {parameters: {model: {width: 48}}}}}"
     (problem,) = problems(write(changed("job", "parameters: {model: {heads: 9}}") + laid))
-    assert problem.allowed == "a divisor of the width, 832"
+    assert problem.allowed == "a divisor of the width, 832; nearest: 8"
     (problem,) = problems(write(changed("job", "parameters: {model: {heads: 13}}") + laid))
-    assert problem.allowed == "a divisor of the width, 64 (with rehearsal laid over)"
+    assert problem.allowed == "a divisor of the width, 64; nearest: 16 (with rehearsal laid over)"
     (problem,) = problems(write(changed("job", "parameters: {model: {heads: 16}}") + laid))
     assert problem.allowed == "an even width per head (rotary positions turn pairs), not 3 (with scenarios.a laid over)"
 

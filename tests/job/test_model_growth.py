@@ -267,7 +267,7 @@ def test_weights_of_another_shape_are_refused_with_the_phase() -> None:
 
 
 def test_an_impossible_model_is_refused_with_the_key() -> None:
-    with pytest.raises(ValueError, match=r"job\.parameters\.model\.heads: width 64 must be a multiple"):
+    with pytest.raises(ValueError, match=r"job\.parameters\.model\.heads: a divisor of the width, 64; nearest: 4"):
         build(replace(CONFIG, model=GrowthModel(width=64, heads=5)), 0)
 
 
