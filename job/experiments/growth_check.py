@@ -118,9 +118,9 @@ def check_boundary(
         problems.append("the saved file does not hold the weights that were saved")
     if phase_index == 1 and min(used) * 2 < config.model.experts:
         problems.append(f"only {min(used)} of {config.model.experts} experts are used in a layer")
-    if padded is not None and abs(padded) > LOSS_LIMIT:
+    if padded is not None and not abs(padded) <= LOSS_LIMIT:  # nor where it is not a number
         problems.append(f"padding moves the loss by {padded:.4f} at capacity {capacity}, limit {LOSS_LIMIT}")
-    if cast is not None and abs(cast) > LOSS_LIMIT:
+    if cast is not None and not abs(cast) <= LOSS_LIMIT:
         problems.append(f"the cast to bf16 moves the loss by {cast:.4f}, limit {LOSS_LIMIT}")
     report = BoundaryReport(
         phase=sizing.phases(config)[phase_index].name,

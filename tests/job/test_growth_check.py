@@ -130,6 +130,13 @@ def test_a_cast_that_costs_too_much_stops_the_run(monkeypatch: pytest.MonkeyPatc
         check_boundary(config, 2, *boundary(2), PROBE)
 
 
+def test_a_cast_or_a_padding_that_gives_no_number_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth_check, "cast_difference", lambda *_: float("nan"))
+    monkeypatch.setattr(growth_check, "fit_capacity", lambda *_: (8.0, float("nan")))
+    with pytest.raises(GrowthCheckFailed, match=r"padding moves the loss by nan.*the cast to bf16.* by nan"):
+        check_boundary(CONFIG, 1, *boundary(1), PROBE)
+
+
 def test_phases_in_fp32_are_not_cast() -> None:
     assert cast_difference(CONFIG, 2, boundary(2)[1], PROBE) is None
 
