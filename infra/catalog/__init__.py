@@ -89,6 +89,8 @@ class Instance:
         if self.gpu.capability < LEAST_CAPABILITY:
             has = f"{self.gpu.name}, of compute capability {self.gpu.capability}"
             return f"has {has}; the AMI's driver and CUDA 13 begin at {LEAST_CAPABILITY}"
+        if self.gpu_share < 1:  # EC2 User Guide, NVIDIA drivers: GRID alone; open modules refuse a vGPU (2026-11)
+            return f"has a slice of one {self.gpu.name}, which wants NVIDIA's GRID driver; the AMI's is another"
         return ""
 
     @property

@@ -112,7 +112,7 @@ def test_p3_left_ec2_in_may_2026(type_: str) -> None:
 
 def test_what_the_driver_and_cuda_cannot_drive_is_not_for_use() -> None:
     unusable = {name for name, each in CATALOG.instances.items() if each.unusable and not each.left_ec2}
-    assert unusable == {"p3dn.24xlarge"}
+    assert unusable == {"p3dn.24xlarge", "g6f.large", "g6f.xlarge", "g6f.2xlarge", "g6f.4xlarge", "gr6f.4xlarge"}
 
 
 def test_an_unknown_type_is_none_and_its_price_error_names_the_nearest() -> None:

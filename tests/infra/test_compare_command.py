@@ -122,7 +122,7 @@ def test_a_picture_in_a_folder_that_is_not_there_is_refused(project: Path, capsy
 
 def test_the_sentence_about_the_deadline_names_its_type(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["compare", "two-tower", "--scenario", "o", "--within", "6"])
-    assert "With the deadline, on g6f.large: " in capsys.readouterr().out
+    assert "With the deadline, on g4dn.xlarge: " in capsys.readouterr().out
 
 
 def test_an_unknown_scenario_is_named_as_cost_names_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
