@@ -256,9 +256,9 @@ def _alive(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").iterdir():  # not glob: it raises where a process ends while it looks
         with contextlib.suppress(OSError):
-            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            state, _, pgrp = (process / "stat").read_text().rpartition(")")[2].split()[:3]
             if int(pgrp) == group and state != "Z":
                 return True
     return False
