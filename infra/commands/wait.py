@@ -120,9 +120,9 @@ class Watch:
 
     def _event(self, record: dict[str, Any]) -> None:
         kind, sub_type, description = describe(record)
-        if kind == "instanceChange":
+        if "change" in kind.lower():  # of an instance or the fleet; AWS's guide and API model spell kinds differently
             self._ended(record, sub_type)
-        elif kind in ("error", "information"):
+        else:
             reason = explain(sub_type, description, self.definition)
             self._say(f"{sub_type}: {description}" if description else sub_type)
             if reason and reason not in self.reasons:
@@ -132,7 +132,7 @@ class Watch:
     def _ended(self, record: dict[str, Any], sub_type: str) -> None:
         """An instance that came and went says why in its own state reason."""
         node = str(record["EventInformation"].get("InstanceId", ""))
-        if sub_type != "terminated" or f"ended {node}" in self.said:
+        if sub_type != "terminated" or not node or f"ended {node}" in self.said:
             return
         self.said.add(f"ended {node}")
         found = aws.instances(self.ec2, [("instance-id", [node])])

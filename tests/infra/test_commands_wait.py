@@ -110,6 +110,18 @@ def test_why_there_is_no_node_is_said_once_with_what_to_do(
     assert ((cloud.clock.now() - started).total_seconds() < 1) is at_once
 
 
+@pytest.mark.parametrize("kind", ["error", "service-error"])
+def test_an_error_is_explained_however_aws_spells_its_kind(stack: StackDefinition, kind: str) -> None:
+    """The EC2 user guide shows the first in DescribeFleetHistory's answer, the API model allows only the second."""
+    said: list[str] = []
+    watch = Watch(definition=stack, ec2=None, s3=None, say=said.append)
+    watch._event({"EventType": kind, "EventInformation": {"EventSubType": "spotInstanceCountLimitExceeded"}})
+    watch._event({"EventType": "fleet-change", "EventInformation": {"EventSubType": "terminated"}})
+    assert said[0] == "spotInstanceCountLimitExceeded"
+    assert said[1].startswith("  That means the account's vCPU quota")
+    assert len(said) == 2
+
+
 def test_a_wait_that_times_out_ends_with_the_reasons_and_the_next_command(cloud: Cloud, stack: StackDefinition) -> None:
     declare_fleet(cloud)
     cloud.no_capacity()
