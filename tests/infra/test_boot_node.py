@@ -282,7 +282,7 @@ def test_the_container_is_told_who_and_where_it_is(node: Node) -> None:
         f"-v {node.root}/opt/gpufleet/app:/gpufleet/app:ro",
         f"-e GPUFLEET_RUN_URI=s3://gpufleet-test/r1 -e GPUFLEET_INSTANCE_ID={INSTANCE}",
         "-e GPUFLEET_INSTANCE_TYPE=g5.2xlarge -e GPUFLEET_ZONE=us-east-2a -e GPUFLEET_LAUNCHED_AT=20",
-        "-e AWS_REGION=us-east-2",
+        "-e AWS_REGION -e AWS_DEFAULT_REGION -e AWS_METADATA_SERVICE_NUM_ATTEMPTS ",  # as exported
         "-e AWS_ENDPOINT_URL ",
         "python -m job /gpufleet/run/run.json",
     ):

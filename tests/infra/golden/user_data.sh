@@ -274,7 +274,7 @@ run_container() { # CODE
       -v "$DIR/app:/gpufleet/app:ro" -v "$SCRATCH/run:/gpufleet/run" -w /gpufleet/app \
       -e PYTHONPATH=/gpufleet/app -e "GPUFLEET_RUN_URI=$RUN_URI" -e "GPUFLEET_INSTANCE_ID=$INSTANCE_ID" \
       -e "GPUFLEET_INSTANCE_TYPE=$INSTANCE_TYPE" -e "GPUFLEET_ZONE=$ZONE" -e "GPUFLEET_LAUNCHED_AT=$LAUNCHED_AT" \
-      -e "AWS_REGION=$REGION" -e "AWS_DEFAULT_REGION=$REGION" ${options[@]+"${options[@]}"} \
+      -e AWS_REGION -e AWS_DEFAULT_REGION -e AWS_METADATA_SERVICE_NUM_ATTEMPTS ${options[@]+"${options[@]}"} \
       "$IMAGE" python -m job /gpufleet/run/run.json
     echo $? >"$DIR/code"
   ) >"$DIR/container.log" 2>&1 &
