@@ -275,7 +275,7 @@ def test_the_container_is_told_who_and_where_it_is(node: Node) -> None:
 
     (call,) = [call for call in outcome.calls if call.startswith(RUN)]
     for part in (
-        "--gpus all",
+        "--gpus all -e NVIDIA_DISABLE_REQUIRE=true",
         "--stop-timeout 115",
         "--log-opt mode=non-blocking --log-opt max-buffer-size=25m",
         f"--log-opt awslogs-group=gpufleet-logs --log-opt awslogs-stream=r1/{INSTANCE}",

@@ -11,8 +11,8 @@ TIMER_SECONDS=9000
 DATA_VOLUME=''
 DATA_DEVICE=/dev/sdf
 # The node of one run: user-data, rendered by infra/boot/user_data.py under a header of variables. See docs/node.md.
-# The end is always: everything uploaded, done marker, fleet to 0, shutdown. Every other way out is a failed attempt: it
-# is recorded and counted, and shuts down too. Nothing here leaves a machine running.
+# The end is always: everything uploaded, done marker, fleet to 0, shutdown. Every other way out is a failed attempt:
+# recorded, counted, and shut down too. Nothing here leaves a machine running.
 set -uo pipefail
 ROOT=${GPUFLEET_ROOT:-}
 DIR=$ROOT/opt/gpufleet
@@ -38,13 +38,13 @@ bounded() { # SECONDS COMMAND...: in the background, so that SIGTERM is heard at
   if [[ $1 == [0-9]* ]]; then timeout -k 10 "$@" & else "$@" & fi
   wait $!
 }
-aws() { command aws "$@" --cli-connect-timeout 10 --cli-read-timeout 60; } # without a network, minutes instead of an hour
+aws() { command aws "$@" --cli-connect-timeout 10 --cli-read-timeout 60; } # no network: minutes, not an hour
 imds() {
   local token
   token=$(curl -sf -m 5 -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 300' "${IMDS%/}/latest/api/token") &&
     curl -sf -m 5 -H "X-aws-ec2-metadata-token: $token" "${IMDS%/}/latest/$1"
 }
-add() { # FILE KEY VALUE ...: adds to the JSON object in FILE what it does not have yet; values that are JSON stay so
+add() { # FILE KEY VALUE ...: adds to the JSON object in FILE what it lacks; values that are JSON stay so
   python3 -c '
 import json, sys
 def value(text):
@@ -165,7 +165,7 @@ crash() { # REASON [CODE]: this attempt failed; the fleet makes the next one, un
   fi
   leave "$1"
 }
-interrupted() { # AWS does not charge an interrupted first hour, but does when we end it ourselves
+interrupted() { # AWS charges a first hour that we end, not one that it interrupts
   local age i
   record_exit 75 interrupted
   upload_log
@@ -226,7 +226,7 @@ local_nvme() { # SCRATCH: instance store if there is some, by model (EBS is /dev
   disks=$(lsblk -dnp -o NAME,MODEL 2>/dev/null |
     awk -v dev="$ROOT/dev/" 'index($1, dev) == 1 && /Amazon EC2 NVMe Instance Storage/ {print $1}')
   [[ -n $disks ]] || return 0
-  bounded 120 systemctl start dlami-nvme # the AMI's own service makes one mount of them; this waits for it
+  bounded 120 systemctl start dlami-nvme # the AMI's own service makes one mount of them
   if findmnt -n "$ROOT/opt/dlami/nvme"; then
     SCRATCH=$ROOT/opt/dlami/nvme/gpufleet
   elif mkdir -p "$ROOT/scratch" && mkfs.xfs -q -f "${disks%%$'\n'*}" && mount "${disks%%$'\n'*}" "$ROOT/scratch"; then
@@ -258,8 +258,9 @@ data_volume() {
 }
 run_container() { # CODE
   local name options=()
-  [[ $DEVICE == cpu ]] || options+=(--gpus all)
-  # Untrusted candidates run in namespaces of their own, which docker's default profile forbids.
+  # The image brings the CUDA it wants; some toolkits refuse it.
+  [[ $DEVICE == cpu ]] || options+=(--gpus all -e NVIDIA_DISABLE_REQUIRE=true)
+  # Untrusted candidates run in namespaces, which docker's default profile forbids.
   [[ $EXPERIMENT != kernel-sft ]] || options+=(--security-opt seccomp=unconfined)
   [[ -z $DATA_VOLUME ]] || options+=(-v "$ROOT/data:/data")
   for name in AWS_ENDPOINT_URL AWS_EC2_METADATA_SERVICE_ENDPOINT AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY; do
@@ -304,7 +305,7 @@ fi
 [[ ! -e $DIR/booted ]] || crash "the machine was rebooted"
 touch "$DIR/booted" # later boots run this alone, and end at the line above
 mkdir -p "$ROOT/var/lib/cloud/scripts/per-boot" && cp "$0" "$ROOT/var/lib/cloud/scripts/per-boot/gpufleet"
-retry 4 get "$RUN_URI/run.json" "$DIR/run.json" "$RUN_CONFIG_SHA256" & # beside what follows
+retry 4 get "$RUN_URI/run.json" "$DIR/run.json" "$RUN_CONFIG_SHA256" & # meanwhile
 FIRST=$!
 retry 4 get "s3://$BUCKET/inputs/$ARCHIVE_SHA256/job.tar.gz" "$DIR/job.tar.gz" "$ARCHIVE_SHA256" &
 SECOND=$!
