@@ -94,7 +94,9 @@ class Identity(pulumi.ComponentResource):
                     "Statement": node_statements(definition, bucket_arn=bucket_arn, log_group_arn=self.log_group.arn),
                 }
             ),
-            opts=child,
+            # Another run gets a policy of its own, and the old one goes after the old fleet. Changed in place it would
+            # cut a node off while `up` still uploads, or for good where that fails: it could not even end its fleet.
+            opts=pulumi.ResourceOptions(parent=self, replacement_trigger=definition.run.id),
         )
         self.profile = aws.iam.InstanceProfile(f"gpufleet-{definition.name}", role=role.name, tags=labels, opts=child)
         self.ready = [self.log_group, policy, self.profile]

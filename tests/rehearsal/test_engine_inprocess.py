@@ -154,6 +154,11 @@ def test_the_fleet_is_replaced_by_a_new_run_id_only_and_old_one_first(story: Sto
     }
 
 
+def test_the_rights_of_an_earlier_run_go_last(story: Story) -> None:
+    options = story.one("aws:iam/rolePolicy:RolePolicy")["options"]
+    assert (options["replacement_trigger"], options["delete_before_replace"]) == ("r1", False)
+
+
 def test_the_first_up_of_a_run_freezes_nothing(story: Story) -> None:
     for each in story.of("aws:s3/bucketObjectv2:BucketObjectv2") + story.of("aws:ec2/launchTemplate:LaunchTemplate"):
         assert each["options"]["ignore_changes"] == [], each["name"]

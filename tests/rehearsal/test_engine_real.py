@@ -18,7 +18,7 @@ from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Pulumi, Result
 
 pytestmark = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
-FLEET = "aws:ec2/fleet:Fleet"
+FLEET, RIGHTS = "aws:ec2/fleet:Fleet", "aws:iam/rolePolicy:RolePolicy"
 
 
 @dataclass
@@ -215,6 +215,14 @@ def test_a_new_run_id_replaces_the_fleet_and_keeps_the_bucket(story: Story) -> N
 def test_the_old_fleet_goes_before_the_new_one_comes(story: Story) -> None:
     order = [each.operation for each in story.steps["refused"].steps if each.type == FLEET]
     assert order.index("delete-replaced") < order.index("create-replacement")
+
+
+def test_a_node_keeps_its_rights_until_its_fleet_is_gone(story: Story) -> None:
+    """Also where the new fleet is refused: nothing of the old rights is taken then."""
+    refused, after = ([(s.type, s.operation) for s in story.steps[name].steps] for name in ("refused", "new_run"))
+    assert refused.index((RIGHTS, "create-replacement")) < refused.index((FLEET, "delete-replaced"))
+    assert not {(RIGHTS, "update"), (RIGHTS, "delete-replaced")} & set(refused)
+    assert (RIGHTS, "delete-replaced") in after
 
 
 def test_the_run_config_of_an_earlier_run_stays(story: Story) -> None:
