@@ -14,10 +14,14 @@ from infra.plan import make
 from infra.previous import previous
 from infra.receipts import score
 
+# Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
+# by itself, which ends a run (Pulumi's change log).
+ENGINE = ">=3.226.0"
 SHOWN = 32  # tells the engine that the message is out, so that it adds none of its own
 
 
 def main() -> None:
+    pulumi.require_pulumi_version(ENGINE)
     stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
     before = previous(stack, lambda token, arguments: pulumi.runtime.invoke(token, arguments).value)
     root, now = Path(pulumi.runtime.get_root_directory()), datetime.now(UTC)
