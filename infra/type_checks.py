@@ -75,7 +75,6 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
         return ""
     if config.precision.compute == "bf16" and not kind.gpu.bf16:
         return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
-    name = kind.gpu.name if kind.gpu_share == 1 else f"a slice of {kind.gpu.name}"
     ranks = sizing.ranks(config, kind.gpu_count)
     needs: list[tuple[float, str]] = []
     for index, phase in enumerate(sizing.phases(config)):
@@ -86,7 +85,7 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
     if not needs:
         return ""
     need, phase_name = max(needs)  # the one that decides which type fits
-    has = f"{name} has {kind.gpu_memory_gb:g}"
+    has = f"{kind.gpu.name} has {kind.gpu_memory_gb:g}"
     return f"phase {phase_name} needs {need:.1f} GB at its smallest micro-batch, {has}"
 
 
