@@ -77,11 +77,11 @@ class TwoTower(nn.Module):
             hidden_QHh.transpose(0, 1).to(self.compute),
             self._kept(self.head_out, noise).to(self.compute),
         )
-        heads_QHh = heads_HQh.transpose(0, 1)
-        fused_QF = self._hidden(self.fusion, heads_QHh.flatten(1), query_bits)
+        joined_QJ = heads_HQh.transpose(0, 1).flatten(1)  # J = H h: the one copy that fusion and `diversity` need
+        fused_QF = self._hidden(self.fusion, joined_QJ, query_bits)
         query_Qd = self._tower(self.query, fused_QF, query_bits, noise, first=True)
         model_Md = self._tower(self.model, self.embedding, model_bits, noise, first=False)
-        return Towered(unit(query_Qd) / t.temperature, unit(model_Md), heads_QHh.float())
+        return Towered(unit(query_Qd) / t.temperature, unit(model_Md), joined_QJ.float().view(-1, t.heads, t.head))
 
     def _tower(self, layers: nn.ModuleList, x: Tensor, bits: list[Tensor], noise: Noise | None, first: bool) -> Tensor:
         """`first`: the tower's input has gone through dropout itself."""
@@ -144,7 +144,8 @@ class Stack(nn.Module):
         parameters, _ = stack_module_state(list(members))
         self.count = len(members)
         self.members = members[0]
-        self._one_of = (TwoTower(members[0].towers, len(members[0].embedding), compute=members[0].compute).to("meta"),)
+        with torch.device("meta"):
+            self._one_of = (TwoTower(members[0].towers, len(members[0].embedding), compute=members[0].compute),)
         for name, stacked in parameters.items():
             owner, _, last = name.rpartition(".")
             setattr(self.members.get_submodule(owner), last, nn.Parameter(stacked.detach().clone()))
@@ -186,9 +187,10 @@ def diversity(heads_QHh: Tensor) -> Tensor:
     heads = heads_QHh.shape[-2]
     if heads == 1:
         return heads_QHh.new_zeros(heads_QHh.shape[:-2])
-    u = unit(heads_QHh)
-    squares = (u @ u.mT).square()
-    different = ~torch.eye(heads, dtype=torch.bool, device=u.device)
+    products_QHH = heads_QHh @ heads_QHh.mT  # lengths too are in it: no pass over the heads makes them unit vectors
+    inverse_QH = torch.rsqrt(products_QHH.diagonal(dim1=-2, dim2=-1) + NORM_EPS**2)
+    squares = (products_QHH * inverse_QH.unsqueeze(-1) * inverse_QH.unsqueeze(-2)).square()
+    different = ~torch.eye(heads, dtype=torch.bool, device=squares.device)
     return (squares * different).sum((-2, -1)) / (heads * (heads - 1))
 
 
@@ -213,7 +215,7 @@ class _SoftmaxLoss(torch.autograd.Function):
             part = slice(first, first + size)
             query, model, targets, weights = query_KQd[part], model_KMd[part], targets_KQM[part], weights_KQ[part]
             logs = torch.log_softmax(query @ model.mT, -1)
-            losses_K[part] = -(weights * torch.einsum("kqm,kqm->kq", targets, logs)).sum(-1)
+            losses_K[part] = -(weights * (targets * logs).sum(-1)).sum(-1)
             mass = targets.sum(-1) * weights
             grad = logs.exp_().mul_(mass.unsqueeze(-1)).addcmul_(targets, weights.unsqueeze(-1), value=-1)
             grad_query_KQd[part] = grad @ model

@@ -147,6 +147,18 @@ def test_heads_that_point_the_same_way_cost_one_and_orthogonal_ones_nothing() ->
     assert torch.equal(diversity(torch.ones(5, 1, 4)), torch.zeros(5))
 
 
+def test_diversity_and_its_gradient_are_those_of_unit_vectors_and_finite_where_a_head_says_nothing() -> None:
+    heads = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    cosines = F.cosine_similarity(heads.unsqueeze(-2), heads.unsqueeze(-3), dim=-1)
+    wanted = (cosines.square().sum((-2, -1)) - 3) / 6
+    assert torch.allclose(diversity(heads), wanted, atol=1e-6)
+    ours, theirs = (torch.autograd.grad(value.sum(), heads)[0] for value in (diversity(heads), wanted))
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    silent = torch.zeros(1, 3, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(diversity(silent).sum(), silent)
+    assert gradient.isfinite().all()
+
+
 def test_packed_parameters_come_back_as_they_were() -> None:
     stack, other = Stack(members()), Stack(members())
     with torch.no_grad():
