@@ -79,6 +79,11 @@ def queries(config: TwoTowerConfig, *, refit: bool = False) -> int:
     return config.data.queries - held_out + config.weak.queries
 
 
+def batch(config: TwoTowerConfig, rows: int) -> int:
+    """Queries of a member in one step: all of its rows, or as many as the objective samples."""
+    return config.sampled.batch if config.objective == "sampled" else rows
+
+
 def flops_per_step(config: TwoTowerConfig, q: int) -> int:
     """Forward and backward of one member with `q` queries: both towers and the matrix of scores."""
     t, n = config.towers, config.data.models
@@ -114,10 +119,14 @@ def memory(
 ) -> Memory:
     """The scores of a few members at a time (the loss frees each group), everything else of all members at once."""
     family, count, whole = _of_phase(config, phase_index)
-    weights, chunk = count * parameters(family) * 4, min(micro_batch, whole)
+    step = batch(family, whole)
+    weights, chunk = count * parameters(family) * 4, min(micro_batch, step)
     t, models = family.towers, family.data.models
     widths = 3 * t.heads * t.head + 2 * t.fusion + 2 * sum(t.query), t.embedding + 2 * sum(t.model)
     activations = count * 4 * (chunk * widths[0] + models * widths[1])
+    if t.dropout:  # its 16 bits per hidden unit are drawn for all chunks at once
+        units = t.heads * t.head + t.fusion + sum(t.query[:-1]), sum(t.model[:-1])
+        activations += count * 2 * (step * units[0] + models * units[1])
     group = max(1, min(count, GROUP_SCORES // (chunk * models)))
     scores = SCORE_TENSORS * group * chunk * models * 4
     held = count * whole * (models + t.sentence) * 4  # every member's own targets and sentence vectors
@@ -134,7 +143,7 @@ def memory(
 
 def ladder(config: TwoTowerConfig, ranks: int = 1) -> tuple[Rung, ...]:
     """Every query at once, then chunks of 512, 256, 128, 64 with gradients summed over them."""
-    whole = max(_of_phase(config, index)[2] for index in range(len(phases(config))))
+    whole = max(batch(config, _of_phase(config, index)[2]) for index in range(len(phases(config))))
     rungs = cuts(whole, config.chunk, [m for m in (whole, 512, 256, 128, 64) if m <= whole])
     return tuple(rung for rung in rungs if not rung.checkpointing)
 
@@ -168,7 +177,8 @@ def weights_bytes(config: TwoTowerConfig) -> int:
     return 0
 
 
-def _phase(config: TwoTowerConfig, name: str, count: int, q: int) -> PhaseSize:
+def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> PhaseSize:
+    q = batch(config, rows)
     total = count * parameters(config)
     steps = config.epochs * config.steps_per_epoch
     last = name == REFIT

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import two_tower_world as world
+from memory_count import Alive
 
 from job import sizing
 from job.config import TwoTowerConfig
@@ -14,7 +15,8 @@ from job.config.two_tower import Variant, variant, variants
 from job.dataset.ranking import generate
 from job.experiments import two_tower_baselines
 from job.experiments.two_tower_data import members, refit_member, rows_of
-from job.models.two_tower import TwoTower
+from job.experiments.two_tower_members import Members
+from job.models.two_tower import TwoTower, draw_noise
 from job.sizing import two_tower
 
 FULL = TwoTowerConfig()
@@ -75,6 +77,29 @@ def test_a_score_sized_tensor_of_all_folds_at_full_is_two_thirds_of_a_gigabyte()
     sentences = 10 * two_tower.queries(full) * 384 * 4 / 1e9
     assert round(10 * 14_950 * 1131 * 4 / 1e9, 2) == 0.68
     assert held - sentences == pytest.approx(0.68, rel=0.03)
+
+
+def test_a_step_of_the_sampled_objective_is_as_long_as_its_batch() -> None:
+    sampled = replace(FULL, objective="sampled")
+    folds, refit = sizing.phases(sampled)
+    assert (folds.tokens_per_step, refit.tokens_per_step) == (20 * 96, 96)
+    assert folds.flops_per_token == two_tower.flops_per_step(FULL, 96) // 96
+    assert sizing.ladder(sampled)[0].micro == 96
+    assert sizing.memory(sampled, 0, 96).total_gb < sizing.memory(FULL, 0, 443).total_gb
+
+
+def test_memory_is_predicted_within_a_tenth_where_a_large_batch_is_cut() -> None:
+    config = replace(FULL, data=replace(FULL.data, folds=3, models=100), weak=replace(FULL.weak, queries=2000))
+    count, rows = two_tower.members(config), two_tower.queries(config)
+    module = Members(config, count, 0, torch.float32)
+    with Alive([]) as alive:
+        x, targets = torch.zeros(count, rows, 384), torch.zeros(count, rows, 100)
+        noise = draw_noise(config.towers, count, rows, 100, torch.Generator())
+        assert noise is not None
+        inputs = x[:, :64], targets[:, :64], torch.ones(count, 64), noise.query[:, :64], noise.model
+        torch.autograd.backward(module(*inputs).loss_sum)
+    memory, state = sizing.memory(config, 0, 64), 4 * count * two_tower.parameters(config)
+    assert alive.peak == pytest.approx(memory.total_gb * 1e9 - 4 * state, rel=0.1)  # weights, best ones, two moments
 
 
 def test_full_fits_a_24_gb_card_at_once_with_both_protocols() -> None:
