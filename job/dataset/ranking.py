@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from job.config.two_tower import TwoTowerConfig
+from job.config.two_tower import TwoTowerConfig, variants
 from job.dataset import prepare
 from job.dataset.arrays import Floats, Labels, unit_rows
 from job.dataset.chat import require_characters
@@ -69,7 +69,7 @@ def prepare_ranking(
         made = generate(
             data.queries,
             data.models,
-            max(DISCOVERY_MADE, config.weak.queries),
+            max(DISCOVERY_MADE, *(family.weak.queries for _, family in variants(config))),
             width,
             seed=config.seed,
         )
@@ -231,6 +231,8 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
         key = rows[line["query"]], line["model"]
         if judged.setdefault(key, int(line["label"])) != int(line["label"]):
             raise ValueError(f"{where}: query {line['query']} and model {line['model']} are judged twice, differently")
+    if not any(judged.values()):
+        raise ValueError(f"{path}: no judgement has label 1 or 2, so there is no relevant model to learn")
     models = sorted({model for _, model in judged})
     columns = {name: column for column, name in enumerate(models)}
     labels = np.zeros((len(queries), len(models)), dtype=np.int8)

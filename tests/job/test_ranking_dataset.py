@@ -70,6 +70,11 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(tmp_path: P
     assert one.sha256 == two.sha256 != other.sha256
 
 
+def test_a_generated_dataset_has_the_discovery_queries_of_every_variant_of_a_sweep(tmp_path: Path) -> None:
+    manifest = ranking.prepare_ranking(tmp_path / "set", replace(CONFIG, sweep=("o", "r")))
+    assert manifest.facts["discovery"] == 433
+
+
 def test_generated_relevance_has_popular_models_that_do_not_suit_everyone(tmp_path: Path) -> None:
     ranking.prepare_ranking(tmp_path / "set", CONFIG)
     labels = ranking.read(tmp_path / "set").labels
@@ -107,6 +112,7 @@ def test_counts_that_differ_from_the_config_name_the_key(tmp_path: Path) -> None
         (["q0,m1,1", "q9,m1,1"], r"labels\.csv:3: query 'q9' is not in queries\.jsonl"),
         (["q0,m1,1", "q0,,1"], r"labels\.csv:3: no model"),
         (["q0,m1,1", "q0," + "m" * 200_000 + ",1"], r"labels\.csv:[23]: field larger than"),
+        (["q0,m1,0", "q1,m1,0"], r"labels\.csv: no judgement has label 1 or 2"),
         (["q0,m1,1", "q0,m1,2"], r"labels\.csv:3: query q0 and model m1 are judged twice, differently"),
     ],
 )
