@@ -86,7 +86,8 @@ def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampl
     """
     negatives = sampled.negatives
     scores_KBM = towered.query @ towered.model.mT
-    positive = torch.searchsorted(targets_KBM.cumsum(-1), draws_KBN[..., :1] * targets_KBM.sum(-1, keepdim=True))
+    upto_KBM = targets_KBM.cumsum(-1)
+    positive = torch.searchsorted(upto_KBM, draws_KBN[..., :1] * upto_KBM[..., -1:], right=True)  # a draw may be 0
     irrelevant = targets_KBM <= 0
     ranked = scores_KBM.detach().masked_fill(~irrelevant, -torch.inf).argsort(-1, descending=True)
     count = irrelevant.sum(-1, keepdim=True)

@@ -110,6 +110,8 @@ def test_the_sampled_objective_takes_one_relevant_and_irrelevant_models() -> Non
     chosen = torch.stack([torch.full((50,), 7), ranked[:, 0], ranked[:, HARD_POOL - 1]], dim=-1)
     wanted = -torch.log_softmax(scores.gather(-1, chosen), -1)[:, 0]
     assert torch.allclose(sampled_loss(towered, targets, draws, sampled)[0], wanted)
+    draws[..., 0] = 0.0  # the first model whose target is not 0
+    assert torch.allclose(sampled_loss(towered, targets, draws, sampled)[0], wanted)
     draws[..., 0] = 0.9  # the other relevant model
     draws[..., 4] = 0.999
     easy = sampled_loss(towered, targets, draws, replace(sampled, hard=0.0))[0]
