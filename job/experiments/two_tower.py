@@ -9,6 +9,7 @@ have. Leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import asdict
 from statistics import fmean, median_low
@@ -33,7 +34,7 @@ from job.models.two_tower import TwoTower as Towers
 from job.models.two_tower import decays
 from job.sizing.two_tower import REFIT, parameters
 from job.train import export, optimizer
-from job.train.experiment import Experiment, Phase, Session, Stopped, Work
+from job.train.experiment import Experiment, Phase, Session, Work
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none
 FLOOR = 0.1  # of the learning rate, where the cosine ends
@@ -226,29 +227,27 @@ class TwoTower(Experiment):
         )
 
     def _lambdarank(self, member: Member) -> Any:
-        """The scores of one fold, a line when they are there, and one a minute until then."""
+        """The scores of one fold, a line when they are there, and one a minute until then. A stop is heeded after each
+        tree; the last checkpoint stands at the end of training, so a restart makes the baselines again.
+        """
         began = spoken = time.monotonic()
         trees, fold = 0, f"LambdaRank, fold {member.fold + 1}/{self.config.data.folds}"
 
         def after_tree() -> None:
             nonlocal spoken, trees
-            self._heed()
+            self.session.heed()
             trees += 1
             now = time.monotonic()
             if now - spoken >= SPOKEN_S:
                 spoken = now
                 self.session.say(f"{fold}: {trees} trees in {now - began:.0f} s, of at most {baselines.MAX_TREES}")
 
-        threads = torch.get_num_threads()
+        # Training is over, and the bill counts on the core that it left to the supervisor (job/train/__main__.py).
+        given = "OMP_NUM_THREADS" in os.environ
+        threads = torch.get_num_threads() if given else len(os.sched_getaffinity(0))
         found = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
         self.session.say(f"{fold}: done, {trees} trees in {time.monotonic() - began:.0f} s")
         return found
-
-    def _heed(self) -> None:
-        """The last checkpoint stands at the end of training: a restart makes the baselines again."""
-        stop = self.session.requests.stop()
-        if stop is not None:
-            raise Stopped(stop.reason)
 
     def _choose_refit(self) -> dict[str, Any]:
         """The family that the watched folds prefer, and the median of its folds' epochs. No test fold is looked at."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -160,10 +161,12 @@ def test_the_sampled_objective_trains_too(tmp_path: Path) -> None:
 def test_lambdarank_says_a_line_a_minute_and_one_per_fold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     clock = iter(range(0, 1_000_000, 25))  # seconds: a minute is over after every third look
     monkeypatch.setattr(two_tower, "time", SimpleNamespace(monotonic=lambda: next(clock)))
 
-    def lambdarank(member: Member, tables: Any, *, stop: Callable[[], None], **how: Any) -> Any:
+    def lambdarank(member: Member, tables: Any, *, stop: Callable[[], None], threads: int, **how: Any) -> Any:
+        assert threads == len(os.sched_getaffinity(0))  # as billed: all cores, where the user names no number
         for _ in range(7):
             stop()
         return np.zeros((len(member.test), 31), dtype=np.float32)
