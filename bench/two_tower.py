@@ -44,13 +44,14 @@ def main() -> None:
     for dropout in (0.0, 0.18):
         steps = _steps(dropout, found.torch)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-        for turn in range(args.steps + 1):
-            for name, step in steps.items():
-                found.synchronize()
-                began, cpu = time.perf_counter(), time.process_time()
-                step(turn)
-                found.synchronize()
-                times[name].append((time.perf_counter() - began, time.process_time() - cpu))
+        with device.settings(found):
+            for turn in range(args.steps + 1):
+                for name, step in steps.items():
+                    found.synchronize()
+                    began, cpu = time.perf_counter(), time.process_time()
+                    step(turn)
+                    found.synchronize()
+                    times[name].append((time.perf_counter() - began, time.process_time() - cpu))
         for name, measured in times.items():
             wall, busy = zip(*measured[1:], strict=True)
             cells = (f"{value:.3f}" for value in (median(wall), min(wall), median(busy), min(busy)))
