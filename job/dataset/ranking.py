@@ -31,7 +31,7 @@ import numpy as np
 from job.config.two_tower import TwoTowerConfig, variants
 from job.dataset import prepare
 from job.dataset.arrays import Floats, Labels, unit_rows
-from job.dataset.chat import require_characters
+from job.dataset.chat import require_characters, require_lines
 from job.dataset.sentences import Encoder, choose
 
 QUERIES, DISCOVERY, LABELS, NAMES = "queries.npy", "discovery.npy", "labels.npy", "names.json"
@@ -194,7 +194,9 @@ def read_folder(folder: Path, encoder: Encoder, say: Callable[[str], None] = lam
 def _sentences(path: Path) -> dict[str, str]:
     """Text by id, in the file's order."""
     found: dict[str, str] = {}
-    for number, line in enumerate(_open(path).split("\n"), start=1):
+    lines = _open(path).split("\n")
+    require_lines(path)
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

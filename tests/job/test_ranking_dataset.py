@@ -140,6 +140,13 @@ def test_a_wrong_query_is_named_by_its_line(line: str, message: str, tmp_path: P
         ranking.read_folder(text, Hashed(width=8))
 
 
+def test_queries_in_one_array_are_told_how_to_become_lines(tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text")
+    (text / "queries.jsonl").write_text('[\n {"id": "q0", "text": "one"}\n]\n')
+    with pytest.raises(ValueError, match=r"queries\.jsonl: a JSON array; one object a line is wanted: `jq -c"):
+        ranking.read_folder(text, Hashed(width=8))
+
+
 def test_queries_that_are_the_same_are_said(tmp_path: Path) -> None:
     text, said = folder_of_text(tmp_path / "text"), list[str]()
     ranking.read_folder(text, Hashed(width=8), said.append)
