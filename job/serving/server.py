@@ -176,12 +176,11 @@ class Handler(BaseHTTPRequestHandler):
         try:
             characters = self._until_the_end(served.generate(asked))
             if asked.stream:
-                self._stream(asked.prompt, characters)
-            else:
-                text = "".join(characters)
-                self._answer(200, _result(asked.prompt, text, served.name))
+                return self._stream(asked.prompt, characters)
+            text = "".join(characters)
         finally:
             self.server.free.release()
+        self._answer(200, _result(asked.prompt, text, served.name))  # whoever has it may ask again at once
 
     def _until_the_end(self, characters: Iterator[str]) -> Iterator[str]:
         """Raises Refused where the server ends or the model fails, ConnectionError where nobody waits any more."""
