@@ -102,15 +102,21 @@ class Sft(Experiment):
         if refused:
             raise merge.MergeDiffersError(refused)
 
+    def cut(self) -> None:
+        """The adapter, not merged, or all weights, as the last step left them."""
+        if self.module is not None:
+            merge.leave(self, self.module)
+
     def _make(self, *, fresh: bool) -> Decoder:
         """On the device, replicated or sharded."""
         config, session = self.config, self.session
         if config.method == "full":
-            return tuning.trained_whole(session, config, written=fresh)
-        module = tuning.base(session, config, torch.bfloat16)
-        drawn = torch.Generator().manual_seed(config.seed + 1) if fresh else None
-        parallel.replicate(lora.attach(module, config.lora, drawn), session.world)
-        return module
+            self.module = tuning.trained_whole(session, config, written=fresh)
+        else:
+            self.module = tuning.base(session, config, torch.bfloat16)
+            drawn = torch.Generator().manual_seed(config.seed + 1) if fresh else None
+            parallel.replicate(lora.attach(self.module, config.lora, drawn), session.world)
+        return self.module
 
     def _opened(self) -> PackedBatches:
         """The dataset. Raises ValueError where the prepared rows are not those of the run config."""

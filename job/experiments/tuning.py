@@ -118,10 +118,13 @@ def of_weights(step: int, val_loss: float | None) -> str:
     return f"{step} {val_loss!r}"
 
 
-def gathered(session: Session, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a sharded module, one at a time; on rank 0. Every rank goes through it. Raises Stopped."""
+def gathered(session: Session, module: nn.Module, *, heed: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a sharded module, one at a time; on rank 0. Every rank goes through it. Raises Stopped, where a
+    stop is to be heeded.
+    """
     for name, parameter in module.named_parameters():
-        session.heed()
+        if heed:
+            session.heed()
         yield from parallel.gather({name: parameter}, session.world).items()
 
 

@@ -101,6 +101,30 @@ def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) 
     assert (folder / "words.json").exists()
 
 
+def test_an_adapter_that_a_limit_cuts_short_is_left_as_its_last_step_made_it(tmp_path: Path, finished: Path) -> None:
+    workdir = sft.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, 5, ends=True)) == trainer.STOPPED
+    folder = workdir / "final" / "adapter"
+    found, whole = (load_file(each / hf.ADAPTER) for each in (folder, finished / "final" / "adapter"))
+    assert found.keys() == whole.keys()
+    assert max(float(b.abs().max()) for name, b in found.items() if "lora_B" in name) > 0
+    assert [path.name for path in (workdir / "final").iterdir()] == ["adapter"]
+
+
+def test_weights_that_a_limit_cuts_short_are_left_as_their_last_step_made_them(tmp_path: Path) -> None:
+    workdir = sft.make(tmp_path, method="full")
+    assert world.train(workdir, StopAt(workdir, 5, ends=True)) == trainer.STOPPED
+    step = atomic.read_object(workdir / "final" / "meta.json") or {}
+    assert step["step"] == max(world.committed(workdir)) < STEPS
+    module = build(hf_config.read_shape(workdir / "final"), compute=torch.float32)
+    hf.load(workdir / "final", module)
+    changed = [
+        not torch.equal(a, b)
+        for a, b in zip(module.parameters(), base_of(workdir, torch.bfloat16).parameters(), strict=True)
+    ]
+    assert all(changed)
+
+
 def test_the_exported_adapter_gives_the_merged_weights(finished: Path) -> None:
     adapter = load_file(finished / "final" / "adapter" / hf.ADAPTER)
     base = base_of(finished, torch.bfloat16)

@@ -11,7 +11,7 @@ import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, outage, state
 
 from job import atomic, sizing
-from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig
+from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig
 from job.supervisor import arrival
 from job.supervisor.forecast import Forecast
 from job.supervisor.store import StoreError
@@ -354,7 +354,15 @@ def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> 
     assert forecast.stop_s(25, None) < 10  # nothing is left to save
 
 
-def test_a_limit_of_a_run_that_exports_its_best_leaves_time_for_that() -> None:
-    best, other = Forecast(PretrainConfig(), {}, "p5.48xlarge"), Forecast(SftConfig(), {}, "p5.48xlarge")
-    assert best.end_s(9, 4.0) - best.stop_s(9, 4.0) == pytest.approx(41.9, abs=0.1)  # 16.7 GB
-    assert other.end_s(9, 4.0) == other.stop_s(9, 4.0)
+@pytest.mark.parametrize(
+    ("config", "seconds"),
+    [
+        (PretrainConfig(), 41.9),  # 16.7 GB
+        (SftConfig(), 0.84),  # the adapter
+        (SftConfig(method="full"), 40.2),  # 16.1 GB
+        (GrowthConfig(), 0),
+    ],
+)
+def test_a_limit_leaves_time_for_what_is_exported_then(config: JobConfig, seconds: float) -> None:
+    forecast = Forecast(config, {}, "p5.48xlarge")
+    assert forecast.end_s(9, 4.0) - forecast.stop_s(9, 4.0) == pytest.approx(seconds, abs=0.1)
