@@ -100,7 +100,7 @@ def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instanc
     ]
 
     def order(other: Instance) -> tuple[bool, int, float, int, str]:
-        unknown = config is not None and not other.gpu.has_a_roofline(config.precision.compute)
+        unknown = config is not None and not other.gpu.has_a_roofline(sizing.products(config))
         return unknown, other.gpu_count, other.gpu_memory_gb, other.vcpu, other.type
 
     best = min(fits, key=order, default=None)

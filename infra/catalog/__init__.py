@@ -50,13 +50,17 @@ class Gpu:
     bf16: bool  # computes in bf16 natively
     capability: float  # compute capability, NVIDIA's list of CUDA GPUs
 
-    def peak_tflops(self, precision: str) -> float | None:
-        """Of `bf16`, or of fp32."""
-        return self.bf16_tflops if precision == "bf16" else self.fp32_tflops
+    def peak_tflops(self, products: str) -> float | None:
+        """Of matrix products in `bf16`, `tf32` or `fp32`, dense. TF32 begins with compute capability 8.0, at half the
+        rate of bf16 (NVIDIA's data sheets of A100, L40S, H100 and B200); older GPUs compute in fp32 then.
+        """
+        if products == "tf32" and self.capability >= 8:
+            return None if self.bf16_tflops is None else self.bf16_tflops / 2
+        return self.bf16_tflops if products == "bf16" else self.fp32_tflops
 
-    def has_a_roofline(self, precision: str) -> bool:
-        """Whether the speed of a job in this precision can be derived from its data sheet."""
-        return self.peak_tflops(precision) is not None and self.bandwidth_gb_s is not None
+    def has_a_roofline(self, products: str) -> bool:
+        """Whether the speed of a job with these products can be derived from its data sheet."""
+        return self.peak_tflops(products) is not None and self.bandwidth_gb_s is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -157,7 +157,7 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
     priced = []
     for type_ in catalog.instance_types():
         other = catalog.instances[type_]
-        if other.unusable or not other.gpu.has_a_roofline(config.precision.compute) or not _holds(config, other):
+        if other.unusable or not other.gpu.has_a_roofline(sizing.products(config)) or not _holds(config, other):
             continue
         try:
             price = catalog.on_demand(type_, region)

@@ -192,7 +192,7 @@ def efficiency(config: JobConfig, estimate: Estimate) -> float:
 
 
 def _limit_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float | None:
-    peak, bandwidth = instance.gpu.peak_tflops(config.precision.compute), instance.gpu.bandwidth_gb_s
+    peak, bandwidth = instance.gpu.peak_tflops(sizing.products(config)), instance.gpu.bandwidth_gb_s
     if peak is None or bandwidth is None:
         return None
     compute_s = size.tokens_per_step * size.flops_per_token / (peak * instance.gpu_share * ranks * 1e12)

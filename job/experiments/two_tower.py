@@ -54,7 +54,7 @@ class TwoTower(Experiment):
         problems = ranking.mismatches(self.config, self.tables.queries.shape, self.tables.labels.shape)
         if problems:
             raise ValueError(f"{session.data}: " + "; ".join(problems))
-        if session.device.is_cuda and self.config.precision.compute == "fp32":
+        if session.device.is_cuda and sizing.products(self.config) == "tf32":
             torch.set_float32_matmul_precision("high")  # TF32: ranks do not need fp32's last digits
         first, self.phases = 0, []
         for index, size in enumerate(sizing.phases(self.config)):

@@ -189,6 +189,12 @@ def end_bytes(config: JobConfig, phase_index: int) -> int:
     return _MODULES[type(config)].end_bytes(config, phase_index)
 
 
+def products(config: JobConfig) -> str:
+    """What a GPU's matrix products are in: `bf16`, `fp32`, or `tf32`, as two-tower's are where others would be fp32."""
+    compute = config.precision.compute
+    return "tf32" if compute == "fp32" and isinstance(config, TwoTowerConfig) else compute
+
+
 def export_bytes(config: JobConfig) -> dict[str, int]:
     """Weights-only files kept beside the checkpoints, in order; the last is what becomes final/."""
     return _MODULES[type(config)].export_bytes(config)

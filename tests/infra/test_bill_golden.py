@@ -314,7 +314,7 @@ def test_an_eighth_of_a_gpu_has_an_eighth_of_its_speed_and_memory() -> None:
     asked = plan(TwoTowerConfig(), "g6f.xlarge", root_gib=100)
     found = bill(asked)
     assert lines(found) == two_tower_lines(
-        tflops=30.3e12 / 8, gb_s=300e9 / 8, vcpu=4, usd_per_hour="0.0711", upload_gb_s=2.5 / 8
+        tflops=60.5e12 / 8, gb_s=300e9 / 8, vcpu=4, usd_per_hour="0.0711", upload_gb_s=2.5 / 8
     )
     assert [fit.has_gb for fit in found.fits] == [3.0, 3.0]
 

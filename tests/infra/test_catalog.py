@@ -96,6 +96,22 @@ def test_a10g_is_70_teraflops_and_not_the_125_of_the_a10() -> None:
     assert (gpu.bf16_tflops, gpu.memory_gb, gpu.bandwidth_gb_s) == (70, 24, 600)
 
 
+@pytest.mark.parametrize(
+    ("type_", "products", "tflops"),
+    [
+        ("p4d.24xlarge", "bf16", 312),
+        ("p4d.24xlarge", "tf32", 156),  # NVIDIA's A100 data sheet
+        ("p4d.24xlarge", "fp32", 19.5),
+        ("g4dn.xlarge", "tf32", 8.1),  # a T4 has none
+        ("p6-b300.48xlarge", "fp32", None),
+    ],
+)
+def test_a_gpus_peak_depends_on_what_its_products_are_in(type_: str, products: str, tflops: float | None) -> None:
+    instance = CATALOG.instance(type_)
+    assert instance is not None
+    assert instance.gpu.peak_tflops(products) == tflops
+
+
 def test_a_slice_of_a_gpu_is_one_gpu_with_its_share_of_memory() -> None:
     instance = CATALOG.instance("g6f.xlarge")
     assert instance is not None
