@@ -72,10 +72,17 @@ class Storage:
     data: Disk | None = None
     keep: Keep = Keep()
 
+    def dataset_folder(self, root: Path) -> Path | None:
+        """Where the dataset lies, or will. None: it is in a bucket."""
+        return _local(self.dataset, root)
+
     def weights_folder(self, root: Path) -> Path | None:
         """Where the base weights lie. None: there are none, or they are in a bucket."""
-        place = self.base_weights
-        return None if place is None or place.startswith("s3://") else root / place
+        return None if self.base_weights is None else _local(self.base_weights, root)
+
+
+def _local(place: str, root: Path) -> Path | None:
+    return None if place.startswith("s3://") else root / place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -89,14 +89,14 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     """
     over = bool(previous.outputs.get("run"))
     definition = Selected(path=find(name, root), scenario=scenario).load(now=now, past_deadline=over)
-    folder = None if definition.storage.dataset.startswith("s3://") else root / definition.storage.dataset
+    folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
     if missing and not preview:
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
     dataset = _dataset(folder, verified=not preview) if folder else None
     code = archive.build(Path(job.__file__).parent)
-    own = definition.storage.weights_folder(root)
-    weights = _weights(own) if own else None
+    weights_folder = definition.storage.weights_folder(root)
+    weights = _weights(weights_folder) if weights_folder else None
     inputs: dict[str, Any] = {
         "archive": {"sha256": code.sha256, "bytes": len(code.content)},
         "dataset": dataset_entry(definition, dataset),
@@ -126,7 +126,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         dataset=dataset,
         dataset_folder=folder,
         weights=weights,
-        weights_folder=own,
+        weights_folder=weights_folder,
         run_config=run_config.encode(run_config.run_config(definition, bill, inputs)).decode(),
         warnings=(*missing, *map(str, found), *filter(None, [late]), *verdict.warnings),
     )

@@ -71,9 +71,10 @@ def _counted(definition: StackDefinition, dataset: DatasetManifest | None) -> St
 
 def _dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
     """None also for a damaged one: not_ready says so."""
-    if definition.storage.dataset.startswith("s3://"):
+    folder = definition.storage.dataset_folder(root)
+    if folder is None:
         return None
     try:
-        return read_manifest(root / definition.storage.dataset)
+        return read_manifest(folder)
     except ValueError:
         return None

@@ -15,14 +15,15 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
     if "@sha256:" not in definition.job.image:
         sentences.append(f"job.image has a tag but no digest: run `gpufleet doctor {name} --pin`.")
-    dataset = definition.storage.dataset
-    if not dataset.startswith("s3://") and (reason := _unprepared(root / dataset)):
-        sentences.append(f"storage.dataset, {dataset}, {reason}: run `gpufleet prepare {name}`.")
-    elif not dataset.startswith("s3://"):
-        from infra.prepared import command, dataset_differs  # here: most callers never have a local dataset
+    dataset, folder = definition.storage.dataset, definition.storage.dataset_folder(root)
+    if folder is not None:
+        if reason := _unprepared(folder):
+            sentences.append(f"storage.dataset, {dataset}, {reason}: run `gpufleet prepare {name}`.")
+        else:
+            from infra.prepared import command, dataset_differs  # here: most callers never have a local dataset
 
-        if reason := dataset_differs(definition, root):
-            sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition, name)}`.")
+            if reason := dataset_differs(definition, root):
+                sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition, name)}`.")
     weights, folder = definition.storage.base_weights, definition.storage.weights_folder(root)
     if folder is not None:
         if not folder.is_dir():

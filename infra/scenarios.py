@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError, in_order, of_form
 from infra.layers import definition, over, variants
 from infra.loader import argument_of, load, project_root
 from infra.yaml_tree import Mapping, open_file
-
-if TYPE_CHECKING:
-    pass
-
-SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
 def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import select
@@ -42,23 +41,25 @@ def run(args: argparse.Namespace) -> int:
     root = project_root(Path.cwd())
     stacks = {path.stem: path.read_text(encoding="utf-8") for path in sorted((root / "stacks").glob("*.yaml"))}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folder goes, too
-    with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
-        project = scratch.make(Path(folder) / "project", stacks)
-        if (root / "data").is_dir():
-            (project / "data").symlink_to(root / "data", target_is_directory=True)
-        with (
-            Cloud(Path(folder), region=args.region, port=args.port) as cloud,
-            provider.serve(cloud.environment()) as port,
-        ):
-            print("# The embedded AWS answers on this machine only. Paste into another shell:")
-            print("unset AWS_PROFILE AWS_SESSION_TOKEN")
-            for name, value in {**cloud.environment(), **engine.settings(project, port)}.items():
-                print(f"export {name}={shlex.quote(value)}")
-            print(f"cd {shlex.quote(str(project))}")
-            print("# For example: pulumi stack init tinystories-growth && pulumi preview")
-            print("# Ctrl-C here ends it and removes the folder.", flush=True)
-            wait(args.timeout)
-    print("\n# The embedded AWS is gone.")
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
+            project = scratch.make(Path(folder) / "project", stacks)
+            if (root / "data").is_dir():
+                (project / "data").symlink_to(root / "data", target_is_directory=True)
+            with (
+                Cloud(Path(folder), region=args.region, port=args.port) as cloud,
+                provider.serve(cloud.environment()) as port,
+            ):
+                print("# The embedded AWS answers on this machine only. Paste into another shell:")
+                print("unset AWS_PROFILE AWS_SESSION_TOKEN")
+                for name, value in {**cloud.environment(), **engine.settings(project, port)}.items():
+                    print(f"export {name}={shlex.quote(value)}")
+                print(f"cd {shlex.quote(str(project))}")
+                print("# For example: pulumi stack init tinystories-growth && pulumi preview")
+                print("# Ctrl-C here ends it and removes the folder.", flush=True)
+                wait(args.timeout)
+    except KeyboardInterrupt:
+        print("\n# The embedded AWS is gone.")
     return 0
 
 

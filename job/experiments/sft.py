@@ -85,7 +85,7 @@ class Sft(Experiment):
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
         """What follows is `finish`'s, which remembers how far it came."""
         assert isinstance(module, Decoder)
-        self.module, self.val_loss = module, val_loss
+        self.val_loss = val_loss
         module.checkpointing = False
         self.trained_s = time.monotonic() - self._began
 
