@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from job import sizing
+from job import atomic, sizing
 from job.config.kernel import KernelConfig
 from job.dataset.packing import order
 from job.dataset.prepare import read_manifest
@@ -29,6 +29,7 @@ from job.models import decoder
 from job.models.decoder import Decoder
 from job.train import optimizer
 from job.train.experiment import Experiment, Phase, Session, Stopped, Work
+from job.train.export import META
 from job.train.packed_rows import PackedBatches
 
 Rows = NDArray[np.int64]
@@ -135,6 +136,15 @@ class Kernel(Experiment):
         """Weights, candidates, verdicts, results. Raises Stopped."""
         assert self.module is not None
         kernel_stages.finish(self, self.module)
+
+    def cut(self) -> None:
+        """Weights as the last step left them, unless `finish` has written them."""
+        step = self.session.checkpoints.saved_step
+        written = (atomic.read_object(self.session.workdir / "final" / META) or {}).get("step") == step
+        if self.module is not None and not self.session.world.agree(written):
+            name = next(phase.name for phase in self.phases if step <= phase.last)
+            meta = {"experiment": "kernel-sft", "phase": name}
+            tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _tried(self, phase: Phase, done: int) -> bool:
         """Whether pass rates are wanted after `done` steps and not yet known."""

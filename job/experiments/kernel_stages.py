@@ -166,20 +166,22 @@ def _generate_share(
     """
     session, world = kernel.session, kernel.session.world
     model = _as_kept(kernel, module)
-    own, reason, mine = wanted[world.rank :: world.size], None, " by the first rank" if world.size > 1 else ""
+    own, mine = wanted[world.rank :: world.size], " by the first rank" if world.size > 1 else ""
+    reason: tuple[str, bool] | None = None
     try:
         for start in range(0, len(own), AT_ONCE):
             part = own[start : start + AT_ONCE]
             keep(part, _generate(kernel, model, part, salt, f"{name}: {start} of {len(own)} candidates written{mine}"))
             session.say(f"{name}: {start + len(part)} of {len(own)} candidates written{mine}")
     except Stopped as error:
-        reason = str(error)
+        reason = (str(error), error.ends)
     del model
     session.device.tidy()
     heeded = [each for each in world.every(reason) if each is not None]
     if heeded:
-        session.say(f"stopped while generating: {heeded[0]}")
-        raise Stopped(heeded[0])
+        why, ends = heeded[0]
+        session.say(f"stopped while generating: {why}")
+        raise Stopped(why, ends=ends)
 
 
 @torch.no_grad()
@@ -255,7 +257,7 @@ def _able() -> Iterator[None]:
 def _look(kernel: Kernel) -> None:
     """For one rank alone. Raises Stopped."""
     if (stop := kernel.session.requests.stop()) is not None:
-        raise Stopped(stop.reason)
+        raise Stopped(stop.reason, ends=stop.ends)
 
 
 def _workers(kernel: Kernel) -> Workers:

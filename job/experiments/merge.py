@@ -103,7 +103,7 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
     done = Done(session.workdir / STAGES, session, trained)
     module.eval()
     if adapter:  # first of all: whatever comes later, what was trained is there
-        _keep_adapter(sft, module)
+        keep_adapter(sft, module)
     losses: dict[str, Any] = {}
     for variant in VARIANTS if adapter else ():
         losses[variant.name] = done.get(f"loss {variant.name}", partial(_loss, sft, module, variant))
@@ -128,16 +128,7 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
     return {**found, "answers": answers, "weights_sha256": digest}
 
 
-def leave(sft: Sft, module: Decoder) -> None:
-    """Of a run that a limit ends: the adapter, or with `method: full` the weights in bf16. All ranks."""
-    if sft.config.method == "lora":
-        return _keep_adapter(sft, module)
-    meta = {"experiment": "sft-h100", "phase": sft.phases[0].name, "step": sft.session.checkpoints.saved_step}
-    tensors = tuning.gathered(sft.session, module, heed=False)
-    tuning.deliver(sft.session, sft.manifest, sft.config, tensors, torch.bfloat16, meta | {"val_loss": None})
-
-
-def _keep_adapter(sft: Sft, module: Decoder) -> None:
+def keep_adapter(sft: Sft, module: Decoder) -> None:
     if sft.session.world.first:
         base = base_weights.name_of(sft.session.inputs)
         hf.write_adapter(sft.session.workdir / "final" / "adapter", module, sft.config.lora, base)

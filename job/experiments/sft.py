@@ -104,8 +104,11 @@ class Sft(Experiment):
 
     def cut(self) -> None:
         """The adapter, not merged, or all weights, as the last step left them."""
-        if self.module is not None:
-            merge.leave(self, self.module)
+        if self.module is not None and self.config.method == "lora":
+            merge.keep_adapter(self, self.module)
+        elif self.module is not None:
+            meta = {"experiment": EXPERIMENT, "phase": self.phases[0].name}
+            tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _make(self, *, fresh: bool) -> Decoder:
         """On the device, replicated or sharded."""

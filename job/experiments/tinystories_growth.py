@@ -56,6 +56,7 @@ class TinystoriesGrowth(Experiment):
             for index, size in enumerate(self.sizes)
         ]
         self.progress: dict[str, Any] = {"boundaries": [], "phases": {}, "capacity": {}}
+        self._at: tuple[Phase, growth.Growth] | None = None  # what is trained now
         self.probe_BT = next(iter(self.dataset.fixed(PROBE, PROBE, session.world).micros)).inputs[0]
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
@@ -63,7 +64,9 @@ class TinystoriesGrowth(Experiment):
         device = self.session.device.torch
         self._announce(phase)
         if previous is None:
-            return growth.build(self.config, 0, device=device)
+            module = growth.build(self.config, 0, device=device)
+            self._at = phase, module
+            return module
         assert isinstance(previous, growth.Growth)
         generator = torch.Generator().manual_seed(self.config.seed + phase.index)
         weights = {name: tensor.float() for name, tensor in previous.state_dict().items()}
@@ -87,7 +90,9 @@ class TinystoriesGrowth(Experiment):
             f"{at_once.max_logit:.1f} ({report.after_round_trip.max_logit_difference:.1e} after save and load), "
             f"limit {at_once.limit:.1e}, {at_once.routing_flips} of {at_once.routings} routings flipped"
         )
-        return grown.to(growth.state_dtype(self.config, phase.index))
+        grown = grown.to(growth.state_dtype(self.config, phase.index))
+        self._at = phase, grown
+        return grown
 
     def blank(self, phase: Phase) -> nn.Module:
         """Uninitialised weights of the phase's shapes, with the capacity that its boundary found."""
@@ -99,6 +104,7 @@ class TinystoriesGrowth(Experiment):
         capacity = self.progress["capacity"].get(phase.name)
         if capacity is not None and module.capacity is not None:
             module.set_dispatch("padded", capacity)
+        self._at = phase, module
         return module
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
@@ -175,6 +181,13 @@ class TinystoriesGrowth(Experiment):
                 "growth": self.progress["boundaries"],
             },
         )
+
+    def cut(self) -> None:
+        """final/ with the model as the last step left it, whatever its phase."""
+        if self._at is not None:
+            phase, module = self._at
+            meta = self._meta(phase, module, step=self.session.checkpoints.saved_step, val_loss=None)
+            export.export(self.session.workdir / "final", module, meta)
 
     def _result(self, phase: Phase, records: list[dict[str, Any]]) -> dict[str, Any]:
         """One phase: sizes, what was predicted, what was measured."""

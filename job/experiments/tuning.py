@@ -118,6 +118,18 @@ def of_weights(step: int, val_loss: float | None) -> str:
     return f"{step} {val_loss!r}"
 
 
+def leave(
+    session: Session,
+    manifest: DatasetManifest,
+    config: SftConfig | KernelConfig,
+    module: nn.Module,
+    meta: Mapping[str, Any],
+) -> None:
+    """Of a run that a limit ends: final/ with the weights in bf16, as the last step left them. All ranks."""
+    meta = {**meta, "step": session.checkpoints.saved_step, "val_loss": None}
+    deliver(session, manifest, config, gathered(session, module, heed=False), torch.bfloat16, meta)
+
+
 def gathered(session: Session, module: nn.Module, *, heed: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a sharded module, one at a time; on rank 0. Every rank goes through it. Raises Stopped, where a
     stop is to be heeded.

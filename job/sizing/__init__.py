@@ -31,6 +31,7 @@ __all__ = [
     "Shape",
     "checkpoint_bytes",
     "choose_rung",
+    "cut_bytes",
     "dataset_bytes",
     "end_bytes",
     "export_bytes",
@@ -68,6 +69,7 @@ class _Sizing(Protocol):
     def checkpoint_bytes(self, config: Any, phase_index: int) -> int: ...
     def end_bytes(self, config: Any, phase_index: int) -> int: ...
     def export_bytes(self, config: Any) -> dict[str, int]: ...
+    def cut_bytes(self, config: Any, phase_index: int) -> int: ...
     def dataset_bytes(self, config: Any) -> int: ...
     def weights_bytes(self, config: Any) -> int: ...
 
@@ -198,6 +200,11 @@ def products(config: JobConfig) -> str:
 def export_bytes(config: JobConfig) -> dict[str, int]:
     """Weights-only files kept beside the checkpoints, in order; the last is what becomes final/."""
     return _MODULES[type(config)].export_bytes(config)
+
+
+def cut_bytes(config: JobConfig, phase_index: int) -> int:
+    """Of final/ where a limit ends the run in this phase."""
+    return _MODULES[type(config)].cut_bytes(config, phase_index)
 
 
 def dataset_bytes(config: JobConfig) -> int:

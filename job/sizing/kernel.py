@@ -166,6 +166,10 @@ def export_bytes(config: KernelConfig) -> dict[str, int]:
     return {"weights": 2 * decoder.parameters(config.model)}
 
 
+def cut_bytes(config: KernelConfig, phase_index: int) -> int:
+    return export_bytes(config)["weights"]
+
+
 def dataset_bytes(config: KernelConfig) -> int:
     each = 6 if config.model.vocab > 1 << 16 else 4
     return int(config.data.samples * config.data.tokens_per_sample * each)

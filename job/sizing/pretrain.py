@@ -144,6 +144,10 @@ def export_bytes(config: PretrainConfig) -> dict[str, int]:
     return {"best": 4 * parameters(config.model)}
 
 
+def cut_bytes(config: PretrainConfig, phase_index: int) -> int:
+    return export_bytes(config)["best"]
+
+
 def dataset_bytes(config: PretrainConfig) -> int:
     """One byte a character."""
     return config.data.characters

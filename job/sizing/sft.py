@@ -142,6 +142,11 @@ def export_bytes(config: SftConfig) -> dict[str, int]:
     return {"merged": 2 * total}
 
 
+def cut_bytes(config: SftConfig, phase_index: int) -> int:
+    """Of an adapter's run the adapter alone."""
+    return next(iter(export_bytes(config).values()))
+
+
 def dataset_bytes(config: SftConfig) -> int:
     """A token and what it belongs to: 4 bytes, or 6 where an id needs more than two."""
     each = 6 if config.model.vocab > 1 << 16 else 4

@@ -165,6 +165,11 @@ def export_bytes(config: TwoTowerConfig) -> dict[str, int]:
     return {"results": 4 * max(parameters(family) for _, family in variants(config)) + _scores_bytes(config)}
 
 
+def cut_bytes(config: TwoTowerConfig, phase_index: int) -> int:
+    """Half a cross-validation is no result."""
+    return 0
+
+
 def dataset_bytes(config: TwoTowerConfig) -> int:
     """One byte per label, four per number of a sentence vector."""
     discovery = max(family.weak.queries for _, family in variants(config))

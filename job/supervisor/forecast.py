@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 from job import sizing
-from job.config import JobConfig, PretrainConfig, SftConfig
+from job.config import JobConfig
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
 LATENCY_S = 2.0  # of a save and an upload of next to nothing
@@ -58,11 +58,8 @@ class Forecast:
         return max(found + slower, predicted_s + slower + self.upload_s(size))
 
     def end_s(self, step: int, step_s: float | None) -> float:
-        """The same where a limit ends the run: what these two experiments then export comes on top."""
-        left = 0
-        if isinstance(self._config, PretrainConfig | SftConfig):
-            left = next(iter(sizing.export_bytes(self._config).values()))  # of an adapter's run the adapter alone
-        return self.stop_s(step, step_s) + left / 1e9 * GB_S
+        """The same where a limit ends the run: what it then exports comes on top."""
+        return self.stop_s(step, step_s) + sizing.cut_bytes(self._config, self.phase(step)) / 1e9 * GB_S
 
     def upload_s(self, size: int) -> float:
         """To publish `size` bytes that are on the disk, as measured, or before that as the bills have it."""

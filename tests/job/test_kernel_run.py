@@ -164,6 +164,19 @@ def test_a_stop_is_heeded_in_every_stage_and_the_run_goes_on(finished: Path, tmp
     assert told(workdir) == told(finished)
 
 
+def test_weights_that_a_limit_cuts_short_are_left_as_their_last_step_made_them(finished: Path, tmp_path: Path) -> None:
+    workdir, last = kernel.make(tmp_path), kernel.results(finished)["steps"]
+    assert world.train(workdir, StopAt(workdir, 3, ends=True)) == 75
+    meta = atomic.read_object(workdir / "final" / "meta.json") or {}
+    assert (meta["phase"], meta["step"], meta["val_loss"]) == ("sft", max(world.committed(workdir)), None)
+    assert 0 < meta["step"] < last
+    assert world.train(workdir, StopAt(workdir, last - meta["step"] + 1, ends=True)) == 75  # nothing left to train
+    assert world.final_hash(workdir) == world.final_hash(finished)
+    assert world.train(workdir, StopAt(workdir, 18, ends=True)) == 75  # its candidates are being written
+    meta = atomic.read_object(workdir / "final" / "meta.json") or {}
+    assert meta["val_loss"] is not None
+
+
 def test_without_its_stages_only_the_final_weights_are_needed_again(finished: Path, tmp_path: Path) -> None:
     workdir = kernel.make(tmp_path)
     (workdir / "stages").mkdir()

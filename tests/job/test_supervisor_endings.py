@@ -11,7 +11,7 @@ import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, outage, state
 
 from job import atomic, sizing
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig
+from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.supervisor import arrival
 from job.supervisor.forecast import Forecast
 from job.supervisor.store import StoreError
@@ -360,7 +360,9 @@ def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> 
         (PretrainConfig(), 41.9),  # 16.7 GB
         (SftConfig(), 0.84),  # the adapter
         (SftConfig(method="full"), 40.2),  # 16.1 GB
-        (GrowthConfig(), 0),
+        (GrowthConfig(), 1.0),  # of the first phase, in fp32
+        (KernelConfig(), 40.9),
+        (TwoTowerConfig(), 0),
     ],
 )
 def test_a_limit_leaves_time_for_what_is_exported_then(config: JobConfig, seconds: float) -> None:

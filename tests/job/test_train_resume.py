@@ -9,8 +9,10 @@ import pytest
 import train_world as world
 from train_world import STEPS, StopAt
 
+from job import atomic
 from job.dataset import prepare, sources
 from job.train import identity
+from job.train.export import META
 
 TOTAL = 3 * STEPS
 # Looks at the stop file: one before each phase's first step, one after each step, one after each phase.
@@ -43,6 +45,16 @@ def test_the_seeded_points_lie_in_every_phase_and_at_a_boundary() -> None:
     phases = {look // (STEPS + 2) for look in QUICK}
     assert phases == {0, 1, 2}
     assert any(look % (STEPS + 2) in (0, STEPS, STEPS + 1) for look in QUICK)
+
+
+def test_a_run_that_a_limit_ends_leaves_the_model_as_it_is_then(uninterrupted: Path, tmp_path: Path) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, STEPS + 2 + 3, ends=True)) == 75
+    meta = atomic.read_object(workdir / "final" / META) or {}
+    assert (meta["phase"], meta["step"], meta["val_loss"]) == ("moe", max(world.committed(workdir)), None)
+    assert STEPS < meta["step"] < 2 * STEPS
+    assert world.train(workdir, StopAt(workdir, LOOKS - 2 - (STEPS + 2 + 3), ends=True)) == 75  # nothing left to train
+    assert world.final_hash(workdir) == world.final_hash(uninterrupted)
 
 
 def test_a_run_stopped_three_times_logs_each_step_once(uninterrupted: Path, tmp_path: Path) -> None:
