@@ -12,6 +12,7 @@ which the first layer to route differently does so at such ties alone is left ou
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -75,8 +76,9 @@ class BoundaryReport:
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values. JSON knows no NaN and no infinity: they are words."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=str)
+        return found
 
 
 class GrowthCheckFailed(ValueError):

@@ -133,8 +133,10 @@ def test_a_cast_that_costs_too_much_stops_the_run(monkeypatch: pytest.MonkeyPatc
 def test_a_cast_or_a_padding_that_gives_no_number_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth_check, "cast_difference", lambda *_: float("nan"))
     monkeypatch.setattr(growth_check, "fit_capacity", lambda *_: (8.0, float("nan")))
-    with pytest.raises(GrowthCheckFailed, match=r"padding moves the loss by nan.*the cast to bf16.* by nan"):
+    with pytest.raises(GrowthCheckFailed, match=r"padding moves the loss by nan.*the cast to bf16.* by nan") as found:
         check_boundary(CONFIG, 1, *boundary(1), PROBE)
+    json.dumps(written := found.value.report.to_json(), allow_nan=False)  # growth_report.json is JSON whatever happens
+    assert written["cast_loss_difference"] == "NaN"
 
 
 def test_phases_in_fp32_are_not_cast() -> None:
