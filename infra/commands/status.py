@@ -52,6 +52,9 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
     done = folder.document("done.json")
+    asked = folder.document("stop.json")
+    if asked and not done:
+        yield f"asked       to end, by {asked.get('by')} at {asked.get('at')}"
     if done:
         yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()
         yield f"next        gpufleet results {name}; pulumi destroy; gpufleet sweep {name}"

@@ -25,6 +25,7 @@ from job.supervisor.uploads import Pulse, Uploader
 from job.supervisor.world import Cause, Trainer, World
 
 DONE, FATAL, OUT_OF_MEMORY, REFUSED, UNREADABLE, STOPPED = 0, 65, 69, 71, 72, 75  # the trainer's
+ASKED, STOPPED_BY_HAND = "stop.json", "stopped"  # what `gpufleet stop` writes, and the reason that it is
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
@@ -60,6 +61,7 @@ class Supervisor:
         self.resumed_step = 0
         self.rung = 0
         self.killed = ""  # why
+        self.asked = False  # to end the run
         self._child: Trainer | None = None
         self._kill_at: float | None = None
         self._advised: str | None = None
@@ -108,7 +110,7 @@ class Supervisor:
         """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
         if arrival.accepts(self):
             self._tell("accept.json", {})
-        while self.cause is None:
+        while self.cause is None or self._owes_model():
             self.record.update(floor=self.rung)
             with suppress(OSError):  # what an earlier start left says nothing of this one
                 (self.workdir / "rung.json").unlink(missing_ok=True)
@@ -132,6 +134,13 @@ class Supervisor:
             self.say(f"out of memory on rung {used.get('rung', self.rung)}: again on rung {lower}")
             self.rung = lower
         return STOPPED
+
+    def _owes_model(self) -> bool:
+        """Stopped by hand before this node trained: the trainer starts to leave what the checkpoint holds. At a limit
+        it does not: there is no money for it.
+        """
+        by_hand = self.cause is not None and self.cause.reason == STOPPED_BY_HAND
+        return by_hand and self._child is None and self.resumed_step > 0
 
     @property
     def _unreadable(self) -> dict[str, Any]:
@@ -167,6 +176,8 @@ class Supervisor:
             self.cause = Cause(reason="notice", deadline=notice.at)
         elif terminated is not None:
             self.cause = Cause(reason="sigterm", deadline=terminated + SIGTERM_S)
+        elif self.asked:
+            self.cause = Cause(reason=STOPPED_BY_HAND)
         else:
             reserve = self.forecast.end_s(self.progress.step, self.progress.step_s) + RESERVE_S
             limit = self.meter.limit(now, self.run_file.limits, reserve)
@@ -275,6 +286,7 @@ class Supervisor:
     def _refresh(self) -> None:
         self.record.flush()
         self.meter.refresh(self.clock())
+        self.asked = self.asked or self.store.get_bytes(ASKED) is not None
 
     def _stamp(self) -> dict[str, Any]:
         spent = self.meter.spent(self.clock())

@@ -279,6 +279,36 @@ def test_a_limit_ends_the_run_with_everything_saved(tmp_path: Path, limits: dict
     assert float(receipt["usd"]["actual"]) <= 0.0300
 
 
+def test_a_run_that_is_asked_to_stop_ends_as_at_a_limit(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def ask(_: FakeTrainer) -> None:
+        bench.store.put_bytes(b"{}", "stop.json")
+        bench.clock.sleep(61)  # one heartbeat
+
+    assert bench.attempt(script={4: ask}).run() == 0
+    assert (bench.json("done.json")["reason"], bench.json("receipt.json")["reason"]) == ("stopped", "stopped")
+    assert bench.manifests()[-1] == bench.trainers[0].step < STEPS
+
+
+def test_a_node_that_comes_after_the_request_leaves_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.attempt(script={5: notice_at(bench, 120)}).run()
+    bench.answers.clear()
+    bench.store.put_bytes(b"{}", "stop.json")
+    assert bench.attempt("i-2").run() == 0
+    assert [trainer.step for trainer in bench.trainers] == [5, 5]  # started to export, and stopped at once
+    assert bench.json("done.json")["reason"] == "stopped"
+
+
+def test_a_request_before_anything_is_saved_starts_no_trainer(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.store.put_bytes(b"{}", "stop.json")
+    assert bench.attempt().run() == 0
+    assert bench.trainers == []
+    assert bench.json("done.json")["reason"] == "stopped"
+
+
 def test_a_limit_that_is_reached_already_starts_no_trainer(tmp_path: Path) -> None:
     bench = Bench(tmp_path, limits={"max_usd": "0.0100", "max_hours": "2", "deadline": None})
     assert bench.attempt().run() == 0

@@ -1,0 +1,55 @@
+"""`gpufleet stop`: asks a run to end as a limit would end it, with what it has trained. Writes one object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from infra.commands import aws, stack
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+
+ASKED = "stop.json"  # of the run's folder; the supervisor looks for it at every heartbeat
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    stack.argument(parser, earlier_runs=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    definition = stack.definition_of(args)
+    region = definition.fleet.region
+    return ask(definition, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC))
+
+
+def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
+    """0 when the run is asked, or over already. Raises AwsRefused where nothing of the file's owner could hear it."""
+    name, run, owner = definition.name, definition.run.id, definition.run.owner
+    folder = aws.run_folder(s3, definition)
+    done = folder.document("done.json") if folder else None
+    if done:
+        print(f"run {run} of {name} is over already: {done.get('reason')}, {done.get('at')}")
+        return 0
+    alive = [fleet for fleet in aws.fleets(ec2, definition) if fleet["FleetState"] not in aws.ENDED]
+    if folder is None or not any(aws.owner(fleet) == owner for fleet in alive):
+        others = ", ".join(sorted({aws.owner(fleet) or "nobody" for fleet in alive}))
+        whose = f"; there is one of {others}, whose file has to ask" if alive else ""
+        raise AwsRefused(
+            f"there is no fleet of {owner}'s for run {run} of {name} in {definition.fleet.region}{whose}. "
+            f"`gpufleet status {name}` says what there is; `--run ID` names an earlier run."
+        )
+    asked = {"by": owner, "at": now.isoformat(timespec="seconds")}
+    s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=(json.dumps(asked) + "\n").encode())
+    print(f"asked: s3://{folder.bucket}/{run}/{ASKED}")
+    nodes = [node["InstanceId"] for node in aws.nodes(ec2, definition) if node["State"]["Name"] == "running"]
+    looks = f"looks every {definition.job.parameters.checkpoint.heartbeat_s:g} s"
+    ends = "then ends the run and the fleet, and writes the receipt"
+    if nodes:
+        print(f"{nodes[0]} {looks}, finishes its step, saves, leaves final/ (docs/interruptions.md), {ends}.")
+    else:
+        print(f"No node runs. The next one {looks}: it leaves what the last checkpoint has, {ends}.")
+        print("Where that is not worth a node, `pulumi destroy` keeps what is in the bucket, if the file says so.")
+    print(f"Next: `gpufleet logs {name} --follow`, `gpufleet results {name}`, `pulumi destroy`.")
+    return 0

@@ -1,0 +1,82 @@
+"""`gpufleet stop`: the run is asked once somebody could hear it, and nothing else is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from commands_world import account, declare_bucket, declare_fleet, definition, project, put
+
+from infra.commands import aws, status, stop
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+from rehearsal.cloud import Cloud
+
+NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
+
+
+@pytest.fixture
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackDefinition:
+    return definition(project(tmp_path, monkeypatch))
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    with account(tmp_path, monkeypatch) as cloud:
+        yield cloud
+
+
+def asked(stack: StackDefinition) -> int:
+    return stop.ask(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW)
+
+
+def objects(stack: StackDefinition) -> list[str]:
+    folder = aws.run_folder(aws.client("s3", "us-east-2"), stack)
+    return [each.name for each in folder.objects()] if folder else []
+
+
+def test_the_request_lies_beside_the_run_and_status_says_so(
+    cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare_fleet(cloud)
+    put(cloud, declare_bucket(cloud), "run.json", {})
+    assert asked(stack) == 0
+    (node,) = cloud.instances()
+    assert f"{node.id} looks every 60 s, finishes its step, saves, leaves final/" in capsys.readouterr().out
+    assert objects(stack) == ["run.json", "stop.json"]
+    lines = status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW)
+    assert "asked       to end, by you at 2026-11-21T12:10:00+00:00" in list(lines)
+
+
+def test_where_no_node_runs_it_says_what_the_request_will_cost(
+    cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud.no_capacity()
+    declare_fleet(cloud)
+    put(cloud, declare_bucket(cloud), "run.json", {})
+    assert asked(stack) == 0
+    said = capsys.readouterr().out
+    assert "No node runs. The next one looks every 60 s: it leaves what the last checkpoint has" in said
+    assert "Where that is not worth a node, `pulumi destroy` keeps what is in the bucket" in said
+
+
+def test_a_run_that_is_over_is_not_asked(
+    cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare_fleet(cloud)
+    put(cloud, declare_bucket(cloud), "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
+    assert asked(stack) == 0
+    assert "run r1 of small-growth is over already: finished, 2026-11-21T12:01:00Z" in capsys.readouterr().out
+    assert objects(stack) == ["done.json"]
+
+
+@pytest.mark.parametrize("owner", [None, "somebody"])
+def test_without_a_fleet_of_ones_own_nothing_is_asked(cloud: Cloud, stack: StackDefinition, owner: str | None) -> None:
+    put(cloud, declare_bucket(cloud), "run.json", {})
+    if owner:
+        declare_fleet(cloud, owner=owner)
+    with pytest.raises(AwsRefused, match="one of somebody, whose file has to ask" if owner else "there is no fleet of"):
+        asked(stack)
+    assert objects(stack) == ["run.json"]
