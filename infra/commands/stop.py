@@ -10,6 +10,7 @@ from typing import Any
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
+from job import sizing
 
 ASKED = "stop.json"  # of the run's folder; the supervisor looks for it at every heartbeat
 
@@ -44,10 +45,12 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=(json.dumps(asked) + "\n").encode())
     print(f"asked: s3://{folder.bucket}/{run}/{ASKED}")
     nodes = [node["InstanceId"] for node in aws.nodes(ec2, definition) if node["State"]["Name"] == "running"]
-    looks = f"looks every {definition.job.parameters.checkpoint.heartbeat_s:g} s"
+    config = definition.job.parameters
+    looks = f"looks every {config.checkpoint.heartbeat_s:g} s"
+    left = "leaves final/" if sizing.cut_bytes(config, 0) else f"leaves no result ({name} has none before its end)"
     ends = "then ends the run and the fleet, and writes the receipt"
     if nodes:
-        print(f"{nodes[0]} {looks}, finishes its step, saves, leaves final/ (docs/interruptions.md), {ends}.")
+        print(f"{nodes[0]} {looks}, finishes its step, saves, {left}, {ends}.")
     else:
         print(f"No node runs. The next one {looks}: it leaves what the last checkpoint has, {ends}.")
         print("Where that is not worth a node, `pulumi destroy` keeps what is in the bucket, if the file says so.")
