@@ -92,9 +92,9 @@ def notices(config: JobConfig, instance: Instance, runtime: Runtime, estimate: E
 
 def scratch_gb(config: JobConfig) -> float:
     """Local disk a run may need: best, last, last but one, one being written (x 1.2), exports and final weights."""
-    exports = sizing.export_bytes(config)
+    exports = (*sizing.export_bytes(config).values(), *sizing.final_bytes(config).values())
     largest = max(sizing.checkpoint_bytes(config, index) for index in range(len(sizing.phases(config))))
-    return (largest * 4.2 + sum(exports.values()) + list(exports.values())[-1]) / 1e9
+    return (largest * 4.2 + sum(exports)) / 1e9
 
 
 def _fit(

@@ -19,6 +19,9 @@ MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
 KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones; without evaluations there is no best
+SAVE_REQUESTS = 6  # beside a checkpoint's data: two small files, manifest, best.json, metrics, a listing
+# Of what `up` sends: the provider's aws_s3_object leaves its SDK's uploader at 5 MiB (AWS SDK for Go v2, read 2026-11).
+INPUT_PART_BYTES = 5 * 1024 * 1024
 SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250
@@ -80,7 +83,6 @@ def line(name: str, quantity: float, price: Price) -> Line:
 def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
     """Upper bound of what lies in the bucket when the run has ended."""
     config = definition.job.parameters
-    exports = sizing.export_bytes(config)
     kept = max(  # of the phase that leaves most: one without optimizer steps saves nothing over the one before
         (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * sizing.checkpoint_bytes(config, index)
         + sizing.end_bytes(config, index)
@@ -89,8 +91,8 @@ def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
     return Stored(
         dataset=dataset_gb(definition, dataset_bytes) + weights_gb(definition),
         checkpoints=kept / 1e9,
-        exports=sum(exports.values()) / 1e9,
-        final=list(exports.values())[-1] / 1e9,
+        exports=sum(sizing.export_bytes(config).values()) / 1e9,
+        final=sum(sizing.final_bytes(config).values()) / 1e9,
     )
 
 
@@ -130,11 +132,12 @@ def bucket_lines(
     writes = sum(
         (phase.saves - 1) * math.ceil(sizing.checkpoint_bytes(config, i) / sizing.PART_BYTES)
         + math.ceil(sizing.end_bytes(config, i) / sizing.PART_BYTES)
-        + phase.saves * 2 * runtime.ranks
+        + phase.saves * (2 * runtime.ranks + SAVE_REQUESTS)
         for i, phase in enumerate(runtime.phases)
         if phase.saves
     )
-    writes += (held.exports + held.final + held.dataset) * 1e9 / sizing.PART_BYTES + 100
+    writes += (held.exports + held.final) * 1e9 / sizing.PART_BYTES + 100
+    writes += held.dataset * 1e9 / INPUT_PART_BYTES
     writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
     reads = (held.final + held.dataset) * 1e9 / sizing.PART_BYTES + 100
     logs_gb = LOG_GB_PER_BOOT + sizing.total_steps(config) / config.log.every * LOG_LINE_BYTES / 1e9

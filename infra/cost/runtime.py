@@ -111,8 +111,8 @@ def hours(
     if estimate.step_ms is not None or nodes > 1:
         calibration = None
     upload_gb_s = upload_rate(instance, estimate)
-    exports = list(sizing.export_bytes(config).values())
-    last_gb = (sizing.end_bytes(config, len(sizes) - 1) + 2 * exports[-1]) / 1e9  # checkpoint, export, final/
+    ends_with = (*list(sizing.export_bytes(config).values())[-1:], *sizing.final_bytes(config).values())
+    last_gb = (sizing.end_bytes(config, len(sizes) - 1) + sum(ends_with)) / 1e9
     ends = calibration is not None and calibration.finish_s is not None and sizes[-1].steps > 0
     finish_s = calibration.finish_s if calibration and ends else None
     written_s = last_gb / scratch_rate(instance, root) if finish_s is None else finish_s

@@ -35,6 +35,7 @@ __all__ = [
     "dataset_bytes",
     "end_bytes",
     "export_bytes",
+    "final_bytes",
     "fits",
     "flops_per_token",
     "ladder",
@@ -70,6 +71,7 @@ class _Sizing(Protocol):
     def end_bytes(self, config: Any, phase_index: int) -> int: ...
     def export_bytes(self, config: Any) -> dict[str, int]: ...
     def cut_bytes(self, config: Any, phase_index: int) -> int: ...
+    def final_bytes(self, config: Any) -> dict[str, int]: ...
     def dataset_bytes(self, config: Any) -> int: ...
     def weights_bytes(self, config: Any) -> int: ...
 
@@ -198,13 +200,18 @@ def products(config: JobConfig) -> str:
 
 
 def export_bytes(config: JobConfig) -> dict[str, int]:
-    """Weights-only files kept beside the checkpoints, in order; the last is what becomes final/."""
+    """Weights-only files kept beside the checkpoints, in order."""
     return _MODULES[type(config)].export_bytes(config)
 
 
 def cut_bytes(config: JobConfig, phase_index: int) -> int:
     """Of final/ where a limit ends the run in this phase."""
     return _MODULES[type(config)].cut_bytes(config, phase_index)
+
+
+def final_bytes(config: JobConfig) -> dict[str, int]:
+    """What a run is for and `gpufleet results` brings, in the order it is written: final/, and two-tower's scores."""
+    return _MODULES[type(config)].final_bytes(config)
 
 
 def dataset_bytes(config: JobConfig) -> int:

@@ -190,6 +190,11 @@ def cut_bytes(config: GrowthConfig, phase_index: int) -> int:
     return export_bytes(config)[f"phase{phase_index + 1}_end"]
 
 
+def final_bytes(config: GrowthConfig) -> dict[str, int]:
+    """A copy of the last export."""
+    return {"weights": export_bytes(config)["phase3_end"]}
+
+
 def dataset_bytes(config: GrowthConfig) -> int:
     """Of the prepared dataset, before it is: two bytes per token."""
     return config.data.stories * BYTES_PER_STORY

@@ -141,11 +141,15 @@ def end_bytes(config: PretrainConfig, phase_index: int) -> int:
 
 
 def export_bytes(config: PretrainConfig) -> dict[str, int]:
+    return {}
+
+
+def final_bytes(config: PretrainConfig) -> dict[str, int]:
     return {"best": 4 * parameters(config.model)}
 
 
 def cut_bytes(config: PretrainConfig, phase_index: int) -> int:
-    return export_bytes(config)["best"]
+    return final_bytes(config)["best"]
 
 
 def dataset_bytes(config: PretrainConfig) -> int:

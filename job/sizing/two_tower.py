@@ -161,6 +161,10 @@ def end_bytes(config: TwoTowerConfig, phase_index: int) -> int:
 
 
 def export_bytes(config: TwoTowerConfig) -> dict[str, int]:
+    return {}
+
+
+def final_bytes(config: TwoTowerConfig) -> dict[str, int]:
     """The refit on all queries and every fold's scores: both are what a run is for, and both are brought home."""
     return {"results": 4 * max(parameters(family) for _, family in variants(config)) + _scores_bytes(config)}
 

@@ -40,17 +40,18 @@ def worked(
     nodes: int = 1,
     root_gib: int,
     stored_gb: float,
-    uploaded_gb: float,  # once: exports, final, dataset, weights
+    left_gb: float,  # exports and final, uploaded once
+    inputs_gb: float,  # dataset and weights
     saves: Sequence[tuple[float, int]],  # (checkpoints written, requests of one)
-    downloaded_gb: float,  # final weights; the node reads dataset and weights beside them
-    read_gb: float,
+    final_gb: float,
     logged_lines: float,
 ) -> dict[str, Decimal]:
     """Prices of us-east-1 and us-east-2: storage 0.08 and 0.023, address 0.005, requests 0.005 and 0.0004 per 1000,
     transfer 0.09, logs 0.50. A month is 730 h, the bucket is kept for 7 days.
     """
     hours = seconds / 3600 * nodes
-    writes = sum(count * requests for count, requests in saves) + uploaded_gb * 1e9 / PART + 100
+    writes = sum(count * requests for count, requests in saves) + left_gb * 1e9 / PART + 100
+    writes += inputs_gb * 1e9 / (5 * 1024 * 1024)  # the provider's parts
     writes += seconds / 60 * 3  # heartbeat, metrics and job log, each minute
     return {
         "compute": cents(hours, usd_per_hour),
@@ -58,8 +59,8 @@ def worked(
         "public IPv4": cents(hours, "0.005"),
         "S3 storage": cents((stored_gb + 0.02) * 7 * 24 / 730, "0.023"),  # 20 MB of reports
         "S3 write requests": cents(writes / 1000, "0.005"),
-        "S3 read requests": cents((read_gb * 1e9 / PART + 100) / 1000, "0.0004"),
-        "transfer of results": cents(downloaded_gb + 0.02, "0.09"),
+        "S3 read requests": cents(((final_gb + inputs_gb) * 1e9 / PART + 100) / 1000, "0.0004"),
+        "transfer of results": cents(final_gb + 0.02, "0.09"),
         "logs": cents(0.005 + logged_lines * 250 / 1e9, "0.50"),
     }
 
@@ -97,13 +98,15 @@ def lines(found: Bill) -> dict[str, Decimal]:
 
 
 def end_s(written_gb: float, upload_gb_s: float) -> float:
-    """The last checkpoint, the last export and its copy in final/: instance store 1 GB/s, hash 1.4 GB/s, upload."""
+    """The last checkpoint and final/: instance store 1 GB/s, hash 1.4 GB/s, upload."""
     return written_gb * (1 / 1.0 + 1 / 1.4 + 1 / upload_gb_s)
 
 
 def requests_of(saves: float, checkpoint_gb: float, end_gb: float, ranks: int) -> list[tuple[float, int]]:
-    """A phase's saves as `worked` takes them: all alike but the last, which has no moments."""
-    whole, end = (ceil(gb * 1e9 / PART) + 2 * ranks for gb in (checkpoint_gb, end_gb))
+    """A phase's saves as `worked` takes them: all alike but the last, which has no moments. Each rank's file is begun
+    and completed; two small files, manifest, best.json, metrics and a listing go with them.
+    """
+    whole, end = (ceil(gb * 1e9 / PART) + 2 * ranks + 6 for gb in (checkpoint_gb, end_gb))
     return [(saves - 1, whole), (1, end)]
 
 
@@ -130,7 +133,7 @@ def test_growth_on_an_a10g_spot_node() -> None:
     growth_s = sum(5 * count * 4 / 1e9 + 40 for count in parameters[1:])  # 5 passes at 1 GB/s, and compiling
     final_gb = parameters[2] * 2 / 1e9
     seconds = 480 + sum(1000 * step for step in step_s) + sum(beside_s) + stalls_s + growth_s
-    seconds += end_s(3 * final_gb, 5 / 8)  # weights alone in the last checkpoint too; 5 Gbit/s
+    seconds += end_s(3 * final_gb, 5 / 8)  # the last checkpoint, which has weights alone, export, final/; 5 Gbit/s
     # the weights at each boundary, as they are and as they will be: fp32, then bf16 at the end
     exports_gb = (100_038_016 + 2 * 371_640_256 + 2_155_790_208) * 4 / 1e9 + final_gb
     dataset_gb = 0.0222  # 50,000 stories x 444 bytes
@@ -139,10 +142,10 @@ def test_growth_on_an_a10g_spot_node() -> None:
         usd_per_hour="0.3739",  # az3, the dearest of 0.3596, 0.3617, 0.3739
         root_gib=100,
         stored_gb=dataset_gb + 2 * checkpoint_gb[2] + final_gb + exports_gb + final_gb,
-        uploaded_gb=exports_gb + final_gb + dataset_gb,
+        left_gb=exports_gb + final_gb,
+        inputs_gb=dataset_gb,
         saves=[pair for n, gb in zip(saves, checkpoint_gb, strict=True) for pair in requests_of(n, gb, gb / 3, 1)],
-        downloaded_gb=final_gb,
-        read_gb=final_gb + dataset_gb,
+        final_gb=final_gb,
         logged_lines=3 * 1000 / 10,
     )
 
@@ -170,19 +173,19 @@ def sft_lines(*, nodes: int, efficiency: float, usd_per_hour: str) -> dict[str, 
     merge_s = step_s * (3 * 512 * 4096 + 2 * 32 * 15 * 4096) / 16_384 / 3 + 5 * 128 * 0.02
     merged_gb = 4 * LLAMA / 1e9
     seconds = 900 + steps * step_s + evaluation_s + stalls_s + merge_s
-    seconds += end_s(end_gb + 2 * merged_gb, 1.02)  # 100 Gbit/s are more than 1.02 GB/s
+    final_gb = 2 * ADAPTERS / 1e9 + merged_gb  # the adapter in bf16 lies beside the merged weights
+    seconds += end_s(end_gb + final_gb, 1.02)  # 100 Gbit/s are more than 1.02 GB/s
     inputs_gb = int(600_000 * 361 * 6 / 0.98) / 1e9 + 2 * LLAMA / 1e9  # ids and segments; weights in bf16
-    exports_gb = 2 * ADAPTERS / 1e9 + merged_gb
     return worked(
         seconds=seconds,
         usd_per_hour=usd_per_hour,
         nodes=nodes,
         root_gib=200,
-        stored_gb=inputs_gb + 2 * checkpoint_gb + end_gb + exports_gb + merged_gb,
-        uploaded_gb=exports_gb + merged_gb + inputs_gb,
+        stored_gb=inputs_gb + 2 * checkpoint_gb + end_gb + final_gb,
+        left_gb=final_gb,
+        inputs_gb=inputs_gb,
         saves=requests_of(saves, checkpoint_gb, end_gb, nodes),
-        downloaded_gb=merged_gb,
-        read_gb=merged_gb + inputs_gb,
+        final_gb=final_gb,
         logged_lines=steps / 10,
     )
 
@@ -215,16 +218,16 @@ def test_pretraining_on_eight_h100_spot() -> None:
     saves = (5000 * step_s + beside_s) / 300 + evaluations + 1
     best_gb = 4 * parameters / 1e9
     seconds = 900 + 5000 * step_s + beside_s + saves * (0.1 + checkpoint_gb / 4 / 8)
-    seconds += end_s(3 * best_gb, 1.02)
+    seconds += end_s(2 * best_gb, 1.02)
     assert lines(bill(plan(PretrainConfig(), "p5.48xlarge"))) == worked(
         seconds=seconds,
         usd_per_hour="11.9912",  # az3, the dearest of 11.2543, 11.5616, 11.9912
         root_gib=200,
-        stored_gb=0.35 + 2 * checkpoint_gb + 3 * best_gb,  # a byte a character; last, best, and its copy in final/
-        uploaded_gb=2 * best_gb + 0.35,
+        stored_gb=0.35 + 2 * checkpoint_gb + 2 * best_gb,  # a byte a character; the last checkpoint and final/
+        left_gb=best_gb,
+        inputs_gb=0.35,
         saves=requests_of(saves, checkpoint_gb, best_gb, 8),
-        downloaded_gb=best_gb,
-        read_gb=best_gb + 0.35,
+        final_gb=best_gb,
         logged_lines=5000 / 10,
     )
 
@@ -245,18 +248,18 @@ def test_kernel_sft_with_phases_that_have_no_optimizer_steps() -> None:
     candidates = 20 * 10 + 56  # and those that cheat
     verify_s = candidates * 20 / 192 + 5 * candidates * (6 + 0.2 * 35) / 8  # 192 vCPUs; five rows of the ablation
     weights_gb = 2 * parameters / 1e9
-    seconds = 900 + sft_s + generate_s + verify_s + end_s(2 * weights_gb, 1.02)  # the last phase has no checkpoint
+    seconds = 900 + sft_s + generate_s + verify_s + end_s(weights_gb, 1.02)  # the last phase has no checkpoint
     inputs_gb = 1000 * 8192 * 6 / 1e9 + weights_gb
     assert lines(bill(plan(KernelConfig(), "p5.48xlarge", weights="data/qwen"))) == worked(
         seconds=seconds,
         usd_per_hour="11.9912",
         root_gib=200,
         # last but one, and last, which has fp32 weights alone: nothing says which is best
-        stored_gb=inputs_gb + checkpoint_gb + 2 * weights_gb + 2 * weights_gb,
-        uploaded_gb=2 * weights_gb + inputs_gb,
+        stored_gb=inputs_gb + checkpoint_gb + 2 * weights_gb + weights_gb,
+        left_gb=weights_gb,
+        inputs_gb=inputs_gb,
         saves=requests_of(saves, checkpoint_gb, 2 * weights_gb, 8),
-        downloaded_gb=weights_gb,
-        read_gb=weights_gb + inputs_gb,
+        final_gb=weights_gb,
         logged_lines=steps / 10,
     )
 
@@ -285,17 +288,17 @@ def two_tower_lines(
         seconds += 3500 * step_s + beside_s + count * (0.1 + whole_gb / 4)
         if members > 1:
             folds_gb = 2 * whole_gb + end_gb
-    results_gb = 4 * member / 1e9 + scores_gb  # counted as exported and as final, an upper bound
+    results_gb = 4 * member / 1e9 + scores_gb
     dataset_gb = (342 * 1131 + (342 + 101) * 384 * 4) / 1e9
     return worked(
-        seconds=seconds + end_s(end_gb + 2 * results_gb, upload_gb_s),
+        seconds=seconds + end_s(end_gb + results_gb, upload_gb_s),
         usd_per_hour=usd_per_hour,
         root_gib=100,
-        stored_gb=dataset_gb + folds_gb + 2 * results_gb,
-        uploaded_gb=2 * results_gb + dataset_gb,
+        stored_gb=dataset_gb + folds_gb + results_gb,
+        left_gb=results_gb,
+        inputs_gb=dataset_gb,
         saves=saves,
-        downloaded_gb=results_gb,
-        read_gb=results_gb + dataset_gb,
+        final_gb=results_gb,
         logged_lines=2 * 3500 / 100,
     )
 

@@ -60,6 +60,8 @@ def test_the_result_table_says_what_was_predicted_measured_and_learned(finished:
 
 
 def test_the_export_is_served_and_continues_as_the_run_did(finished: Path) -> None:
+    found, sized = world.left(finished)
+    assert found == sized
     served = open_model(finished / "final")
     asked = Generation(prompt="1+2", max_tokens=4, temperature=0)
     assert "1+2" + "".join(served.generate(asked)) == results(finished)["samples"]["1+2"]

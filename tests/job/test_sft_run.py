@@ -99,6 +99,9 @@ def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) 
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["files"][0]["sha256"] == table["weights_sha256"]
     assert (folder / "words.json").exists()
+    found, sized = world.left(finished)
+    merged = 2 * sum(layer.numel() for layer in module.parameters())
+    assert found == sized - merged  # it is sized in fp32, which it could have had to be
 
 
 def test_an_adapter_that_a_limit_cuts_short_is_left_as_its_last_step_made_it(tmp_path: Path, finished: Path) -> None:

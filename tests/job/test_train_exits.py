@@ -55,6 +55,8 @@ def test_a_finished_run_leaves_weights_at_each_phase_start_and_end(finished: Pat
 def test_the_final_model_is_the_last_phases(finished: Path) -> None:
     end = finished / "exports" / "phase3_end" / "model.safetensors"
     assert (finished / "final" / "model.safetensors").read_bytes() == end.read_bytes()
+    found, sized = world.left(finished)
+    assert found == sized
     assert world.committed(finished)[-1] == 3 * STEPS
 
 

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job import atomic
+from safetensors.torch import load_file
+
+from job import atomic, sizing
 from job.dataset import prepare, sources
 from job.train import __main__ as trainer
 from job.train.experiment import Experiment
@@ -88,6 +90,14 @@ def final_hash(workdir: Path) -> str:
     assert meta is not None
     digest: str = meta["files"][0]["sha256"]
     return digest
+
+
+def left(workdir: Path) -> tuple[int, int]:
+    """Bytes of the weights that a run has left beside its checkpoints, headers apart; and what their sizing says."""
+    paths = [path for name in ("exports", "final") for path in (workdir / name).rglob("*.safetensors")]
+    found = sum(tensor.nbytes for path in paths for tensor in load_file(path).values())
+    config = trainer.Run.read(workdir).config
+    return found, sum((*sizing.export_bytes(config).values(), *sizing.final_bytes(config).values()))
 
 
 def committed(workdir: Path) -> list[int]:
