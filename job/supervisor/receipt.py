@@ -185,13 +185,14 @@ def _rows(run: RunFile, attempts: Sequence[Attempt]) -> list[_Row]:
 
 def _lost(attempts: Sequence[Attempt]) -> Decimal:
     """Billed seconds that only interruptions explain."""
-    total = Decimal(0)
-    for before, attempt in zip([None, *attempts], attempts, strict=False):
+    total, reached = Decimal(0), 0
+    for index, attempt in enumerate(attempts):
         seconds = attempt.idle_s
-        if before is not None:
+        if index:
             seconds += attempt.lived_s if attempt.started_s is None else attempt.started_s
-            repeated = max(0, before.last_step - attempt.resumed_step)
+            repeated = max(0, min(attempt.last_step, reached) - attempt.resumed_step)
             seconds += Decimal(f"{repeated * attempt.step_s:.3f}")
+        reached = max(reached, attempt.last_step)
         total += min(seconds, attempt.lived_s)
     lived = sum((attempt.lived_s for attempt in attempts), Decimal(0))
     billed = sum((attempt.seconds for attempt in attempts), Decimal(0))

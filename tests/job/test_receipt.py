@@ -129,6 +129,17 @@ def test_a_kill_without_notice_costs_the_steps_it_repeats(run: RunFile) -> None:
     assert made["interruptions"]["without_notice"] == 1
 
 
+def test_steps_are_repeated_whichever_node_repeats_them(run: RunFile) -> None:
+    first, last = CASES["killed"]
+    booted = attempt(120, exit=None, started_s=None, last_step=0)  # lost before it knew where to go on
+    some = attempt(900, exit=None, resumed_step=1000, last_step=1040)
+    for between, booting_s in ((booted, 120 + 300), (some, 300 + 300)):
+        resumed = replace(last, resumed_step=max(1000, between.last_step))
+        expected = Decimal(booting_s + 50) / 3600 * (Decimal("0.36") + EXTRAS) - Decimal("0.0028")
+        causes = build(run, first, between, resumed)["causes"]
+        assert Decimal(causes["interruptions"]) == pytest.approx(expected, abs=Decimal("0.0001"))
+
+
 @pytest.mark.parametrize(
     ("actual", "grade"),
     [("0.0999", "below p10"), ("0.1", "inside p10-p90"), ("0.4", "inside p10-p90"), ("0.4001", "above p90")],
