@@ -33,6 +33,11 @@ class Left:
     ours: bool = True  # False: it looks like ours, but nothing proves it
     remove: str = ""  # the command that removes it, but for the region
     owner: str = ""  # as its tag says, where that is another than the definition's
+    launches: bool = False  # costs nothing now, and may launch a node at any time
+
+    @property
+    def bills(self) -> bool:
+        return bool(self.usd_per_month) or self.launches
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
     found = list(look(definition, aws.client))
     print("\n".join(table(definition, found)))
-    return 1 if any(left.usd_per_month and left.ours and not left.asked_for and not left.owner for left in found) else 0
+    return 1 if any(left.bills and left.ours and not left.asked_for and not left.owner for left in found) else 0
 
 
 def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
@@ -51,8 +56,8 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     foreign = [left for left in found if left.owner]
     kept = [left for left in found if left.asked_for and not left.owner]
     ours = [left for left in found if left.ours and not left.asked_for and not left.owner]
-    billed = [left for left in ours if left.usd_per_month]
-    free = [left for left in ours if not left.usd_per_month]
+    billed = [left for left in ours if left.bills]
+    free = [left for left in ours if not left.bills]
     perhaps = [left for left in found if not left.ours]
     for title, group in (
         (f"Kept on purpose (storage.keep of {definition.source.name}):", kept),
@@ -73,6 +78,7 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     total = sum((left.usd_per_month for left in billed), Decimal(0))
     where = f"{definition.name} in {definition.fleet.region}"
     said = f"${total:.2f} a month nobody asked for." if billed else "nothing billable is left over."
+    said += " A fleet can launch a node at any time." if any(left.launches for left in billed) else ""
     theirs = sum((left.usd_per_month for left in foreign), Decimal(0))
     yield f"{where}: {said}" + (f" Another owner's: ${theirs:.2f} a month." if theirs else "")
 
@@ -111,11 +117,11 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
 def _fleets(fleets: list[dict[str, Any]], definition: StackDefinition) -> Iterator[Left]:
     for fleet in fleets:
         wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
-        launches = fleet["FleetState"] in ("submitted", "active", "modifying") and wants
+        launches = fleet["FleetState"] in ("submitted", "active", "modifying") and wants > 0
         note = f"{fleet['FleetState']}, wants {wants}" + (": it can launch a node at any time" if launches else "")
         command = f"aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet['FleetId']}" if launches else ""
         owner = _other_owner(fleet, definition)
-        yield Left(kind="fleet", id=fleet["FleetId"], note=note, remove=command, owner=owner)
+        yield Left(kind="fleet", id=fleet["FleetId"], note=note, remove=command, owner=owner, launches=launches)
 
 
 def _instances(nodes: list[dict[str, Any]], definition: StackDefinition) -> Iterator[Left]:

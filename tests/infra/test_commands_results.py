@@ -177,12 +177,20 @@ def test_sweep_walks_from_a_running_node_to_its_untagged_disk(
     assert {"fleet", "instance", "volume", "network interface", "launch template", "VPC"} <= set(found)
     assert found["volume"].usd_per_month == Decimal("8.00")
     assert found["instance"].usd_per_month >= Decimal("1.212") * 730
+    assert found["fleet"].bills
     assert main(["sweep", "small-growth"]) == 1
     said = capsys.readouterr().out
     assert "Billed, and nobody asked for it:" in said
     assert re.search(r"aws ec2 terminate-instances --instance-ids i-\w+ --region us-east-2\n", said)
     assert re.search(r"aws ec2 delete-fleets .* --region us-east-2\n", said)
     assert "it can launch a node at any time" in said
+
+
+def test_a_fleet_that_waits_for_a_node_is_a_leftover_though_it_costs_nothing_yet(stack: StackDefinition) -> None:
+    waiting = sweep.Left(kind="fleet", id="fleet-1", note="active, wants 1", launches=True)
+    said = list(sweep.table(stack, [waiting]))
+    assert said[0] == "Billed, and nobody asked for it:"
+    assert said[-1].endswith(": $0.00 a month nobody asked for. A fleet can launch a node at any time.")
 
 
 def test_sweep_does_not_take_another_owner_s_node_for_a_leftover(
