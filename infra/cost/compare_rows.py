@@ -17,6 +17,7 @@ import numpy as np
 
 from infra.catalog import Catalog
 from infra.cost import risk, side
+from infra.cost.lines import CENT_100
 from infra.cost.options import Capacity, Footing, TypeCost
 from infra.cost.runtime import Runtime
 from infra.cost.side import UNBOUND, Prepared, Quantiles, Side
@@ -236,7 +237,7 @@ def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
     def amount(price: Decimal | None) -> Decimal | None:
         if price is None or row.compute_h is None:
             return None
-        return (Decimal(f"{row.compute_h:.6f}") * price * row.nodes).quantize(Decimal("0.01"))
+        return (Decimal(f"{row.compute_h:.6f}") * price * row.nodes).quantize(CENT_100)
 
     spot = on_demand = None
     with suppress(PriceMissing):

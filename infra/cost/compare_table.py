@@ -187,7 +187,7 @@ def _pair(values: Quantiles | None) -> tuple[str, str]:
 
 
 def _number(value: Decimal | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value:.2f}" if value >= Decimal("0.1") else f"{float(value):.2g}"
 
 
 def _hours(value: float | None) -> str:

@@ -296,6 +296,11 @@ def test_the_scenario_table_says_what_does_not_launch_or_is_over_its_limit() -> 
     assert "100.00" in line
 
 
+def test_no_dollars_are_shown_as_none() -> None:
+    shown = compare_table.scenarios([rows("tinystories-growth")["g5-100-b8"]]).splitlines()[2]
+    assert "  0.0048  " in shown  # 48 s on an A10G: spot in us-east-2
+
+
 def test_a_scenario_lies_over_the_file_and_leaves_the_rest() -> None:
     definition, variants = stack("pretrain-d64")
     deep = next(variant for variant in variants if variant.scenario == "d64-true")
