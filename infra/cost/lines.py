@@ -140,6 +140,7 @@ def bucket_lines(
     writes += held.dataset * 1e9 / INPUT_PART_BYTES
     writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
     reads = (held.final + held.dataset) * 1e9 / sizing.PART_BYTES + 100
+    reads += runtime.total_s / config.checkpoint.heartbeat_s  # whether somebody has asked it to stop
     logs_gb = LOG_GB_PER_BOOT + sizing.total_steps(config) / config.log.every * LOG_LINE_BYTES / 1e9
     return [
         line("S3 storage", held.total * days * 24 / float(MONTH_H), catalog.price("s3_storage", region)),

@@ -59,7 +59,7 @@ def worked(
         "public IPv4": cents(hours, "0.005"),
         "S3 storage": cents((stored_gb + 0.02) * 7 * 24 / 730, "0.023"),  # 20 MB of reports
         "S3 write requests": cents(writes / 1000, "0.005"),
-        "S3 read requests": cents(((final_gb + inputs_gb) * 1e9 / PART + 100) / 1000, "0.0004"),
+        "S3 read requests": cents(((final_gb + inputs_gb) * 1e9 / PART + 100 + seconds / 60) / 1000, "0.0004"),
         "transfer of results": cents(final_gb + 0.02, "0.09"),
         "logs": cents(0.005 + logged_lines * 250 / 1e9, "0.50"),
     }
