@@ -30,7 +30,8 @@ MATMUL_SHARE, BANDWIDTH_SHARE = 0.4, 0.4
 POWER_LIMITED = {"NVIDIA L4": 0.2}  # instead of MATMUL_SHARE
 TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. Below it a checkpoint of 10 GB stops training for 7 s and more
 
-THROTTLED = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
+# Causes, not hw_slowdown: that one is also set while clocks change (NVML reference, 2026-11), as they do just then.
+CLOCKS = "clocks_event_reasons.hw_power_brake_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
 SMI_S = 20.0
 LIMIT_S = 60.0  # for one rank's measurements, which take some seconds
 BEST_OF = 3
@@ -158,7 +159,7 @@ def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return None, None, None
-    words = [smi, f"--query-gpu={THROTTLED}", "--format=csv,noheader,nounits", "-i", str(device.torch.index or 0)]
+    words = [smi, f"--query-gpu={CLOCKS}", "--format=csv,noheader,nounits", "-i", str(device.torch.index or 0)]
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):

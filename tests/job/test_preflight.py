@@ -101,6 +101,24 @@ def test_clocks_are_read_from_nvidia_smi(answer: str, expected: tuple[Any, ...])
     assert parse_clocks(answer) == expected
 
 
+@pytest.mark.parametrize(
+    ("active", "throttled"), [("hw_thermal_slowdown", True), ("hw_power_brake_slowdown", True), ("hw_slowdown", False)]
+)
+def test_heat_and_the_power_brake_throttle_a_gpu_and_a_change_of_clocks_does_not(
+    active: str, throttled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def smi(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """Gives what was asked for, as if that one reason of them all were active."""
+        asked = words[1].removeprefix("--query-gpu=").split(",")
+        reasons = {True: "Active", False: "Not Active"}
+        said = [reasons[name.endswith(f".{active}")] if ".hw_" in name else "1500" for name in asked]
+        return subprocess.CompletedProcess(words, 0, stdout=", ".join(said))
+
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: name)
+    monkeypatch.setattr(preflight.subprocess, "run", smi)
+    assert preflight._clocks(CPU) == (1500, 1500, throttled)
+
+
 ROOT = Path(__file__).parents[2]
 HANGING = """
 import sys, threading
