@@ -148,8 +148,6 @@ class Publisher:
         for name, size in commit.files:
             if (commit.path / name).stat().st_size != size:
                 raise FileNotFoundError(f"{commit.path / name} is not {size} bytes long")
-        if commit.step <= self.newest:
-            self._store.delete([f"{folder}/manifest.json"])  # never new files under an old manifest
         required = self._require(commit.requires)
         started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
         digests, whole = self._send_all(commit, folder)
@@ -178,6 +176,8 @@ class Publisher:
         written = {key: path.stat().st_mtime_ns for key, path in paths.items()}
         self._arrived = {key: kept for key, kept in self._arrived.items() if written.get(key) == kept[0]}
         whole = not self._arrived
+        if len(self._arrived) < len(paths):  # never new files under an old manifest: a node that went late has left one
+            self._store.delete([f"{folder}/manifest.json"])
         with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
             waiting = [
                 (key, pool.submit(atomic.sha256, path), pool.submit(self._send, path, key))

@@ -68,6 +68,19 @@ def test_the_manifest_is_written_after_every_file_and_export_it_names(tmp_path: 
     assert manifest["required_files"] == [{"name": "exports/phase1_end/model.safetensors", "bytes": 7}]
 
 
+def test_no_manifest_of_another_node_stands_over_files_that_are_being_replaced(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c")
+    late, own = (
+        publisher(bench),
+        publisher(bench, FaultyStore(bench.store, lambda put, _: Death() if put == 2 else None)),
+    )
+    late.publish(late.pending()[0])
+    with pytest.raises(Death):
+        own.publish(own.pending()[0])
+    assert bench.manifests() == []
+
+
 def test_an_export_of_an_earlier_attempt_is_enough(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.store.put_bytes(b"weights", "exports/phase1_end/model.safetensors")
