@@ -124,7 +124,7 @@ class Checkpoints:
                 no_dist=True,
             )
         except CheckpointException as error:
-            (cause, _), *_ = error.failures.values()
+            cause = _cause(error)
             own = isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError)
             if own and not isinstance(cause, FileNotFoundError):
                 raise cause from error  # of this node, and says nothing of the checkpoint
@@ -236,7 +236,8 @@ class Checkpoints:
                 self._commit(path, commit, progress)
         except (OSError, CheckpointException) as error:
             shutil.rmtree(path, ignore_errors=True)
-            problem = f"{type(error).__name__}: {error}"
+            cause = _cause(error) if isinstance(error, CheckpointException) else error
+            problem = f"{type(cause).__name__}: {cause}"
         return Saved(
             step=commit.step,
             reason=commit.reason,
@@ -320,6 +321,12 @@ def _host_copy(tensor: Tensor) -> Tensor:
         with suppress(RuntimeError):
             return torch.empty_like(tensor, device="cpu", pin_memory=True)
     return torch.empty_like(tensor, device="cpu")
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What one rank met; `error` itself is all ranks' tracebacks."""
+    (cause, _), *_ = error.failures.values()
+    return cause
 
 
 def _whole(path: Path, files: list[dict[str, Any]]) -> bool:

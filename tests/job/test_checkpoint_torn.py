@@ -48,7 +48,7 @@ def opened(folder: Path) -> Checkpoints:
     return Checkpoints(folder / "ckpt", config_sha256="config")
 
 
-def failing(path: Path, value: Any) -> None:
+def failing(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -155,12 +155,13 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(two: Path, monkeyp
     assert newest_step(two) == 3
 
 
-def test_a_write_error_is_reported_and_leaves_no_rest(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint.atomic, "write_json", failing)
+@pytest.mark.parametrize("where", ["atomic.write_json", "FileSystemWriter.write_data"])
+def test_a_write_error_is_reported_and_leaves_no_rest(two: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"job.train.checkpoint.{where}", failing)
     checkpoints = opened(two)
     checkpoints.save(state(), commit(3), {})
     (saved,) = checkpoints.wait()
-    assert "No space left" in str(saved.problem)
+    assert saved.problem == "OSError: [Errno 28] No space left on device"  # one line of the log, and no traceback
     assert not (two / "ckpt" / "step_00000003").exists()
     assert checkpoints.saved_step == 2
 
