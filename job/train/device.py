@@ -38,6 +38,7 @@ DATA_SHEETS: dict[str, tuple[float, float, float]] = {
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 UTILIZATION_INTERVAL_S = 5
 UTILIZATION_SAMPLES = 60  # five minutes
+KILL_S = 5.0  # for a killed nvidia-smi to be gone
 
 
 class DeviceRefusedError(ValueError):
@@ -226,13 +227,16 @@ class Utilization:
         return sum(recent) / len(recent) if len(recent) == UTILIZATION_SAMPLES else None
 
     def close(self) -> None:
-        """Ends nvidia-smi."""
+        """Ends nvidia-smi. One that waits for a GPU that fell off the bus cannot be killed: it is left, or this trainer
+        would wait for it too, on a node that is paid for.
+        """
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            self._reader.join()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=KILL_S)
+                self._reader.join()
+                assert self._process.stdout is not None
+                self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
+import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,19 @@ def test_the_utilisation_of_several_gpus_is_the_least_busy_ones(
     utilization._reader.join()
     utilization.close()
     assert list(utilization._recent) == [5.0, 40.0]
+
+
+def test_an_nvidia_smi_that_cannot_be_killed_keeps_no_trainer_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        def kill(self) -> None: ...
+
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None, "waits for ever"
+            raise subprocess.TimeoutExpired("nvidia-smi", timeout)
+
+    utilization = Utilization(choose("cpu", bf16=False))
+    monkeypatch.setattr(utilization, "_process", Stuck())
+    utilization.close()
 
 
 def test_this_torch_pins_memory_in_the_sizes_asked_for() -> None:
