@@ -63,11 +63,12 @@ class Metadata:
                 self._take_recommendation(self._get(REBALANCE_PATH))
         except _DoubtError as error:
             complaint = str(error)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:  # the last: no thread is left
             complaint = f"metadata: {type(error).__name__}: {error}"
         if complaint and complaint != self._complaint:  # once per kind of trouble, not once per poll
             self._say(complaint)
-        self._complaint = complaint
+        if complaint or self._turn % 2:  # a poll that asked everything, and all is well
+            self._complaint = complaint
 
     def _take_notice(self, body: bytes | None) -> None:
         if body is None:

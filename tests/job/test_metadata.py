@@ -70,6 +70,7 @@ NONSENSE: dict[str, object] = {
     "timeout": TimeoutError("slow"),
     "refused": ConnectionRefusedError(),
     "cut": ConnectionResetError(),
+    "no thread left for the limit of time": RuntimeError("can't start new thread"),
 }
 
 
@@ -92,6 +93,14 @@ def test_a_doubtful_notice_asks_for_a_save(time: object) -> None:
     assert first is not None
     assert found.save_wanted == first
     assert len(said) == 1  # a trouble that lasts is said once
+
+
+def test_a_trouble_of_recommendations_alone_is_said_once_until_it_is_over() -> None:
+    broken, fine = (500, b"oops"), (404, b"")
+    found, said = metadata(Answers(rebalance=[broken, broken, broken, fine, broken]))
+    for _ in range(9):
+        found.poll()
+    assert said == [f"metadata: {REBALANCE_PATH} answers 500"] * 2
 
 
 def test_a_recommendation_asks_for_one_save_each() -> None:
