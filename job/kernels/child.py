@@ -134,7 +134,7 @@ class Harness:
         call = self._nothing(head["empty"]) if head.get("empty") else self.entry
         Harness.turn += not head.get("empty")
         assert call is not None
-        self.ops = Ops() if head.get("ops") else None
+        self.ops = Ops(fenced=head["do"] == "run") if head.get("ops") else None  # a trial's addresses are all alike
         with self.ops or nullcontext():
             if self.device.type == "cuda":
                 start, end = _events()

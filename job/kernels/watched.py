@@ -42,12 +42,15 @@ class Fences:
 
 
 class Ops(TorchFunctionMode):
-    """The names of the torch functions that a candidate calls, and fences around what they make."""
+    """The names of the torch functions that a candidate calls and, when `fenced`, fences around what they make. Those
+    show in the addresses of it, which a candidate may ask for.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fenced: bool) -> None:
         super().__init__()
         self.names: set[str] = set()
         self.fences = Fences()
+        self._fenced = fenced
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,7 +59,7 @@ class Ops(TorchFunctionMode):
         if not (name == "__getitem__" and len(args) == 2 and _is_view(args[1])):
             self.names.add(name)
         made = func(*args, **(kwargs or {}))
-        if name not in MAKING or made.is_meta or not made.numel() or "out" in (kwargs or {}):
+        if not self._fenced or name not in MAKING or made.is_meta or not made.numel() or "out" in (kwargs or {}):
             return made
         extent = 1 + sum((size - 1) * stride for size, stride in zip(made.shape, made.stride(), strict=True))
         return self.fences.around(made.as_strided((extent,), (1,)), made.shape, made.stride(), 0)

@@ -23,6 +23,7 @@ from job.kernels.child import NOTHING
 from job.kernels.compiler import CACHE
 from job.kernels.planted import KINDS, STOPS_AT, Candidate
 from job.kernels.verdict import Course, Switches, Verdict
+from job.kernels.watched import WIDTH
 from job.kernels.worker import GREET_S, Lost, NoDeviceError, OutOfTime, Process, Workers
 
 MULTIPLY = """
@@ -231,6 +232,15 @@ def test_a_write_beside_what_was_made_or_given_is_seen(
     with workers.start(memory_bytes=2e9) as process:
         reply, _ = run(process, BESIDE.format(made=made, where=where, place=place), torch.ones(8))
     assert ("writes beyond" in reply.get("error", "")) is bool(seen), reply  # type: ignore[operator]
+
+
+def test_no_address_tells_a_trial_that_is_listed_from_another(workers: Workers) -> None:
+    """Else torch could compute in all that are not."""
+    source = "import torch\ndef kernel_function(x):\n    raise ValueError(torch.empty_like(x).storage_offset())"
+    with workers.start(memory_bytes=2e9) as process:
+        watched, _ = run(process, source, torch.ones(8))
+        trials = [process.ask({"do": "trial", "ops": ops}, limit_s=60)[0]["error"] for ops in (True, False)]
+    assert (watched["error"], trials) == (f"ValueError: {WIDTH}", ["ValueError: 0"] * 2)
 
 
 def test_one_that_waits_for_memory_that_is_not_filled_is_rejected_before_it_is_timed(workers: Workers) -> None:
