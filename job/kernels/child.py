@@ -296,6 +296,7 @@ def serve(control: socket.socket, lacks: str | None) -> None:
         asked = json.loads(content)
         pid, namespaces = sandbox.fork() if asked["confined"] else (os.fork(), False)
         if pid == 0:
+            os.setsid()  # one signal reaches all of its group; a spawned one's has begun with it
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             candidate(socket.socket(fileno=descriptors[0]), asked, namespaces=namespaces)

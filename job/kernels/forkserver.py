@@ -111,10 +111,20 @@ def python(theirs: socket.socket, arguments: Sequence[str], environment: dict[st
 
 
 def kill_all(pid: int) -> None:
-    """A process after its offspring."""
-    for one in [*offspring(pid), pid]:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(one, signal.SIGKILL)
+    """A process after its offspring, and after what that starts meanwhile: two looks in a row find nobody new."""
+    killed, quiet = set[int](), 0
+    while quiet < 2:
+        found = set(offspring(pid)) - killed
+        quiet = 0 if found else quiet + 1
+        for one in found:
+            _kill(one)
+        killed |= found
+    _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
@@ -124,6 +134,8 @@ def children(pid: int) -> list[int]:
 
 
 def offspring(pid: int) -> Iterator[int]:
-    for child in children(pid):
-        yield child
-        yield from offspring(child)
+    left = [pid]
+    while left:
+        found = children(left.pop())
+        left += found
+        yield from found

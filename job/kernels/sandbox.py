@@ -100,11 +100,9 @@ def _end_children() -> None:
 
 
 def confine(scratch: Path, *, namespaces: bool, cuda: bool = False) -> bool:
-    """A session of its own, no core files, no large files and, in namespaces, no file to change but in the scratch
-    folder and, for `cuda`, in /proc/self. Whether all of it holds.
+    """No core files, no large files and, in namespaces, no file to change but in the scratch folder and, for `cuda`, in
+    /proc/self. Whether all of it holds.
     """
-    with suppress(PermissionError):  # a spawned one leads a session already
-        os.setsid()
     _libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
@@ -139,7 +137,7 @@ def guard(scratch: Path, report: Callable[[str], None], *, programs: tuple[str, 
         os.path.realpath(path) + "/"
         for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"/usr/lib"}
     )
-    building = ("subprocess.", "ctypes.", "os.posix_spawn", "os.fork", "os.exec", "sys._getframe")
+    building = ("subprocess.", "ctypes.", "os.posix_spawn", "sys._getframe")  # a fork by Python would not be one
     allowed = building if programs is None else ("sys._getframe",) if programs else ("\0",)
     loadable = (*libraries, home + CACHE + "/") if programs is None else libraries
     realpath, leave, fspath = os.path.realpath, os._exit, os.fspath

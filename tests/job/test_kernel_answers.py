@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_judge import honest, judge, scratch, verdicts
+from kernel_judge import honest, judge, never_misses_its_gpu, scratch, verdicts
 
-from job.kernels import adversarial, answers, planted, rules, tasks, timing, wire
+from job.kernels import adversarial, answers, forkserver, planted, rules, tasks, timing, wire
 from job.kernels.catalog import BY_NAME
 from job.kernels.funnel import digest
 from job.kernels.planted import Candidate
@@ -421,17 +421,21 @@ def test_the_scratch_folder_as_a_whole_is_limited(workers: Workers, fills: str) 
 
 
 @pytest.mark.slow
-def test_only_a_gpus_process_loads_a_library_of_its_own_and_only_from_tritons_cache(
-    workers: Workers, tmp_path: Path
+def test_only_a_gpus_process_loads_a_library_of_its_own_and_only_from_tritons_cache_and_forks_no_more_than_others(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def says(made: Workers, folder: str) -> str:
-        source = f"""
+    never_misses_its_gpu(monkeypatch)
+
+    def brings(folder: str) -> str:
+        return f"""
 import os, importlib.machinery, importlib.util
 os.makedirs({folder!r}, exist_ok=True)
 open({folder!r} + "/native.so", "wb").write(b"nothing")
 loader = importlib.machinery.ExtensionFileLoader("native", os.path.abspath({folder!r} + "/native.so"))
 importlib.util.module_from_spec(importlib.machinery.ModuleSpec("native", loader, origin=loader.path))
 """
+
+    def says(made: Workers, source: str) -> str:
         with made.start(memory_bytes=4e9) as process:
             try:
                 return str(process.ask({"do": "load"}, [source.encode()], limit_s=60)[0]["error"])
@@ -439,8 +443,25 @@ importlib.util.module_from_spec(importlib.machinery.ModuleSpec("native", loader,
                 return str(error)
 
     with Workers(scratch(tmp_path), gpus=True) as spawning:
-        assert says(workers, "cache/a") == says(spawning, "a") == "forbidden: import native"
-        assert says(spawning, "cache/a").startswith("ImportError")
+        assert says(workers, brings("cache/a")) == says(spawning, brings("a")) == "forbidden: import native"
+        assert says(spawning, brings("cache/a")).startswith("ImportError")
+        assert says(spawning, "import os\nos.fork()") == "forbidden: os.fork"
+
+
+def test_what_a_process_starts_while_it_is_ended_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain of any length."""
+    below, ended = {pid: [pid + 1] for pid in range(1, 2000)}, list[int]()
+
+    def kill(pid: int, number: int) -> None:
+        ended.append(pid)
+        if pid == 7:
+            below[1] = [2, 5000]
+
+    monkeypatch.setattr(forkserver, "children", lambda pid: below.get(pid, []))
+    monkeypatch.setattr(forkserver.os, "kill", kill)
+    forkserver.kill_all(1)
+    assert sorted(ended) == [*range(1, 2001), 5000]
+    assert ended[-1] == 1
 
 
 def test_json_of_any_depth_is_no_message() -> None:
