@@ -14,7 +14,7 @@ import textwrap
 from job.kernels.catalog import ENTRY
 
 # Of three backticks or more, or tildes; as long at its end as at its beginning, or open there.
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
 DEFINED, JIT = f"def {ENTRY}", "triton.jit"
 
 
