@@ -53,6 +53,9 @@ class _Target:
     def get_current_device(self) -> int:
         return 0
 
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
     def get_current_stream(self, device: int) -> int:
         return 0
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from job.kernels.vocabulary import (
+    ACTIVE_DEVICE,
+    ASKED_OF_GPUS,
     BUILTINS,
     LANGUAGE,
     LIBDEVICE,
@@ -21,8 +23,8 @@ from job.kernels.vocabulary import (
 )  # fmt: skip
 
 # At the top a call is made once, and gives what cannot be changed.
-TOP_CALLS = {"triton.cdiv", "triton.next_power_of_2", "triton.language.constexpr", "torch.device", "int", "float",
-             "bool", "min", "max", "len", "tuple", *(f"math.{name}" for name in MATH)}  # fmt: skip
+TOP_CALLS = {"triton.cdiv", "triton.next_power_of_2", "triton.language.constexpr", "torch.device", ACTIVE_DEVICE,
+             "int", "float", "bool", "min", "max", "len", "tuple", *(f"math.{name}" for name in MATH)}  # fmt: skip
 STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.For, ast.While, ast.Assert, ast.Raise,
     ast.Pass, ast.Break, ast.Continue,
@@ -185,7 +187,7 @@ class Expressions:
         if not isinstance(node.ctx, ast.Load):
             raise Forbidden(node, f"the attribute {node.attr} is changed")
         full = self._full(node)
-        if full == "torch.cuda.synchronize":
+        if full in ASKED_OF_GPUS:
             return
         if full is None or full.partition(".")[0] not in MODULES:
             if node.attr not in METHODS:

@@ -12,7 +12,7 @@ MODULES = ("torch", "triton", "triton.language", "math", *LIBDEVICE_AT)
 TORCH = _words(
     "empty empty_like empty_strided zeros zeros_like full full_like Tensor dtype float16 float32 float64 bfloat16 "
     "int8 uint8 int16 int32 int64 bool float double half int long short strided contiguous_format preserve_format "
-    "device numel is_tensor"
+    "device numel is_tensor broadcast_tensors broadcast_shapes Size"
 )
 TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language")
 MATH = _words("ceil floor log2 sqrt prod pi e inf")
@@ -36,7 +36,7 @@ METHODS = _words(
     "shape size stride numel contiguous is_contiguous dtype device data_ptr element_size ndim dim view reshape "
     "is_cuda new_empty new_zeros detach ravel expand t T transpose permute flatten unsqueeze squeeze to clone "
     "element_ty itemsize append items get broadcast_to trans value type nelement is_floating_point float half "
-    "bfloat16 view_as expand_as get_device index ALL NONE"
+    "bfloat16 view_as expand_as get_device index ALL NONE requires_grad layout multi_processor_count"
 )
 BUILTINS = _words(
     "len range min max all any int float bool tuple list dict isinstance enumerate zip ValueError TypeError "
@@ -44,7 +44,16 @@ BUILTINS = _words(
 )
 SHADOWED = _words("min max str abs round")  # of those, what a function may use for its own
 # What may be imported by itself; what is in PLAIN_CALLS, too, is only called and decorates.
-ALONE = {"triton": _words("cdiv next_power_of_2 jit autotune heuristics Config"), "math": MATH}
+ALONE = {
+    "triton": _words("cdiv next_power_of_2 jit autotune heuristics Config"),
+    "math": MATH,
+    **dict.fromkeys(LIBDEVICE_AT, LIBDEVICE),
+}
+# Of modules that nothing else is taken from.
+ASKED_OF_GPUS = {
+    "torch.cuda.synchronize", "torch.cuda.current_device", "torch.cuda.get_device_properties",
+    ACTIVE_DEVICE := "triton.runtime.driver.active.get_active_torch_device",  # as Triton's own tutorials begin
+}  # fmt: skip
 # Of the calls that could be given a function of the candidate's own, or keep what it can change: (how many arguments by
 # place, those by name).
 PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {
@@ -59,5 +68,5 @@ ALLOWED_OPS = METHODS | {
     "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like",
     "untyped_storage", "storage_offset", "__get__",
     "set_", "copy_", "cpu", "new_tensor", "__len__", "is_pinned", "nbytes", "untyped", "zero_",
-    "_set_grad_enabled",
+    "_set_grad_enabled", "broadcast_tensors",
 }  # fmt: skip

@@ -9,6 +9,7 @@ from kernel_judge import honest
 
 from job.kernels import planted, rules, source_text
 from job.kernels.catalog import TASKS
+from job.kernels.vocabulary import ACTIVE_DEVICE
 
 
 def test_every_correct_planted_kernel_is_allowed() -> None:
@@ -105,6 +106,8 @@ def after(line: str) -> str:
         ("with torch.cuda.device(0):\n        exec('1')", "the name exec"),
         ("with torch.cuda.device(0) as x.data:\n        pass", "With"),
         ("x = torch.cuda.device(0)", "torch.cuda"),
+        ("x = torch.cuda.get_device_properties(0).name", ".name"),
+        ("x = triton.runtime.driver.active.utils", "triton.runtime"),
         ("x = tl.inline_asm_elementwise('')", "inline_asm_elementwise"),
         ("x = tl.extra.cuda.libdevice.core", "libdevice.core"),
         ("x = tl.extra.cuda.utils", "triton.language.extra.cuda.utils"),
@@ -257,6 +260,9 @@ def test_a_module_that_is_no_kernel_is_refused(source: str, why: str) -> None:
         "min, max = -1.0, 1.0",
         "with torch.no_grad():\n        y = x[:1, None]",
         "assert str(x.dtype) == 'torch.float32' and abs(-1) == round(1.2)",
+        "x, y = torch.broadcast_tensors(x, x)",
+        "assert x.layout == torch.strided and not x.requires_grad and isinstance(x.shape, torch.Size)",
+        "n = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count",
     ],
 )
 def test_what_launchers_commonly_ask_is_allowed(line: str) -> None:
@@ -305,7 +311,11 @@ def test_what_modules_commonly_have_is_allowed(source: str) -> None:
         replaced("tl.maximum(x, 0.0)", "libdevice.tanh(x)").replace(
             "import torch\n", "import torch\nfrom triton.language.extra import libdevice\n"
         ),
+        replaced("tl.maximum(x, 0.0)", "tanh(x)").replace(
+            "import torch\n", "import torch\nfrom triton.language.extra.cuda.libdevice import tanh\n"
+        ),
         replaced("@triton.jit", "DEVICE = torch.device('cuda')\n\n\n@triton.jit"),
+        replaced("@triton.jit", f"DEVICE = {ACTIVE_DEVICE}()\n\n\n@triton.jit"),
         replaced("def kernel_function", "@torch.no_grad()\ndef kernel_function"),
     ],
 )
