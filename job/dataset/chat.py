@@ -9,9 +9,10 @@ import json
 import random
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -46,10 +47,12 @@ class Chats(Protocol):
 class JsonlChats:
     """One JSON object a line: `instruction` and `response`, perhaps `system`; or `messages` with `role` and `content`.
 
-    Other keys are left out. Blank lines are skipped.
+    Other keys are left out, and counted in `left_out` once the file is read to its end: how many lines say something
+    there. Blank lines are skipped.
     """
 
     path: Path
+    left_out: Counter[str] = field(default_factory=Counter, init=False, compare=False)
 
     @cached_property
     def name(self) -> str:
@@ -62,13 +65,14 @@ class JsonlChats:
         """As long as there is no mistake; then reads on for others and raises ValueError with all of them."""
         require_lines(self.path)
         problems: list[str] = []
-        found = 0
+        found, left = 0, Counter[str]()
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 try:
-                    conversation = _conversation(line)
+                    tree = _object(line)
+                    conversation = _conversation(tree)
                 except _OtherKeysError as error:  # the file's form, not a mistake of this line
                     problems.append(f"{self.path}:{number}: {error}")
                     break
@@ -79,12 +83,15 @@ class JsonlChats:
                         break
                     continue
                 found += 1
+                left.update(_left_out(tree))
                 if not problems:
                     yield conversation
         if problems:
             raise ValueError("\n".join(problems))
         if not found:
             raise ValueError(f"{self.path}: empty; give one JSON object a line with instruction and response")
+        self.left_out.clear()
+        self.left_out.update(left)
 
 
 @dataclass(frozen=True)
@@ -142,18 +149,31 @@ def require_characters(text: str, path: str) -> None:
         )
 
 
-def _conversation(line: bytes) -> Conversation:
+def _object(line: bytes) -> dict[str, Any]:
     try:
         tree = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(tree, dict):
         raise ValueError("not an object; give instruction and response, or messages")
+    return tree
+
+
+def _conversation(tree: dict[str, Any]) -> Conversation:
     if "messages" in tree:
         return _messages(tree["messages"])
     _other_keys(tree)
     turns = [Turn("system", _text(tree, "system"))] if tree.get("system") else []
     return (*turns, Turn("user", _text(tree, "instruction")), Turn("assistant", _text(tree, "response")))
+
+
+def _left_out(tree: dict[str, Any]) -> set[str]:
+    """Keys of a line that say something and are not read; a message's own begin with `messages.`."""
+    read = ("messages",) if "messages" in tree else ("system", "instruction", "response")
+    said = [(key, value) for key, value in tree.items() if key not in read]
+    for message in tree.get("messages", ()):
+        said += [(f"messages.{key}", value) for key, value in message.items() if key not in ("role", "content")]
+    return {key for key, value in said if value not in (None, "", [], {})}
 
 
 def _other_keys(tree: dict[str, Any]) -> None:

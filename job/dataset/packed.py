@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from job.config.kernel import KernelConfig
 from job.config.sft import SftConfig
 from job.dataset import prepare
-from job.dataset.chat import Chats, GeneratedPairs, JsonlChats
+from job.dataset.chat import SHOWN, Chats, GeneratedPairs, JsonlChats
 from job.dataset.packing import Example, Packing, Split, order, pack
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import (
@@ -91,8 +91,12 @@ def prepare_sft(
             "no tokenizer: put the base weights with their tokenizer.json into the folder that storage.base_weights "
             "names, or give the file with --tokenizer"
         )
-    own = FileTokenizer(tokenizer)
-    return prepare_packed(folder, JsonlChats(text), own, template, how, model_vocab=config.model.vocab, say=say)
+    own, chats = FileTokenizer(tokenizer), JsonlChats(text)
+    manifest = prepare_packed(folder, chats, own, template, how, model_vocab=config.model.vocab, say=say)
+    if chats.left_out:
+        keys = ", ".join(f"{key} ({count:,} lines)" for key, count in chats.left_out.most_common(SHOWN))
+        say(f"left out, nobody learns from it: {keys}; read are instruction, response and system, or messages")
+    return manifest
 
 
 def prepare_packed(

@@ -252,6 +252,17 @@ def test_keys_of_other_forms_are_said_once_with_their_names_here(
     assert "\n" not in str(error.value)
 
 
+def test_keys_that_say_something_and_are_not_read_are_named_with_their_lines(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    extra = [{"context": "c", "input": "", "id": n} for n in range(3)] + [{"input": "only here"}]
+    lines = [{"instruction": "a", "response": "b", **keys} for keys in extra] + [{"messages": turns, "tools": []}]
+    path, said = jsonl(tmp_path, *lines), list[str]()
+    packed.prepare_sft(tmp_path / "data", CONFIG, text=path, tokenizer=bpe(tmp_path, *LLAMA), say=said.append)
+    assert "left out, nobody learns from it: context (3 lines), id (3 lines), input (1" in "".join(said)
+    assert "messages.weight (1" in "".join(said)
+    assert "tools" not in "".join(said)
+
+
 def test_a_file_of_mistakes_is_not_listed_to_its_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more after line 20 is not looked at"):
         list(JsonlChats(jsonl(tmp_path, *["x"] * 100)).conversations())
