@@ -27,6 +27,7 @@ _PUBLISHED = {  # by the folder that a file of stacks/ names
     "llama-3.1-8b-instruct": "meta-llama/Llama-3.1-8B-Instruct",
     "qwen3-8b": "Qwen/Qwen3-8B",
 }
+_DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -56,7 +57,7 @@ def paths(folder: Path) -> list[Path]:
 
 def check(folder: Path) -> None:
     """Reads the header of each file of tensors, and no more. Raises ValueError for one that is cut short, or none at
-    all, such as the pointer that git clones without its lfs; and like `paths`.
+    all, such as the pointer that git clones without its lfs; for quantised tensors; and like `paths`.
     """
     paths(folder)
     for path in (folder / name for name in tensor_files(folder)):
@@ -65,12 +66,18 @@ def check(folder: Path) -> None:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length) if 8 + length <= size else b"")
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            whole = size == 8 + length + max(ends, default=0)
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            whole = size == 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            narrow = [f"{name} is {entry['dtype']}" for name, entry in tensors.items() if entry["dtype"] not in _DTYPES]
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
-            whole = False
+            whole, narrow = False, []
         if not whole:
             raise ValueError(f"{path}: {size:,} bytes, no whole safetensors file; download it again")
+        if narrow:
+            raise ValueError(
+                f"{path}: {narrow[0]}; quantised weights are not read, only {', '.join(_DTYPES)}: take those "
+                "they were made from"
+            )
 
 
 def left_out(folder: Path) -> dict[str, int]:
