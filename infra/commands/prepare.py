@@ -18,7 +18,7 @@ from infra.errors import DefinitionError, GpufleetError
 from infra.loader import argument_of, load, project_root
 from infra.pricing import bill_of
 from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
-from job.dataset import characters, prepare, sources, weights
+from job.dataset import characters, prepare, rendering, sources, weights
 from job.models import hf_config
 
 
@@ -132,13 +132,22 @@ def prepared(
 
 
 def _checked(definition: StackDefinition, root: Path) -> None:
-    """Raises ValueError where a node could not read the base weights, or would refuse them."""
+    """Raises ValueError where a node could not read the base weights, or would refuse them. Warns of weights that were
+    tuned on other turns.
+    """
     config = definition.job.parameters
     if (folder := definition.storage.weights_folder(root)) is None:
         return
     weights.check(folder)
     if isinstance(config, SftConfig | KernelConfig):
         hf_config.check(folder, config.model)
+        template = rendering.TEMPLATES[config.model.family]
+        if rendering.foreign(template, folder):
+            _say(
+                f"warning: the chat template in {folder} never writes {template.end}, which closes a turn of"
+                f" {template.name}, in which this data is written: who asks the tuned model by that template asks in"
+                " another form than it has learned"
+            )
 
 
 def _tokenizer(given: Path | None, folder: Path | None) -> Path | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from job import atomic
 from job.dataset.chat import ROLES, Conversation
 from job.dataset.tokenizer import Words
 
@@ -43,6 +44,15 @@ _CHATML = Template(  # Qwen documentation, "chat template" (2025-04)
     name="chatml", begin=(), header=("<|im_start|>", "{role}\n"), end="<|im_end|>", gap="\n"
 )
 TEMPLATES = {"llama": _LLAMA3, "qwen2": _CHATML, "qwen3": _CHATML}  # by model.family
+
+
+def foreign(template: Template, folder: Path) -> bool:
+    """Whether the weights in `folder` come with a chat template of another form: it never writes what closes a turn."""
+    try:
+        theirs = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError:
+        theirs = str((atomic.read_object(folder / "tokenizer_config.json") or {}).get("chat_template") or "")
+    return theirs != "" and template.end not in theirs
 
 
 class ChatTokenizer(Protocol):

@@ -115,6 +115,23 @@ def test_other_base_weights_than_the_experiments_are_said_before_anything_is_tok
     assert not (tuning / "data" / "sft").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "warned"),
+    [
+        ("chat_template.jinja", "{{ m.role }} {{ m.content }}<|im_end|>", True),  # Hermes-3's, of Llama's family
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": "<|im_end|>"}]}', True),
+        ("tokenizer_config.json", '{"chat_template": "{{ m.content }}<|eot_id|>"}', False),
+        ("tokenizer_config.json", "{}", False),
+    ],
+)
+def test_base_weights_that_were_tuned_on_other_turns_are_warned_of(
+    name: str, content: str, warned: bool, tuning: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (published(tuning) / name).write_text(content)
+    assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2  # their tokenizer is none
+    assert ("never writes <|eot_id|>, which closes a turn of llama-3" in capsys.readouterr().out) is warned
+
+
 def test_a_tokenizer_that_is_not_the_base_weights_own_is_refused(
     tuning: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
