@@ -200,6 +200,8 @@ def _messages(messages: Any) -> Conversation:
             raise ValueError(f"messages[{number}].role: {role!r} is not one of {', '.join(ROLES)}")
         if role == "system" and number:
             raise ValueError(f"messages[{number}].role: system only as the first message")
+        if role == "system" and not message.get("content"):
+            continue  # as a `system` beside instruction that says nothing
         turns.append(Turn(role, _text(message, "content", f"messages[{number}].")))
     if not turns or turns[-1].role != "assistant":
         raise ValueError("messages: the last one must be the assistant's, the answer to learn")

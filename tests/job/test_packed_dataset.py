@@ -279,6 +279,13 @@ def test_instructions_and_messages_of_one_conversation_are_the_same(tmp_path: Pa
     assert list(one) == list(two) == [Turn(*m) for m in messages]
 
 
+def test_a_system_turn_that_says_nothing_is_none_in_both_forms(tmp_path: Path) -> None:
+    messages = [{"role": role, "content": text} for role, text in (("system", ""), ("user", "a"), ("assistant", "b"))]
+    path = jsonl(tmp_path, {"system": "", "instruction": "a", "response": "b"}, {"messages": messages})
+    one, two = JsonlChats(path).conversations()
+    assert list(one) == list(two) == [Turn("user", "a"), Turn("assistant", "b")]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
