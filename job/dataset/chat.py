@@ -167,13 +167,13 @@ def _conversation(tree: dict[str, Any]) -> Conversation:
     return (*turns, Turn("user", _text(tree, "instruction")), Turn("assistant", _text(tree, "response")))
 
 
-def _left_out(tree: dict[str, Any]) -> set[str]:
-    """Keys of a line that say something and are not read; a message's own begin with `messages.`."""
+def _left_out(tree: dict[str, Any]) -> list[str]:
+    """Keys of a line that say something and are not read, each once; a message's own begin with `messages.`."""
     read = ("messages",) if "messages" in tree else ("system", "instruction", "response")
     said = [(key, value) for key, value in tree.items() if key not in read]
     for message in tree.get("messages", ()):
         said += [(f"messages.{key}", value) for key, value in message.items() if key not in ("role", "content")]
-    return {key for key, value in said if value not in (None, "", [], {})}
+    return list(dict.fromkeys(key for key, value in said if value not in (None, "", [], {})))
 
 
 def _other_keys(tree: dict[str, Any]) -> None:
