@@ -86,7 +86,9 @@ _MODULES: dict[type[JobConfig], _Sizing] = {
 
 
 def with_facts(config: JobConfig, facts: Mapping[str, Any]) -> JobConfig:
-    """The config as its prepared dataset is: counts that `data` could only expect, from the facts of its manifest."""
+    """The config as its prepared dataset is: counts that `data` and `eval` could only expect, from the facts of its
+    manifest.
+    """
     if isinstance(config, SftConfig) and "rows" in facts:
         held_out = facts["held_out_examples"] / (facts["examples"] + facts["held_out_examples"])
         data = replace(
@@ -96,7 +98,8 @@ def with_facts(config: JobConfig, facts: Mapping[str, Any]) -> JobConfig:
             held_out=held_out,
             fill=facts["tokens"] / (facts["rows"] * facts["row"]),
         )
-        return replace(config, data=data)
+        rows, prompts = min(config.eval.rows, facts["held_out_rows"]), min(config.eval.prompts, facts["prompts"])
+        return replace(config, data=data, eval=replace(config.eval, rows=rows, prompts=prompts))
     if isinstance(config, KernelConfig) and "rows" in facts:
         each = facts["rows"] * facts["row"] / facts["examples"]  # with what its rows leave empty
         return replace(config, data=replace(config.data, samples=facts["examples"], tokens_per_sample=each))

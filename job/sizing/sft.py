@@ -74,7 +74,7 @@ def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
         **sizes,  # type: ignore[arg-type]
     )
     passes = 3 if config.method == "lora" else 1
-    exact = 2 * VALIDATION_ROWS * FP32_COST if config.method == "lora" else 0
+    exact = 2 * min(VALIDATION_ROWS, config.eval.rows) * FP32_COST if config.method == "lora" else 0
     merge = PhaseSize(
         name="merge",
         steps=0,

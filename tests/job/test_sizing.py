@@ -171,6 +171,8 @@ def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
         "tokens": 19472,
         "rows": 159,
         "row": 128,
+        "held_out_rows": 9,
+        "prompts": 30,
     }
     base = SftConfig()
     data = replace(base.data, row=128, longest=128)
@@ -179,6 +181,9 @@ def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
     assert sizing.phases(counted)[0].steps == -(-2 * 159 // 4)
     assert isinstance(counted, SftConfig)
     assert counted.data.examples == 600
+    train, merge = sizing.phases(counted)  # nothing is evaluated that is not there
+    assert (train.evaluation_tokens, merge.forward_tokens) == (9 * 128, (3 + 2 * 15) * 9 * 128)
+    assert merge.decode_steps == 2 * 128
     kernel = KernelConfig()
     rows = {"examples": 100, "rows": 150, "row": 8192}
     assert sizing.phases(sizing.with_facts(kernel, rows))[0].steps == -(-150 * 8192 // kernel.batch.tokens)
