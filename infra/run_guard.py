@@ -104,6 +104,7 @@ def judge(
             runs=runs,
             continues=False,
             over=False,
+            warnings=_ended(definition, recorded, previous.fleets, now),
         )
     # A folder of inputs that is gone says nothing about the run; `up` asks for it elsewhere.
     other_inputs = (dataset_sha256 and dataset_sha256 != recorded.dataset) or (
@@ -113,7 +114,8 @@ def judge(
         raise _used(
             definition,
             f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
-            "Give run.id a new value to start a new run with the new settings, or undo the change.",
+            f"Give run.id a new value to start a new run with the new settings, which ends {run_id} if it still trains, or "
+            "undo the change.",
         )
     end = _timestamp(recorded.valid_until)
     expired, gone = end <= now, not previous.fleets & {run_id, ""}
@@ -175,6 +177,19 @@ def days_to_keep(begin: datetime, end: datetime) -> int:
 def timer_seconds(definition: StackDefinition) -> int:
     """Seconds after boot when the node ends itself, whatever the job says."""
     return int(definition.limits.max_hours * 3600) + int(TIMER_MARGIN.total_seconds())
+
+
+def _ended(
+    definition: StackDefinition, recorded: RunRecord | None, fleets: frozenset[str], now: datetime
+) -> tuple[str, ...]:
+    """That a new run's fleet takes another's place. Whether that one still has a node is not known here."""
+    expired = recorded.id if recorded and _timestamp(recorded.valid_until) <= now else ""
+    return tuple(
+        f"Run {definition.run.id}'s fleet takes the place of run {each}'s. If {each} still trains, `pulumi up` ends it: "
+        "its published checkpoints stay in the bucket, what it did since the last one is lost. Whether it does: "
+        f"`gpufleet status {definition.name} --run {each}`."
+        for each in sorted(fleets - {"", expired})
+    )
 
 
 def _begin(definition: StackDefinition, now: datetime) -> str:

@@ -152,6 +152,15 @@ def test_a_new_id_begins_a_run_with_any_settings_and_remembers_the_old_ids() -> 
     assert second.run.code == "c2"
 
 
+def test_a_new_run_says_whose_fleet_it_takes_the_place_of_unless_that_one_has_expired() -> None:
+    first = verdict()
+    (warning,) = verdict(run(DEFINITION, "r2"), previous=first).warnings
+    assert "takes the place of run r1's. If r1 still trains, `pulumi up` ends it" in warning
+    assert "`gpufleet status tinystories-growth --run r1`" in warning
+    assert verdict(run(DEFINITION, "r2"), previous=first, now=NOW + 27 * HOUR).warnings == ()
+    assert verdict(run(DEFINITION, "r2"), previous=first, fleets=set()).warnings == ()
+
+
 def test_the_id_of_an_earlier_run_is_refused() -> None:
     second = verdict(run(DEFINITION, "r2"), previous=verdict())
     third = verdict(run(DEFINITION, "r3"), previous=second)
