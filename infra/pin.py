@@ -7,13 +7,14 @@ import tempfile
 from pathlib import Path
 
 from infra.errors import DefinitionError, Problem
-from infra.yaml_tree import Scalar, at, open_file, parse
+from infra.yaml_tree import Mapping, Scalar, at, open_file, parse
 
 
 def pin(path: Path, *, ami: str, image: str) -> None:
     """Writes the AMI and the image with its digest into the file; every other byte stays. Atomic.
 
-    Raises DefinitionError when the file is not plain enough for that (a folded value, a key that is not there).
+    Without `ami` it gets a line above `region`. Raises DefinitionError when the file is not plain enough for that (a
+    folded value, a section in braces without the key).
     """
     target = path.resolve()
     text, tree = open_file(target)
@@ -21,7 +22,9 @@ def pin(path: Path, *, ami: str, image: str) -> None:
     problems: list[Problem] = []
     for where, value, example in (("fleet.ami", ami, "unpinned"), ("job.image", image, "registry/repository:tag")):
         node = at(tree, where)
-        if not isinstance(node, Scalar):
+        if where == "fleet.ami" and node is None and (line := _above_region(text, tree, value)):
+            edits.append(line)
+        elif not isinstance(node, Scalar):
             section, _, key = where.partition(".")
             hint = f"Add the line `{key}: {example}` under `{section}:`, then pin again."
             problems.append(Problem(path=where, value="", allowed="a value to replace", hint=hint))
@@ -44,6 +47,20 @@ def pin(path: Path, *, ami: str, image: str) -> None:
     assert written == [ami, image], written
     if pinned != text:
         _replace(target, pinned.encode())
+
+
+def _above_region(text: str, tree: Mapping, ami: str) -> tuple[int, int, str] | None:
+    """The line that a file without `ami` gets; None where `region` is not on a line of its own in block style."""
+    region = at(tree, "fleet.region")
+    lines = text.splitlines(keepends=True)
+    if region is None or region.line > len(lines):
+        return None
+    line, before = lines[region.line - 1], "".join(lines[: region.line - 1])
+    indent = line[: len(line) - len(line.lstrip(" "))]
+    if not indent or not line.startswith(f"{indent}region:") or before.rstrip().endswith(("{", ",")):
+        return None
+    end = line[len(line.rstrip("\r\n")) :] or "\n"
+    return len(before), len(before), f"{indent}ami: {ami}{end}"
 
 
 def _replace(path: Path, raw: bytes) -> None:

@@ -197,6 +197,7 @@ def test_pin_changes_two_values_and_no_other_byte(tmp_path: Path) -> None:
         pytest.param("fleet:\n  ami:", f"fleet:\n  ami: {AMI}", id="nothing yet"),
         pytest.param("fleet:\n  ami:\n    unpinned\n", f"fleet:\n  ami:\n    {AMI}\n", id="on the next line"),
         pytest.param("fleet:\n  ami: ünpinned # é\n", f"fleet:\n  ami: {AMI} # é\n", id="accents"),
+        pytest.param("fleet:\n  # c\n  region: x", f"fleet:\n  # c\n  ami: {AMI}\n  region: x", id="no key"),
         pytest.param("fleet:\n  ami: ami-00000000\n", f"fleet:\n  ami: {AMI}\n", id="pinned before"),
     ],
 )
@@ -209,7 +210,8 @@ def test_pin_copes_with_every_way_to_write_one_line(tmp_path: Path, written: str
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        pytest.param("fleet: {region: x}", "Add the line `ami: unpinned` under `fleet:`", id="no key"),
+        pytest.param("fleet: {region: x}", "Add the line `ami: unpinned` under `fleet:`", id="no key in braces"),
+        pytest.param("fleet: {\n  region: x\n }", "Add the line `ami: unpinned`", id="no key in braces over lines"),
         pytest.param("fleet:\n  ami: >\n    unpinned\n", "on one line", id="folded"),
         pytest.param("fleet:\n  ami: [unpinned]\n", "Add the line", id="a list"),
     ],
