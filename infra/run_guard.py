@@ -114,8 +114,8 @@ def judge(
         raise _used(
             definition,
             f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
-            f"Give run.id a new value to start a new run with the new settings, which ends {run_id} if it still trains, or "
-            "undo the change.",
+            "Give run.id a new value to start a new run with the new settings, which ends this one if it still trains, "
+            "or undo the change.",
         )
     end = _timestamp(recorded.valid_until)
     expired, gone = end <= now, not previous.fleets & {run_id, ""}
@@ -185,8 +185,8 @@ def _ended(
     """That a new run's fleet takes another's place. Whether that one still has a node is not known here."""
     expired = recorded.id if recorded and _timestamp(recorded.valid_until) <= now else ""
     return tuple(
-        f"Run {definition.run.id}'s fleet takes the place of run {each}'s. If {each} still trains, `pulumi up` ends it: "
-        "its published checkpoints stay in the bucket, what it did since the last one is lost. Whether it does: "
+        f"Run {definition.run.id}'s fleet takes the place of run {each}'s. If {each} still trains, `pulumi up` ends "
+        "it: its published checkpoints stay in the bucket, what it did since the last one is lost. Whether it does: "
         f"`gpufleet status {definition.name} --run {each}`."
         for each in sorted(fleets - {"", expired})
     )
