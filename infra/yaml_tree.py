@@ -6,6 +6,7 @@ What a definition file never needs is refused instead of interpreted: aliases, t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,12 +91,17 @@ def read(text: str) -> Mapping:
         raise UnreadableError(_problem(line, character, "printable UTF-8 text")) from None
     except yaml.MarkedYAMLError as error:
         open_quote = "quoted scalar" in (error.context or "")  # seen at the file's end, wrong where it begins
-        mark = (error.context_mark if open_quote else None) or error.problem_mark or error.context_mark
+        bracket = error.context or "" if "flow" in (error.context or "") else ""  # the same, with brackets
+        mark = (error.context_mark if open_quote or bracket else None) or error.problem_mark or error.context_mark
         number = mark.line + 1 if mark else 1
         written = lines[number - 1].strip() or "an empty line" if number <= len(lines) else "the end of the file"
         hint = "A quote opens here and is not closed." if open_quote else f"This is no YAML: {error.problem}."
         if "\\t" in (error.problem or "") or "\t" in (lines[number - 1] if number <= len(lines) else ""):
             hint = "Indent with spaces: YAML takes no tabs."
+        elif bracket:
+            hint = (
+                f"A {'{' if 'mapping' in bracket else '['} opens here and is not closed, or a comma is missing in it."
+            )
         elif "block" in (error.problem or "") or "mapping values" in (error.problem or ""):
             hint = _indentation(lines, number) or hint
         raise UnreadableError(_problem(number, written, "YAML, `key: value` lines indented by spaces", hint)) from None
@@ -126,7 +132,7 @@ def parse(raw: bytes, path: Path) -> tuple[str, Mapping]:
 
 
 def _indentation(lines: list[str], number: int) -> str:
-    """How the line is indented, and the one before it, where they differ."""
+    """What is wrong with the line before, or how the two are indented, where they differ."""
 
     def spaces(at: int) -> int:
         return len(lines[at - 1]) - len(lines[at - 1].lstrip(" "))
@@ -134,7 +140,11 @@ def _indentation(lines: list[str], number: int) -> str:
     before = next(
         (at for at in range(number - 1, 0, -1) if lines[at - 1].strip() and lines[at - 1].strip()[0] != "#"), 0
     )
-    if not before or number > len(lines) or spaces(before) == spaces(number):
+    if not before or number > len(lines):
+        return ""
+    if not re.search(r":(\s|$)", lines[before - 1]) and spaces(before) == spaces(number):
+        return f"Line {before}, `{lines[before - 1].strip()}`, is no `key: value`: a colon and a space are missing."
+    if spaces(before) == spaces(number):
         return ""
     return (
         f"Line {before} is indented by {spaces(before)}, line {number} by {spaces(number)}: keys of one section stand"
