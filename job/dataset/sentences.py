@@ -42,6 +42,7 @@ class MiniLM:
 
     def encode(self, sentences: Sequence[str]) -> Floats:
         """[N, 384]."""
+        importlib.import_module("transformers.utils.logging").disable_progress_bar()  # a hundred small tensors
         package = importlib.import_module(MODULE)
         model = package.load_model(device="cpu")
         vectors = model.encode(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -162,8 +163,8 @@ def _download(folder: Path) -> str:
     if (model := _PUBLISHED.get(folder.name)) is None:
         return "those of job.parameters.model, as published, with config.json and tokenizer.json"
     return (
-        f"hf download {model} --exclude 'original/*' --local-dir {folder} (pip install huggingface_hub; the licence at "
-        f"https://huggingface.co/{model} is yours to accept, then `hf auth login`)"
+        f"hf download {model} --exclude 'original/*' --local-dir {shlex.quote(str(folder))} (pip install "
+        f"huggingface_hub; the licence at https://huggingface.co/{model} is yours to accept, then `hf auth login`)"
     )
 
 
