@@ -63,13 +63,6 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
     return f"was prepared with {differing}" if differing else ""
 
 
-def command(definition: StackDefinition, name: str) -> str:
-    """The `gpufleet prepare` that makes the dataset of the stack `name`; sources that are files are named by hand."""
-    source = definition.job.parameters.data.source
-    by_hand = {"jsonl": " FILE.jsonl", "text": " FILE.txt", "million-llms": " FOLDER"}
-    return f"gpufleet prepare {name}{by_hand.get(source, '')}"
-
-
 def weights_differ(definition: StackDefinition, root: Path) -> str:
     """How the local base weights are of another model than `model` says, or nothing. A config.json that no decoder here
     can be made of is left to `gpufleet prepare`.

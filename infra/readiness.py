@@ -18,9 +18,9 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     dataset, folder = definition.storage.dataset, definition.storage.dataset_folder(root)
     if folder is not None:
         if reason := _unprepared(folder):
-            sentences.append(f"storage.dataset, {dataset}, {reason}: run `gpufleet prepare {name}`.")
+            sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition, name)}`.")
         else:
-            from infra.prepared import command, dataset_differs  # here: most callers never have a local dataset
+            from infra.prepared import dataset_differs  # here: most callers never have a local dataset
 
             if reason := dataset_differs(definition, root):
                 sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition, name)}`.")
@@ -39,6 +39,13 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
                     " or name other weights."
                 )
     return sentences
+
+
+def command(definition: StackDefinition, name: str) -> str:
+    """The `gpufleet prepare` that makes the dataset of the stack `name`; sources that are files are named by hand."""
+    source = definition.job.parameters.data.source
+    by_hand = {"jsonl": " FILE.jsonl", "text": " FILE.txt", "million-llms": " FOLDER"}
+    return f"gpufleet prepare {name}{by_hand.get(source, '')}"
 
 
 def _unlisted(folder: Path) -> str:

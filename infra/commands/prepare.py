@@ -17,7 +17,9 @@ from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import argument_of, load, project_root
 from infra.pricing import bill_of
-from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from infra.readiness import command
+from job import atomic
+from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, rendering, sources, weights
 from job.models import hf_config
 
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise GpufleetError(str(error)) from error
     prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
+    _agrees(definition, root)
     listed(definition, root)
     if not args.rehearsal:
         predict(definition, root)
@@ -109,6 +112,8 @@ def prepared(
     config = definition.job.parameters
     folder = root / name
     try:
+        if text is None and tokenizer is None and _of_a_file(folder, config):
+            return _as_found(folder)
         if isinstance(config, PretrainConfig):
             return characters.prepare_characters(folder, config.data, seed=config.seed, text=text, say=_say)
         if isinstance(config, SftConfig):
@@ -129,6 +134,42 @@ def prepared(
         return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=_say)
     except ValueError as error:
         raise GpufleetError(str(error)) from error
+
+
+def _of_a_file(folder: Path, config: JobConfig) -> bool:
+    """Whether the dataset that is there was made from a file or folder of the user's, which is not named again."""
+    if not (folder / prepare.MANIFEST).is_file():
+        return False
+    if not isinstance(config, GrowthConfig):
+        return not config.data.source.startswith("generated-")
+    made_from = str((atomic.read_object(folder / prepare.MANIFEST) or {}).get("source"))
+    return config.data.source == "tinystories" and made_from.startswith(sources.OWN_TEXT)
+
+
+def _as_found(folder: Path) -> prepare.DatasetManifest:
+    said: list[str] = []
+    found = prepare.as_found(folder, said.append)
+    if found.kind != "packed":
+        _say(said[0])
+        return found
+    from job.dataset.packed import report  # brings numpy
+
+    _say(f"{folder} is prepared already")
+    report(found, _say)
+    return found
+
+
+def _agrees(definition: StackDefinition, root: Path) -> None:
+    """Raises GpufleetError where the dataset is not what the file's settings ask for: nothing could train on it."""
+    from infra.prepared import dataset_differs  # brings numpy
+
+    if reason := dataset_differs(definition, root):
+        name = argument_of(definition.source, root)
+        own_text = isinstance(definition.job.parameters, GrowthConfig)
+        again = f"gpufleet prepare {name} FILE.txt" if own_text else command(definition, name)
+        raise GpufleetError(
+            f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it anew, `{again}`"
+        )
 
 
 def _checked(definition: StackDefinition, root: Path) -> None:

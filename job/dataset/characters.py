@@ -80,9 +80,9 @@ class Sums:
 def prepare_characters(
     folder: Path, data: CharData, *, seed: int, text: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> prepare.DatasetManifest:
-    """The prepared dataset in `folder`, made now or found there. `text` goes before `data.source`; a folder made from
-    one earlier needs none. Raises ValueError: no text, a character outside the symbols, with its position, or too few
-    characters for one row of `data.sequence` + 1 in both parts.
+    """The prepared dataset in `folder`, made now or found there. `text` goes before `data.source`. Raises ValueError:
+    no text, a character outside the symbols, with its position, or too few characters for one row of `data.sequence` +
+    1 in both parts.
     """
     source: Source
     sequence, held_out = data.sequence, data.held_out
@@ -90,8 +90,6 @@ def prepare_characters(
         source = TextFile(path=text)
     elif data.source == "generated-sums":
         source = Sums(count=data.characters, seed=seed)
-    elif (folder / prepare.MANIFEST).is_file():
-        return prepare.as_found(folder, say)
     else:
         raise ValueError(
             f"{folder}: not prepared, and job.parameters.data.source is text: name the file of characters (gpufleet "

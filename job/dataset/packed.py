@@ -119,7 +119,7 @@ def prepare_packed(
     kept = prepare.already(folder)
     if kept is not None and kept.source == source:
         say(f"{folder} is prepared already")
-        _report(kept, say)
+        report(kept, say)
         return kept
     renderer = Renderer(template, tokenizer)
     read = _read(chats, renderer, how)
@@ -159,7 +159,7 @@ def prepare_packed(
         train=names["train"],
         validation=names["validation"],
     )
-    _report(manifest, say)
+    report(manifest, say)
     if how.prompts and not prompts:
         say(f"no held-out question is within data.longest, {how.longest} tokens: none is answered after training")
     return manifest
@@ -235,7 +235,8 @@ def _facts(
     }
 
 
-def _report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
+def report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
+    """Says what the rows are."""
     f = manifest.facts
     say(
         f"data: {f['examples']:,} examples, {f['tokens']:,} tokens ({f['loss_tokens']:,} with loss), mean "

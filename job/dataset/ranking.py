@@ -61,8 +61,8 @@ def prepare_ranking(
     encoder: Encoder | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> prepare.DatasetManifest:
-    """The prepared dataset in `folder`, made now or found there. `text` is the folder of a million-llms dataset; one
-    prepared earlier needs none. Raises ValueError: no text, damaged lines, or other counts than `data` says.
+    """The prepared dataset in `folder`, made now or found there. `text` is the folder of a million-llms dataset. Raises
+    ValueError: no text, damaged lines, or other counts than `data` says.
     """
     data, width = config.data, config.towers.sentence
     if text is None and data.source == "generated-relevance":
@@ -79,10 +79,8 @@ def prepare_ranking(
         )
     elif text is not None:
         chosen = encoder or choose(width, say)
-        made = read_folder(text, chosen, say)
+        made = read_folder(text, chosen, config, say)
         source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {chosen.name}"
-    elif (folder / prepare.MANIFEST).is_file():
-        return prepare.as_found(folder, say)
     else:
         raise ValueError(
             f"{folder}: not prepared, and job.parameters.data.source is million-llms: name the folder that holds "
@@ -167,14 +165,20 @@ def generate(queries: int, models: int, discovery: int, width: int, *, seed: int
     )
 
 
-def read_folder(folder: Path, encoder: Encoder, say: Callable[[str], None] = lambda line: None) -> Tables:
-    """The tables of a million-llms folder, sentences encoded. Raises ValueError naming file, line and what is wrong."""
+def read_folder(
+    folder: Path, encoder: Encoder, config: TwoTowerConfig, say: Callable[[str], None] = lambda line: None
+) -> Tables:
+    """The tables of a million-llms folder, sentences encoded, which takes minutes: other counts than `config` has are
+    said before. Raises ValueError naming file, line and what is wrong.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder}: not a folder; it must hold queries.jsonl, labels.csv and maybe discovery.jsonl")
     queries = _sentences(folder / "queries.jsonl")
     found = folder / "discovery.jsonl"
     discovery = _sentences(found) if found.exists() else {}
     labels, models = _labels(folder / "labels.csv", list(queries))
+    if problems := mismatches(config, (len(queries), config.towers.sentence), labels.shape):
+        raise ValueError(f"{folder}: " + "; ".join(problems))
     say(f"sentences: {len(queries) + len(discovery):,} by {encoder.name}")
     vectors = encoder.encode([*queries.values(), *discovery.values()])
     if twice := len(queries) - len(np.unique(vectors[: len(queries)], axis=0)):

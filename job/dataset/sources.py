@@ -17,6 +17,7 @@ from job.dataset.stories import stories
 from job.dataset.tokenizer import BYTES_VOCAB, END_OF_TEXT, GPT2_VOCAB, Bytes, Gpt2, Tokenizer, Words
 
 TINYSTORIES_STORY_BYTES = 1000  # 908 on average, 2.12 M stories in 1.92 GB; a first guess of how much to fetch
+OWN_TEXT = "text: sha256 "  # begins the name of every TextFile
 Named = tuple[Tokenizer, str, str]  # tokenizer, kind, id
 
 
@@ -103,7 +104,7 @@ class TextFile:
 
     @property
     def name(self) -> str:
-        return f"text: sha256 {hashlib.sha256(self._content()).hexdigest()}"
+        return f"{OWN_TEXT}{hashlib.sha256(self._content()).hexdigest()}"
 
     def stories(self) -> list[str]:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,9 +19,11 @@ from infra.cli import main
 from infra.commands import prepare as prepare_command
 from infra.cost.estimate import price
 from infra.cost.hazard import Observation
-from infra.loader import load
+from infra.loader import load, rehearsal_text
 from job.config.common import Decoder
+from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.prepare import read_manifest
+from job.dataset.rendering import TEMPLATES
 from job.models import hf
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +46,39 @@ def test_the_rehearsals_dataset_is_made_without_a_network(project: Path, capsys:
 
 
 def test_a_text_of_ones_own_becomes_the_dataset(project: Path) -> None:
-    (project / "mine.txt").write_text("\n\n".join(f"Story {n}." for n in range(200)))
+    (project / "mine.txt").write_text("\n\n".join(f"Story {n}." for n in range(900)))
     assert main(["prepare", STACK, "mine.txt", "--rehearsal"]) == 0
     assert read_manifest(project / "data" / "generated-stories").tokenizer == "bytes"
+
+
+OWN_DATA = {  # by stack: what is given, a key of the rehearsal's that it has to have, a change that wants other data
+    "tinystories-growth": ("\n\n".join(f"Story {n}." for n in range(900)), "tinystories", "sequence", "500"),
+    "pretrain-d64": ("1+1\n2\n\n" * 1000, "text", "sequence", "4000"),
+    "sft-h100": ('{"instruction": "what is 2", "response": "2"}\n' * 9, "jsonl", "row", "256"),
+}
+
+
+@pytest.mark.parametrize("stack", OWN_DATA)
+def test_data_of_ones_own_are_named_once_and_stay_until_the_settings_want_others(
+    project: Path, capsys: pytest.CaptureFixture[str], stack: str
+) -> None:
+    text, source, key, other = OWN_DATA[stack]
+    file = project / "stacks" / f"{stack}.yaml"
+    written = re.sub("source: generated-[a-z]+", f"source: {source}", rehearsal_text(ROOT / "stacks" / f"{stack}.yaml"))
+    file.write_text(written)
+    (project / "mine").write_text(text)
+    (project / "tokenizer.json").write_bytes(byte_tokenizer(TEMPLATES["llama"]).files["tokenizer.json"])
+    tokenizer = ["--tokenizer", "tokenizer.json"] if source == "jsonl" else []
+    assert main(["prepare", stack, "mine", *tokenizer]) == 0
+    folder = project / load(file, now=datetime.now(UTC)).storage.dataset
+    made = read_manifest(folder)
+    assert main(["prepare", stack]) == 0
+    assert read_manifest(folder) == made
+    assert "is prepared already" in capsys.readouterr().out
+    file.write_text(re.sub(rf"\b{key}: \d+", f"{key}: {other}", written))
+    assert main(["prepare", stack]) == 2
+    assert f"prepare it anew, `gpufleet prepare {stack} FILE" in capsys.readouterr().err
+    assert read_manifest(folder) == made
 
 
 def test_a_text_that_is_not_utf8_ends_with_code_2(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

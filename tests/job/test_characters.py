@@ -79,15 +79,6 @@ def test_the_same_text_gives_the_same_dataset_and_another_seed_another(tmp_path:
     assert made[0] == made[1] != made[2]
 
 
-def test_a_text_has_to_be_named_once_and_then_no_more(tmp_path: Path) -> None:
-    data, text = replace(DATA, source="text"), tmp_path / "numbers.txt"
-    text.write_text("1+1\n2\n\n" * 100)
-    with pytest.raises(ValueError, match="gpufleet prepare STACK TEXT"):
-        prepare_characters(tmp_path / "data", data, seed=1)
-    made = prepare_characters(tmp_path / "data", data, seed=1, text=text)
-    assert prepare_characters(tmp_path / "data", data, seed=1) == made
-
-
 @pytest.mark.parametrize(("held_out", "short"), [(0.01, "validation.bin"), (0.4, "train.bin")])
 def test_a_text_too_short_for_a_row_is_refused(tmp_path: Path, held_out: float, short: str) -> None:
     text = tmp_path / "numbers.txt"

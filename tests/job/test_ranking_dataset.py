@@ -85,23 +85,17 @@ def test_generated_relevance_has_popular_models_that_do_not_suit_everyone(tmp_pa
     assert (labels == 1).any(axis=1).all()
 
 
-def test_a_prepared_folder_needs_its_text_no_more(tmp_path: Path) -> None:
-    text = folder_of_text(tmp_path / "text")
-    first = ranking.prepare_ranking(tmp_path / "set", of_text(), text=text)
-    said: list[str] = []
-    assert ranking.prepare_ranking(tmp_path / "set", of_text(), say=said.append) == first
-    assert "prepared already" in said[0]
-
-
 def test_without_text_and_seed_the_error_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gpufleet prepare STACK FOLDER.*generated-relevance"):
         ranking.prepare_ranking(tmp_path / "set", of_text())
 
 
-def test_counts_that_differ_from_the_config_name_the_key(tmp_path: Path) -> None:
+def test_counts_that_differ_from_the_config_name_the_key_before_anything_is_encoded(tmp_path: Path) -> None:
     wrong = replace(of_text(), data=Ranking(queries=342, models=3, folds=3))
+    said: list[str] = []
     with pytest.raises(ValueError, match=r"/text: job\.parameters\.data\.queries is 342, the data has 3"):
-        ranking.prepare_ranking(tmp_path / "set", wrong, text=folder_of_text(tmp_path / "text"))
+        ranking.prepare_ranking(tmp_path / "set", wrong, text=folder_of_text(tmp_path / "text"), say=said.append)
+    assert not any(line.startswith("sentences: 3 by") for line in said)
     assert not (tmp_path / "set").exists()
 
 
@@ -118,7 +112,7 @@ def test_counts_that_differ_from_the_config_name_the_key(tmp_path: Path) -> None
 )
 def test_a_wrong_label_is_named_by_its_line(labels: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        ranking.read_folder(folder_of_text(tmp_path / "text", labels=labels), Hashed(width=8))
+        ranking.read_folder(folder_of_text(tmp_path / "text", labels=labels), Hashed(width=8), of_text(8))
 
 
 @pytest.mark.parametrize(
@@ -137,25 +131,26 @@ def test_a_wrong_query_is_named_by_its_line(line: str, message: str, tmp_path: P
     with (text / "queries.jsonl").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=message):
-        ranking.read_folder(text, Hashed(width=8))
+        ranking.read_folder(text, Hashed(width=8), of_text(8))
 
 
 def test_queries_in_one_array_are_told_how_to_become_lines(tmp_path: Path) -> None:
     text = folder_of_text(tmp_path / "text")
     (text / "queries.jsonl").write_text('[\n {"id": "q0", "text": "one"}\n]\n')
     with pytest.raises(ValueError, match=r"queries\.jsonl: a JSON array; one object a line is wanted: `jq -c"):
-        ranking.read_folder(text, Hashed(width=8))
+        ranking.read_folder(text, Hashed(width=8), of_text(8))
 
 
 def test_queries_that_are_the_same_are_said(tmp_path: Path) -> None:
     text, said = folder_of_text(tmp_path / "text"), list[str]()
-    ranking.read_folder(text, Hashed(width=8), said.append)
+    ranking.read_folder(text, Hashed(width=8), of_text(8), said.append)
     assert not any("WARNING" in line for line in said)
     with (text / "queries.jsonl").open() as file:
         first = json.loads(file.readline())
     with (text / "queries.jsonl").open("a") as file:
         file.write(json.dumps({**first, "id": "again"}) + "\n")
-    ranking.read_folder(text, Hashed(width=8), said.append)
+    four = replace(of_text(8), data=Ranking(queries=4, models=3, folds=3))
+    ranking.read_folder(text, Hashed(width=8), four, said.append)
     assert "WARNING: 1 of 4 queries have the sentence vector of another" in said[-1]
 
 
