@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
@@ -46,10 +47,10 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
     path = find(name_or_path, root)
     now = datetime.now(UTC)
     definition = load(path, now=now, rehearsal=True)
-    if definition.job.parameters.device != "cpu":
+    if lacking := _lacking(definition):
         raise GpufleetError(
-            f"{path.name} cannot be rehearsed: a rehearsal trains on this machine's CPU. Add a `rehearsal` section "
-            "that lays `device: cpu` and a small model over job.parameters, as stacks/tinystories-growth.yaml does."
+            f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
+            f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}; stacks/pretrain-d64.yaml has one."
         )
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.held(finished.parent):
@@ -60,6 +61,19 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
     return code
+
+
+def _lacking(definition: StackDefinition) -> list[str]:
+    """What a definition needs for its rehearsal and does not say, as keys of the file with their values."""
+    data = definition.job.parameters.data
+    generated = get_args(get_type_hints(type(data))["source"])[-1]  # the others are the user's, or fetched
+    phases = sum(1 for size in sizing.phases(definition.job.parameters) if size.steps)
+    return [
+        *(["job.parameters.device: cpu"] if definition.job.parameters.device != "cpu" else []),
+        *([f"job.parameters.data.source: {generated}"] if data.source not in (generated, "tinystories") else []),
+        *(["storage.base_weights: null"] if definition.storage.base_weights else []),
+        *([f"estimate.step_ms: a list of {phases}"] if definition.estimate.step_ms is None else []),
+    ]
 
 
 def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, out: Callable[[str], None]) -> int:

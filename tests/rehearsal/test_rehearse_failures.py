@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -49,11 +50,15 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
     assert earlier.read_text() == "{}"
 
 
-def test_a_stack_for_gpus_alone_is_refused_with_what_to_add(tmp_path: Path) -> None:
+def test_a_stack_without_a_rehearsal_is_refused_with_all_that_it_has_to_say(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
-    text = (REPOSITORY / "stacks" / "tinystories-growth.yaml").read_text()
+    text = (REPOSITORY / "stacks" / "sft-h100.yaml").read_text()
     (tmp_path / "stacks" / "big.yaml").write_text(text.partition("\nrehearsal:")[0] + "\n")
-    with pytest.raises(GpufleetError, match="device: cpu"):
+    keys = (
+        "job.parameters.device: cpu, job.parameters.data.source: generated-pairs, storage.base_weights: null, "
+        "estimate.step_ms: a list of 1"
+    )
+    with pytest.raises(GpufleetError, match=re.escape(keys)):
         rehearse("big", root=tmp_path)
     assert not (tmp_path / "rehearsals").exists()
 
