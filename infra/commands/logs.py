@@ -46,27 +46,44 @@ class Reader:
 
     def once(self) -> int:
         """Everything there is, oldest first. Raises AwsRefused when there is nothing."""
-        if self._cloudwatch():
+        if self._cloudwatch() or self._bucket("job.log"):
             return 0
-        if self._bucket("job.log"):
-            return 0
-        name = self.definition.name
-        raise AwsRefused(
-            f"run {self.definition.run.id} has printed nothing yet. A node first boots, pulls the image and stages its "
-            f"data: `gpufleet status {name}` and `gpufleet logs {name} --boot` say how far it is."
-        )
+        raise AwsRefused(self._silence())
 
     def follow(self) -> int:
-        """Prints as it comes, until the run's done marker is there."""
+        """Prints as it comes, until the run's done marker is there. Raises AwsRefused where there is no such run, or
+        its stack is destroyed: nothing would ever come.
+        """
+        said = False
         while True:
             over = self._done()
+            if not over and self._group() is None:
+                raise AwsRefused(self._silence())
             self._cloudwatch()
             if over:
                 if not self.seen:
                     self._bucket("job.log")
                 self.say(f"-- the run is done: {over.get('reason')}")
                 return 0
+            if not self.seen and not said:
+                said = True
+                self.say(f"-- {self._silence()} Ctrl-C ends the waiting.")
             self.sleep(POLL_S)
+
+    def _silence(self) -> str:
+        """Why nothing is printed."""
+        name, run = self.definition.name, self.definition.run.id
+        if self._group() is not None:
+            return (
+                f"run {run} has printed nothing yet. A node first boots, pulls the image and stages its data: "
+                f"`gpufleet status {name}` and `gpufleet logs {name} --boot` say how far it is."
+            )
+        if aws.run_folder(self.s3, self.definition) is None:
+            return f"there is no run {run} of {name} in {self.definition.fleet.region}: run `pulumi up` first."
+        return (
+            f"the stack of run {run} is destroyed, and its log group with it. `gpufleet results {name}` brings what "
+            "the run left in its bucket."
+        )
 
     def boot(self) -> int:
         """The boot logs that nodes left in the bucket; a node writes its own when it ends."""

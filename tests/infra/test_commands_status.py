@@ -175,8 +175,23 @@ def test_boot_logs_are_shown_on_request(cloud: Cloud, path: Path, capsys: pytest
     assert capsys.readouterr().out == "-- boot/i-1.log\nno GPU found\n"
 
 
-def test_a_run_that_has_printed_nothing_says_where_to_look(
-    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
+    cloud: Cloud, path: Path, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for words in (["logs", "small-growth"], ["logs", "small-growth", "--follow"]):
+        assert main(words) == 2
+        assert "there is no run r1 of small-growth in us-east-2: run `pulumi up` first" in capsys.readouterr().err
+    bucket = declare_bucket(cloud)
+    put(cloud, bucket, "run.json", {})
+    assert main(["logs", "small-growth", "--follow"]) == 2
+    assert "the stack of run r1 is destroyed, and its log group with it" in capsys.readouterr().err
+    log_group(cloud, "r0/i-0", "of an earlier run")
     assert main(["logs", "small-growth"]) == 2
     assert "has printed nothing yet" in capsys.readouterr().err
+    said: list[str] = []
+    end = functools.partial(put, cloud, bucket, "done.json", {"reason": "failed"})
+    rounds = [lambda: None, end]
+    logs, s3 = aws.client("logs", "us-east-2"), aws.client("s3", "us-east-2")
+    reader = Reader(definition=stack, logs=logs, s3=s3, sleep=lambda _: rounds.pop(0)(), say=said.append)
+    assert reader.follow() == 0
+    assert [line[:29] for line in said] == ["-- run r1 has printed nothing", "-- the run is done: failed"]
