@@ -7,6 +7,7 @@ import math
 import os
 import select
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from infra.catalog import load_catalog
 from infra.errors import GpufleetError
-from infra.loader import project_root
+from infra.loader import names_of, project_root
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"the embedded AWS is not installed ({error}): pip install -e '.[rehearsal]'") from error
 
     root = project_root(Path.cwd())
-    stacks = {path.stem: path.read_text(encoding="utf-8") for path in sorted((root / "stacks").glob("*.yaml"))}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folder goes, too
     try:
         with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
-            project = scratch.make(Path(folder) / "project", stacks)
+            project = scratch.make(Path(folder) / "project", {})
+            for name in names_of(root):  # as they are: what is wrong in one is said when it is read
+                shutil.copy(root / "stacks" / f"{name}.yaml", project / "stacks")
             if (root / "data").is_dir():
                 (project / "data").symlink_to(root / "data", target_is_directory=True)
             with (
