@@ -15,22 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-import torch
-
-from job.serving.model import open_model
-from job.serving.server import Server
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to end. 2: there is nothing to serve, or the port is taken."""
     parser = argparse.ArgumentParser(prog="python -m job.serve", description=__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="model.safetensors and meta.json, a run's final/")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network (default: %(default)s)")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     args = parser.parse_args(argv)
     try:
-        served = open_model(args.folder, device=args.device)
+        import torch  # seconds: not for --help, and Ctrl-C ends them too
+
+        from job.serving.model import open_model
+        from job.serving.server import Server
+
+        served = open_model(args.folder, device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except KeyboardInterrupt:  # hashing and loading 16 GB takes half a minute
         return 0
     except (ValueError, OSError, RuntimeError) as error:

@@ -53,6 +53,11 @@ def test_the_command_serves_from_the_folder_alone_and_ends_at_sigterm(tmp_path: 
         process.communicate()
 
 
+def test_help_and_wrong_words_wait_for_no_torch() -> None:
+    code = "import sys, job.serve; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
