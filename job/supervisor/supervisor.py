@@ -13,59 +13,31 @@ from typing import Any
 
 from job import atomic, sizing
 from job.run_file import Node, RunFile
-from job.supervisor import arrival, attempts, endings, staging
-from job.supervisor.child import Progress
-from job.supervisor.compile_cache import CompileCache
-from job.supervisor.endings import FAILED, FINISHED, TICK_S, iso
-from job.supervisor.forecast import Forecast
-from job.supervisor.meter import RESERVE_S, Meter
-from job.supervisor.publish import Publisher
+from job.supervisor import arrival, endings, staging
+from job.supervisor.endings import FAILED, FINISHED, TICK_S
+from job.supervisor.meter import RESERVE_S
 from job.supervisor.store import StoreError
-from job.supervisor.uploads import Pulse, Uploader
+from job.supervisor.underway import Underway
 from job.supervisor.world import Cause, Trainer, World
 
 DONE, FATAL, OUT_OF_MEMORY, REFUSED, UNREADABLE, STOPPED = 0, 65, 69, 71, 72, 75  # the trainer's
-ASKED, STOPPED_BY_HAND = "stop.json", "stopped"  # what `gpufleet stop` writes, and the reason that it is
+STOPPED_BY_HAND = "stopped"
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # at least, for a trainer asked to stop without a deadline
 
 
-class Supervisor:
+class Supervisor(Underway):
     """One attempt. `run` gives the exit code for the node script."""
 
-    record: attempts.Record  # these three from arrival.register
-    earlier: list[attempts.Attempt]
-    meter: Meter
-
     def __init__(self, run: RunFile, node: Node, workdir: Path, world: World) -> None:
-        self.run_file, self.node, self.workdir, self.world = run, node, workdir, world
-        self.cause: Cause | None = None
-        self.say = world.log.say
-        self.store, self.clock = world.store, world.clock
-        self.forecast = Forecast(run.config, run.estimate, node.type)
-        self.publisher = Publisher(store=self.store, workdir=workdir, stamp=self._stamp, say=self.say)
-        self.uploader = Uploader(self.publisher, world.uploads, self.clock, self.say, self.forecast.upload_s)
-        self.graphs = CompileCache(run, self.store, workdir, self.say)
-        self.pulse = Pulse(
-            store=self.store,
-            instance=node.instance,
-            log=world.log.path,
-            publisher=self.publisher,
-            executor=world.pulse,
-            also=self._refresh,
-            say=self.say,
-        )
-        self.progress = Progress(workdir / "metrics.jsonl", self.clock)
-        self.resumed_step = 0
-        self.rung = 0
+        super().__init__(run, node, workdir, world)
         self.killed = ""  # why
-        self.asked = False  # to end the run
         self._child: Trainer | None = None
         self._kill_at: float | None = None
         self._advised: str | None = None
-        self._beat_at = self._spent_at = float("-inf")
+        self._spent_at = float("-inf")
 
     def run(self) -> int:
         """Until the attempt has ended, whatever way."""
@@ -75,7 +47,7 @@ class Supervisor:
                 self.say(f"the run is over already: {over.get('reason')}")
                 return FAILED if over.get("reason") in ("failed", "boot-loop") else FINISHED
             arrival.register(self)
-            self._beat()
+            self.beat()
             if lacking := arrival.lacking(self):
                 return endings.crashed(self, f"node refused: {lacking}", code=endings.REFUSED)
             try:
@@ -120,7 +92,7 @@ class Supervisor:
                 self._tick()
                 self.world.sleep(TICK_S)
             self.progress.poll()
-            self._take_notes()
+            self.take_notes()
             if code == UNREADABLE and self.cause is None and arrival.fall_back(self, self._unreadable):
                 continue
             if code != OUT_OF_MEMORY or self.cause is not None:
@@ -155,8 +127,7 @@ class Supervisor:
         if self.cause is None and self.uploader.idle:
             self.graphs.poll(self.world.uploads)
         self.forecast.learn(self.publisher.measured)
-        if now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
-            self._beat()
+        self.beat_when_due()
         if now >= self._spent_at + SPENT_S:
             self._spent_at = now
             self._tell("spent.json", {"spent_usd": str(self.meter.spent(now).usd), "at": now})
@@ -185,7 +156,7 @@ class Supervisor:
         if self.cause is not None:
             self._stop(self.cause, now)
             if self.cause.deadline is not None:
-                self._note(self.cause, now)
+                self.note(self.cause, now)
 
     def _stop(self, cause: Cause, now: float) -> None:
         forecast = self.forecast.end_s if cause.deadline is None else self.forecast.stop_s
@@ -233,71 +204,6 @@ class Supervisor:
         if code == UNREADABLE:
             return endings.crashed(self, f"{self._unreadable.get('problem')}, and there is none before it")
         return endings.crashed(self, self.killed or f"the trainer ended with {code}")
-
-    # Beside training ------------------------------------------------------------------------------------------------
-
-    def heartbeat(self) -> dict[str, Any]:
-        """One line of heartbeat/<instance>.jsonl. Also what later attempts know of this one's cost."""
-        now, seen = self.clock(), self.progress.record
-        spent = self.meter.spent(now)
-        return {
-            "ts": iso(now),
-            "step": self.progress.step,
-            "phase": seen.get("phase"),
-            "loss": seen.get("loss"),
-            "tok_s": seen.get("tok_s"),
-            "step_s": self.progress.step_s,
-            "spent_usd": str(spent.usd),
-            "attempt_usd": str(spent.attempt_usd),
-            "attempt_s": str(spent.attempt_s),
-            "lived_s": f"{now - self.node.launched_at:.3f}",
-            "compute_usd": str(spent.compute_usd),
-            "usd_per_hour": str(spent.usd_per_hour),
-        }
-
-    def between(self) -> None:
-        """While anything but training takes its time: heartbeats, and a notice noted at once, as while it trains."""
-        now, notice = self.clock(), self.world.metadata.notice
-        if notice is not None and self.cause is None and "exit" not in self.record.fields:
-            self._note(Cause(reason="notice", deadline=notice.at), now)
-        elif now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
-            self._beat()
-
-    def _note(self, cause: Cause, now: float) -> None:
-        """At once: a machine taken away amid its last upload must not look like a crash to the next boot."""
-        self.record.update(exit=endings.interruption(cause, now))
-        self._beat()
-
-    def _beat(self) -> None:
-        self._beat_at = self.clock()
-        used = (atomic.read_object(self.workdir / "rung.json") or {}).get("rung")
-        if used is not None and used != self.record.fields.get("rung"):
-            self.record.update(rung=used)
-        self._take_notes()
-        self.pulse.beat(self.heartbeat())
-
-    def _take_notes(self) -> None:
-        """What the trainer has left for attempts/<instance>.json."""
-        for name in ("preflight", "compiled"):
-            noted = atomic.read_object(self.workdir / f"{name}.json")
-            if noted is not None and noted != self.record.fields.get(name):
-                self.record.update(**{name: noted})
-
-    def _refresh(self) -> None:
-        self.record.flush()
-        self.meter.refresh(self.clock())
-        self.asked = self.asked or self.store.get_bytes(ASKED) is not None
-
-    def _stamp(self) -> dict[str, Any]:
-        spent = self.meter.spent(self.clock())
-        return {
-            "run": self.run_file.run,
-            "attempt": len(self.earlier) + 1,
-            "instance": self.node.instance,
-            "spent_usd": str(spent.usd),
-            "spent_s": str(spent.seconds),
-            "published_at": iso(self.clock()),
-        }
 
     def _tell(self, name: str, words: dict[str, Any]) -> bool:
         """Writes a file that the trainer reads. False when the disk refuses."""

@@ -14,8 +14,8 @@ from supervisor_world import Bench, Death, FaultyStore
 
 from job.run_file import Node
 from job.supervisor import attempts, staging
-from job.supervisor.endings import iso
 from job.supervisor.store import FolderStore, GivenUpError, StoreError, open_store
+from job.supervisor.underway import iso
 
 
 class SlowInputs:

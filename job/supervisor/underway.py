@@ -1,0 +1,135 @@
+"""The attempt under way: what it holds, and what it says of itself while anything takes its time."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from job import atomic
+from job.run_file import Node, RunFile
+from job.supervisor import attempts
+from job.supervisor.child import Progress
+from job.supervisor.compile_cache import CompileCache
+from job.supervisor.forecast import Forecast
+from job.supervisor.meter import Meter
+from job.supervisor.publish import Publisher
+from job.supervisor.uploads import Pulse, Uploader
+from job.supervisor.world import Cause, World
+
+INTERRUPTED = 75  # exit code, for the node script
+ASKED = "stop.json"  # what `gpufleet stop` writes
+
+
+class Underway:
+    """One attempt on this node."""
+
+    record: attempts.Record  # these three from arrival.register
+    earlier: list[attempts.Attempt]
+    meter: Meter
+
+    def __init__(self, run: RunFile, node: Node, workdir: Path, world: World) -> None:
+        self.run_file, self.node, self.workdir, self.world = run, node, workdir, world
+        self.cause: Cause | None = None
+        self.say = world.log.say
+        self.store, self.clock = world.store, world.clock
+        self.forecast = Forecast(run.config, run.estimate, node.type)
+        self.publisher = Publisher(store=self.store, workdir=workdir, stamp=self._stamp, say=self.say)
+        self.uploader = Uploader(self.publisher, world.uploads, self.clock, self.say, self.forecast.upload_s)
+        self.graphs = CompileCache(run, self.store, workdir, self.say)
+        self.pulse = Pulse(
+            store=self.store,
+            instance=node.instance,
+            log=world.log.path,
+            publisher=self.publisher,
+            executor=world.pulse,
+            also=self._refresh,
+            say=self.say,
+        )
+        self.progress = Progress(workdir / "metrics.jsonl", self.clock)
+        self.resumed_step = 0
+        self.rung = 0
+        self.asked = False  # to end the run
+        self._beat_at = float("-inf")
+
+    def heartbeat(self) -> dict[str, Any]:
+        """One line of heartbeat/<instance>.jsonl. Also what later attempts know of this one's cost."""
+        now, seen = self.clock(), self.progress.record
+        spent = self.meter.spent(now)
+        return {
+            "ts": iso(now),
+            "step": self.progress.step,
+            "phase": seen.get("phase"),
+            "loss": seen.get("loss"),
+            "tok_s": seen.get("tok_s"),
+            "step_s": self.progress.step_s,
+            "spent_usd": str(spent.usd),
+            "attempt_usd": str(spent.attempt_usd),
+            "attempt_s": str(spent.attempt_s),
+            "lived_s": f"{now - self.node.launched_at:.3f}",
+            "compute_usd": str(spent.compute_usd),
+            "usd_per_hour": str(spent.usd_per_hour),
+        }
+
+    def between(self) -> None:
+        """While anything but training takes its time: heartbeats, and a notice noted at once, as while it trains."""
+        now, notice = self.clock(), self.world.metadata.notice
+        if notice is not None and self.cause is None and "exit" not in self.record.fields:
+            self.note(Cause(reason="notice", deadline=notice.at), now)
+        else:
+            self.beat_when_due()
+
+    def note(self, cause: Cause, now: float) -> None:
+        """At once: a machine taken away amid its last upload must not look like a crash to the next boot."""
+        self.record.update(exit=interruption(cause, now))
+        self.beat()
+
+    def beat_when_due(self) -> None:
+        """One heartbeat every `checkpoint.heartbeat_s`."""
+        if self.clock() >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
+            self.beat()
+
+    def beat(self) -> None:
+        """Now, with what the trainer has left beside its metrics."""
+        self._beat_at = self.clock()
+        used = (atomic.read_object(self.workdir / "rung.json") or {}).get("rung")
+        if used is not None and used != self.record.fields.get("rung"):
+            self.record.update(rung=used)
+        self.take_notes()
+        self.pulse.beat(self.heartbeat())
+
+    def take_notes(self) -> None:
+        """What the trainer has left for attempts/<instance>.json."""
+        for name in ("preflight", "compiled"):
+            noted = atomic.read_object(self.workdir / f"{name}.json")
+            if noted is not None and noted != self.record.fields.get(name):
+                self.record.update(**{name: noted})
+
+    def _refresh(self) -> None:
+        self.record.flush()
+        self.meter.refresh(self.clock())
+        self.asked = self.asked or self.store.get_bytes(ASKED) is not None
+
+    def _stamp(self) -> dict[str, Any]:
+        spent = self.meter.spent(self.clock())
+        return {
+            "run": self.run_file.run,
+            "attempt": len(self.earlier) + 1,
+            "instance": self.node.instance,
+            "spent_usd": str(spent.usd),
+            "spent_s": str(spent.seconds),
+            "published_at": iso(self.clock()),
+        }
+
+
+def interruption(cause: Cause, at: float) -> dict[str, Any]:
+    """The `exit` of an attempt whose machine goes away."""
+    ending = {"code": INTERRUPTED, "reason": cause.reason, "notice": cause.reason == "notice", "at": iso(at)}
+    if cause.reason == "notice" and cause.deadline is not None:
+        ending["ends_at"] = iso(cause.deadline)
+    return ending
+
+
+def iso(at: float) -> str:
+    """UTC, milliseconds, Z."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
