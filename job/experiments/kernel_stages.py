@@ -16,16 +16,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from job import atomic
+from job.config.kernel import KernelConfig
 from job.dataset.chat import Turn
+from job.dataset.prepare import DatasetManifest
+from job.dataset.rendering import Renderer
 from job.experiments import tuning
 from job.kernels import ablation, adversarial, answers, planted
 from job.kernels.catalog import TASKS, Task
@@ -40,16 +43,24 @@ from job.models.generate import generate
 from job.sizing.kernel import AT_ONCE, TRIED
 from job.train import metrics, parallel
 from job.train.device import NodeRefusedError
-from job.train.experiment import Phase, Stopped
-
-if TYPE_CHECKING:
-    from job.experiments.kernel import Kernel
+from job.train.experiment import Phase, Session, Stopped
 
 SILENT_S = 60.0  # between two lines within a batch
 Pair = tuple[Task, int]  # what is asked for, and for the how-manieth time
 
 
-def finish(kernel: Kernel, module: Decoder) -> None:
+class KernelRun(Protocol):
+    """What the stages need of the experiment."""
+
+    session: Session
+    config: KernelConfig
+    manifest: DatasetManifest
+    renderer: Renderer
+    phases: Sequence[Phase]
+    progress: dict[str, Any]
+
+
+def finish(kernel: KernelRun, module: Decoder) -> None:
     """All of it. Raises Stopped between two tensors, tokens or candidates."""
     session, phase = kernel.session, kernel.phases[-1]
     tensors = tuning.gathered(session, module)
@@ -65,7 +76,7 @@ def finish(kernel: Kernel, module: Decoder) -> None:
         _report(kernel, found, digest)
 
 
-def candidates(kernel: Kernel, module: Decoder | None, phase: Phase) -> list[Candidate]:
+def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[Candidate]:
     """Every candidate of the weights that `phase` ends with, in order; the missing ones are written now, by `module`.
     Raises Stopped, and ValueError where some are missing and the weights are gone.
     """
@@ -101,7 +112,7 @@ def candidates(kernel: Kernel, module: Decoder | None, phase: Phase) -> list[Can
     return [known[_name(phase.name, *pair)] for pair in wanted]
 
 
-def pass_rates(kernel: Kernel, module: Decoder) -> dict[str, float] | None:
+def pass_rates(kernel: KernelRun, module: Decoder) -> dict[str, float] | None:
     """Per task, of a few candidates of the present weights; None when a stop was asked for. All ranks generate."""
     session, tasks = kernel.session, TASKS[: kernel.config.generate.tasks]
     own: list[tuple[str, int, str]] = []
@@ -153,7 +164,7 @@ def _candidate(name: str, task: str, source: str) -> Candidate:
 
 
 def _generate_share(
-    kernel: Kernel,
+    kernel: KernelRun,
     module: Decoder,
     wanted: list[Pair],
     salt: str,
@@ -185,7 +196,7 @@ def _generate_share(
 
 
 @torch.no_grad()
-def _as_kept(kernel: Kernel, module: Decoder) -> Decoder:
+def _as_kept(kernel: KernelRun, module: Decoder) -> Decoder:
     """A whole decoder on this rank's device with the weights of `module` as final/ holds them, in the compute dtype."""
     compute = tuning.COMPUTE[kernel.config.precision.compute]
     model = decoder.build(kernel.config.model, compute=compute, dtype=compute, device=kernel.session.device.torch)
@@ -194,7 +205,7 @@ def _as_kept(kernel: Kernel, module: Decoder) -> Decoder:
     return model
 
 
-def _generate(kernel: Kernel, model: Decoder, wanted: list[Pair], salt: str, far: str) -> list[str]:
+def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, far: str) -> list[str]:
     """Answers, sampled with a seed by (seed, task, number). Says now and then how `far` it is. Raises Stopped between
     two tokens.
     """
@@ -218,7 +229,7 @@ def _generate(kernel: Kernel, model: Decoder, wanted: list[Pair], salt: str, far
     return [renderer.tokenizer.decode(ids) for ids in written]
 
 
-def _verified(kernel: Kernel, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]] | None:
+def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]] | None:
     """Verdicts of every row of the ablation, on the last phase's candidates and those that are known, and by the name
     of an earlier phase the full funnel's on that one's. None when a stop was asked for.
     """
@@ -254,22 +265,22 @@ def _able() -> Iterator[None]:
         raise NodeRefusedError(f"the funnel: {error}") from error
 
 
-def _look(kernel: Kernel) -> None:
+def _look(kernel: KernelRun) -> None:
     """For one rank alone. Raises Stopped."""
     if (stop := kernel.session.requests.stop()) is not None:
         raise Stopped(stop.reason, ends=stop.ends)
 
 
-def _workers(kernel: Kernel) -> Workers:
+def _workers(kernel: KernelRun) -> Workers:
     return Workers(kernel.session.workdir / "scratch", gpus=kernel.session.device.torch.type == "cuda")
 
 
-def _judge(kernel: Kernel, workers: Workers) -> Judge:
+def _judge(kernel: KernelRun, workers: Workers) -> Judge:
     gpus = torch.cuda.device_count() if kernel.session.device.torch.type == "cuda" else 0
     return Judge(kernel.config.funnel, kernel.config.seed, workers, gpus=gpus)
 
 
-def _report(kernel: Kernel, found: dict[str, list[Verdict]], digest: str) -> None:
+def _report(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> None:
     """ablation.json, results.json and a few lines."""
     session, config, phase = kernel.session, kernel.config, kernel.phases[-1]
     full = found[ablation.FULL]

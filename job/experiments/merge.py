@@ -18,30 +18,41 @@ otherwise. What is finished is in stages/sft.jsonl, so a restart repeats neither
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from job import ledger, sizing
+from job.config.sft import SftConfig
 from job.dataset import weights as base_weights
 from job.dataset.packed import PROMPTS
+from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import open_chat_tokenizer
 from job.experiments import tuning
 from job.models import hf, lora
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.sft import VALIDATION_ROWS, answers_at_once
-from job.train.experiment import Session
-
-if TYPE_CHECKING:
-    from job.experiments.sft import Sft
+from job.train.experiment import Phase, Session
+from job.train.packed_rows import PackedBatches
 
 MATCH = 1e-5  # nats: the fp32 merge against the adapter
 CLOSE = 0.002  # nats: the bf16 merge against the adapter (the same)
 STAGES = Path("stages") / "sft.jsonl"
+
+
+class SftRun(Protocol):
+    """What is needed of the experiment."""
+
+    session: Session
+    config: SftConfig
+    manifest: DatasetManifest
+    batches: PackedBatches
+    phases: Sequence[Phase]
+    val_loss: float | None
 
 
 class MergeDiffersError(ValueError):
@@ -94,7 +105,7 @@ class Done:
         return value
 
 
-def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
+def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
     """All of it; what goes into results.json (on rank 0). Merged weights that do not match are not written. Raises
     Stopped between two micro-batches or tokens.
     """
@@ -128,14 +139,14 @@ def finish(sft: Sft, module: Decoder) -> dict[str, Any]:
     return {**found, "answers": answers, "weights_sha256": digest}
 
 
-def keep_adapter(sft: Sft, module: Decoder) -> None:
+def keep_adapter(sft: SftRun, module: Decoder) -> None:
     if sft.session.world.first:
         base = base_weights.name_of(sft.session.inputs)
         hf.write_adapter(sft.session.workdir / "final" / "adapter", module, sft.config.lora, base)
 
 
 @torch.no_grad()
-def _loss(sft: Sft, module: Decoder, variant: Variant) -> dict[str, Any]:
+def _loss(sft: SftRun, module: Decoder, variant: Variant) -> dict[str, Any]:
     """Mean loss in nats of one line of the table, over all ranks."""
     rows = sft.batches.fixed(sft.config.eval.rows if variant.all_rows else min(VALIDATION_ROWS, sft.config.eval.rows))
     ladder = sizing.ladder(sft.config, sft.session.world.size)
@@ -181,7 +192,7 @@ def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str
     return report, {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
-def _answers(sft: Sft, module: Decoder, done: Done) -> list[dict[str, Any]]:
+def _answers(sft: SftRun, module: Decoder, done: Done) -> list[dict[str, Any]]:
     """Held-out questions, answered greedily by base and adapter."""
     session, config = sft.session, sft.config
     asked = ledger.read(session.data / PROMPTS)[: config.eval.prompts]
