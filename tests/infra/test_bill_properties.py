@@ -167,7 +167,7 @@ def test_throughput_is_one_line_where_checkpoints_do_not_wait_for_that_disk(plan
 def test_keeping_the_bucket_is_storage_and_nothing_else(plan: StackDefinition, days: int) -> None:
     gone, kept = (with_storage(plan, keep=Keep(bucket=bucket, days=days)) for bucket in (False, True))
     assert changed(gone, kept) == {"S3 storage"}
-    assert by_name(gone)["S3 storage"].amount < by_name(kept)["S3 storage"].amount
+    assert by_name(gone)["S3 storage"].quantity < by_name(kept)["S3 storage"].quantity
 
 
 @every
