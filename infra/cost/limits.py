@@ -15,7 +15,7 @@ from decimal import ROUND_CEILING, Decimal
 from infra.cost import options
 from infra.cost.bill import Bill
 from infra.cost.risk import MINIMUM_H
-from infra.cost.side import Side
+from infra.cost.side import Side, exact, reserve_h
 from infra.definition import StackDefinition
 from infra.errors import Problem
 
@@ -23,19 +23,25 @@ AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS
 
 
 def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
-    """A limit below p50, and each other listed type on which even an uninterrupted run passes a limit."""
+    """A limit below p50 and what the job keeps to stop in, and each other listed type on which even an uninterrupted
+    run passes a limit.
+    """
     limits, usd, hours = definition.limits, bill.chosen.metered_usd, bill.chosen.needed_hours
-    drawn = bill.capacity == "spot"
-    if limits.max_usd < usd.p50:
+    drawn, exposure = bill.capacity == "spot", bill.chosen.exposure
+    stop_h = exact(exposure.reserve_h)
+    stop_usd = exact(exposure.reserve_h * (exposure.compute_usd_h + exposure.extras_usd_h))
+    stop = f"and the {exposure.reserve_h * 3600:.0f} s in which it stops"
+    if limits.max_usd < usd.p50 + stop_usd:
         need = f"the p50 of the bill {AS_COUNTED}" if drawn else "what the run costs"
-        hint = f"Nine runs in ten need at most {enough(usd.p90)}." if drawn else ""
+        hint = f"Nine runs in ten need at most {enough(usd.p90 + stop_usd)}." if drawn else ""
         hint = f"{hint} {_own(definition, 'max_usd')}".strip()
-        yield definition.problem("limits.max_usd", str(limits.max_usd), f"at least {need}, {enough(usd.p50)}", hint)
-    if limits.max_hours < hours.p50:
+        allowed = f"at least {need} {stop}, {enough(usd.p50 + stop_usd)}"
+        yield definition.problem("limits.max_usd", str(limits.max_usd), allowed, hint)
+    if limits.max_hours < hours.p50 + stop_h:
         need = "the p50 of the bill" if drawn else "the node-hours of the run"
-        hint = f"Nine runs in ten need at most {enough(hours.p90)} node-hours." if drawn else ""
+        hint = f"Nine runs in ten need at most {enough(hours.p90 + stop_h)} node-hours." if drawn else ""
         hint = f"{hint} {_own(definition, 'max_hours')}".strip()
-        allowed = f"at least {need}, {enough(hours.p50)}"
+        allowed = f"at least {need} {stop}, {enough(hours.p50 + stop_h)}"
         yield definition.problem("limits.max_hours", str(limits.max_hours), allowed, hint)
     yield from _types(definition, bill)
 
@@ -113,7 +119,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
         hourly, runtime = option.hourly(bill.capacity), option.runtime
         if option.type == bill.chosen.type or option.why or not option.holds_the_job or not hourly or not runtime:
             continue
-        hours = max(runtime.total_s / 3600, MINIMUM_H)
+        hours = max(runtime.total_s / 3600, MINIMUM_H) + reserve_h(definition.job.parameters, option)
         usd = bill.chosen.exposure.fixed_usd + hours * (float(hourly.amount) + extras)
         passed = [
             (key, limit, enough(Decimal(needed)), unit)

@@ -109,6 +109,7 @@ class Exposure:
     free_h: float = FREE_H
     max_usd: float | None = None
     max_hours: float | None = None
+    reserve_h: float = 0.0  # before a limit the job begins to stop: to save, upload and export
     leave: Leave | None = None  # when its owner ends it, everything saved
 
     @property
@@ -128,6 +129,11 @@ class Exposure:
 
     def hours_at_cap(self) -> tuple[float, float]:
         """Node-hours at which (max_usd, max_hours) stop the run; inf without that limit."""
+        by_money, by_hours = self.hours_allowed()
+        return max(0.0, by_money - self.reserve_h), max(0.0, by_hours - self.reserve_h)
+
+    def hours_allowed(self) -> tuple[float, float]:
+        """Node-hours that (max_usd, max_hours) pay for; inf without that limit."""
         rate = self.compute_usd_h + self.extras_usd_h
         by_money = np.inf if self.max_usd is None or not rate else max(0.0, self.max_usd - self.fixed_usd) / rate
         return by_money, np.inf if self.max_hours is None else self.max_hours
@@ -222,6 +228,7 @@ def _account(
         return _of_each(exposures, runs, get)
 
     work_h, cap_h = of(lambda e: e.phase_ends_h[-1]), of(lambda e: min(e.hours_at_cap()))
+    allowed_h, reserve_h = of(lambda e: min(e.hours_allowed())), of(lambda e: e.reserve_h)
     free_h, charged = of(lambda e: e.free_h), of(lambda e: 1 - 1 / e.nodes)
     interval_h, notice_missed = of(lambda e: e.interval_h), of(lambda e: e.notice_missed)
     setup_h, restart_h = of(lambda e: e.setup_h), of(lambda e: e.restart_h)
@@ -250,11 +257,14 @@ def _account(
         at_limit = room < ends_h
         interrupted = ~at_limit & (node.life_h < need)
 
-        span = np.where(left > _EDGE_H, np.maximum(node_h, MINIMUM_H), 0.0)
+        allowed = np.maximum(_at(allowed_h, active) - before_h, 0.0)
+        stops = at_limit & np.isfinite(allowed)  # an owner who leaves has no limits
+        spent_h = np.where(stops, np.minimum(node_h + _at(reserve_h, active), allowed), node_h)
+        span = np.where(left > _EDGE_H, np.maximum(spent_h, MINIMUM_H), 0.0)
         hours[active] = before_h + span
         free = interrupted & (node_h < _at(free_h, active))
         billed[active] += np.where(free, span * _at(charged, active), span)
-        wall_h = wall[active] + node_h
+        wall_h = wall[active] + spent_h
         interruptions[active] += interrupted
         stopped[active] |= at_limit
 

@@ -16,6 +16,9 @@ from infra.cost.lines import Line
 from infra.cost.options import Capacity, TypeCost
 from infra.cost.runtime import Runtime
 from infra.definition import Limits, StackDefinition, Variant
+from job import sizing
+from job.config import JobConfig
+from job.supervisor.forecast import RESERVE_S, Forecast
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
 Hazards = Mapping[Key, Hazard]  # as infra.cost.hazard.learn gives them
@@ -230,7 +233,15 @@ def _exposure(
         notice_missed=risk.NOTICE_MISSED if missed is None else float(missed),
         max_usd=float(definition.limits.max_usd),
         max_hours=float(definition.limits.max_hours) / nodes,
+        reserve_h=reserve_h(definition.job.parameters, option),
     )
+
+
+def reserve_h(config: JobConfig, option: TypeCost) -> float:
+    """Hours before a limit at which the job's meter stops it at the end of its work, so that all is saved by then."""
+    seconds = [{"type": each.type, "phase": each.phase, "seconds": each.total_s} for each in option.notices]
+    forecast = Forecast(config, {"notice": seconds}, option.type)
+    return (forecast.end_s(sizing.total_steps(config), None) + RESERVE_S) / 3600
 
 
 def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard | float:

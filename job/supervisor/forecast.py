@@ -13,6 +13,7 @@ from job import sizing
 from job.config import JobConfig
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
+RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit
 LATENCY_S = 2.0  # of a save and an upload of next to nothing
 UPLOAD_GB_S = 1.5  # of them to hash and send
 SLACK = 1.25

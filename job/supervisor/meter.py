@@ -17,7 +17,6 @@ from job.run_file import Limits, Rates
 MINIMUM_S = Decimal(60)
 CENT_100 = Decimal("0.0001")
 HOUR_S = 3600
-RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit
 ASK_AGAIN_S = 60.0
 
 SpotPrice = Callable[[float], Decimal | None]  # epoch seconds -> USD per hour then; None: not known

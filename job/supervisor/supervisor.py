@@ -15,7 +15,7 @@ from job import atomic, sizing
 from job.run_file import Node, RunFile
 from job.supervisor import arrival, endings, staging
 from job.supervisor.endings import FAILED, FINISHED, TICK_S
-from job.supervisor.meter import RESERVE_S
+from job.supervisor.forecast import RESERVE_S
 from job.supervisor.store import StoreError
 from job.supervisor.underway import Underway
 from job.supervisor.world import Cause, Trainer, World

@@ -18,10 +18,15 @@ from infra.cost.bill import Bill
 from infra.cost.estimate import price, problems
 from infra.cost.fit import cheapest_holder
 from infra.cost.limits import deadline_problems, deadline_warning, slowest
+from infra.cost.record import to_json
 from infra.cost.table import render
 from infra.definition import Disk, Keep, StackDefinition
 from infra.loader import load
 from infra.scenarios import scenario
+from job import run_file
+from job.run_file import Rates
+from job.supervisor.forecast import RESERVE_S, Forecast
+from job.supervisor.meter import Meter
 
 CATALOG = load_catalog()
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -46,12 +51,12 @@ def flat(text: str) -> str:
 
 
 def test_a_slower_listed_type_that_max_hours_always_stops_is_refused() -> None:
-    """The dearest needs 0.283 h, the other 0.447 h."""
+    """The dearest needs 0.283 h, the other 0.447 h, and each some minutes to stop in."""
     assert refused(definition(**TWO, max_hours="0.40")) == [
-        "fleet.instance_types[1]: types on which the run can end within the limits; uninterrupted it needs 0.45"
-        " node-hours where limits.max_hours is 0.40. Remove it, or raise limits.max_hours to 0.45 or more."
+        "fleet.instance_types[1]: types on which the run can end within the limits; uninterrupted it needs 0.49"
+        " node-hours where limits.max_hours is 0.40. Remove it, or raise limits.max_hours to 0.49 or more."
     ]
-    assert refused(definition(**TWO, max_hours="0.45")) == []
+    assert refused(definition(**TWO, max_hours="0.49")) == []
 
 
 def test_a_slower_listed_type_whose_disks_cost_more_than_max_usd_is_refused() -> None:
@@ -73,17 +78,32 @@ def test_one_type_that_no_limit_lets_end_is_one_problem_of_the_limit() -> None:
 
 @pytest.mark.parametrize("capacity", ["spot", "on-demand"])
 def test_the_limits_that_a_refusal_names_are_accepted(capacity: str) -> None:
-    """0.4408 h and 0.8668 USD: rounded to the nearest hundredth, the hours would be refused again."""
+    """0.4408 h and 108 s to stop in, 0.4708: rounded to the nearest hundredth, they would be refused again."""
     said = refused(definition(capacity=capacity, max_hours="0.1", max_usd="0.1"))
     usd, hours = (each.split(", ")[1].split(". ")[0] for each in said)
-    assert hours == "0.45"
+    assert hours == "0.48"
     assert refused(definition(capacity=capacity, max_hours=hours, max_usd=usd)) == []
 
 
 def test_on_demand_the_run_needs_what_it_needs_without_nine_in_ten() -> None:
     assert refused(definition(capacity="on-demand", max_hours="0.1")) == [
-        "limits.max_hours: at least the node-hours of the run, 0.45. "
+        "limits.max_hours: at least the node-hours of the run and the 108 s in which it stops, 0.48. "
     ]
+
+
+@pytest.mark.parametrize(("hours", "stopped"), [("0.45", "max_hours"), ("0.48", None)])
+def test_an_accepted_limit_lets_the_jobs_meter_come_to_the_end_of_the_work(hours: str, stopped: str | None) -> None:
+    plan = definition(capacity="on-demand", max_hours=hours)
+    found = price(plan, CATALOG)
+    exposure, disk, ipv4 = found.chosen.exposure, found.disk_usd_per_hour, found.ipv4_usd_per_hour
+    rates = Rates(capacity="on-demand", on_demand=found.chosen.price.amount, spot=None, disk=disk, ipv4=ipv4)
+    limits = run_file.Limits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
+    reserve_s = Forecast(plan.job.parameters, to_json(found), found.chosen.type).end_s(2999, None) + RESERVE_S
+    assert exposure.reserve_h * 3600 == pytest.approx(reserve_s, abs=0.1)
+    meter = Meter(rates=rates, launched_at=0.0, fixed_usd=Decimal(f"{exposure.fixed_usd:.4f}"))
+    assert meter.limit(exposure.uninterrupted_h * 3600, limits, reserve_s) == stopped
+    assert found.chosen.probability_stopped == (0 if stopped is None else 1)
+    assert bool(refused(plan)) is bool(stopped)
 
 
 def test_a_refused_limit_or_type_has_its_line_also_where_a_scenario_wrote_it(tmp_path: Path) -> None:
@@ -151,17 +171,17 @@ def test_a_bill_that_charges_all_there_is_has_no_second_count() -> None:
 
 
 def test_an_uncalibrated_bill_says_at_which_speed_a_limit_stops_the_run() -> None:
-    """8 minutes of set-up and 0.307 h of work in 0.5 h: at 84 % of the speed the work just fits."""
+    """8 minutes of set-up, 0.307 h of work and 108 s to stop in: at 91 % of the speed they just fit 0.5 h."""
     plan = definition(capacity="on-demand", max_hours="0.5")
     found = price(plan, CATALOG)
-    assert slowest(found.chosen) == pytest.approx(0.839, abs=0.001)
+    assert slowest(found.chosen) == pytest.approx(0.914, abs=0.001)
     said = (
-        "uncalibrated: below about 84% of the assumed speed (set-up apart) limits.max_hours stops the run before it is"
+        "uncalibrated: below about 91% of the assumed speed (set-up apart) limits.max_hours stops the run before it is"
         " done"
     )
     assert said in found.warnings
     exposure = found.chosen.exposure
-    for speed, stopped in ((0.83, True), (0.85, False)):
+    for speed, stopped in ((0.91, True), (0.92, False)):
         slower = replace(exposure, phase_ends_h=tuple(end / speed for end in exposure.phase_ends_h))
         assert bool(risk.simulate(slower, runs=1).stopped) is stopped
     assert f"{said}, even uninterrupted" in bill(max_hours="0.5").warnings
