@@ -160,7 +160,9 @@ def filled(drafts: Sequence[Draft], hours_left: float | None, *, runs: int, atte
         if each.prepared is not None:
             outcome = outcomes[each.prepared.unlimited]
             found = side.settle(each.prepared, outcome, outcome)
-            over = found.metered_usd.p90 > each.limits.max_usd or found.hours.p90 * row.nodes > each.limits.max_hours
+            stop_usd, stop_h = found.reserve
+            over = found.metered_usd.p90 + stop_usd > each.limits.max_usd
+            over = over or (found.hours.p90 + stop_h) * row.nodes > each.limits.max_hours
             row = _figures(replace(row, over_limit=over), found, hours_left)
         rows.append(row)
     return rows

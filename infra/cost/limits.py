@@ -15,7 +15,7 @@ from decimal import ROUND_CEILING, Decimal
 from infra.cost import options
 from infra.cost.bill import Bill
 from infra.cost.risk import MINIMUM_H
-from infra.cost.side import Side, exact, reserve_h
+from infra.cost.side import Side, reserve_h
 from infra.definition import StackDefinition
 from infra.errors import Problem
 
@@ -27,10 +27,8 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     run passes a limit.
     """
     limits, usd, hours = definition.limits, bill.chosen.metered_usd, bill.chosen.needed_hours
-    drawn, exposure = bill.capacity == "spot", bill.chosen.exposure
-    stop_h = exact(exposure.reserve_h)
-    stop_usd = exact(exposure.reserve_h * (exposure.compute_usd_h + exposure.extras_usd_h))
-    stop = f"and the {exposure.reserve_h * 3600:.0f} s in which it stops"
+    drawn, (stop_usd, stop_h) = bill.capacity == "spot", bill.chosen.reserve
+    stop = f"and the {bill.chosen.exposure.reserve_h * 3600:.0f} s in which it stops"
     if limits.max_usd < usd.p50 + stop_usd:
         need = f"the p50 of the bill {AS_COUNTED}" if drawn else "what the run costs"
         hint = f"Nine runs in ten need at most {enough(usd.p90 + stop_usd)}." if drawn else ""

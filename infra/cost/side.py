@@ -57,6 +57,12 @@ class Side:
     runs: int
 
     @property
+    def reserve(self) -> tuple[Decimal, Decimal]:
+        """USD and hours of each node that a limit has to leave, for the job to stop in."""
+        hours, of = self.exposure.reserve_h, self.exposure
+        return exact(hours * (of.compute_usd_h + of.extras_usd_h)), exact(hours)
+
+    @property
     def total(self) -> Decimal:
         """Sum of the lines: the run without interruptions."""
         return sum((line.amount for line in self.lines), Decimal(0))

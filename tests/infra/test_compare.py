@@ -182,6 +182,13 @@ def test_a_row_beyond_the_limits_is_marked_and_still_priced() -> None:
     assert row.usd.p90 > 500
 
 
+def test_a_row_that_a_limit_leaves_too_little_to_stop_in_is_beyond_it() -> None:
+    row = rows("sft-h100")["p5-8xh100"]
+    assert row.side is not None
+    assert row.side.needed_usd.p90 < 120 < row.side.needed_usd.p90 + row.side.reserve[0]
+    assert row.over_limit
+
+
 def test_a_held_node_is_billed_for_its_hours_and_not_for_its_work() -> None:
     row = rows("kernel-sft")["conservative"]
     assert row.side is not None

@@ -15,7 +15,6 @@ from infra.cost import record
 from infra.cost.bill import Bill
 from infra.cost.estimate import price, problems
 from infra.cost.limits import enough
-from infra.cost.side import exact
 from infra.definition import Keep
 from infra.errors import DefinitionError, GpufleetError
 
@@ -119,8 +118,7 @@ def test_a_cap_below_p50_is_a_problem_that_states_p50_and_p90() -> None:
     found = price(plan, CATALOG, runs=2000)
     (problem,) = problems(plan, found)
     assert (problem.path, problem.value) == ("limits.max_usd", "0.80")
-    exposure = found.chosen.exposure
-    stop = exact(exposure.reserve_h * (exposure.compute_usd_h + exposure.extras_usd_h))
+    stop, _ = found.chosen.reserve
     assert f"{enough(found.chosen.metered_usd.p50 + stop)}" in problem.allowed
     assert f"{enough(found.chosen.metered_usd.p90 + stop)}" in problem.hint
 
