@@ -60,7 +60,7 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
     """
     deadline = definition.limits.deadline
     needs = {
-        option.type: max(option.runtime.total_s / 3600, MINIMUM_H)
+        option.type: max(option.runtime.total_s / 3600, MINIMUM_H) + reserve_h(definition.job.parameters, option)
         for option in bill.types
         if option.runtime and option.holds_the_job and not option.why
     }
@@ -71,7 +71,7 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
         return []
     first = now + timedelta(hours=needs[slowest_type], minutes=1)
     allowed = (
-        f"at least the {needs[slowest_type]:.2f} hours that {slowest_type} needs uninterrupted,"
+        f"at least the {needs[slowest_type]:.2f} hours that {slowest_type} needs uninterrupted and to stop in,"
         f" {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from now"
     )
     hint = "Move it, or list faster types: `gpufleet compare` ranks them by it."
@@ -84,7 +84,7 @@ def deadline_warning(definition: StackDefinition, bill: Bill, now: datetime) -> 
     if bill.only_priced or deadline is None:
         return ""
     left_h = _hours(deadline - now)
-    late = float((bill.chosen.needed.wall_hours > left_h).mean())
+    late = float((bill.chosen.needed.wall_hours + bill.chosen.exposure.reserve_h > left_h).mean())
     if late < 0.01:
         return ""
     return (
