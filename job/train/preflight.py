@@ -81,16 +81,21 @@ def run(
     watchdog = threading.Timer(LIMIT_S, give_up)
     watchdog.daemon = True
     watchdog.start()
+    own: Measured | None = None
     try:
         own = measure(device)
+        judged = judge(own, gpus=gpus)
+    except RuntimeError as error:  # CUDA's: memory with errors that cannot be corrected, a GPU that is lost
+        judged = [f"{device.name} fails: {str(error).splitlines()[0]}"]
     finally:
         watchdog.cancel()
-    found = world.every([asdict(own), judge(own, gpus=gpus)])
+    found = world.every([{} if own is None else asdict(own), judged])
     problems = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(found) for text in texts]
-    say(
-        f"pre-flight ({time.perf_counter() - began:.1f} s): {own.matmul_tflops:.1f} TFLOP/s, memory "
-        f"{own.memory_gb_s:.0f} GB/s, to host {own.to_host_gb_s or 0:.1f} GB/s"
-    )
+    if own is not None:
+        say(
+            f"pre-flight ({time.perf_counter() - began:.1f} s): {own.matmul_tflops:.1f} TFLOP/s, memory "
+            f"{own.memory_gb_s:.0f} GB/s, to host {own.to_host_gb_s or 0:.1f} GB/s"
+        )
     if world.first:
         atomic.write_json(workdir / RESULT, {"ranks": [figures for figures, _ in found], "problems": problems})
     if not problems:

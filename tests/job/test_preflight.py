@@ -172,6 +172,17 @@ def test_a_run_that_may_refuse_no_more_goes_on_with_a_warning(tmp_path: Path, mo
     assert len(calls) == 2  # a restart within the attempt does not measure again
 
 
+def test_a_gpu_that_fails_is_refused_with_what_cuda_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: Device) -> Measured:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(preflight, "measure", broken)
+    with pytest.raises(NodeRefusedError, match="NVIDIA L4 fails"):
+        preflight.run(tmp_path, replace(CPU, name="NVIDIA L4"), World(), gpus=None, say=print, hung=print)
+    why = "rank 0: NVIDIA L4 fails: CUDA error: uncorrectable ECC error encountered"
+    assert atomic.read_object(tmp_path / "preflight.json") == {"ranks": [{}], "problems": [why]}
+
+
 def test_a_gpu_that_hangs_ends_the_pre_flight_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     ended = threading.Event()
