@@ -62,6 +62,11 @@ class Forecast:
         """The same where a limit ends the run: what it then exports comes on top."""
         return self.stop_s(step, step_s) + sizing.cut_bytes(self._config, self.phase(step)) / 1e9 * GB_S
 
+    def line_s(self, step: int) -> float:
+        """Between two lines of metrics.jsonl at `step`, at the bill's pace: one every log.every steps, one a save."""
+        step_s = self._step_s.get(self._names[self.phase(step)], 0.0)
+        return min(self._config.log.every * step_s, self._config.checkpoint.interval_s + step_s)
+
     def upload_s(self, size: int) -> float:
         """To publish `size` bytes that are on the disk, as measured, or before that as the bills have it."""
         if self._upload_s_per_byte is None:

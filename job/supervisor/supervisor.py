@@ -26,6 +26,7 @@ SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines s
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # at least, for a trainer asked to stop without a deadline
+LINES = 3  # that must be missing before a trainer told to write few is taken for stuck
 
 
 class Supervisor(Underway):
@@ -178,9 +179,10 @@ class Supervisor(Underway):
     def _end_if_stuck(self, now: float) -> None:
         assert self._child is not None
         newest = max(self._child.output_at, self.progress.grew_at)
+        patience = max(self.progress.quiet_limit_s(), LINES * self.forecast.line_s(self.progress.step))
         if self._kill_at is not None and now >= self._kill_at:
             self.killed = "the trainer did not stop in time"
-        elif now - newest > self.progress.quiet_limit_s():
+        elif now - newest > patience:
             self.killed = f"no sign of progress for {now - newest:.0f} s"
         else:
             return

@@ -218,7 +218,8 @@ def test_a_crash_publishes_what_was_committed_and_leaves_the_run_open(tmp_path: 
     assert b"the trainer ended with" in (bench.store.get_bytes("job.log") or b"")
 
 
-def test_a_silent_trainer_is_killed_as_a_crash(tmp_path: Path) -> None:
+def test_a_silent_trainer_is_killed_as_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("job.supervisor.supervisor.TICK_S", 5.0)
     bench = Bench(tmp_path)
 
     def hang(trainer: FakeTrainer) -> None:
@@ -227,8 +228,24 @@ def test_a_silent_trainer_is_killed_as_a_crash(tmp_path: Path) -> None:
     began = bench.clock.now
     assert bench.attempt(script={4: hang}).run() == 1
     assert bench.trainers[0].killed
-    assert 900 <= bench.clock.now - began <= 910
+    assert 900 <= bench.clock.now - began <= 930
     assert bench.json("attempts/i-1.json")["exit"]["reason"].startswith("no sign of progress for 90")
+
+
+def test_a_trainer_told_to_write_a_line_every_thousand_seconds_is_given_the_time_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("job.supervisor.supervisor.TICK_S", 10.0)
+    bench = Bench(tmp_path)
+    parameters = bench.tree["job"]["parameters"]
+    parameters["log"]["every"], parameters["checkpoint"]["interval_s"] = 10_000, 7200.0  # of 0.1 s in the bill
+
+    def hang(trainer: FakeTrainer) -> None:
+        trainer.hangs = True
+
+    began = bench.clock.now
+    assert bench.attempt(script={1: hang}).run() == 1
+    assert 3000 <= bench.clock.now - began <= 3050
 
 
 def test_output_alone_is_a_sign_of_life(tmp_path: Path) -> None:
