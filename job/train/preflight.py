@@ -157,7 +157,7 @@ def parse_clocks(answer: str) -> tuple[int | None, int | None, bool | None]:
     slowed = {"Active": True, "Not Active": False}
     flags = [slowed.get(word) for word in words[:2]]
     now, most = (int(word) if word.isdigit() else None for word in words[2:])
-    return now, most, None if None in flags else any(flags)
+    return now, most, True if True in flags else None if None in flags else False
 
 
 def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:

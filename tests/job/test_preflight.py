@@ -94,6 +94,7 @@ def test_the_share_is_of_the_data_sheet_of_the_gpu_found() -> None:
         ("Not Active, Not Active, 1695, 1710\n", (1695, 1710, False)),
         ("Not Active, Active, 345, 1710\n", (345, 1710, True)),
         ("[N/A], [N/A], 1695, [N/A]\n", (1695, None, None)),
+        ("[N/A], Active, 345, 1710\n", (345, 1710, True)),
         ("", (None, None, None)),
     ],
 )
