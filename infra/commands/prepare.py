@@ -176,11 +176,8 @@ def _checked(definition: StackDefinition, root: Path) -> None:
     """Raises ValueError where a node could not read the base weights, or would refuse them. Warns of weights that were
     tuned on other turns.
     """
-    config = definition.job.parameters
-    if (folder := definition.storage.weights_folder(root)) is None:
-        return
-    weights.check(folder)
-    if isinstance(config, SftConfig | KernelConfig):
+    config, folder = definition.job.parameters, definition.storage.weights_folder(root)
+    if folder is not None and isinstance(config, SftConfig | KernelConfig):
         hf_config.check(folder, config.model)
         template = rendering.TEMPLATES[config.model.family]
         if rendering.foreign(template, folder):

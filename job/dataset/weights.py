@@ -56,11 +56,13 @@ def paths(folder: Path) -> list[Path]:
     return [top[name] for name in sorted(names)]
 
 
-def check(folder: Path) -> None:
-    """Reads the header of each file of tensors, and no more. Raises ValueError for one that is cut short, or none at
-    all, such as the pointer that git clones without its lfs; for quantised tensors; and like `paths`.
+def check(folder: Path) -> dict[str, list[int]]:
+    """Reads the header of each file of tensors, and no more: every tensor's shape by its name. Raises ValueError for a
+    file that is cut short, or none at all, such as the pointer that git clones without its lfs; for quantised tensors;
+    and like `paths`.
     """
     paths(folder)
+    shapes: dict[str, list[int]] = {}
     for path in (folder / name for name in tensor_files(folder)):
         size = path.stat().st_size
         try:
@@ -70,6 +72,7 @@ def check(folder: Path) -> None:
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             whole = size == 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             narrow = [f"{name} is {entry['dtype']}" for name, entry in tensors.items() if entry["dtype"] not in _DTYPES]
+            shapes |= {name: entry["shape"] for name, entry in tensors.items()}
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
             whole, narrow = False, []
         if not whole:
@@ -79,6 +82,7 @@ def check(folder: Path) -> None:
                 f"{path}: {narrow[0]}; quantised weights are not read, only {', '.join(_DTYPES)}: take those "
                 "they were made from"
             )
+    return shapes
 
 
 def left_out(folder: Path) -> dict[str, int]:

@@ -1,18 +1,18 @@
 """Decoder weights in the layout in which they are published: config.json and safetensors, in one file or sharded.
 
-Reads and writes without the `transformers` package. Names and shapes are checked one by one; a config.json that
-describes another model than the run config is refused before a byte of weights is read. User mistakes raise ValueError
-with what to do.
+Reads and writes without the `transformers` package. Names and shapes of all tensors, and a config.json that describes
+another model than the run config, are looked at before a byte of weights is read (hf_config.py). User mistakes raise
+ValueError with what to do.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from job.config.sft import Lora
 from job.dataset.weights import tensor_files
 from job.models import lora
 from job.models.decoder import Decoder
-from job.models.hf_config import CONFIG, check, config_tree
+from job.models.hf_config import CONFIG, PARTS, check, config_tree, published
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -37,23 +37,6 @@ TOKENIZER = (  # what `transformers` reads beside tokenizer.json: the chat templ
 )
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SHARD_BYTES = 5_000_000_000  # of one file, at most: what the published ones hold
-_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_PARTS = {
-    "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
-    **{f"attention.{x}": f"self_attn.{x}_proj" for x in "qkvo"},
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    **{f"ffn.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-}
-
-
-def published(name: str) -> str:
-    """`blocks.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`; also of a module's name."""
-    words = name.split(".")
-    leaf = words.pop() if words[-1] in ("weight", "bias") else None
-    found = f"model.layers.{words[1]}.{_PARTS['.'.join(words[2:])]}" if words[0] == "blocks" else _TOP[words[0]]
-    return found if leaf is None else f"{found}.{leaf}"
 
 
 @torch.no_grad()
@@ -61,35 +44,16 @@ def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object]
     """Copies the published weights into the module's own tensors (their dtype and device stay; adapters are left out).
     `fill` writes a whole tensor into a parameter.
 
-    Raises ValueError: another model than the module's shape, a file or tensor that is missing, of another shape, or
-    unknown.
+    Raises ValueError: another model than the module's shape, a file that is damaged, or a tensor that is missing, of
+    another shape, or unknown.
     """
-    wanted = module.shape
-    check(folder, wanted)
+    check(folder, module.shape)
     targets = {published(name): p for name, p in module.named_parameters() if not name.endswith(("lora_a", "lora_b"))}
-    missing = set(targets)
-    for path, name, tensor in _stored(folder):
-        if name == "lm_head.weight" and wanted.tied:
-            continue
-        if name not in targets:
-            raise ValueError(f"{path}: tensor {name} belongs to no {wanted.family} decoder of this shape")
-        if tensor.shape != targets[name].shape:
-            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, the model needs {list(targets[name].shape)}")
-        fill(targets[name], tensor)
-        missing.discard(name)
-    if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, among them {min(missing)}; fetch it again")
-
-
-def _stored(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """Every tensor, one at a time, in host memory."""
     for path in (folder / name for name in tensor_files(folder)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    yield path, name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: damaged ({error}); fetch the base weights again") from error
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if name in targets:  # a tied head's copy is not
+                    fill(targets[name], file.get_tensor(name))
 
 
 def write(
@@ -169,7 +133,7 @@ def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | Non
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": [_PARTS[part].rpartition(".")[2] for part in _PARTS if part.endswith(_SUFFIXES)],
+        "target_modules": [PARTS[part].rpartition(".")[2] for part in PARTS if part.endswith(_SUFFIXES)],
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,

@@ -1,4 +1,6 @@
-"""config.json of published decoder weights, read and written without torch: who prices a run asks it, too."""
+"""How decoder weights are published: config.json, and the names and shapes of their tensors. Without torch: who prices
+a run asks it, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 
 from job import atomic
 from job.config.common import Decoder as Shape
+from job.dataset import weights
 
 CONFIG = "config.json"
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -28,6 +31,44 @@ _LLAMA3 = {
     "high_freq_factor": LLAMA3_HIGH,
     "original_max_position_embeddings": LLAMA3_CONTEXT,
 }
+
+_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+PARTS = {  # of a block: ours, theirs
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    **{f"attention.{x}": f"self_attn.{x}_proj" for x in "qkvo"},
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    **{f"ffn.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
+
+
+def published(name: str) -> str:
+    """`blocks.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`; also of a module's name."""
+    words = name.split(".")
+    leaf = words.pop() if words[-1] in ("weight", "bias") else None
+    found = f"model.layers.{words[1]}.{PARTS['.'.join(words[2:])]}" if words[0] == "blocks" else _TOP[words[0]]
+    return found if leaf is None else f"{found}.{leaf}"
+
+
+def tensors(s: Shape) -> dict[str, list[int]]:
+    """The shape of every published tensor by its name."""
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    block = {
+        **{f"{norm}.weight": [s.width] for norm in ("norm1", "norm2")},
+        **{f"attention.{x}.weight": [out, s.width] for x, out in (("q", q), ("k", kv), ("v", kv))},
+        "attention.o.weight": [s.width, q],
+        **{f"ffn.{x}.weight": [s.ffn, s.width] for x in ("gate", "up")},
+        "ffn.down.weight": [s.width, s.ffn],
+    }
+    if s.family == "qwen2":
+        block |= {f"attention.{x}.bias": [out] for x, out in (("q", q), ("k", kv), ("v", kv))}
+    if s.family == "qwen3":
+        block |= {f"attention.{x}_norm.weight": [s.head_dim] for x in "qk"}
+    ours = {"embed.weight": [s.vocab, s.width], "norm.weight": [s.width]}
+    ours |= {} if s.tied else {"head.weight": [s.vocab, s.width]}
+    ours |= {f"blocks.{i}.{name}": size for i in range(s.layers) for name, size in block.items()}
+    return {published(name): size for name, size in ours.items()}
 
 
 def read_shape(folder: Path) -> Shape:
@@ -79,10 +120,22 @@ def differences(found: Shape, wanted: Shape) -> list[tuple[str, object, object]]
 
 
 def check(folder: Path, wanted: Shape) -> None:
-    """Raises ValueError when folder/config.json describes another decoder."""
+    """Raises ValueError when folder/config.json describes another decoder, or the tensors beside it are not this one's:
+    one is missing, unknown, of another shape, or in a file that is damaged (weights.py).
+    """
+    found, needed = weights.check(folder), tensors(wanted)
     if differing := differences(read_shape(folder), wanted):
         words = ", ".join(f"model.{key} is {here}, there {there}" for key, there, here in differing)
         raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
+    if wanted.tied:
+        found.pop(published("head.weight"), None)  # a copy of the embedding
+    for name, size in found.items():
+        if name not in needed:
+            raise ValueError(f"{folder}: tensor {name} belongs to no {wanted.family} decoder of this shape")
+        if size != needed[name]:
+            raise ValueError(f"{folder}: {name} is {size}, the model needs {needed[name]}")
+    if missing := needed.keys() - found.keys():
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, among them {min(missing)}; fetch it again")
 
 
 def config_tree(shape: Shape, dtype: str) -> dict[str, Any]:

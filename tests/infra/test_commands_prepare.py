@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,10 +23,11 @@ from job.config.common import Decoder
 from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.prepare import read_manifest
 from job.dataset.rendering import TEMPLATES
-from job.models import hf
+from job.models import hf_config
 
 ROOT = Path(__file__).parents[2]
 STACK = "tinystories-growth"
+SMALL = {"vocab": 32, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 8}
 
 
 @pytest.fixture
@@ -111,8 +111,10 @@ def test_what_it_predicts_is_what_the_bill_says_with_all_that_the_project_knows(
 
 @pytest.fixture
 def tuning(project: Path) -> Path:
-    """A project with sft-h100 and two examples; its base weights are not there."""
-    shutil.copy(ROOT / "stacks" / "sft-h100.yaml", project / "stacks")
+    """A project with a small sft-h100 and twenty examples; its base weights are not there."""
+    text = (ROOT / "stacks" / "sft-h100.yaml").read_text()
+    small = ", ".join(f"{key}: {value}" for key, value in SMALL.items())
+    (project / "stacks" / "sft-h100.yaml").write_text(text.replace("method: lora", f"model: {{{small}}}", 1))
     lines = [json.dumps({"instruction": f"what is {i}", "response": "a number"}) for i in range(20)]
     (project / "examples.jsonl").write_text("\n".join(lines) + "\n")
     return project
@@ -130,8 +132,10 @@ def published(project: Path, **changed: int) -> Path:
     """The folder of base weights, as far as it is looked at before a node has it."""
     folder = project / "data" / "llama-3.1-8b-instruct"
     folder.mkdir(parents=True)
-    save_file({"a": np.ones(3, np.float32)}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(hf.config_tree(replace(Decoder(), **changed), "bfloat16")))
+    shape = Decoder(**SMALL | changed)
+    tensors = {name: np.ones(size, np.float16) for name, size in hf_config.tensors(shape).items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf_config.config_tree(shape, "bfloat16")))
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -139,9 +143,12 @@ def published(project: Path, **changed: int) -> Path:
 def test_other_base_weights_than_the_experiments_are_said_before_anything_is_tokenised(
     tuning: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = published(tuning, width=3072)
+    folder = published(tuning, width=24)
     assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
-    assert "another model than the run config: model.width is 4096, there 3072" in capsys.readouterr().err
+    assert "another model than the run config: model.width is 16, there 24" in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps(hf_config.config_tree(Decoder(**SMALL), "bfloat16")))
+    assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
+    assert "lm_head.weight is [32, 24], the model needs [32, 16]" in capsys.readouterr().err
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs")
     assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
     assert "no whole safetensors file; download it again" in capsys.readouterr().err
