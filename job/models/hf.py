@@ -22,7 +22,7 @@ from job.config.sft import Lora
 from job.dataset.weights import tensor_files
 from job.models import lora
 from job.models.decoder import Decoder
-from job.models.hf_config import CONFIG, PARTS, check, config_tree, published
+from job.models.hf_config import CONFIG, check, config_tree, published
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -133,7 +133,7 @@ def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | Non
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": [PARTS[part].rpartition(".")[2] for part in PARTS if part.endswith(_SUFFIXES)],
+        "target_modules": [f"{name}_proj" for name in lora.PROJECTIONS],
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -142,6 +142,3 @@ def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | Non
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-
-
-_SUFFIXES = tuple(f".{name}" for name in lora.PROJECTIONS)

@@ -33,7 +33,7 @@ _LLAMA3 = {
 }
 
 _TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-PARTS = {  # of a block: ours, theirs
+_PARTS = {  # of a block: ours, theirs
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
     **{f"attention.{x}": f"self_attn.{x}_proj" for x in "qkvo"},
@@ -47,7 +47,7 @@ def published(name: str) -> str:
     """`blocks.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`; also of a module's name."""
     words = name.split(".")
     leaf = words.pop() if words[-1] in ("weight", "bias") else None
-    found = f"model.layers.{words[1]}.{PARTS['.'.join(words[2:])]}" if words[0] == "blocks" else _TOP[words[0]]
+    found = f"model.layers.{words[1]}.{_PARTS['.'.join(words[2:])]}" if words[0] == "blocks" else _TOP[words[0]]
     return found if leaf is None else f"{found}.{leaf}"
 
 
