@@ -36,7 +36,7 @@ def _resident(pid: int) -> int:
 
 def folder_bytes(folder: Path, most: int) -> int:
     """Room that it takes on the disk, not much more than `most` looked at; more than `most` where it holds more than
-    MOST_ENTRIES or a folder that cannot be looked into.
+    MOST_ENTRIES or a folder that cannot be looked into, closed or too deep.
     """
     used, seen, left = 0, set(), [os.fspath(folder)]
     while left and used <= most:
@@ -51,8 +51,8 @@ def folder_bytes(folder: Path, most: int) -> int:
                             left += [entry.path] if stat.S_ISDIR(found.st_mode) else []
                     if len(seen) > MOST_ENTRIES:
                         return most + 1
-        except PermissionError:
-            return most + 1
         except (FileNotFoundError, NotADirectoryError):
             pass  # it has gone meanwhile
+        except OSError:
+            return most + 1
     return used

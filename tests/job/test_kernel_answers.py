@@ -241,9 +241,10 @@ def test_time_that_runs_out_while_a_right_one_is_timed_leaves_it_untimed(
 
 @pytest.mark.slow
 def test_one_that_hangs_only_while_it_is_timed_is_untimed(workers: Workers) -> None:
-    hangs = "calls = []\ndef kernel_function(x):\n    calls.append(1)\n    while len(calls) > 20:\n        pass\n"
+    hangs = "calls = []\ndef kernel_function(x):\n    calls.append(1)\n    while len(calls) > 7:\n        pass\n"
     source = honest().source.replace("def kernel_function", "def honest") + hangs + "    return honest(x)"
-    found = judged(workers, candidate(source), NO_RULES, candidate_s=6.0)
+    one_input = Switches(funnel=False, multi_input=False)  # so that nothing comes again among the trials
+    found = judged(workers, candidate(source), one_input, candidate_s=6.0)
     assert (found.passed, found.speedup) == (True, None)
     assert "while it was timed" in found.reason
 
@@ -406,6 +407,8 @@ def test_memory_of_offspring_and_of_no_process_counts(workers: Workers) -> None:
         "os.posix_fallocate(os.open('a', os.O_CREAT | os.O_WRONLY), 0, 200 << 20)\n"
         "os.posix_fallocate(os.open('b', os.O_CREAT | os.O_WRONLY), 0, 100 << 20)",
         "for n in range(11_000):\n    os.close(os.open(str(n), os.O_CREAT))",
+        "at = os.open('.', os.O_RDONLY)\nfor _ in range(1100):\n    os.mkdir('deep', dir_fd=at)\n"
+        "    outer, at = at, os.open('deep', os.O_RDONLY, dir_fd=at)\n    os.close(outer)",
         "os.mkdir('hidden')\nos.posix_fallocate(os.open('hidden/a', os.O_CREAT | os.O_WRONLY), 0, 200 << 20)\n"
         "os.posix_fallocate(os.open('hidden/b', os.O_CREAT | os.O_WRONLY), 0, 100 << 20)",
     ],
@@ -418,6 +421,7 @@ def test_the_scratch_folder_as_a_whole_is_limited(workers: Workers, fills: str) 
 
     with workers.start(memory_bytes=2e9) as process, pytest.raises(Lost, match="more in its folder than 256 MiB"):
         asks()
+    assert not process.scratch.exists()
 
 
 @pytest.mark.slow
