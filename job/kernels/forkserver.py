@@ -17,7 +17,9 @@ from typing import Any
 from job.kernels.wire import Closed, Late, receive
 
 START_S = 120.0  # to import torch and triton
-PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "CUDA_HOME", "NVIDIA_VISIBLE_DEVICES")  # no credentials
+PASSED_ON = (  # no credentials
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "CUDA_HOME", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES",
+)  # fmt: skip
 
 
 class ForkServer:

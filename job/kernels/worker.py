@@ -130,9 +130,10 @@ class Workers:
         return Process(pid, ours, scratch, memory_bytes, self._ended, watch_s=COMPILING_S if compiles else wire.WATCH_S)
 
     def _spawn(self, theirs: socket.socket, asked: str, gpu: int) -> int:
-        """A whole new process."""
-        interpret = "0" if self._gpus else "1"
-        process = python(theirs, ["one", asked], {"CUDA_VISIBLE_DEVICES": str(gpu), "TRITON_INTERPRET": interpret})
+        """A whole new process. It sees the `gpu`-th of those that this one sees."""
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        interpret, visible = "0" if self._gpus else "1", seen.split(",")[gpu] if seen else str(gpu)
+        process = python(theirs, ["one", asked], {"CUDA_VISIBLE_DEVICES": visible, "TRITON_INTERPRET": interpret})
         self._spawned[process.pid] = process
         return process.pid
 

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kernel_judge import SEED, honest, judge, scratch, verdicts
 
-from job.kernels import ablation, catalog, funnel, planted, source_text, tasks, timing, wire
+from job.kernels import ablation, catalog, funnel, planted, source_text, tasks, timing, wire, worker
 from job.kernels.child import NOTHING
 from job.kernels.compiler import CACHE
 from job.kernels.planted import KINDS, STOPS_AT, Candidate
@@ -355,6 +356,23 @@ def test_a_process_without_its_gpu_is_no_verdict(workers: Workers, monkeypatch: 
     monkeypatch.setattr(workers, "start", start)
     with pytest.raises(NoDeviceError, match="no CUDA-capable device"):
         made.all([honest()], Switches(multi_input=False), "row", lambda verdict: pytest.fail(str(verdict)))
+
+
+@pytest.mark.parametrize(("seen", "gpu", "visible"), [("", 1, "1"), ("3,5", 1, "5"), ("GPU-a", 0, "GPU-a")])
+def test_a_process_uses_a_gpu_of_those_that_the_judge_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, gpu: int, visible: str
+) -> None:
+    given: list[dict[str, str]] = []
+
+    def python(theirs: socket.socket, arguments: list[str], environment: dict[str, str]) -> SimpleNamespace:
+        given.append(environment)
+        return SimpleNamespace(pid=1)
+
+    monkeypatch.setattr(worker, "python", python)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    with socket.socket() as theirs:
+        Workers(tmp_path, gpus=True)._spawn(theirs, "{}", gpu)
+    assert given[0]["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_nothing_of_a_candidate_is_left_when_it_is_over(workers: Workers) -> None:
