@@ -253,7 +253,7 @@ def check(task: Task, given: Case, reply: dict[str, Any], blobs: list[wire.Blob]
         raise Rejected(f"{given.name}: gives {reply.get('type', 'nothing')[:40]}, not a tensor")
     problem = tasks.difference(task, given, tuple(reply["shape"]), reply["dtype"], blobs[0])
     if problem is not None:
-        raise Rejected(problem)
+        raise Rejected(problem[:300])
     if reply.get("alias", True) or reply.get("changed", True):
         raise Rejected(f"{given.name}: gives its input back, or changes it")
     if ops and (bad := rules.forbidden_ops(reply.get("ops", ["?"]))):

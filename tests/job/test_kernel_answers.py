@@ -186,6 +186,7 @@ PATCHES = {
     "operations that are no names": 'Harness._collect = lambda self, head, blobs: ({"ops": [[]]}, [])',
     "no output": "Harness._collect = lambda self, head, blobs: ({}, [])",
     "a shape without content": 'Harness._collect = lambda *_: ({"shape": [1], "dtype": "float32"}, [])',
+    "a shape of too many sizes": 'Harness._collect = lambda *_: ({"shape": [1] * 9999, "dtype": "x"}, [b""])',
     "a dtype of no element": 'Harness._collect = lambda *_: ({"shape": [1], "dtype": "x"}, [b"abc"])',
     "too many bytes": 'Harness._collect = lambda *_: ({"shape": [1], "dtype": "float32"}, [b"x" * (1 << 20)])',
     "no aliases": "collect = Harness._collect\n"
@@ -204,6 +205,7 @@ def test_an_answer_that_is_none_loses_its_candidate_alone(workers: Workers, what
     patched = honest().source + PATCHED + PATCHES[what]
     found = judged(workers, candidate(patched), switches)
     assert not found.passed, found
+    assert len(found.reason) < 400
 
 
 @pytest.mark.parametrize("source", ["\ud800", "# coding: utf-7\n", "\0", "#" * 16_385])
