@@ -42,6 +42,8 @@ class ForkServer:
 
     def begin(self) -> None:
         """Does not wait until it can fork."""
+        if self._control is not None:
+            self._control.close()
         ours, theirs = socket.socketpair()
         self._server = python(theirs, self._arguments, self._environment)
         theirs.close()
@@ -66,10 +68,11 @@ class ForkServer:
     def fork(self, theirs: socket.socket, asked: str) -> int:
         """A process that talks through `theirs`, and its id."""
         with self._lock:
-            for attempt in range(2):
-                if self._server is None or self._server.poll() is not None:
+            for _ in range(2):
+                assert self._server is not None
+                if self._server.poll() is not None:
                     self.begin()
-                try:
+                with suppress(OSError):
                     control = self._greeted()
                     socket.send_fds(control, [asked.encode()], [theirs.fileno()])
                     reply = control.recv(64)
@@ -77,9 +80,8 @@ class ForkServer:
                         pid = int(reply)
                         self.live.add(pid)  # before anybody may take it for a stray
                         return pid
-                except OSError:
-                    if attempt:
-                        raise
+                self._server.kill()  # it answers no more, and its end may not have been noticed yet
+                self._server.wait()
         raise RuntimeError("the fork server of the funnel ended twice; see stderr")
 
     def ended(self, pid: int) -> None:

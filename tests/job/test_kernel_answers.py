@@ -9,6 +9,8 @@ import ast
 import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -452,6 +454,38 @@ importlib.util.module_from_spec(importlib.machinery.ModuleSpec("native", loader,
         assert says(workers, brings("cache/a")) == says(spawning, brings("a")) == "forbidden: import native"
         assert says(spawning, brings("cache/a")).startswith("ImportError")
         assert says(spawning, "import os\nos.fork()") == "forbidden: os.fork"
+
+
+SERVES = """
+import socket, struct, sys, time
+end, greeting = socket.socket(fileno=int(sys.argv[1])), b'{"blobs": []}'
+end.sendall(struct.pack("!I", len(greeting)) + greeting)
+if sys.argv[2] == "1":
+    end.close()
+    time.sleep(60)
+end.recv(4096)
+end.sendall(b"77")
+end.recv(1)
+"""
+
+
+def test_a_fork_server_that_is_about_to_end_is_another_one_at_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def python(theirs: socket.socket, *_: object) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-S", "-c", SERVES, str(theirs.fileno()), str(len(begun) + 1)]
+        begun.append(subprocess.Popen(words, pass_fds=[theirs.fileno()]))
+        return begun[-1]
+
+    monkeypatch.setattr(forkserver, "python", python)
+    server = forkserver.ForkServer([], {})
+    server.ready()
+    with socket.socket() as theirs:
+        assert server.fork(theirs, "{}") == 77
+    server.close()
+    assert [each.poll() is not None for each in begun] == [True, True]
 
 
 def test_what_a_process_starts_while_it_is_ended_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
