@@ -15,20 +15,22 @@ from job.kernels.catalog import TASKS
 
 LOW, HIGH, WEIGHT = 0.2, 0.8, 3.0
 CALLED = re.compile(r"torch\.(?:nn\.functional\.)?(\w+)")
+IN_CODE = re.compile(r"\.(\w+)|\b(\w+)\(")  # not in a sentence: where is a word of English too
 
 
 def tasks_of(question: str) -> frozenset[str]:
     """The tasks that a pair is practice for: the one whose prompt the question is, else those that it names, or of
-    which it names all torch functions, as words of any case (`nn.ReLU` is practice for relu).
+    which it names all torch functions, in any case and without underscores (`nn.ReLU` is practice for relu).
     """
     same = [task for task in TASKS if task.prompt.strip() in question]
     if same:
         return frozenset({max(same, key=lambda task: len(task.prompt)).name})  # one may begin like another
-    words = set(re.findall(r"\w+", question.lower()))
+    plain = question.lower().replace("_", "")
+    words, functions = set(re.findall(r"\w+", plain)), {one or other for one, other in IN_CODE.findall(plain)}
     found = set()
     for task in TASKS:
         called = set(CALLED.findall(task.reference))
-        if task.name in words or (called and called <= words):
+        if task.name.replace("_", "") in words or (called and called <= functions):
             found.add(task.name)
     return frozenset(found)
 
