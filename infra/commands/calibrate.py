@@ -20,6 +20,7 @@ from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import argument_of, load, project_root
+from infra.readiness import command
 from job import atomic, measured, probe, sizing
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.supervisor import machine
@@ -170,9 +171,10 @@ def summary(tree: Mapping[str, Any]) -> list[str]:
 def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Path) -> None:
     """The work folder as the supervisor leaves it: run.json, data/, and the base weights."""
     storage = definition.storage
-    for name, setting, place in (
-        ("data", "dataset", storage.dataset),
-        ("inputs", "base_weights", storage.base_weights),
+    prepare = command(definition, argument_of(definition.source, root))
+    for name, setting, place, first in (
+        ("data", "dataset", storage.dataset, f"run `{prepare}`, with --rehearsal where the probe has it"),
+        ("inputs", "base_weights", storage.base_weights, "download the weights into such a folder"),
     ):
         if place is None:
             continue
@@ -180,7 +182,7 @@ def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Pat
         if place.startswith("s3://") or not folder.is_dir():
             raise GpufleetError(
                 f"storage.{setting}: {place} is not a folder here, and a probe trains on local files: "
-                f"run `gpufleet prepare {argument_of(definition.source, root)}`, or copy it and name the copy"
+                f"{first}, or copy it and name the copy"
             )
         (workdir / name).symlink_to(folder.resolve(), target_is_directory=True)
     job = {"experiment": definition.job.experiment, "parameters": asdict(plan.config)}

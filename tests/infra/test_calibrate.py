@@ -151,7 +151,7 @@ def test_a_missing_dataset_says_how_to_make_it(path: Path) -> None:
 def test_a_dataset_in_s3_says_that_a_probe_needs_it_here(path: Path) -> None:
     wanted = definition(path)
     wanted = replace(wanted, storage=replace(wanted.storage, dataset="s3://elsewhere/tokens"))
-    with pytest.raises(GpufleetError, match="trains on local files"):
+    with pytest.raises(GpufleetError, match=r"trains on local files: run `gpufleet prepare .*`, with --rehearsal"):
         calibrate.calibrate(wanted, project_root(path.parent), steps=90, gpus=A10G)
 
 
