@@ -114,6 +114,10 @@ def _of_the_machine(error: OSError) -> GpufleetError:
     """A disk, folder or connection that does not do what was asked, with the path where the system names one."""
     said = error.strerror or str(error) or type(error).__name__
     path = error.filename
+    if path is None and error.errno == errno.ENOENT:  # os.getcwd: `gpufleet cloud` removes its project when it ends
+        return GpufleetError(
+            "the folder in which this was run is not there any more: cd into a project, then run it again"
+        )
     if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         path = Path.cwd()  # a write to a full disk names no file
     where = f"{path}: " if path else ""

@@ -57,14 +57,14 @@ class Reader:
         said = False
         while True:
             over = self._done()
-            if not over and self._group() is None:
-                raise AwsRefused(self._silence())
             self._cloudwatch()
             if over:
                 if not self.seen:
                     self._bucket("job.log")
                 self.say(f"-- the run is done: {over.get('reason')}")
                 return 0
+            if self._group() is None or not (self.seen or self._folder()):
+                raise AwsRefused(self._silence())
             if not self.seen and not said:
                 said = True
                 self.say(f"-- {self._silence()} Ctrl-C ends the waiting.")
@@ -73,21 +73,21 @@ class Reader:
     def _silence(self) -> str:
         """Why nothing is printed."""
         name, run = self.definition.name, self.definition.run.id
-        if self._group() is not None:
-            return (
-                f"run {run} has printed nothing yet. A node first boots, pulls the image and stages its data: "
-                f"`gpufleet status {name}` and `gpufleet logs {name} --boot` say how far it is."
-            )
-        if aws.run_folder(self.s3, self.definition) is None:
+        if self._folder() is None:
             return f"there is no run {run} of {name} in {self.definition.fleet.region}: run `pulumi up` first."
+        if self._group() is None:
+            return (
+                f"the stack of run {run} is destroyed, and its log group with it. `gpufleet results {name}` brings "
+                "what the run left in its bucket."
+            )
         return (
-            f"the stack of run {run} is destroyed, and its log group with it. `gpufleet results {name}` brings what "
-            "the run left in its bucket."
+            f"run {run} has printed nothing yet. A node first boots, pulls the image and stages its data: "
+            f"`gpufleet status {name}` and `gpufleet logs {name} --boot` say how far it is."
         )
 
     def boot(self) -> int:
         """The boot logs that nodes left in the bucket; a node writes its own when it ends."""
-        folder = aws.run_folder(self.s3, self.definition)
+        folder = self._folder()
         names = [each.name for each in folder.objects("boot/")] if folder else []
         if not names:
             raise AwsRefused(
@@ -131,8 +131,11 @@ class Reader:
                 return name
         return None
 
+    def _folder(self) -> aws.RunFolder | None:
+        return aws.run_folder(self.s3, self.definition)
+
     def _bucket(self, name: str) -> bool:
-        folder = aws.run_folder(self.s3, self.definition)
+        folder = self._folder()
         raw = folder.read(name) if folder else None
         if raw is None:
             return False
@@ -140,5 +143,5 @@ class Reader:
         return True
 
     def _done(self) -> dict[str, Any] | None:
-        folder = aws.run_folder(self.s3, self.definition)
+        folder = self._folder()
         return folder.document("done.json") if folder else None

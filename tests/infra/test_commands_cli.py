@@ -145,6 +145,7 @@ def test_an_endpoint_that_is_not_there_ends_in_a_sentence(
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "rehearsals/x"), "rehearsals/x: .* move it away"),
         (OSError(errno.ENOSPC, "No space left on device"), f"{ROOT}: No space left on device. Free some space"),
         (OSError("the peer is gone"), "gpufleet: the peer is gone."),
+        (OSError(errno.ENOENT, "No such file or directory"), "the folder in which this was run is not there any more"),
     ],
 )
 def test_trouble_with_files_is_a_sentence_with_the_path_and_what_to_do(

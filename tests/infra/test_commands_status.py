@@ -186,6 +186,8 @@ def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     assert main(["logs", "small-growth", "--follow"]) == 2
     assert "the stack of run r1 is destroyed, and its log group with it" in capsys.readouterr().err
     log_group(cloud, "r0/i-0", "of an earlier run")
+    assert main(["logs", "small-growth", "--follow", "--run", "r9"]) == 2
+    assert "there is no run r9 of small-growth" in capsys.readouterr().err
     assert main(["logs", "small-growth"]) == 2
     assert "has printed nothing yet" in capsys.readouterr().err
     said: list[str] = []
