@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         worst = max(worst, check.state, key=list(MARKS).index)
     print(
         {
-            "ok": "Everything is in place.",
+            "ok": "Everything is in place. Next: `pulumi preview`, then `pulumi up`.",
             "warning": "Nothing stands in the way; read the warnings.",
             "problem": "Put the problems right first: with them `pulumi up` would leave you without a node.",
         }[worst]

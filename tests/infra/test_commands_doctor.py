@@ -44,7 +44,7 @@ def test_pin_writes_ami_and_digest_and_then_everything_is_in_place(
     assert main(["doctor", "small-growth", "--pin"]) == 0
     said = capsys.readouterr().out
     assert "PROBLEM" not in said
-    assert said.endswith("Everything is in place.\n")
+    assert said.endswith("Everything is in place. Next: `pulumi preview`, then `pulumi up`.\n")
     loaded = definition(stack)
     assert loaded.fleet.ami == ami_id("us-east-2", AMI)
     assert loaded.job.image.startswith(f"{IMAGE}@sha256:")
