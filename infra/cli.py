@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 from infra.errors import GpufleetError
 
@@ -74,18 +73,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    chosen = next((word for word in words if word in COMMANDS), None)
-    module = importlib.import_module(f"infra.commands.{chosen}") if chosen else None
-    parser = _parser(chosen, module)
-    args = parser.parse_args(words)
-    if module is None:
+    name = words[0] if words else ""
+    if name not in COMMANDS:
+        parser = _parser()
+        parser.parse_args(words)  # ends with --help, --version and what is no command
         parser.print_help()
         return 2
-    code: int = module.run(args)
+    module = importlib.import_module(f"infra.commands.{name}")
+    command = argparse.ArgumentParser(prog=f"gpufleet {name}", description=f"gpufleet {name}: {COMMANDS[name]}.")
+    module.arguments(command)
+    code: int = module.run(command.parse_intermixed_args(words[1:]))  # options may stand between STACK and TEXT
     return code
 
 
-def _parser(chosen: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpufleet",
         description="Train on rented AWS GPUs with the bill known before anything exists.",
@@ -93,11 +94,9 @@ def _parser(chosen: str | None, module: ModuleType | None) -> argparse.ArgumentP
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-V", "--version", action="version", version=f"gpufleet {version('gpufleet')}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"gpufleet {name}: {summary}.")
-        if name == chosen and module is not None:
-            module.arguments(command)
+        commands.add_parser(name, help=summary)
     return parser
 
 

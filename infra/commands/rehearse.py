@@ -12,13 +12,14 @@ from infra.loader import names_of, project_root
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line arguments."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("stack", metavar="STACK", nargs="?", help="a file of stacks/ without its .yaml, or a path")
-    which.add_argument("--all", action="store_true", help="every stack in turn, and one table")
+    parser.add_argument("stack", metavar="STACK", nargs="?", help="a file of stacks/ without its .yaml, or a path")
+    parser.add_argument("--all", action="store_true", help="every stack in turn, and one table")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when everything held, 1 when a step did not, 130 on Ctrl-C."""
+    if args.all and args.stack:
+        raise GpufleetError(f"--all rehearses every stack, {args.stack} alone one: give one of the two")
     if not args.all and not args.stack:
         names = ", ".join(names_of(project_root(Path.cwd()))) or "none in stacks/ here"
         raise GpufleetError(f"which stack is to be rehearsed? There are {names}; --all rehearses each in turn")

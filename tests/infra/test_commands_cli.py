@@ -51,6 +51,15 @@ def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[s
     assert "cost" in capsys.readouterr().err
 
 
+def test_a_word_too_many_shows_the_usage_of_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["cost", "two-tower", "--scenaro", "o"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: gpufleet cost")
+    assert "--scenaro" in said
+
+
 def test_a_wrong_stack_is_a_sentence_on_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +84,7 @@ def test_a_wrong_definition_is_reported_in_full(tmp_path: Path, capsys: pytest.C
 def test_looking_for_help_loads_neither_aws_nor_the_engine_nor_torch() -> None:
     program = (
         "import sys, infra.cli, infra.loader\n"
-        "infra.cli._parser(None, None).format_help()\n"
+        "infra.cli._parser().format_help()\n"
         "print([name for name in ('boto3', 'botocore', 'pulumi', 'torch', 'moto', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
