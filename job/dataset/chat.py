@@ -163,8 +163,8 @@ def _conversation(tree: dict[str, Any]) -> Conversation:
     if "messages" in tree:
         return _messages(tree["messages"])
     _other_keys(tree)
-    turns = [Turn("system", _text(tree, "system"))] if tree.get("system") else []
-    return (*turns, Turn("user", _text(tree, "instruction")), Turn("assistant", _text(tree, "response")))
+    turns = [Turn("system", text_at(tree, "system"))] if tree.get("system") else []
+    return (*turns, Turn("user", text_at(tree, "instruction")), Turn("assistant", text_at(tree, "response")))
 
 
 def _left_out(tree: dict[str, Any]) -> list[str]:
@@ -202,7 +202,7 @@ def _messages(messages: Any) -> Conversation:
             raise ValueError(f"messages[{number}].role: system only as the first message")
         if role == "system" and not message.get("content"):
             continue  # as a `system` beside instruction that says nothing
-        turns.append(Turn(role, _text(message, "content", f"messages[{number}].")))
+        turns.append(Turn(role, text_at(message, "content", f"messages[{number}].")))
     if not turns or turns[-1].role != "assistant":
         raise ValueError("messages: the last one must be the assistant's, the answer to learn")
     if len([turn for turn in turns if turn.role != "system"]) < 2:
@@ -210,7 +210,8 @@ def _messages(messages: Any) -> Conversation:
     return tuple(turns)
 
 
-def _text(tree: dict[str, Any], key: str, path: str = "") -> str:
+def text_at(tree: dict[str, Any], key: str, path: str = "") -> str:
+    """The text under a key of one line's object. Raises ValueError."""
     if key not in tree:
         raise ValueError(f"{path}{key}: missing; it has {', '.join(sorted(tree)) or 'no keys'}")
     if not isinstance(tree[key], str) or not tree[key].strip():

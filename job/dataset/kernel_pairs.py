@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 from job.config.kernel import KernelConfig
-from job.dataset.chat import SHOWN, Conversation, Turn, require_characters, require_lines
+from job.dataset.chat import SHOWN, Conversation, Turn, require_lines, text_at
 from job.dataset.packed import prepare_packed
 from job.dataset.packing import Packing
 from job.dataset.prepare import DatasetManifest
@@ -141,11 +141,7 @@ def _pair(line: bytes) -> Conversation:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(tree, dict):
         raise ValueError("not an object; give prompt and answer")
-    for key in ("prompt", "answer"):
-        if not isinstance(tree.get(key), str) or not tree[key].strip():
-            raise ValueError(f"{key}: not a text")
-        require_characters(tree[key], key)
-    return Turn("user", tree["prompt"]), Turn("assistant", tree["answer"])
+    return Turn("user", text_at(tree, "prompt")), Turn("assistant", text_at(tree, "answer"))
 
 
 def byte_tokenizer(template: Template) -> FileTokenizer:

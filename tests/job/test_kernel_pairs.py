@@ -66,10 +66,11 @@ def test_every_line_that_is_no_pair_is_named(tmp_path: Path) -> None:
         tmp_path, {"prompt": "p", "answer": "a"}, {"prompt": "p"}, "{", [1], {"prompt": "\ud83d", "answer": "a"}
     )
     with pytest.raises(
-        ValueError, match=r":2: answer: not a text\n.*:3: not JSON .*\n.*:4: not an object.*\n.*:5: prompt: .ud83d at"
+        ValueError,
+        match=r":2: answer: missing; it has prompt\n.*:3: not JSON .*\n.*:4: not an object.*\n.*:5: prompt: .ud83d at",
     ):
         list(PairsFile(path, 10, seed=1).conversations())
-    with pytest.raises(ValueError, match=":1: prompt: not a text"):
+    with pytest.raises(ValueError, match=":1: prompt: ' ' is not a text, or empty"):
         list(PairsFile(written(tmp_path, {"prompt": " ", "answer": "a"}), 10, seed=1).conversations())
     array = tmp_path / "array.json"
     array.write_text(json.dumps([{"prompt": "p", "answer": "a"}] * 3, indent=1))
