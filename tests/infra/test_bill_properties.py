@@ -241,7 +241,7 @@ def test_a_run_split_in_two_pays_set_up_growth_and_the_end_twice_and_its_steps_o
         half.runtime.setup_s + half.runtime.upload_s + half.runtime.growth_s + 2 * half_s - whole_s, abs=1e-6
     )
     once, twice = ({line.name: line.amount for line in found.lines} for found in (whole, half))
-    for name in ("S3 storage", "S3 read requests", "transfer of results"):  # what is kept does not depend on the steps
+    for name in ("S3 storage", "transfer of results"):  # what is kept does not depend on the steps
         assert once[name] == twice[name]
 
 

@@ -30,7 +30,15 @@ def prepare(project: Path) -> None:
     """The list of a dataset of sft-h100; nothing here reads its files."""
     folder = project / "data" / "sft"
     folder.mkdir(parents=True)
-    facts = {"examples": EXAMPLES, "held_out_examples": 600, "tokens": 20_000_000, "rows": 5_000, "row": 4096}
+    facts = {
+        "examples": EXAMPLES,
+        "held_out_examples": 600,
+        "held_out_rows": 150,
+        "prompts": 100,
+        "tokens": 20_000_000,
+        "rows": 5_000,
+        "row": 4096,
+    }
     files = [{"name": "train_00000.bin", "bytes": 40_000_000, "sha256": "0" * 64}]
     tree = {"schema": 1, "kind": "packed", "source": "a test", "files": files, "facts": facts}
     (folder / "dataset.json").write_text(json.dumps(tree))
