@@ -305,7 +305,7 @@ def test_a_kernel_that_looks_whether_its_input_is_known_pays_for_it_in_each_tria
     assert honest_one.passed, honest_one
     assert seen.kernel_s is not None
     assert honest_one.kernel_s is not None
-    assert seen.kernel_s[1] > 3 * honest_one.kernel_s[1]
+    assert seen.kernel_s[1] > 1.5 * honest_one.kernel_s[1]  # the interpreter is most of both
 
 
 def test_a_candidate_stands_still_while_the_reference_is_timed(
