@@ -13,6 +13,8 @@ from typing import Any
 from job.config import JobConfig, from_json
 from job.supervisor.metadata import epoch
 
+ASKED = "stop.json"  # beside run.json in the bucket: `gpufleet stop` asks the run to end
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:

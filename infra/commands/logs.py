@@ -46,7 +46,7 @@ class Reader:
 
     def once(self) -> int:
         """Everything there is, oldest first. Raises AwsRefused when there is nothing."""
-        if self._cloudwatch() or self._bucket("job.log"):
+        if self._cloudwatch(self._group()) or self._bucket("job.log"):
             return 0
         raise AwsRefused(self._silence())
 
@@ -56,14 +56,15 @@ class Reader:
         """
         said = False
         while True:
-            over = self._done()
-            self._cloudwatch()
+            folder, group = self._folder(), self._group()
+            over = folder.document("done.json") if folder else None
+            self._cloudwatch(group)
             if over:
                 if not self.seen:
                     self._bucket("job.log")
                 self.say(f"-- the run is done: {over.get('reason')}")
                 return 0
-            if self._group() is None or not (self.seen or self._folder()):
+            if group is None or not (self.seen or folder):
                 raise AwsRefused(self._silence())
             if not self.seen and not said:
                 said = True
@@ -98,9 +99,8 @@ class Reader:
             self._bucket(name)
         return 0
 
-    def _cloudwatch(self) -> bool:
+    def _cloudwatch(self, group: str | None) -> bool:
         """Prints every event not printed before."""
-        group = self._group()
         if group is None:
             return False
         events = aws.pages(
@@ -141,7 +141,3 @@ class Reader:
             return False
         self.say(raw.decode("utf-8", "replace").rstrip("\n"))
         return True
-
-    def _done(self) -> dict[str, Any] | None:
-        folder = self._folder()
-        return folder.document("done.json") if folder else None

@@ -11,6 +11,7 @@ from typing import Any
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
+from job.run_file import ASKED
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 
@@ -52,7 +53,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
     done = folder.document("done.json")
-    asked = folder.document("stop.json")
+    asked = folder.document(ASKED)
     if asked and not done:
         yield f"asked       to end, by {asked.get('by')} at {asked.get('at')}"
     if done:

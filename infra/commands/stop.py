@@ -11,8 +11,7 @@ from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from job import sizing
-
-ASKED = "stop.json"  # of the run's folder; the supervisor looks for it at every heartbeat
+from job.run_file import ASKED
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,12 +46,14 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     nodes = [node["InstanceId"] for node in aws.nodes(ec2, definition) if node["State"]["Name"] == "running"]
     config = definition.job.parameters
     looks = f"looks every {config.checkpoint.heartbeat_s:g} s"
-    left = "leaves final/" if sizing.cut_bytes(config, 0) else f"leaves no result ({name} has none before its end)"
+    left, later = "leaves final/", "leaves what the last checkpoint has"
+    if not sizing.cut_bytes(config, 0):
+        left = later = f"leaves no result ({name} has none before its end)"
     ends = "then ends the run and the fleet, and writes the receipt"
     if nodes:
         print(f"{nodes[0]} {looks}, finishes its step, saves, {left}, {ends}.")
     else:
-        print(f"No node runs. The next one {looks}: it leaves what the last checkpoint has, {ends}.")
+        print(f"No node runs. The next one {looks}: it {later}, {ends}.")
         print("Where that is not worth a node, `pulumi destroy` keeps what is in the bucket, if the file says so.")
     print(f"Next: `gpufleet logs {name} --follow`, `gpufleet results {name}`, `pulumi destroy`.")
     return 0

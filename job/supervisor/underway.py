@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from job import atomic
-from job.run_file import Node, RunFile
+from job.run_file import ASKED, Node, RunFile
 from job.supervisor import attempts
 from job.supervisor.child import Progress
 from job.supervisor.compile_cache import CompileCache
@@ -18,7 +18,6 @@ from job.supervisor.uploads import Pulse, Uploader
 from job.supervisor.world import Cause, World
 
 INTERRUPTED = 75  # exit code, for the node script
-ASKED = "stop.json"  # what `gpufleet stop` writes
 
 
 class Underway:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_world import TAGS, account, declare_bucket, declare_fleet, definition, project, put
+from commands_world import TAGS, declare_bucket, declare_fleet, definition, project, put
 
 from infra.cli import main
 from infra.commands import aws, sweep
@@ -26,12 +25,6 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def stack(path: Path) -> StackDefinition:
     return definition(path)
-
-
-@pytest.fixture
-def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    with account(tmp_path, monkeypatch) as cloud:
-        yield cloud
 
 
 # results -------------------------------------------------------------------------------------------------------------

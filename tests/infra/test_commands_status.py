@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from commands_world import TAGS, account, declare_bucket, declare_fleet, definition, project, put
+from commands_world import TAGS, declare_bucket, declare_fleet, definition, project, put
 
 from infra.cli import main
 from infra.commands import aws, status
@@ -30,12 +29,6 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def stack(path: Path) -> StackDefinition:
     return definition(path)
-
-
-@pytest.fixture
-def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    with account(tmp_path, monkeypatch) as cloud:
-        yield cloud
 
 
 def stated(stack: StackDefinition) -> dict[str, str]:

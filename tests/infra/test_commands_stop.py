@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
-from commands_world import account, declare_bucket, declare_fleet, definition, project, put
+from commands_world import declare_bucket, declare_fleet, put
 
 from infra.commands import aws, status, stop
 from infra.definition import StackDefinition
@@ -15,17 +13,6 @@ from infra.errors import AwsRefused
 from rehearsal.cloud import Cloud
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
-
-
-@pytest.fixture
-def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackDefinition:
-    return definition(project(tmp_path, monkeypatch))
-
-
-@pytest.fixture
-def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    with account(tmp_path, monkeypatch) as cloud:
-        yield cloud
 
 
 def asked(stack: StackDefinition) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from commands_world import AMI, account, declare_bucket, declare_fleet, definition, project, put
+from commands_world import AMI, declare_bucket, declare_fleet, put
 
 from infra.commands import aws
 from infra.commands.explain import explain
@@ -16,17 +15,6 @@ from infra.errors import AwsRefused
 from rehearsal.account import ami_id
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
-
-
-@pytest.fixture
-def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackDefinition:
-    return definition(project(tmp_path, monkeypatch))
-
-
-@pytest.fixture
-def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    with account(tmp_path, monkeypatch) as cloud:
-        yield cloud
 
 
 def waited(cloud: Cloud, stack: StackDefinition, timeout_s: float = 60) -> tuple[int, str]:
