@@ -14,7 +14,10 @@ Kind = Literal["notice", "loss"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One interruption: as soon as the job has logged `step` or a later one, and is at the place asked for."""
+    """One interruption: as soon as the job has logged `step` or a later one, and is at the place asked for.
+
+    A loss also waits for the first checkpoint in the bucket.
+    """
 
     step: int
     kind: Kind

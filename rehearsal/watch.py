@@ -142,6 +142,8 @@ class Watch:
             return self._written(view) >= self.stage_lines
         if view.first_step is None or view.last_step < planned.step:
             return False
+        if planned.kind == "loss" and not any(self.manifests):
+            return False  # with nothing in the bucket the run would begin anew, and show nothing of going on
         return planned.place != "save" or self._saving(view)
 
     def _saving(self, view: NodeView) -> bool:

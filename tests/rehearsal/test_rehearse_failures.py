@@ -188,6 +188,7 @@ def test_planned_interruptions_happen_at_their_steps_on_a_node_each(cloud: Cloud
     runner = NodeRunner(cloud, tmp_path / "nodes")
     watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), planned, "bucket", "r1")
     fleet_id = fleet(cloud, template(cloud, user_data=RUN))
+    cloud.client("s3").put_object(Bucket="bucket", Key="r1/ckpt/step_000001/manifest.json", Body=b"{}")
 
     def stop_the_fleet_when_the_run_is_over() -> None:
         if (tmp_path / "nodes" / "over").exists() and cloud.calls("ModifyFleet") == 0:
@@ -202,6 +203,32 @@ def test_planned_interruptions_happen_at_their_steps_on_a_node_each(cloud: Cloud
     assert [node.interrupted and node.interrupted.kind for node in nodes[:3]] == ["notice", "loss", None]
     assert [node.last_step for node in nodes[:3]] == [2, 4, 6]
     assert {"launched", "training", "notice", "loss", "ended"} <= {m.what for m in watching.timeline.moments}
+
+
+def test_a_loss_waits_for_the_first_checkpoint_in_the_bucket(cloud: Cloud, tmp_path: Path) -> None:
+    runner = NodeRunner(cloud, tmp_path / "nodes")
+    planned = (Planned(step=2, kind="loss"),)
+    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), planned, "bucket", "r1")
+    fleet_id = fleet(cloud, template(cloud, user_data=RUN))
+    looks_at_step_2 = 0
+
+    def publish_and_stop() -> None:
+        nonlocal looks_at_step_2
+        nodes = list(watching.views.values())
+        if nodes and nodes[0].last_step == 2:
+            looks_at_step_2 += 1
+        if looks_at_step_2 == 3:
+            assert nodes[0].interrupted is None
+            cloud.client("s3").put_object(Bucket="bucket", Key="r1/ckpt/step_000001/manifest.json", Body=b"{}")
+        if nodes and nodes[0].interrupted and cloud.calls("ModifyFleet") == 0:
+            cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+
+    try:
+        watching.run(check=publish_and_stop)
+    finally:
+        runner.close()
+    assert looks_at_step_2 >= 3
+    assert watching.planned == []
 
 
 def test_a_failed_attempt_is_shown_with_the_containers_last_words(cloud: Cloud, tmp_path: Path) -> None:
