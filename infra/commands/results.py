@@ -22,6 +22,7 @@ from infra.loader import project_root
 CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
 RECEIPT = "receipt.json"
 EXPORTS, FINAL = "exports/", "final/"  # models: at each phase's start and end, and the last one
+EARLY = ("max_usd", "max_hours", "deadline", "stopped")  # ends before the plan's that are no failure
 WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
 
 
@@ -56,7 +57,9 @@ def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str
 
 
 def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, exports: bool) -> int:
-    """Downloads, checks sizes, and says what is missing: 0 when the run left results and a receipt, else 1.
+    """Downloads, checks sizes, and says what is missing: 0 when the run left what its end leaves, else 1.
+
+    Every end leaves a receipt; one by a limit or by `gpufleet stop` need not leave results.json.
 
     What it brings unasked is what the bill's `transfer of results` prices.
     """
@@ -85,9 +88,12 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
         print(f"  {each.name}  {_readable(each.bytes)}")
     names = {each.name for each in wanted}
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
+    reason = (folder.document("done.json") or {}).get("reason") if lacking else None
+    if lacking == ["results.json"] and reason in EARLY:
+        print(f"Complete for a run that ended with {reason}, which left no results.json. Its cost: {target / RECEIPT}")
+        return 0
     if lacking:
-        done = folder.document("done.json")
-        state = f"it ended with {done.get('reason')}" if done else "it is not done"
+        state = f"it ended with {reason}" if reason else "it is not done"
         print(f"The run has no {' and no '.join(lacking)}: {state}. `gpufleet status {definition.name}` says more.")
         return 1
     print(f"Complete. What it cost against the estimate: {target / RECEIPT}")

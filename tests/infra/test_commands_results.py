@@ -140,6 +140,17 @@ def test_a_run_without_receipt_is_downloaded_but_not_complete(
     assert "no results.json and no receipt.json: it is not done" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("reason", "code"), [("stopped", 0), ("deadline", 0), ("failed", 1), ("finished", 1)])
+def test_a_run_ended_early_is_complete_without_results_json_and_a_failed_one_is_not(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str], reason: str, code: int
+) -> None:
+    bucket = declare_bucket(cloud)
+    put(cloud, bucket, "receipt.json", {"usd": "0.42"})
+    put(cloud, bucket, "done.json", {"reason": reason})
+    assert main(["results", "small-growth"]) == code
+    assert f"ended with {reason}" in capsys.readouterr().out
+
+
 def test_no_object_can_be_written_outside_the_folder(
     cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
