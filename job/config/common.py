@@ -86,7 +86,7 @@ class CosineAdamW:
     floor: float = bounded(0.0, 0.0, 1.0)
     weight_decay: float = bounded(0.0, 0.0, 1.0)
     betas: tuple[float, ...] = bounded((0.9, 0.95), 0.0, BELOW_ONE)
-    eps: float = bounded(1e-8, 0.0, 1e-2)
+    eps: float = bounded(1e-8, 1e-16, 1e-2)  # at 0 a row without gradient is 0 / 0
     clip: float = bounded(1.0, 0.0, 1e6)
 
 

@@ -48,7 +48,7 @@ class AdamW:
     lr: tuple[float, ...] = bounded((3e-4, 1e-4, 8e-5), 1e-9, 1.0)
     weight_decay: float = bounded(0.01, 0.0, 1.0)
     betas: tuple[float, ...] = bounded((0.9, 0.95), 0.0, BELOW_ONE)
-    eps: float = bounded(1e-8, 0.0, 1e-2)
+    eps: float = bounded(1e-8, 1e-16, 1e-2)  # at 0 a row without gradient is 0 / 0
     clip: float = bounded(1.0, 0.0, 1e6)
     warmup_after_growth: int = bounded(20, 0, 100_000)
     load_balance: float = bounded(0.01, 0.0, 10.0)  # coefficient of the router's load-balance term, phases 2 and 3

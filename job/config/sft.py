@@ -13,7 +13,7 @@ class Lora:
     """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank."""
 
     rank: int = bounded(64, 1, 4096)
-    alpha: float = bounded(16.0, 0.0, 65536.0)
+    alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
     dropout: float = bounded(0.05, 0.0, 0.9)
 
 

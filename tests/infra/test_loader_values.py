@@ -172,6 +172,7 @@ REFUSED = [
     ("job", "experiment: sft", "job.experiment", "sft-h100", "Nearest: sft-h100.", "the beginning of one"),
     ("job", "parameters: {optim: {lr: [3e-4, 1e-4]}}", "job.parameters.optim.lr", "3 learning", "", "two of three"),
     ("job", "parameters: {optim: {lr: [3e-4, 1e999, 0]}}", "job.parameters.optim.lr[1]", "1e-09 to 1", "", "infinity"),
+    ("job", "parameters: {optim: {eps: 0}}", "job.parameters.optim.eps", "1e-16 to 0.01", "", "eps of 0"),
     ("job", "parameters: {precision: {compute: fp16}}", "job.parameters.precision.compute", "bf16, fp32", "", "fp16"),
     (
         "job",
