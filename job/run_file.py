@@ -80,6 +80,13 @@ class RunFile:
     estimate: dict[str, Any]
     tree: dict[str, Any]
 
+    @property
+    def code_sha256(self) -> str | None:
+        """Of the job's archive, which every node of the run unpacks; None: none was named."""
+        archive = self.tree["inputs"].get("archive") or {}
+        found: str | None = archive.get("sha256")
+        return found
+
     def gpus(self, instance_type: str) -> int:
         """Of a node of this type, as the bill knows it; 0: unknown."""
         return int(self.tree["rates"].get(instance_type, {}).get("gpus", 0))

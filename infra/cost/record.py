@@ -149,6 +149,9 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
     return [
         {
             "phase": phase.name,
+            "params_total": phase.params_total,
+            "params_active": phase.params_active,
+            "flops_per_token": phase.flops_per_token,
             "steps": phase.steps,
             "step_ms": round(phase.step_ms, 2),
             "tokens_per_s": round(phase.tokens_per_s, 1),

@@ -47,6 +47,9 @@ class PhaseTime:
     """One phase on one instance type. Without optimizer steps `step_ms`, `tokens_per_s` are 0 and `mfu` None."""
 
     name: str
+    params_total: int
+    params_active: int  # per token
+    flops_per_token: int  # useful work of training
     steps: int
     step_ms: float
     limit_ms: float | None  # the roofline; None where a peak is not known
@@ -137,6 +140,9 @@ def hours(
         phases.append(
             PhaseTime(
                 name=size.name,
+                params_total=size.params_total,
+                params_active=size.params_active,
+                flops_per_token=size.flops_per_token,
                 steps=size.steps,
                 step_ms=step_ms if size.steps else 0.0,
                 limit_ms=limit_ms if size.steps else None,

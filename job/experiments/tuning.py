@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,8 @@ def deliver(
     tree = {
         "schema": 1,
         **meta,
+        "tokens": meta["step"] * config.batch.tokens,  # as in metrics.jsonl, padding too
+        "shape": asdict(config.model),
         "dtype": str(dtype).removeprefix("torch."),
         "tokenizer": {key: manifest.facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},
         "dataset_sha256": manifest.sha256,

@@ -296,6 +296,8 @@ class TwoTower(Experiment):
                 "experiment": "two-tower",
                 "family": chosen["family"],
                 "epochs": chosen["epochs"],
+                "step": self.phases[-1].first + chosen["epochs"] * self.config.steps_per_epoch,
+                "val_loss": None,  # nothing is held out
                 "towers": asdict(config.towers),
                 "models": self.tables.names["models"],
                 "encoder": self.tables.encoder,

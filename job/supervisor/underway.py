@@ -113,6 +113,7 @@ class Underway:
         spent = self.meter.spent(self.clock())
         return {
             "run": self.run_file.run,
+            "code_sha256": self.run_file.code_sha256,
             "attempt": len(self.earlier) + 1,
             "instance": self.node.instance,
             "spent_usd": str(spent.usd),

@@ -78,6 +78,9 @@ def test_run_estimate_and_inputs_are_there(definition: StackDefinition, bill: Bi
     assert (read["schema"], read["region"], read["capacity"]) == (1, "us-east-2", "spot")
     assert read["estimate"]["usd"]["p50"] == str(bill.usd.p50)
     assert [phase["phase"] for phase in read["predicted"]] == ["dense", "moe", "grown"]
+    assert [phase["params_active"] for phase in read["predicted"]] == [100_038_016, 138_878_272, 693_264_000]
+    assert [phase["params_total"] for phase in read["predicted"]] == [100_038_016, 371_640_256, 2_155_790_208]
+    assert [round(phase["flops_per_token"] / 1e9, 3) for phase in read["predicted"]] == [0.609, 0.842, 4.186]
     assert read["inputs"] == INPUTS
 
 

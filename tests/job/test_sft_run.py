@@ -98,6 +98,8 @@ def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) 
     assert total / work.total == table["losses"]["merged_bf16"]["loss"]
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["files"][0]["sha256"] == table["weights_sha256"]
+    assert meta["tokens"] == world.records(finished)[-1]["tokens"]
+    assert Decoder(**meta["shape"]) == hf_config.read_shape(folder)
     assert (folder / "words.json").exists()
     found, sized = world.left(finished)
     merged = 2 * sum(layer.numel() for layer in module.parameters())

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import runs
 from supervisor_world import STEPS, Bench, FakeTrainer
 
 from job import atomic
@@ -184,11 +185,12 @@ def test_best_last_and_last_but_one_stay_in_the_store_and_on_disk(tmp_path: Path
     assert names == set(on_disk)
 
 
-def test_the_manifest_names_the_money_the_attempt_and_every_hash(tmp_path: Path) -> None:
+def test_the_manifest_names_the_code_the_money_the_attempt_and_every_hash(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.attempt().run()
     manifest = bench.json("ckpt/step_00000012/manifest.json")
     assert (manifest["run"], manifest["attempt"], manifest["instance"], manifest["step"]) == ("r1", 1, "i-1", 12)
+    assert manifest["code_sha256"] == runs.tree()["inputs"]["archive"]["sha256"]
     assert float(manifest["spent_usd"]) > 0
     assert float(manifest["spent_s"]) > 120
     assert [file["name"] for file in manifest["files"]] == [".metadata", "w.bin"]

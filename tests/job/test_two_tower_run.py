@@ -95,6 +95,7 @@ def test_the_refit_is_one_model_with_its_shapes(finished: Path) -> None:
     assert found == pytest.approx(sized, rel=0.2)  # sized with the optimistic protocol's scores, which a save has
     assert meta["towers"]["model"] == [12, 8]
     assert len(meta["models"]) == 31
+    assert (meta["step"], meta["val_loss"]) == (train_world.records(finished)[-1]["step"], None)
 
 
 @pytest.mark.parametrize("look", [4, pytest.param(9, marks=pytest.mark.slow), 15])
