@@ -7,7 +7,7 @@ second model. The file format of an adapter is PEFT's: `adapter_model.safetensor
 `adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
 
 Initialisation: A uniform within 1 / sqrt(in) (what nn.Linear draws), B 0, so the first step starts from the base.
-Parameter group: both without weight decay. Legend: r rank.
+Parameter group: one, decayed by `optim.weight_decay`, which is 0 unless set. Legend: r rank.
 """
 
 from __future__ import annotations
