@@ -92,7 +92,9 @@ def read(text: str) -> Mapping:
     except yaml.MarkedYAMLError as error:
         open_quote = "quoted scalar" in (error.context or "")  # seen at the file's end, wrong where it begins
         bracket = error.context or "" if "flow" in (error.context or "") else ""  # the same, with brackets
-        mark = (error.context_mark if open_quote or bracket else None) or error.problem_mark or error.context_mark
+        no_colon = "simple key" in (error.context or "")  # seen further down
+        begins = open_quote or bracket or no_colon
+        mark = (error.context_mark if begins else None) or error.problem_mark or error.context_mark
         number = mark.line + 1 if mark else 1
         written = lines[number - 1].strip() or "an empty line" if number <= len(lines) else "the end of the file"
         hint = "A quote opens here and is not closed." if open_quote else f"This is no YAML: {error.problem}."
@@ -102,6 +104,8 @@ def read(text: str) -> Mapping:
             hint = (
                 f"A {'{' if 'mapping' in bracket else '['} opens here and is not closed, or a comma is missing in it."
             )
+        elif no_colon:
+            hint = "This is no `key: value`: a colon and a space are missing."
         elif "block" in (error.problem or "") or "mapping values" in (error.problem or ""):
             hint = _indentation(lines, number) or hint
         raise UnreadableError(_problem(number, written, "YAML, `key: value` lines indented by spaces", hint)) from None
