@@ -29,7 +29,7 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
         if not folder.is_dir():
             sentences.append(f"storage.base_weights, {weights}, is not there: download the weights into that folder.")
         elif reason := _unlisted(folder):
-            sentences.append(f"storage.base_weights, {weights}: {reason}.")
+            sentences.append(f"storage.base_weights, {weights}, {reason}: run `gpufleet prepare {name}`.")
         else:
             from infra.prepared import weights_differ  # here: most callers have none
 
@@ -52,10 +52,12 @@ def _unlisted(folder: Path) -> str:
     """Why these weights cannot be declared yet, or nothing."""
     from job.dataset import weights  # here: most callers have none
 
+    if not (folder / weights.MANIFEST).is_file():
+        return f"are not listed in {weights.MANIFEST}"
     try:
         weights.read(folder)
     except ValueError as error:
-        return str(error)
+        return f"are not as listed ({error})"
     return ""
 
 

@@ -168,7 +168,8 @@ class Catalog:
             near = self.nearest_type(type_)
             return f"{type_} is not a GPU instance type of the catalog" + (f"; nearest: {near}" if near else "")
         elsewhere = [known_region for known_type, known_region in known if known_type == type_]
-        return f"{type_} has no {kind} price in {region}; known in: {', '.join(elsewhere) or 'no region'}"
+        where = f"; known in: {', '.join(elsewhere)}" if elsewhere else ", nor in any other region"
+        return f"{type_} has no {kind} price in {region}{where}"
 
 
 def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED) -> Catalog:

@@ -89,9 +89,10 @@ def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Pro
         if option.why:
             instead = "on-demand" if definition.fleet.capacity == "spot" else "spot"
             known = bool(option.on_demand if instead == "on-demand" else option.spot)
-            switched = known and not option.hourly(definition.fleet.capacity)
-            other = f", or write fleet.capacity: {instead}" if switched else ""
-            hint = f"{option.why}. Take it out{other}."
+            priced = bool(option.hourly(definition.fleet.capacity))
+            other = f", write fleet.capacity: {instead}" if known and not priced else ""
+            read = "" if priced else f", or ask AWS: `gpufleet prices refresh --region {definition.fleet.region}`"
+            hint = f"{option.why}. Take it out{other}{read}."
             found.append(definition.problem(listed(index), option.type, allowed, hint))
     return found
 

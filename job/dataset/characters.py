@@ -9,6 +9,7 @@ Standard library only. User mistakes raise ValueError with the choice to make.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import random
@@ -40,7 +41,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """A file of the 17 symbols and nothing else."""
+    """A file of the 17 symbols and nothing else; byte-order mark and carriage returns are taken off."""
 
     path: Path
 
@@ -50,7 +51,7 @@ class TextFile:
 
     def characters(self) -> bytes:
         try:
-            return self.path.read_bytes()
+            return self.path.read_bytes().removeprefix(codecs.BOM_UTF8).replace(b"\r\n", b"\n")
         except OSError as error:
             raise ValueError(f"{self.path}: cannot be read ({error.strerror})") from error
 

@@ -197,8 +197,8 @@ def _read(chats: Chats, renderer: Renderer, how: Packing) -> _Counts:
             read.conversations.append(number)
     if len(read.examples) < 2:
         raise ValueError(
-            f"{chats.name}: {len(read.examples)} examples with an answer within data.longest, {how.longest} tokens; "
-            "at least 2 are needed, one of them is held out"
+            f"{getattr(chats, 'path', chats.name)}: examples with an answer within data.longest, {how.longest} tokens: "
+            f"{len(read.examples)}; at least 2 are needed, one of them is held out"
         )
     return read
 

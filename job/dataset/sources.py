@@ -108,7 +108,7 @@ class TextFile:
 
     def stories(self) -> list[str]:
         try:
-            text = self._content().decode("utf-8-sig")
+            text = self._content().decode("utf-8-sig").replace("\r\n", "\n")  # a model need not learn line ends twice
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{self.path}: not UTF-8 (byte {error.start}); convert it first, e.g. iconv -t UTF-8"

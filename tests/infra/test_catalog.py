@@ -138,7 +138,7 @@ def test_an_unknown_type_is_none_and_its_price_error_names_the_nearest() -> None
 
 
 def test_a_missing_spot_price_says_where_there_is_none() -> None:
-    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2; known in: no region"):
+    with pytest.raises(PriceMissing, match=r"p5\.4xlarge has no spot price in us-east-2, nor in any other region"):
         CATALOG.spot("p5.4xlarge", "us-east-2")
 
 

@@ -45,7 +45,10 @@ def stack(folder: Path, raw: bytes) -> Path:
         pytest.param(b"run:\n  id r1\n  owner: me\n", 3, "Line 2, `id r1`, is no `key: value`", id="no colon"),
         pytest.param(b"run:\n  id:r1\n  owner: me\n", 3, "a colon and a space are missing", id="no space"),
         pytest.param(
-            b"run:\n  owner: me\n  id r1\n\n# where\nfleet:\n  ami: x\n", 3, "a colon and a space", id="a section's last"
+            b"run:\n  owner: me\n  id r1\n\n# where\nfleet:\n  ami: x\n",
+            3,
+            "a colon and a space",
+            id="a section's last",
         ),
         pytest.param(b"run:\n  id: @r1\n", 2, "This is no YAML: found character '@'", id="no YAML"),
         pytest.param(b"", 1, "'an empty file' is not accepted", id="empty, in words"),

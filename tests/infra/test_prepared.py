@@ -104,6 +104,9 @@ def test_base_weights_and_their_tokenizer_are_held_against_the_file(chats: Path,
     (folder / "tokenizer.json").write_text("{}")
     assert isinstance(config.model, Decoder)
     (folder / "config.json").write_text(json.dumps(hf_config.config_tree(config.model, "bfloat16")))
+    assert said(file, root) == [
+        "storage.base_weights, data/base, are not listed in weights.json: run `gpufleet prepare sft-h100`."
+    ]
     weights.describe(folder)
     assert said(file, root) == []  # generated pairs bring their own words
     edit(file, "layers", "4")

@@ -51,6 +51,14 @@ def test_a_byte_that_is_no_text_is_refused_with_its_position() -> None:
         encode(b"12\xff")
 
 
+def test_a_text_as_windows_writes_it_is_the_same_text(tmp_path: Path) -> None:
+    text, made = tmp_path / "numbers.txt", []
+    for content in (b"12+3\n15\n" * 100, b"\xef\xbb\xbf" + b"12+3\r\n15\r\n" * 100):
+        text.write_bytes(content)
+        made.append(prepare_characters(tmp_path / "data", replace(DATA, source="text"), seed=1, text=text).sha256)
+    assert made[0] == made[1]
+
+
 def test_a_text_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     text = tmp_path / "s.txt"
     for content, reason in (("hello", "the character 'h' at position 0"), ("1", "characters in train.bin")):

@@ -8,7 +8,7 @@ from pathlib import Path
 import kernel_world as world
 import pytest
 
-from job.dataset.kernel_pairs import GeneratedKernels, PairsFile, byte_tokenizer, prepare_kernels
+from job.dataset.kernel_pairs import GeneratedKernels, PairsFile, admitted, byte_tokenizer, prepare_kernels
 from job.dataset.packing import PackedRows
 from job.dataset.rendering import TEMPLATES
 from job.kernels import planted, rules
@@ -114,6 +114,8 @@ def test_it_is_said_how_many_answers_the_rules_admit(tmp_path: Path) -> None:
         "2 of 3 answers are programs that the funnel's rules admit; most often refused: torch.relu (1)",
         "WARNING: 1 of 3 answers are programs that the funnel's rules admit; most often refused: torch.relu (2)",
     ]
+    path = written(tmp_path, {"prompt": "p", "answer": "import triton"})
+    assert admitted(PairsFile(path=path, samples=1, seed=1)).endswith("refused: there is no @triton.jit kernel (1)")
 
 
 def _tokenizer(folder: Path) -> Path:

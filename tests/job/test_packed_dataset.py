@@ -294,7 +294,10 @@ def test_a_system_turn_that_says_nothing_is_none_in_both_forms(tmp_path: Path) -
         ({"vocab": 200}, r"the model's vocabulary \(job.parameters.model.vocab\) is 200"),
         ({"specials": CHATML}, r"no token <\|eot_id\|>"),
         ({"lines": ()}, "empty; give one JSON object a line"),
-        ({"lines": PAIRS[:1]}, "1 examples with an answer"),
+        (
+            {"lines": PAIRS[:1]},
+            r"examples\.jsonl: examples with .* data\.longest, 64 tokens: 1; at least 2",
+        ),
     ],
 )
 def test_what_cannot_be_prepared_says_what_to_do(change: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -156,6 +156,11 @@ def test_a_text_that_cannot_be_used_says_why(content: bytes, reason: str, tmp_pa
     assert not (tmp_path / "set").exists()
 
 
+def test_a_text_as_windows_writes_it_gives_the_same_stories(tmp_path: Path) -> None:
+    plain = text_file(tmp_path, b"One day\na dog.\n\nOne cat.\n").stories()
+    assert text_file(tmp_path, b"\xef\xbb\xbfOne day\r\na dog.\r\n\r\nOne cat.\r\n").stories() == plain
+
+
 def test_a_missing_text_says_so(tmp_path: Path) -> None:
     source = TextFile(path=tmp_path / "nowhere.txt", text_tokenizer=TextTokenizer(model_vocab=300, cache=tmp_path))
     with pytest.raises(ValueError, match=r"nowhere\.txt: cannot be read"):
