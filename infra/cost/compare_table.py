@@ -13,57 +13,72 @@ from infra.cost.deadline import Policy
 from infra.cost.side import Quantiles
 from infra.cost.text import hours, table
 
-WIDTH = 160
+WIDTH = 120
 SHORT = {"us-east-1": "e1", "us-east-2": "e2", "us-west-2": "w2", "eu-west-1": "eu1"}
 BEST = 3  # options of each work, when there are many
 _REASONS = 12  # groups of losers that are named
 
 
 def scenarios(rows: Sequence[Row]) -> str:
-    """Each scenario of the file: what was claimed, what it comes to."""
-    regions = next(([rate.region for rate in row.rates] for row in rows if row.rates), [])
-    heads = [
-        "scenario", "type", "capacity", "claimed h", "USD", "compute h", *(f"OD {SHORT.get(r, r)}" for r in regions),
-        *(f"spot {SHORT.get(r, r)}" for r in regions), "h p50", "h p90", "GPU-h", "used",
-        "USD p50", "USD p90", "basis", "",
-    ]  # fmt: skip
+    """Each scenario of the file: what was claimed, what it comes to; then its compute in each region."""
+    heads = ("scenario", "type", "capacity", "claim h", "USD", "h p50", "h p90", "USD p50", "USD p90", "basis", "")
+    cells = [
+        (
+            row.scenario,
+            row.type + (f" x{row.nodes}" if row.nodes > 1 else ""),
+            "" if row.reference else row.capacity,
+            _number(row.claim.hours),
+            _number(row.claim.usd),
+            *_pair(row.hours),
+            *_pair(row.usd),
+            row.basis,
+            ", ".join(_marks(row)),
+        )
+        for row in rows
+    ]
+    lines = [
+        *table(heads, cells, right=range(3, 9)),
+        "",
+        *_wrap(
+            "h and USD: node-hours and everything the bill counts, to the end, interruptions included, at the dearest"
+            " zone, whatever the limits. basis: claim = somebody's word, target = roofline at a stated efficiency,"
+            " measured = from a measurement."
+        ),
+        *_wrap(_counted(rows)),
+        *(line for row in rows if (text := _note(row)) for line in _wrap(f"{row.scenario}: {text}")),
+        "",
+        *_rates([row for row in rows if row.rates]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rates(rows: Sequence[Row]) -> Iterator[str]:
+    """The compute of each scenario at every region's prices."""
+    if not rows:
+        return
+    regions = [rate.region for rate in rows[0].rates]
+    names = [SHORT.get(region, region) for region in regions]
+    heads = ("scenario", "compute h", *(f"OD {n}" for n in names), *(f"spot {n}" for n in names), "GPU-h", "used")
     cells = []
     for row in rows:
         rates = {rate.region: rate for rate in row.rates}
         cells.append(
-            [
+            (
                 row.scenario,
-                row.type + (f" x{row.nodes}" if row.nodes > 1 else ""),
-                "" if row.reference else row.capacity,
-                _number(row.claim.hours),
-                _number(row.claim.usd),
                 _hours(row.compute_h),
-                *(_number(rates[r].on_demand) if r in rates else "" for r in regions),
-                *(_number(rates[r].spot) if r in rates else "" for r in regions),
-                *_pair(row.hours),
+                *(_number(rates[region].on_demand) for region in regions),
+                *(_number(rates[region].spot) for region in regions),
                 _hours(row.billed_gpu_h),
                 _hours(row.used_gpu_h),
-                *_pair(row.usd),
-                row.basis,
-                ", ".join(_marks(row)),
-            ]
+            )
         )
-    right = range(3, len(heads) - 2)
-    notes = [f"{row.scenario}: {text}" for row in rows if (text := _note(row))]
-    lines = [
-        *table(heads, cells, right=tuple(right)),
-        "",
-        *_wrap(
-            "compute h: optimizer steps alone, or the hours a node is held; OD and spot: those hours at the region's"
-            " on-demand and median-zone spot price. h and USD: node-hours and everything the bill counts, to the end,"
-            " interruptions included, at the dearest zone, whatever the limits. GPU-h: every GPU of the node, as billed"
-            " (p50); used: those the job works on, without set-up and idling. basis: claim = somebody's word,"
-            " target = roofline at a stated efficiency, measured = from a measurement."
-        ),
-        *_wrap(_counted(rows)),
-        *(line for note in notes for line in _wrap(note)),
-    ]
-    return "\n".join(lines) + "\n"
+    yield from table(heads, cells, right=range(1, len(heads)))
+    yield ""
+    yield from _wrap(
+        "compute h: optimizer steps alone, or the hours a node is held; OD and spot: those hours at the region's"
+        " on-demand and median-zone spot price. GPU-h: every GPU of the node, as billed (p50); used: those the job"
+        " works on, without set-up and idling."
+    )
 
 
 def _counted(rows: Sequence[Row]) -> str:
@@ -77,21 +92,21 @@ def _counted(rows: Sequence[Row]) -> str:
 
 
 def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -> str:
-    """The options that can be run, cheapest first, then why the others cannot. At most `shown`, and of one work no
-    more than its share, so that small work does not hide the rest; None: each on its own line.
+    """The options that can be run, by work, the cheapest first, then why the others cannot. At most `shown`, and of one
+    work no more than its share, so that small work does not hide the rest; None: each on its own line.
     """
     able = [row for row in rows if row.ranked]
     works = len({row.scenario for row in able})
     edge = {id(row) for row in frontier}
     heads = (
-        "", "work of", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "free",
-        "stops", "why not first",
+        "", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "free", "stops",
     )  # fmt: skip
-    picked = rows if shown is None else _share(able, max(BEST, shown // max(1, works)))
+    picked = list(rows if shown is None else _share(able, max(BEST, shown // max(1, works))))
+    order = list(dict.fromkeys(row.scenario for row in picked))
+    picked.sort(key=lambda row: order.index(row.scenario))
     cells = [
-        [
+        (
             "*" if id(row) in edge else "",
-            textwrap.shorten(row.scenario, 30, placeholder=" ..."),
             row.type,
             row.gpus,
             str(row.ranks) if row.ranks else "-",
@@ -101,14 +116,22 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
             f"{row.usd.mean:.2f}" if row.usd else "-",
             f"{row.free_usd:.2f}" if row.free_usd is not None else "-",
             "-" if row.interruptions is None else f"{row.interruptions:.2f}",
-            row.lost + (" (over limit)" if row.over_limit else ""),
-        ]
+        )
         for row in picked
     ]
-    lines = [*table(heads, cells, right=(4, 6, 7, 8, 9, 10, 11, 12)), ""]
+    head, rule, *shown_rows = table(heads, cells, right=(3, *range(5, 12)))
+    lines = [head, rule]
+    for index, (row, line) in enumerate(zip(picked, shown_rows, strict=True)):
+        if index == 0 or row.scenario != picked[index - 1].scenario:
+            lines += _wrap(f"the work of {row.scenario}:")
+        lines.append(line)
+        if why := row.lost + (" (over limit)" if row.over_limit else ""):
+            lines += textwrap.wrap(why.strip(), WIDTH, initial_indent="     ", subsequent_indent="     ")
+    lines.append("")
     lines += _wrap(
-        "* nothing does the same work for fewer mean dollars in fewer hours by the wall. free: mean dollars of"
-        " interrupted first hours, which AWS does not charge, already left out of USD. stops: interruptions expected."
+        "* nothing does the same work for fewer mean dollars in fewer hours by the wall. Below an option: why it is not"
+        " the first of its work. free: mean dollars of interrupted first hours, which AWS does not charge, already left"
+        " out of USD. stops: interruptions expected."
     )
     if shown is not None:
         if len(able) > len(picked):
@@ -121,12 +144,13 @@ def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -
 
 
 def matrix(rows: Sequence[Row], defaults: Row) -> str:
-    """The measured criteria, one line per scenario."""
+    """The measured criteria, a line per scenario in each of two tables: side by side no terminal holds them."""
     shown = [row for row in rows if not row.reference]
-    heads = ("scenario", *(name for name, _ in criteria.CRITERIA))
-    cells = [(row.scenario, *(measure(row, defaults) for _, measure in criteria.CRITERIA)) for row in shown]
-    lines = [*table(heads, cells, right=()), "", *_wrap(criteria.EXPLAINED)]
-    return "\n".join(lines) + "\n"
+    lines: list[str] = []
+    for part in (criteria.CRITERIA[:4], criteria.CRITERIA[4:]):
+        cells = [(row.scenario, *(measure(row, defaults) for _, measure in part)) for row in shown]
+        lines += [*table(("scenario", *(name for name, _ in part)), cells, right=()), ""]
+    return "\n".join([*lines, *_wrap(criteria.EXPLAINED)]) + "\n"
 
 
 def policy(found: Policy, type_: str) -> str:
@@ -156,7 +180,7 @@ def _losers(rows: Sequence[Row]) -> Iterator[str]:
     yield f"Cannot be run ({len(rows)} options):"
     for reason, types in sorted(groups.items(), key=lambda pair: -sum(pair[1].values()))[:_REASONS]:
         names = ", ".join(sorted(types))
-        yield from _wrap(f"  {sum(types.values())} x {textwrap.shorten(names, 60, placeholder=' ...')}: {reason}")
+        yield from _wrap(f"  {sum(types.values())} x {textwrap.shorten(names, 60, placeholder=' ...')}: {reason}", 4)
     if len(groups) > _REASONS:
         yield f"  and {len(groups) - _REASONS} more reasons; --all shows each"
 
@@ -194,5 +218,5 @@ def _hours(value: float | None) -> str:
     return "-" if value is None else hours(value)
 
 
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+def _wrap(text: str, indent: int = 2) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

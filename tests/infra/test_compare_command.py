@@ -77,7 +77,7 @@ def test_the_matrix_shows_the_loss_of_a_finished_run(project: Path, capsys: pyte
     (folder / "receipt.json").write_text(json.dumps(receipt))
     (folder / "metrics.jsonl").write_text(json.dumps({"tokens": 9, "val_loss": 1.25}) + "\n")
     main(["compare", "sft-h100", "--matrix"])
-    (line,) = (line for line in capsys.readouterr().out.split("\n") if line.startswith("h100-optimized "))
+    _, line = (line for line in capsys.readouterr().out.split("\n") if line.startswith("h100-optimized "))
     assert " 1.2500 (r7) " in line
 
 

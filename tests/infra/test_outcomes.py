@@ -62,8 +62,9 @@ def accuracy(root: Path, rows: dict[str, Row]) -> dict[str, str]:
     found = outcomes.read(root, "sft-h100")
     listed = {name: replace(row, outcome=outcomes.of(row, found)) for name, row in rows.items()}
     lines = compare_table.matrix(list(listed.values()), listed[DEFAULT]).split("\n")
-    start, end = (lines[0].index(name) for name in ("accuracy", "complexity"))
-    return {line.split()[0]: line[start:end].strip() for line in lines[2:4]}
+    head = next(index for index, line in enumerate(lines) if "accuracy" in line)
+    start, end = (lines[head].index(name) for name in ("accuracy", "complexity"))
+    return {line.split()[0]: line[start:end].strip() for line in lines[head + 2 : head + 4]}
 
 
 def test_without_a_run_it_is_not_measured(tmp_path: Path, rows: dict[str, Row]) -> None:
