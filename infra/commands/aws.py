@@ -18,8 +18,10 @@ from botocore.parsers import ResponseParserError
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.resources.tags import OWNER_TAG, RUN_TAG, STACK_TAG
+from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
+NO_RUN = ("inputs", COMPILE_CACHE)  # folders of a stack's bucket that are no run's
 _CONFIG = Config(
     connect_timeout=5,
     read_timeout=60,
@@ -245,3 +247,16 @@ def run_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
     return RunFolder(
         s3=s3, bucket=chosen["Name"], run=run.id, others=f"{named}; used is the newest of run.owner" if named else ""
     )
+
+
+def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:
+    """There is no such run; the stack's buckets say which there are."""
+    name, run = definition.name, definition.run.id
+    folders = {
+        item["Prefix"].removesuffix("/")
+        for bucket in buckets(s3, name)
+        for item in pages(s3, "list_objects_v2", "CommonPrefixes", Bucket=bucket["Name"], Delimiter="/")
+    }
+    ids = sorted(folder for folder in folders if folder not in NO_RUN)
+    hint = f" `--run ID` names an earlier one: {', '.join(ids)}." if ids else ""
+    return AwsRefused(f"there is no run {run} of {name} in {definition.fleet.region}: run `pulumi up` first.{hint}")

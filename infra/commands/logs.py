@@ -75,7 +75,7 @@ class Reader:
         """Why nothing is printed."""
         name, run = self.definition.name, self.definition.run.id
         if self._folder() is None:
-            return f"there is no run {run} of {name} in {self.definition.fleet.region}: run `pulumi up` first."
+            return str(aws.no_run(self.s3, self.definition))
         if self._group() is None:
             return (
                 f"the stack of run {run} is destroyed, and its log group with it. `gpufleet results {name}` brings "

@@ -65,10 +65,7 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
     """
     folder = aws.run_folder(s3, definition)
     if folder is None:
-        raise AwsRefused(
-            f"no bucket of {definition.name} holds a run {definition.run.id}. `gpufleet status {definition.name}` says "
-            "whether it has begun; `--run ID` names an earlier one."
-        )
+        raise aws.no_run(s3, definition)
     folders = (*(() if exports else (EXPORTS,)), *((FINAL,) if light else ()))
     objects = [each for each in folder.objects() if not each.name.startswith(CHECKPOINTS)]
     wanted = [each for each in objects if not (each.name.startswith(folders) and each.name.endswith(WEIGHTS))]

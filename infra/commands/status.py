@@ -10,7 +10,6 @@ from typing import Any
 
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
-from infra.errors import AwsRefused
 from job.run_file import ASKED
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
@@ -34,7 +33,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     fleets = aws.fleets(ec2, definition)
     folder = aws.run_folder(s3, definition)
     if not fleets and folder is None:
-        raise AwsRefused(f"there is no run {run_id} of {name} in {definition.fleet.region}: run `pulumi up` first.")
+        raise aws.no_run(s3, definition)
     yield f"{name}, run {run_id}, {definition.fleet.region}"
     yield from _fleet(fleets)
     for other in fleets[1:]:

@@ -180,7 +180,11 @@ def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     assert "the stack of run r1 is destroyed, and its log group with it" in capsys.readouterr().err
     log_group(cloud, "r0/i-0", "of an earlier run")
     assert main(["logs", "small-growth", "--follow", "--run", "r9"]) == 2
-    assert "there is no run r9 of small-growth" in capsys.readouterr().err
+    put(cloud, bucket, "dataset/train.bin", {}, run="inputs")
+    assert main(["status", "small-growth", "--run", "r9"]) == 2
+    assert capsys.readouterr().err.count("there is no run r9 of small-growth") == 2
+    assert main(["results", "small-growth", "--run", "r9"]) == 2
+    assert capsys.readouterr().err.endswith("`pulumi up` first. `--run ID` names an earlier one: r1.\n")
     assert main(["logs", "small-growth"]) == 2
     assert "has printed nothing yet" in capsys.readouterr().err
     said: list[str] = []
