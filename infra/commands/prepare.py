@@ -110,6 +110,8 @@ def prepared(
     if name.startswith("s3://"):
         raise GpufleetError(f"storage.dataset is {name}, prepared already; name a local folder to prepare one here")
     config = definition.job.parameters
+    if tokenizer is not None and isinstance(config, PretrainConfig | TwoTowerConfig):
+        raise GpufleetError(f"{definition.job.experiment} takes no tokenizer: leave out --tokenizer")
     folder = root / name
     try:
         if text is None and tokenizer is None and _of_a_file(folder, config):

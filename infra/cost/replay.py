@@ -97,7 +97,8 @@ def read(path: Path) -> Trace:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise GpufleetError(f"{path}: cannot be read ({error}); give a trace as in docs/risk.md") from None
+        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise GpufleetError(f"{path}: cannot be read ({why}); give a trace as in docs/risk.md") from None
     try:
         found = _csv(text, path) if path.suffix == ".csv" else _json(text, path)
     except (ValueError, KeyError, TypeError, RecursionError) as error:

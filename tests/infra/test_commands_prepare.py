@@ -87,6 +87,15 @@ def test_a_text_that_is_not_utf8_ends_with_code_2(project: Path, capsys: pytest.
     assert "gpufleet: mine.txt: not UTF-8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stack", ["pretrain-d64", "two-tower"])
+def test_a_tokenizer_for_what_takes_none_is_refused(
+    project: Path, capsys: pytest.CaptureFixture[str], stack: str
+) -> None:
+    (project / "stacks" / f"{stack}.yaml").write_text((ROOT / "stacks" / f"{stack}.yaml").read_text())
+    assert main(["prepare", stack, "mine", "--tokenizer", "tokenizer.json"]) == 2
+    assert f"{stack} takes no tokenizer: leave out --tokenizer" in capsys.readouterr().err
+
+
 def test_a_dataset_in_s3_is_prepared_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = project / "stacks" / f"{STACK}.yaml"
     file.write_text(file.read_text().replace("dataset: data/tinystories", "dataset: s3://bucket/stories"))

@@ -16,6 +16,7 @@ import pytest
 from aws_prices import Ec2, PriceList, refused
 
 from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
+from infra.cli import main
 from infra.commands import prices
 from infra.errors import AwsRefused, GpufleetError
 from infra.prices import coverage
@@ -94,6 +95,20 @@ def test_an_embedded_aws_makes_prices_up_and_is_not_asked(project: Path, monkeyp
     ):
         run("refresh")
     assert not (project / "prices").exists()
+
+
+def test_without_credentials_nothing_is_asked_and_the_way_to_them_is_said(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    assert main(["prices", "refresh"]) == 2
+    said = capsys.readouterr()
+    assert "there are no AWS credentials. Run `aws configure sso`" in said.err
+    assert "Asking AWS" not in said.out
 
 
 def test_a_place_that_no_folder_can_have_is_an_error_before_anything_is_asked(project: Path) -> None:

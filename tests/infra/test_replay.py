@@ -186,7 +186,7 @@ def test_a_table_saved_by_a_spreadsheet_is_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(GpufleetError, match="cannot be read"):
+    with pytest.raises(GpufleetError, match=r"none\.json: cannot be read \(No such file or directory\); give a trace"):
         replay.read(tmp_path / "none.json")
 
 
