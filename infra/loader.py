@@ -75,7 +75,7 @@ def find(name_or_path: str, root: Path) -> Path:
     names = names_of(root)
     if not names:
         raise GpufleetError(f"there is no stacks/ folder with definition files in {root}; run this inside the project")
-    close = difflib.get_close_matches(name_or_path, names, n=1)
+    close = difflib.get_close_matches(name_or_path.lower(), names, n=1)
     raise GpufleetError(
         f"there is no stack {name_or_path!r}; stacks/ has {', '.join(names)}."
         + (f" Nearest: {close[0]}." if close else "")

@@ -23,6 +23,8 @@ from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, Sf
 from job.dataset import characters, prepare, rendering, sources, weights
 from job.models import hf_config
 
+OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """STACK, TEXT and where the tokenizer is."""
@@ -54,12 +56,30 @@ def run(args: argparse.Namespace) -> int:
         _checked(definition, root)  # before an hour of tokenising is spent on a run that lacks its base weights
     except ValueError as error:
         raise GpufleetError(str(error)) from error
-    prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
+    made = prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
     _agrees(definition, root)
     listed(definition, root)
     if not args.rehearsal:
+        if often := repeated(definition.job.parameters, made):
+            _say(often)
         predict(definition, root)
     return 0
+
+
+def repeated(config: JobConfig, made: prepare.DatasetManifest) -> str:
+    """How often a run of so many steps, not epochs, reads this dataset; nothing where that is below twice."""
+    if isinstance(config, GrowthConfig):
+        there, unit = made.tokens["train"], "token"
+        asked, key = 3 * config.steps_per_phase * config.batch.sequences * config.data.sequence, "steps_per_phase"
+    elif isinstance(config, PretrainConfig):
+        there, unit = made.facts["train_characters"], "character"
+        asked, key = config.steps * config.batch.rows * config.data.sequence, "steps"
+    else:
+        return ""
+    if asked < 2 * there:
+        return ""
+    warning = "warning: " if asked > OFTEN * there else ""
+    return f"{warning}training reads each {unit} about {asked / there:,.0f} times: job.parameters.{key} says how long"
 
 
 def predict(definition: StackDefinition, root: Path) -> None:

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -171,9 +172,10 @@ def describe(manifest: DatasetManifest) -> str:
         facts = ", ".join(
             f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}"
             for name, value in manifest.facts.items()
-            if isinstance(value, int | float | str)
+            if isinstance(value, int | float) or (isinstance(value, str) and value not in manifest.source)
         )
-        return f"{manifest.kind} from {manifest.source}: {facts}; {size}"
+        source = re.sub(r"(?<=sha256 [0-9a-f]{12})[0-9a-f]+", "", manifest.source)  # what a person tells apart
+        return f"{manifest.kind} from {source}: {facts}; {size}"
     return (
         f"{manifest.stories['train']:,} stories, {manifest.tokens['train']:,} tokens to train on, "
         f"{manifest.tokens['validation']:,} held out; {manifest.tokenizer}, {manifest.vocab:,} ids; {size}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -79,6 +80,21 @@ def test_data_of_ones_own_are_named_once_and_stay_until_the_settings_want_others
     assert main(["prepare", stack]) == 2
     assert f"prepare it anew, `gpufleet prepare {stack} FILE" in capsys.readouterr().err
     assert read_manifest(folder) == made
+
+
+def test_it_is_said_how_often_counted_steps_read_a_small_text(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = project / "stacks" / "pretrain-d64.yaml"
+    file.write_text((ROOT / "stacks" / "pretrain-d64.yaml").read_text())
+    (project / "mine").write_text("12+30\n42\n" * 40_000)
+    assert main(["prepare", "pretrain-d64", "mine"]) == 0  # 5,000 steps of 524,288 characters, 342,000 to train on
+    assert "warning: training reads each character about 7,665 times: job.parameters.steps" in capsys.readouterr().out
+    config = load(file, now=datetime.now(UTC)).job.parameters
+    plan = read_manifest(project / "data" / "numbers")
+    many = replace(plan, facts=plan.facts | {"train_characters": 332_500_000})
+    assert prepare_command.repeated(config, many).startswith("training reads each character about 8 times")
+    assert prepare_command.repeated(config, replace(plan, facts={"train_characters": 2_000_000_000})) == ""
 
 
 def test_a_text_that_is_not_utf8_ends_with_code_2(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,6 +157,8 @@ def test_find_takes_a_name_or_a_path_and_names_the_nearest() -> None:
     assert find(str(SHIPPED), Path("/nowhere")) == SHIPPED
     with pytest.raises(GpufleetError, match=r"Nearest: tinystories-growth"):
         find("tinystory-grow", ROOT)
+    with pytest.raises(GpufleetError, match=r"Nearest: tinystories-growth"):
+        find("TINYSTORIES-GROWTH", ROOT)
     with pytest.raises(GpufleetError, match=r"no file stacks/none.yaml"):
         find("stacks/none.yaml", ROOT)
     with pytest.raises(GpufleetError, match=r"inside the project"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,5 @@ def test_a_manifest_written_before_there_were_kinds_is_one_of_windows(tmp_path: 
 
 def test_one_line_says_what_a_dataset_is(tmp_path: Path) -> None:
     assert describe(made(tmp_path / "data")).startswith("packed from pairs.jsonl: tokens 1,200; 0.0 MB")
+    long = replace(made(tmp_path / "data"), source=f"text: sha256 {'0a' * 32}, by words", facts={"by": "words", "n": 2})
+    assert describe(long).startswith("packed from text: sha256 0a0a0a0a0a0a, by words: n 2; 0.0 MB")
