@@ -86,7 +86,7 @@ class Watch:
         self._bucket_at = 0.0
 
     def run(self, *, check: Callable[[], None] = lambda: None) -> None:
-        """Raises RunFailedError when a node fails, the run hangs, or ends before the last planned interruption."""
+        """Raises RunFailedError when a node fails or the run hangs. What is left of `planned` never came."""
         while not self._over():
             check()
             for instance in self.cloud.instances():
