@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -141,6 +142,14 @@ def inventory(
         for group in logs.groups.values():
             found[("log-group", group.name)] = dict(logs.list_tags_log_group(group.name) or {})
     return found
+
+
+def statements(account: str, profile: str) -> list[dict[str, Any]]:
+    """Of the inline policies of the roles in an instance profile, as they are now."""
+    iam = iam_backends[account]["aws"]
+    roles = [role for each in list(iam.instance_profiles.values()) if each.name == profile for role in each.roles]
+    policies = [json.loads(document) for role in roles for document in list(role.policies.values())]
+    return [statement for policy in policies for statement in policy["Statement"]]
 
 
 def forget(account: str) -> None:

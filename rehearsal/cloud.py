@@ -90,7 +90,13 @@ class Cloud:
         logging.getLogger("moto").setLevel(logging.CRITICAL)
         CLOUDS[self.account] = self
         account.seed(self.account)
-        self._gate = Gate(DomainDispatcherApplication(create_backend_app), self.account, self._seed)
+        self._gate = Gate(
+            DomainDispatcherApplication(create_backend_app),
+            self.account,
+            self._seed,
+            statements=self._statements,
+            fleet_tags=self._tags_of_fleet,
+        )
         self._server = make_server("127.0.0.1", self._port, self._gate, threaded=True, request_handler=_QuietHandler)
         self.endpoint = self._gate.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self._seed(self.region)
@@ -224,6 +230,15 @@ class Cloud:
     def _fleet_tags(self, region: str) -> list[tuple[str, dict[str, str]]]:
         fleets = self.fleets.fleets.values()
         return [(f.id, f.tags) for f in fleets if f.region == region and f.state != "deleted"]
+
+    def _tags_of_fleet(self, fleet_id: str) -> dict[str, str]:
+        fleet = self.fleets.fleets.get(fleet_id)
+        return fleet.tags if fleet else {}
+
+    def _statements(self, token: str) -> list[dict[str, Any]] | None:
+        """Of the inline policies of the instance's role; its session token is its id."""
+        instance = self.fleets.instances.get(token)
+        return account.statements(self.account, instance.profile) if instance and instance.profile else None
 
     def _seed(self, region: str) -> None:
         with self._seeding:

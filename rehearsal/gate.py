@@ -1,6 +1,7 @@
-"""What stands before moto: nobody but the dummy account comes in, and tests may have an action refused.
+"""What stands before moto: nobody but the dummy account comes in, and a node does what its role allows.
 
-The user and the node have an access key each, so that an action can be refused to the node alone.
+The user may do everything. A node's session token is its instance's id, which leads to its role. Tests may have an
+action refused to either.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
-from rehearsal import registry
+from rehearsal import registry, rights
 
 USER_KEY = "AKIAREHEARSALUSER000"
 NODE_KEY = "ASIAREHEARSALNODE000"
@@ -24,10 +25,20 @@ _CREDENTIAL = re.compile(r"Credential=([^/,\s]+)/[^/]*/([^/]*)/([^/]*)/")
 class Gate:
     """WSGI middleware around moto's application."""
 
-    def __init__(self, app: Callable[..., Iterable[bytes]], account: str, seed_region: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: Callable[..., Iterable[bytes]],
+        account: str,
+        seed_region: Callable[[str], None],
+        statements: Callable[[str], Sequence[rights.Statement] | None],
+        fleet_tags: Callable[[str], Mapping[str, str]],
+    ) -> None:
+        """`statements`: of the role of a node, by its session token; None for a token that no node has."""
         self.app = app
         self.account = account
         self.seed_region = seed_region
+        self.statements = statements
+        self.fleet_tags = fleet_tags
         self.endpoint = ""  # set once the port is known
         self.denied: set[tuple[str, str]] = set()  # (access key, action)
         self.calls: list[tuple[str, str]] = []  # (access key, action), S3 left out
@@ -40,15 +51,48 @@ class Gate:
         key, region, service = _credential(environ, authorization)
         if key not in (USER_KEY, NODE_KEY):
             return _send(start, environ, *_refusal(service, key))
+        action = ""
         if service != "s3":
             self.seed_region(region)
             action = _action(environ)
             self.calls.append((key, action))
             if (key, action) in self.denied:
-                text = f"You are not authorized to perform this operation: {action} (refused by the rehearsal)"
-                return _send(start, environ, *_error(service, "403 Forbidden", "UnauthorizedOperation", text))
+                return _send(start, environ, *_unauthorized(service, f"{action} (refused by the rehearsal)"))
         environ["HTTP_X_MOTO_ACCOUNT_ID"] = self.account
+        if key == NODE_KEY:
+            return self._of_node(environ, start, service, region, action)
         return self.app(environ, start)
+
+    def _of_node(
+        self, environ: dict[str, Any], start: Callable[..., Any], service: str, region: str, action: str
+    ) -> Iterable[bytes]:
+        """As AWS answers a node's role: what it may not do is refused, and what it may not list is not told apart."""
+        statements = self.statements(str(environ.get("HTTP_X_AMZ_SECURITY_TOKEN", "")))
+        if statements is None:
+            return _send(start, environ, *_refusal(service, NODE_KEY))
+        method, query = str(environ["REQUEST_METHOD"]), str(environ.get("QUERY_STRING", ""))
+        request = rights.Request(
+            service=service,
+            region=region,
+            account=self.account,
+            action=action,
+            method=method,
+            path=str(environ.get("PATH_INFO", "")),
+            query=query,
+            body=_body(environ) if service != "s3" or method == "POST" else b"",  # not a part of 64 MiB
+        )
+        for wish in rights.asked(request, self.fleet_tags):
+            if not rights.allowed(statements, wish):
+                return _send(start, environ, *_unauthorized(service, f"{wish.action} on {wish.resource}"))
+        if service != "s3" or method not in ("GET", "HEAD") or rights.allowed(statements, rights.listing(request)):
+            return self.app(environ, start)
+        answer: list[Any] = []
+        body = list(self.app(environ, lambda *words: answer.extend(words)))
+        if str(answer[0]).startswith("404"):
+            wish = rights.listing(request)
+            return _send(start, environ, *_unauthorized(service, f"{wish.action} on {wish.resource}"))
+        start(*answer)
+        return body
 
 
 def _credential(environ: dict[str, Any], authorization: str) -> tuple[str, str, str]:
@@ -89,6 +133,11 @@ def _refusal(service: str, key: str) -> tuple[str, dict[str, str], bytes]:
         f"{who} not of this embedded AWS. It takes only the dummy keys that `gpufleet cloud` prints; nothing was done."
     )
     return _error(service, "403 Forbidden", code, text)
+
+
+def _unauthorized(service: str, what: str) -> tuple[str, dict[str, str], bytes]:
+    code = {"ec2": "UnauthorizedOperation", "logs": "AccessDeniedException"}.get(service, "AccessDenied")
+    return _error(service, "403 Forbidden", code, f"You are not authorized to perform this operation: {what}")
 
 
 def _error(service: str, status: str, code: str, text: str) -> tuple[str, dict[str, str], bytes]:

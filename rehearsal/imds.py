@@ -21,6 +21,7 @@ from rehearsal.clock import Clock, SystemClock, stamp
 from rehearsal.launch import Instance
 
 Fault = Literal["500", "garbage", "bad-time", "slow", "silent", "401"]
+TOKEN_S = 21600  # the longest life of a token (EC2 User Guide, instance metadata options, read 2026-11-21)
 NOTICE_PATHS = ("spot/instance-action", "events/recommendations/rebalance")
 
 
@@ -60,7 +61,7 @@ class Imds:
         self.requests: list[tuple[datetime, str, int]] = []  # when, path, status
         self._notice: Callable[[], datetime | None] = lambda: None
         self._rebalance: Callable[[], datetime | None] = lambda: None
-        self._tokens: set[str] = set()
+        self._tokens: dict[str, datetime] = {}  # until when each is taken
         self._closed = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -116,14 +117,17 @@ class Imds:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def new_token(self) -> str:
+    def new_token(self, seconds: str | None) -> str | None:
+        """None where AWS answers 400: a time to live must be given, 1 s to 6 h."""
+        if seconds is None or not seconds.isascii() or not seconds.isdigit() or not 1 <= int(seconds) <= TOKEN_S:
+            return None
         token = uuid.uuid4().hex
-        self._tokens.add(token)
+        self._tokens[token] = self.clock.now() + timedelta(seconds=int(seconds))
         return token
 
     def read(self, path: str, token: str | None) -> tuple[int, str]:
         """(status, body) of a GET."""
-        if token not in self._tokens or self.fault == "401":
+        if token not in self._tokens or self.clock.now() >= self._tokens[token] or self.fault == "401":
             return 401, "401 - Unauthorized"
         if self.fault is not None and path.removeprefix("/latest/meta-data/") in NOTICE_PATHS:
             if self.fault in ("slow", "silent"):
@@ -178,7 +182,7 @@ class Imds:
                     "LastUpdated": stamp(self.launched_at),
                     "AccessKeyId": self.access_key,
                     "SecretAccessKey": self.secret_key,
-                    "Token": "session",
+                    "Token": self.instance_id,  # by which the embedded AWS finds the role
                     "Expiration": stamp(max(self.clock.now(), SystemClock().now()) + timedelta(hours=6)),
                 }
             )
@@ -188,8 +192,9 @@ class Imds:
 def _handler(imds: Imds) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
-            asked = self.path == "/latest/api/token" and self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
-            self._answer(*((200, imds.new_token()) if asked else (400, "400 - Bad Request")))
+            asked = self.path == "/latest/api/token"
+            token = imds.new_token(self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")) if asked else None
+            self._answer(*((200, token) if token else (400, "400 - Bad Request")))
 
         def do_GET(self) -> None:
             self._answer(*imds.read(self.path, self.headers.get("X-aws-ec2-metadata-token")))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import json
+from collections.abc import Sequence
 from typing import Any
+
+import boto3
 
 from rehearsal.account import AMI_PARAMETERS, ami_id
 from rehearsal.cloud import Cloud
+from rehearsal.gate import NODE_KEY, SECRET
 
 AMI = next(iter(AMI_PARAMETERS))
 
@@ -89,3 +94,25 @@ def living(cloud: Cloud) -> list[str]:
     filters = [{"Name": "instance-state-name", "Values": ["running"]}]
     found = cloud.client("ec2").describe_instances(Filters=filters)["Reservations"]
     return [instance["InstanceId"] for reservation in found for instance in reservation["Instances"]]
+
+
+def role(cloud: Cloud, statements: Sequence[dict[str, Any]]) -> None:
+    """An instance profile "node" whose role has these statements."""
+    iam = cloud.client("iam")
+    policy = {"Version": "2012-10-17", "Statement": list(statements)}
+    iam.create_role(RoleName="node", AssumeRolePolicyDocument="{}")
+    iam.put_role_policy(RoleName="node", PolicyName="rights", PolicyDocument=json.dumps(policy))
+    iam.create_instance_profile(InstanceProfileName="node")
+    iam.add_role_to_instance_profile(InstanceProfileName="node", RoleName="node")
+
+
+def as_node(cloud: Cloud, service: str) -> Any:
+    """A boto3 client with the credentials of the first node's role."""
+    return boto3.client(
+        service,
+        region_name=cloud.region,
+        endpoint_url=cloud.endpoint,
+        aws_access_key_id=NODE_KEY,
+        aws_secret_access_key=SECRET,
+        aws_session_token=cloud.instances()[0].id,
+    )

@@ -12,12 +12,11 @@ from pathlib import Path
 import boto3
 import pytest
 from botocore.exceptions import ClientError
-from declared import AMI, fleet, living
+from declared import AMI, as_node, fleet, living, role, template
 
 from rehearsal import registry
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
-from rehearsal.gate import NODE_KEY, SECRET
 
 
 @pytest.fixture
@@ -68,15 +67,11 @@ def test_the_environment_is_all_that_an_sdk_needs(cloud: Cloud, monkeypatch: pyt
 
 
 def test_an_action_can_be_refused_to_the_nodes_alone(cloud: Cloud) -> None:
-    fleet_id = fleet(cloud)
+    role(cloud, [{"Effect": "Allow", "Action": "ec2:ModifyFleet", "Resource": "*"}])
+    fleet_id = fleet(cloud, template(cloud, IamInstanceProfile={"Name": "node"}))
+    cloud.tick()
     cloud.deny("ModifyFleet", node=True)
-    node = boto3.client(
-        "ec2",
-        region_name=cloud.region,
-        endpoint_url=cloud.endpoint,
-        aws_access_key_id=NODE_KEY,
-        aws_secret_access_key=SECRET,
-    )
+    node = as_node(cloud, "ec2")
     zero = {"TotalTargetCapacity": 0}
     with pytest.raises(ClientError, match="UnauthorizedOperation"):
         node.modify_fleet(FleetId=fleet_id, TargetCapacitySpecification=zero)

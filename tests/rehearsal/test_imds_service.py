@@ -55,6 +55,20 @@ def test_without_a_token_nothing_is_told(imds: Imds) -> None:
     assert refused.value.code == 401
 
 
+def test_a_token_ends_with_its_time(imds: Imds) -> None:
+    key = token(imds.endpoint)
+    assert isinstance(imds.clock, ManualClock)
+    imds.clock.advance(59)
+    assert get(imds.endpoint, "meta-data/instance-id", key)[0] == 200
+    imds.clock.advance(1)
+    assert get(imds.endpoint, "meta-data/instance-id", key)[0] == 401
+
+
+@pytest.mark.parametrize("seconds", [None, "0", "21601", "soon"])
+def test_a_token_lives_from_a_second_to_six_hours(imds: Imds, seconds: str | None) -> None:
+    assert imds.new_token(seconds) is None
+
+
 def test_it_knows_the_instance(imds: Imds) -> None:
     assert get(imds.endpoint, "meta-data/instance-id") == (200, "i-1")
     assert get(imds.endpoint, "meta-data/placement/availability-zone") == (200, "us-east-2a")

@@ -1,0 +1,129 @@
+"""What a node's role may do: each request of a node, held against the statements of its inline policies as IAM does.
+
+Knows what the program's policies use. A condition with another operator is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs
+from xml.etree import ElementTree
+
+Statement = Mapping[str, Any]
+FREE = ("sts:GetCallerIdentity",)  # needs no right
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """One thing that a request asks for."""
+
+    action: str
+    resource: str = "*"
+    context: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A request as far as rights are concerned. `action` is the API's own name, empty for S3."""
+
+    service: str
+    region: str
+    account: str
+    action: str
+    method: str
+    path: str
+    query: str
+    body: bytes = b""
+
+
+def asked(request: Request, tags: Callable[[str], Mapping[str, str]]) -> list[Asked]:
+    """Everything that the request needs. `tags`: those of a fleet, by its id."""
+    if request.service == "s3":
+        return list(_of_s3(request))
+    action, place = f"{request.service}:{request.action}", f"{request.region}:{request.account}"
+    if request.service == "logs":
+        names = json.loads(request.body or b"{}")
+        stream = f"log-group:{names.get('logGroupName')}:log-stream:{names.get('logStreamName')}"
+        return [Asked(action=action, resource=f"arn:aws:logs:{place}:{stream}")]
+    fields = parse_qs(request.body.decode("utf-8", "replace"))
+    fleets = [values[0] for name, values in fields.items() if re.fullmatch(r"FleetId(\.\d+)?", name)]
+    if request.service == "ec2" and fleets and not request.action.startswith("Describe"):
+        return [
+            Asked(
+                action=action,
+                resource=f"arn:aws:ec2:{place}:fleet/{fleet}",
+                context={f"aws:ResourceTag/{key}": value for key, value in tags(fleet).items()},
+            )
+            for fleet in fleets
+        ]
+    return [Asked(action=action)]
+
+
+def listing(request: Request) -> Asked:
+    """The right without which S3 says 403 of an object that is not there. It is asked without a prefix."""
+    bucket = request.path.lstrip("/").partition("/")[0]
+    return Asked(action="s3:ListBucket", resource=f"arn:aws:s3:::{bucket}")
+
+
+def allowed(statements: Iterable[Statement], wish: Asked) -> bool:
+    """Whether a statement allows it and none denies it."""
+    effects = {str(each["Effect"]) for each in statements if _speaks_of(each, wish)}
+    return wish.action in FREE or effects == {"Allow"}
+
+
+def _of_s3(request: Request) -> Iterator[Asked]:
+    bucket, _, key = request.path.lstrip("/").partition("/")
+    query = parse_qs(request.query, keep_blank_values=True)
+    arn = f"arn:aws:s3:::{bucket}"
+    reading = request.method in ("GET", "HEAD")
+    if not key and "delete" in query:
+        for entry in ElementTree.fromstring(request.body).iter():
+            if entry.tag.rpartition("}")[2] == "Key":
+                yield Asked(action="s3:DeleteObject", resource=f"{arn}/{entry.text}")
+    elif not key:
+        settings = set(query) - {"list-type", "prefix", "delimiter", "encoding-type", "max-keys", "start-after"}
+        settings -= {"continuation-token", "marker", "fetch-owner"}
+        action = "ListBucket" if reading and not settings else f"{request.method}:{','.join(sorted(settings))}"
+        context = {"s3:prefix": query["prefix"][0]} if "prefix" in query else {}
+        yield Asked(action=f"s3:{action}", resource=arn, context=context)
+    else:
+        of = "Tagging" if "tagging" in query else "Acl" if "acl" in query else ""
+        if reading:
+            action = "ListMultipartUploadParts" if "uploadId" in query else f"GetObject{of}"
+        elif request.method == "DELETE":
+            action = "AbortMultipartUpload" if "uploadId" in query else f"DeleteObject{of}"
+        else:
+            action = f"PutObject{of}"
+        yield Asked(action=f"s3:{action}", resource=f"{arn}/{key}")
+
+
+def _speaks_of(statement: Statement, wish: Asked) -> bool:
+    return (
+        any(_like(wish.action.lower(), pattern.lower()) for pattern in _listed(statement["Action"]))
+        and any(_like(wish.resource, pattern) for pattern in _listed(statement["Resource"]))
+        and all(_holds(operator, keys, wish) for operator, keys in statement.get("Condition", {}).items())
+    )
+
+
+def _holds(operator: str, keys: Mapping[str, Any], wish: Asked) -> bool:
+    if operator not in ("StringEquals", "StringLike"):
+        raise ValueError(f"the embedded AWS does not know the condition {operator} of a role's policy")
+    match = _like if operator == "StringLike" else str.__eq__
+    return all(
+        key in wish.context and any(match(wish.context[key], value) for value in _listed(values))
+        for key, values in keys.items()
+    )
+
+
+def _like(text: str, pattern: str) -> bool:
+    """IAM's wildcards: * for any text, slashes included, and ? for one character."""
+    words = (".*" if letter == "*" else "." if letter == "?" else re.escape(letter) for letter in pattern)
+    return re.fullmatch("".join(words), text, re.DOTALL) is not None
+
+
+def _listed(value: str | Sequence[str]) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value

@@ -1,0 +1,137 @@
+"""A node of the embedded AWS may do what the program's role lets it, and S3 tells it no more than AWS would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from declared import as_node, fleet, role, template
+
+from infra.loader import load
+from infra.resources.identity import node_statements
+from infra.resources.tags import tags
+from job.supervisor.store import MissingError, RefusedError, S3Store
+from rehearsal import rights
+from rehearsal.clock import ManualClock
+from rehearsal.cloud import Cloud
+
+ROOT = Path(__file__).parents[2]
+RUN = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 21, tzinfo=UTC))
+BUCKET, GROUP = "own", "gpufleet-logs"
+
+
+async def _statements(account: str) -> list[dict[str, Any]]:
+    group = f"arn:aws:logs:us-east-2:{account}:log-group:{GROUP}"
+    found = node_statements(RUN, bucket_arn=f"arn:aws:s3:::{BUCKET}", log_group_arn=group)
+    return [{**each, "Resource": await _known(each["Resource"])} for each in found]
+
+
+async def _known(value: Any) -> Any:
+    return await value.future() if hasattr(value, "future") else value
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    """With one node, whose role is the program's."""
+    with Cloud(tmp_path_factory.mktemp("cloud"), clock=ManualClock()) as cloud:
+        role(cloud, asyncio.run(_statements(cloud.account)))
+        for bucket in (BUCKET, "theirs"):
+            place = {"LocationConstraint": cloud.region}
+            cloud.client("s3").create_bucket(Bucket=bucket, CreateBucketConfiguration=place)
+        for group in (GROUP, "other"):
+            cloud.client("logs").create_log_group(logGroupName=group)
+        owned = [{"Key": key, "Value": value} for key, value in tags(RUN).items()]
+        fleet(
+            cloud,
+            template(cloud, IamInstanceProfile={"Name": "node"}),
+            TagSpecifications=[{"ResourceType": "fleet", "Tags": owned}],
+        )
+        cloud.tick()
+        yield cloud
+
+
+@pytest.fixture
+def s3(cloud: Cloud) -> Any:
+    return as_node(cloud, "s3")
+
+
+def test_a_node_reads_and_writes_its_own_run(s3: Any) -> None:
+    store = S3Store(f"s3://{BUCKET}/r1", client=s3)
+    store.put_bytes(b"x", "ckpt/step_1/manifest.json")
+    assert store.get_bytes("ckpt/step_1/manifest.json") == b"x"
+    assert [entry.key for entry in store.entries("ckpt/")] == ["ckpt/step_1/manifest.json"]
+    store.delete(["ckpt/step_1/manifest.json"])
+    assert store.entries("") == []
+
+
+def test_an_object_that_is_not_there_is_refused_and_the_listing_tells(s3: Any, tmp_path: Path) -> None:
+    with pytest.raises(ClientError, match="AccessDenied"):
+        s3.get_object(Bucket=BUCKET, Key="r1/none")
+    with pytest.raises(ClientError, match="403"):
+        s3.head_object(Bucket=BUCKET, Key="r1/none")
+    store = S3Store(f"s3://{BUCKET}/r1", client=s3)
+    assert store.get_bytes("none") is None
+    with pytest.raises(MissingError):
+        store.get_file("none", tmp_path / "none")
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "another run": lambda s3: s3.put_object(Bucket=BUCKET, Key="r2/done.json", Body=b""),
+    "another bucket": lambda s3: s3.get_object(Bucket="theirs", Key="r1/done.json"),
+    "an input, written": lambda s3: s3.put_object(Bucket=BUCKET, Key="inputs/1/job.tar.gz", Body=b""),
+    "an input, deleted": lambda s3: s3.delete_objects(
+        Bucket=BUCKET, Delete={"Objects": [{"Key": "r1/a"}, {"Key": "inputs/1/job.tar.gz"}]}
+    ),
+    "compiled graphs, deleted": lambda s3: s3.delete_object(Bucket=BUCKET, Key="compile_cache/a"),
+    "the whole listing": lambda s3: s3.list_objects_v2(Bucket=BUCKET),
+    "another run's listing": lambda s3: s3.list_objects_v2(Bucket=BUCKET, Prefix="r10/"),
+    "the bucket's policy": lambda s3: s3.delete_bucket_policy(Bucket=BUCKET),
+    "all buckets": lambda s3: s3.list_buckets(),
+}
+
+
+@pytest.mark.parametrize("ask", REFUSED.values(), ids=REFUSED.keys())
+def test_what_the_role_does_not_say_is_refused(s3: Any, ask: Callable[[Any], Any]) -> None:
+    with pytest.raises(ClientError, match="AccessDenied"):
+        ask(s3)
+
+
+def test_of_an_input_that_is_gone_a_node_learns_only_that_it_may_not(s3: Any) -> None:
+    with pytest.raises(RefusedError):
+        S3Store(f"s3://{BUCKET}", client=s3).get_bytes("inputs/1/train.bin")
+
+
+def test_a_node_ends_its_own_fleet_and_no_other(cloud: Cloud) -> None:
+    ec2, zero = as_node(cloud, "ec2"), {"TotalTargetCapacity": 0}
+    own, theirs = cloud.instances()[0].fleet_id, fleet(cloud)
+    with pytest.raises(ClientError, match="UnauthorizedOperation"):
+        ec2.modify_fleet(FleetId=theirs, TargetCapacitySpecification=zero)
+    with pytest.raises(ClientError, match="UnauthorizedOperation"):
+        ec2.delete_fleets(FleetIds=[own, theirs], TerminateInstances=False)
+    ec2.modify_fleet(FleetId=own, TargetCapacitySpecification=zero)
+    with pytest.raises(ClientError, match="UnauthorizedOperation"):
+        ec2.describe_fleets()
+
+
+def test_a_node_writes_to_its_own_log_group(cloud: Cloud) -> None:
+    logs = as_node(cloud, "logs")
+    logs.create_log_stream(logGroupName=GROUP, logStreamName="r1/i-1")
+    with pytest.raises(ClientError, match="AccessDenied"):
+        logs.create_log_stream(logGroupName="other", logStreamName="r1/i-1")
+
+
+def test_a_condition_that_is_not_known_is_an_error() -> None:
+    statement = {"Effect": "Allow", "Action": "*", "Resource": "*", "Condition": {"Bool": {"aws:SecureTransport": "1"}}}
+    with pytest.raises(ValueError, match="does not know the condition Bool"):
+        rights.allowed([statement], rights.Asked(action="s3:GetObject"))
+
+
+def test_a_denial_counts_for_more_than_a_permission() -> None:
+    statements = [{"Effect": effect, "Action": "s3:Get*", "Resource": "*"} for effect in ("Allow", "Deny")]
+    assert rights.allowed(statements[:1], rights.Asked(action="s3:GetObject"))
+    assert not rights.allowed(statements, rights.Asked(action="s3:GetObject"))
