@@ -28,6 +28,7 @@ from job import ledger
 from rehearsal import provider
 from rehearsal.handlers import handler
 from rehearsal.handlers.table import Aws
+from rehearsal.process import streamed
 
 REPOSITORY = Path(infra.__file__).parents[1]
 Say = Callable[[str], None]
@@ -150,7 +151,7 @@ class Pulumi(Engine):
         log = self._folder / "events.jsonl"
         log.unlink(missing_ok=True)
         common = ["--non-interactive", "--color", "never", "--stack", self._stack, "--event-log", str(log)]
-        code, text = _streamed(
+        code, text = streamed(
             ["pulumi", command, *options, *common], folder=self._folder, environment=self._environment, say=self._say
         )
         events = _Events()
@@ -256,7 +257,7 @@ class InProcess(Engine):
         self._report = report = self._folder / f"in-process.{mode}.json"
         report.unlink(missing_ok=True)
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PULUMI_", "AWS_"))}
-        _, text = _streamed(
+        _, text = streamed(
             [sys.executable, "-m", "rehearsal.inprocess", mode, str(self._folder), self._stack, str(report)],
             folder=None,
             environment={**kept, **self._environment},
@@ -278,23 +279,3 @@ class InProcess(Engine):
             outputs=found["outputs"],
             text=text,
         )
-
-
-def _streamed(command: list[str], *, folder: Path | None, environment: Mapping[str, str], say: Say) -> tuple[int, str]:
-    """Runs a command, says each line as it comes. Gives the exit code and all it printed."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    lines = []
-    with process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            say(line.rstrip("\n"))
-    return process.returncode, "".join(lines)

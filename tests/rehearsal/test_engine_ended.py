@@ -1,0 +1,47 @@
+"""Ctrl-C while the engine works: it is asked to end, with the plugins that only it knows, and made to if it does not."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from rehearsal import process
+
+
+def started(script: str) -> list[int]:
+    """Process ids that the script prints in its one line, at which Ctrl-C comes."""
+    pids: list[int] = []
+
+    def interrupted(line: str) -> None:
+        pids.extend(map(int, line.split()))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        process.streamed(["bash", "-c", script], folder=None, environment=os.environ, say=interrupted)
+    return pids
+
+
+def gone(pid: int) -> bool:
+    """Within a moment, that is."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_it_is_asked_so_that_it_can_end_its_plugins() -> None:
+    engine, plugin = started("setsid sleep 600 & trap 'kill $!; exit' INT; echo $$ $!; wait")
+    assert gone(engine)
+    assert gone(plugin)
+
+
+def test_it_is_killed_with_its_group_when_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "END_S", 0.2)
+    engine, child = started("trap '' INT; sleep 600 & echo $$ $!; wait")
+    assert gone(engine)
+    assert gone(child)
