@@ -73,6 +73,7 @@ class Cloud:
         )
         self.endpoint = ""
         self.launch, self.end = launch, end  # called for every instance that starts and that is gone
+        self.trouble: OSError | None = None  # why an instance was launched and could not be started
         self._port = port
         self._imds: dict[str, Imds] = {}
         self._seeded: set[str] = set()
@@ -251,7 +252,10 @@ class Cloud:
     def _launched(self, instance: Instance) -> None:
         self._imds[instance.id] = Imds.of(instance, self.account, self.clock, NODE_KEY, SECRET)
         if self.launch is not None:
-            self.launch(instance)
+            try:
+                self.launch(instance)
+            except OSError as error:  # a full disk, say: the machine is what fails here, not AWS
+                self.trouble = error
 
     def _ended(self, instance: Instance) -> None:
         instance.ended_at = instance.ended_at or self.clock.now()

@@ -152,13 +152,19 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
         kinds = {json.dumps({key: line[key] for key in STAGE_KEYS if key in line} or line) for line in lines}
         figure = f"{len(lines)} results, {len(lines) - len(kinds)} of them twice"
         yield Check(name=f"nothing of {name} done twice", figure=figure, held=len(lines) == len(kinds))
-    logs = rehearsal.cloud.client("logs")
-    group = str(rehearsal.engine.outputs()["log_group"])
-    streams = {stream["logStreamName"] for stream in logs.describe_log_streams(logGroupName=group)["logStreams"]}
-    silent = [view.name for view in views if f"{definition.run.id}/{view.node.instance.id}" not in streams]
+    logged = _logged(rehearsal)
+    silent = [view.name for view in views if f"{definition.run.id}/{view.node.instance.id}" not in logged]
     yield Check(
         name="container logs in CloudWatch", figure=f"{len(views) - len(silent)} of {len(views)} nodes", held=not silent
     )
+
+
+def _logged(rehearsal: Rehearsal) -> set[str]:
+    """Log streams that hold something: a container makes its stream before it prints, and by another right."""
+    logs, group = rehearsal.cloud.client("logs"), str(rehearsal.engine.outputs()["log_group"])
+    names = [stream["logStreamName"] for stream in logs.describe_log_streams(logGroupName=group)["logStreams"]]
+    first = {"logGroupName": group, "startFromHead": True, "limit": 1}
+    return {name for name in names if logs.get_log_events(logStreamName=name, **first)["events"]}
 
 
 def _steps(evidence: Evidence, last: int) -> Check:

@@ -90,7 +90,9 @@ class NodeRunner:
 
     def end(self, instance: Instance) -> None:
         """The machine is gone: no process of it runs after this returns."""
-        node = self.nodes[instance.id]
+        node = self.nodes.get(instance.id)
+        if node is None:  # it never started
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(node.process.pid, signal.SIGKILL)
         for pid in _marked(instance.id):

@@ -95,6 +95,8 @@ class Watch:
             for view in self.views.values():
                 self._look(view)
             self._checkpoints()
+            if self.cloud.trouble is not None:
+                raise RunFailedError(f"a node cannot be started on this machine: {self.cloud.trouble}")
             if time.monotonic() - self._news > STALLED_S:
                 raise RunFailedError(f"nothing new for {STALLED_S:.0f} s; the nodes' logs are in {self.runner.folder}")
             time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""Ctrl-C while the engine works: it is asked to end, with the plugins that only it knows, and made to if it does not."""
+"""Ctrl-C while the engine works: it is asked to end, with the plugins that only it knows, and else killed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from rehearsal import scratch
 from rehearsal.cloud import Cloud
 from rehearsal.interruptions import Planned
 from rehearsal.node import NodeRunner
-from rehearsal.rehearse import rehearse
+from rehearsal.rehearse import _full_disks, rehearse
 from rehearsal.timeline import Timeline
 from rehearsal.watch import RunFailedError, Watch
 
@@ -48,6 +48,14 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
     assert "rehearsals/small/r1.unfinished/scratch" in said[-1]
     assert (tmp_path / "rehearsals" / "small" / "r1.unfinished" / "scratch" / "commands.log").is_file()
     assert earlier.read_text() == "{}"
+
+
+def test_a_failure_names_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=3_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    assert list(_full_disks(tmp_path)) == [
+        f"The disk of {tmp_path} has 3 MB left, which may be why: free some space and try again."
+    ]
 
 
 def test_a_stack_without_a_rehearsal_is_refused_with_all_that_it_has_to_say(tmp_path: Path) -> None:
@@ -160,6 +168,16 @@ def test_a_node_that_runs_on_after_its_script_has_ended_is_a_failure(cloud: Clou
     watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), (), "bucket", "r1")
     fleet(cloud, template(cloud, user_data="#!/bin/bash\nexit 3\n"))
     with pytest.raises(RunFailedError, match="node 1: the node script ended with 3 and left its machine running"):
+        watching.run()
+    runner.close()
+
+
+def test_a_node_that_the_machine_cannot_start_is_a_failure_at_once(cloud: Cloud, tmp_path: Path) -> None:
+    (tmp_path / "nodes").touch()
+    runner = NodeRunner(cloud, tmp_path / "nodes")
+    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), (), "bucket", "r1")
+    fleet(cloud, template(cloud))
+    with pytest.raises(RunFailedError, match="a node cannot be started on this machine"):
         watching.run()
     runner.close()
 

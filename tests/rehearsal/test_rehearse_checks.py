@@ -1,0 +1,126 @@
+"""Each promise that a rehearsal checks fails when it is broken, and all hold when none is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infra.errors import GpufleetError
+from infra.loader import load
+from rehearsal import evidence
+from rehearsal.interruptions import Planned
+
+STACK = Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml"
+NODES = ("i-1", "i-2", "i-3")
+
+
+class World:
+    """A run of 90 steps that held: a notice after step 30, a loss at step 50 with a checkpoint of step 40."""
+
+    def __init__(self) -> None:
+        kinds: list[Planned | None] = [Planned(step=30, kind="notice"), Planned(step=50, kind="loss"), None]
+        self.views = {
+            name: SimpleNamespace(
+                name=name, node=SimpleNamespace(instance=SimpleNamespace(id=name)), interrupted=kind, last_step=last
+            )
+            for name, kind, last in zip(NODES, kinds, (30, 50, 90), strict=True)
+        }
+        self.seen = [2.0]
+        self.attempts = [{"instance": "i-1", "last_step": 30, "resumed_step": 0}]
+        self.attempts += [{"instance": "i-2", "last_step": 50, "resumed_step": 30}]
+        self.attempts += [{"instance": "i-3", "last_step": 90, "resumed_step": 40}]
+        verdict = {"verdict": "pass", "max_logit_difference": 1e-6, "limit": 1e-4, "routing_flips": 0, "routings": 0}
+        self.growth = {"phase": "moe", "before": {**verdict}, "after_round_trip": {**verdict}, "problems": []}
+        self.interruptions = {"with_notice": 1, "without_notice": 1}
+        self.reason = "finished"
+        self.steps = [1, 30, 60, 90]
+        self.stage = [{"row": 1}, {"row": 2}]
+        self.events = {f"r1/{name}": ["step 1"] for name in NODES}
+        self.left = {("bucket", "gpufleet-a"): {"gpufleet:stack": "a"}}
+
+    def rehearsal(self, folder: Path) -> Any:
+        results = folder / "results"
+        for name, content in {
+            "receipt.json": {"attempts": self.attempts, "interruptions": self.interruptions},
+            "done.json": {"reason": self.reason},
+            "results.json": {},
+            "growth_report.json": {"boundaries": [self.growth]},
+            **{f"attempts/{name}.json": {"started_s": 9.0} for name in NODES},
+        }.items():
+            (results / name).parent.mkdir(parents=True, exist_ok=True)
+            (results / name).write_text(json.dumps(content))
+        (results / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in self.steps))
+        (results / "stages").mkdir()
+        (results / "stages" / "rows.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in self.stage))
+        logs = SimpleNamespace(
+            describe_log_streams=lambda **_: {"logStreams": [{"logStreamName": name} for name in self.events]},
+            get_log_events=lambda logStreamName, **_: {"events": self.events[logStreamName]},
+        )
+        return SimpleNamespace(
+            folder=folder,
+            project=folder,
+            definition=load(STACK, now=datetime(2026, 11, 21, tzinfo=UTC), rehearsal=True),
+            watch=SimpleNamespace(views=self.views, manifests={40, 90}),
+            engine=SimpleNamespace(outputs=lambda: {"log_group": "g"}),
+            timeline=SimpleNamespace(of=lambda _: [SimpleNamespace(facts={"seconds": each}) for each in self.seen]),
+            cloud=SimpleNamespace(client=lambda _: logs, leftovers=lambda: self.left),
+            torch_s=2.0,
+        )
+
+
+def test_all_of_it_holds_when_nothing_is_broken(tmp_path: Path) -> None:
+    found = evidence.checks(World().rehearsal(tmp_path))
+    assert len(found) == 12
+    assert all(check.held for check in found)
+
+
+BROKEN: dict[str, Callable[[World], Any]] = {
+    "the run's own end: max_usd": lambda world: setattr(world, "reason", "max_usd"),
+    "steps: 89 of 90": lambda world: world.steps.__setitem__(-1, 89),
+    "interruptions in the receipt: 0 with notice": lambda world: world.interruptions.update(with_notice=0),
+    "nodes: 4 launched": lambda world: world.views.update(
+        {"i-4": world.views["i-3"]},
+    ),
+    "notice seen: after 5.1 s": lambda world: world.seen.__setitem__(0, 5.1),
+    "notices seen: 0 of 1": lambda world: world.seen.clear(),
+    "steps lost on a handled notice: 1 ": lambda world: world.attempts[1].update(resumed_step=29),
+    "steps repeated after a loss without notice: 50 ": lambda world: world.attempts[2].update(resumed_step=0),
+    "growth into moe": lambda world: world.growth["before"].update(verdict="fail"),
+    "growth into moe: logits": lambda world: world.growth["problems"].append("a tensor is gone"),
+    "nothing of rows.jsonl done twice: 3 results, 1 of them twice": lambda world: world.stage.append({"row": 1}),
+    "container logs in CloudWatch: 2 of 3": lambda world: world.events.update({"r1/i-2": []}),
+}
+
+
+@pytest.mark.parametrize(("said", "break_it"), BROKEN.items(), ids=BROKEN.keys())
+def test_a_broken_promise_fails_by_its_name(tmp_path: Path, said: str, break_it: Callable[[World], Any]) -> None:
+    world = World()
+    break_it(world)
+    with pytest.raises(GpufleetError) as failed:
+        evidence.checks(world.rehearsal(tmp_path))
+    assert str(failed.value).startswith(said)
+    assert ";" not in str(failed.value)  # and nothing else
+
+
+def test_a_slow_start_fails_nothing(tmp_path: Path) -> None:
+    rehearsal = World().rehearsal(tmp_path)
+    rehearsal.torch_s = -60.0
+    assert [check.name for check in evidence.checks(rehearsal) if not check.held] == ["new node to first new step"] * 2
+
+
+def test_what_is_left_must_be_what_was_asked_for(tmp_path: Path) -> None:
+    world = World()
+    rehearsal = world.rehearsal(tmp_path)
+    assert evidence.leftovers(rehearsal) == world.left
+    world.left = {**world.left, ("volume", "vol-1"): {}}
+    with pytest.raises(GpufleetError, match="left in the account: volume vol-1"):
+        evidence.leftovers(rehearsal)
+    world.left = {}
+    with pytest.raises(GpufleetError, match="the bucket was to be kept, and it is gone"):
+        evidence.leftovers(rehearsal)
