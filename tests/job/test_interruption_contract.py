@@ -31,7 +31,7 @@ from rehearsal.imds import Imds
 
 CONFIG = replace(
     runs.TINY,
-    steps_per_phase=60,  # seconds, so that a notice is seen while it trains, also on a quick machine
+    steps_per_phase=24,
     batch=Batch(sequences=8),
     data=TextData(sequence=32, source="generated-stories", stories=400),
     checkpoint=Checkpoint(interval_s=0.5, heartbeat_s=0.5),
@@ -47,7 +47,7 @@ class Attempt:
         self.process = runs.start(runs.place(folder / instance, run), bucket, instance, **environment)
         self.log = folder / instance / "job.log"
 
-    def wait_for(self, seen: Callable[[], bool]) -> None:
+    def wait_for(self, seen: Callable[[], object]) -> None:
         end = time.monotonic() + 90
         while not seen():
             assert self.process.poll() is None, f"ended early:\n{self.output()}"
@@ -128,7 +128,9 @@ def _train(workdir: Path) -> None:
 def test_an_interruption_changes_no_bit_of_the_weights(noticed: bool, killed: tuple[int, ...], tmp_path: Path) -> None:
     """`killed`: the phases in which a node is lost without notice."""
     bucket = tmp_path / "bucket"
-    run = runs.with_stories(runs.tree(CONFIG), bucket)
+    # Seconds in a phase, so that a notice is seen while it trains, also on a quick machine.
+    config = replace(CONFIG, steps_per_phase=60) if noticed else CONFIG
+    run = runs.with_stories(runs.tree(config), bucket)
     draw = random.Random(SEED)
 
     with undisturbed(tmp_path / "undisturbed", run, bucket) as expected:
@@ -150,8 +152,10 @@ def test_an_interruption_changes_no_bit_of_the_weights(noticed: bool, killed: tu
         for number, phase in enumerate(killed, 2):
             newest, steps = max(manifests(bucket), default=0), draw.randrange(2, 7)
             attempt = Attempt(tmp_path, bucket, run, f"i-{number}")
-            least = max(newest, phase * CONFIG.steps_per_phase) + steps
-            attempt.wait_for(lambda attempt=attempt, least=least: max(attempt.steps(), default=0) >= least)
+            least = max(newest, phase * config.steps_per_phase) + steps
+            attempt.wait_for(
+                lambda attempt=attempt, least=least: max(attempt.steps(), default=0) >= least and manifests(bucket)
+            )
             attempt.sigkill()
             assert attempt.steps()[0] == newest + 1  # it went on from the newest manifest
             assert not (bucket / "r1" / "done.json").exists()
@@ -164,7 +168,7 @@ def test_an_interruption_changes_no_bit_of_the_weights(noticed: bool, killed: tu
         results = json.loads((bucket / "r1" / "results.json").read_text())
         assert results["weights_sha256"] == expected()
         logged = [json.loads(line)["step"] for line in (bucket / "r1" / "metrics.jsonl").read_text().splitlines()]
-        assert logged == list(range(1, 3 * CONFIG.steps_per_phase + 1))
+        assert logged == list(range(1, 3 * config.steps_per_phase + 1))
         receipt = json.loads((bucket / "r1" / "receipt.json").read_text())
         assert len(receipt["attempts"]) == noticed + len(killed) + 1
         counted = receipt["interruptions"]
