@@ -59,14 +59,14 @@ def generator(seed: int = 5) -> torch.Generator:
 @functools.cache
 def _dense() -> State:
     module = build(CONFIG, 0)
-    train(module, steps=60, lr=3e-3, seed=0)
+    train(module, steps=30, lr=3e-3, seed=0)
     return module.state_dict()
 
 
 @functools.cache
 def _moe() -> State:
     module = load(CONFIG, 1, upcycle(_dense(), experts=8, router_std=0.02, generator=generator()))
-    train(module, steps=40, lr=2e-3, seed=1000)
+    train(module, steps=32, lr=2e-3, seed=1000)
     return module.state_dict()
 
 
