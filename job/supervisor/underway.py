@@ -91,14 +91,14 @@ class Underway:
     def beat(self) -> None:
         """Now, with what the trainer has left beside its metrics."""
         self._beat_at = self.clock()
-        used = (atomic.read_object(self.workdir / "rung.json") or {}).get("rung")
-        if used is not None and used != self.record.fields.get("rung"):
-            self.record.update(rung=used)
         self.take_notes()
         self.pulse.beat(self.heartbeat())
 
     def take_notes(self) -> None:
         """What the trainer has left for attempts/<instance>.json."""
+        used = (atomic.read_object(self.workdir / "rung.json") or {}).get("rung")
+        if used is not None and used != self.record.fields.get("rung"):
+            self.record.update(rung=used)
         for name in ("preflight", "compiled"):
             noted = atomic.read_object(self.workdir / f"{name}.json")
             if noted is not None and noted != self.record.fields.get(name):

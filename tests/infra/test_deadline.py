@@ -14,8 +14,8 @@ from infra.cost.risk import Exposure, Leave, simulate
 SPOT = Exposure(
     setup_h=0.25,
     restart_h=0.25,
-    phase_ends_h=(2.0, 8.0),
-    saves_fit=(True, True),
+    phase_ends_h=(2.0, 5.0, 8.0),
+    saves_fit=(True, True, True),
     interval_h=0.1,
     compute_usd_h=1.0,
     extras_usd_h=0.1,
@@ -57,6 +57,9 @@ def test_without_any_spot_capacity_the_switch_is_when_slack_runs_out() -> None:
     assert (found.switched, found.on_time) == (1, 1)
     assert found.usd == pytest.approx((0.5 + 8.25 * 3.1,) * 4)  # waiting costs nothing
     assert found.wall_hours == pytest.approx((20.0,) * 4)
+    begun_late = switch(NEVER_THERE, replace(ON_DEMAND, setup_h=0.75), 20.0)  # a whole set-up, no restart
+    assert begun_late.on_time == 1
+    assert begun_late.usd == pytest.approx((0.5 + 8.75 * 3.1,) * 4)
 
 
 def test_a_calm_run_switches_more_rarely_than_a_rough_one_and_both_are_on_time() -> None:
@@ -90,15 +93,15 @@ def test_more_time_never_means_an_earlier_switch_or_a_dearer_run() -> None:
 
 
 def test_a_faster_machine_on_demand_leaves_more_slack() -> None:
-    fast = replace(ON_DEMAND, phase_ends_h=(1.0, 4.0))
+    fast = replace(ON_DEMAND, phase_ends_h=(1.0, 2.5, 4.0))
     slow, quick = switch(NEVER_THERE, ON_DEMAND, 12.0), switch(NEVER_THERE, fast, 12.0)
     assert slow.switch_h == pytest.approx(12 - 8.25)
     assert quick.switch_h == pytest.approx(12 - 4.25)
 
 
 def test_a_slower_spot_machine_eats_slack_while_it_works() -> None:
-    slow = replace(SPOT, phase_ends_h=(4.0, 16.0), hazard=1e-9, wait_h=0.0)
-    found = switch(slow, ON_DEMAND, 12.0)
+    slow = replace(SPOT, phase_ends_h=(4.0, 10.0, 16.0), hazard=1e-9, wait_h=0.0)
+    found = switch(slow, replace(ON_DEMAND, setup_h=5.0), 12.0)  # whoever has begun pays a restart alone
     # 3.75 h of slack: a quarter of an hour of set-up, then half an hour per hour of work.
     assert found.typical_switch_h == pytest.approx(0.25 + 3.5 * 2)
     assert found.wall_hours == pytest.approx((12.0,) * 4)
@@ -125,6 +128,7 @@ def test_the_sentence_names_the_hour_and_that_nothing_switches_by_itself() -> No
     found = switch(SPOT, ON_DEMAND, 11.0)
     said = found.sentence()
     assert f"{found.switch_h:.1f} h after the start if nothing is done by then" in said
+    assert f"% of runs switch, typically at {found.typical_switch_h:.1f} h);" in said
     assert "no fleet switches by itself" in said
 
 

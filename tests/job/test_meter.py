@@ -52,7 +52,7 @@ def test_each_instance_hour_has_its_own_price() -> None:
     assert made.spent(T0 + 3600).compute_usd == Decimal("0.3000")
     made.refresh(T0 + 3700)
     assert made.spent(T0 + 5400).compute_usd == Decimal("0.7500")
-    assert made.spent(T0 + 5400).usd_per_hour == Decimal("0.90")
+    assert made.spent(T0 + 5400).usd_per_hour == made.spent(T0 + 3600.5).usd_per_hour == Decimal("0.90")
 
 
 def test_on_demand_asks_nobody() -> None:

@@ -397,8 +397,16 @@ def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> 
     (first, *_), rows = sizing.phases(config), [{"phase": "sft", "steps": 25, "step_ms": 8000.0}]
     forecast = Forecast(config, {"phases": rows}, "p5.48xlarge")
     assert first.steps == 16
-    assert forecast.stop_s(24, None) == forecast.stop_s(0, None) > 100  # a checkpoint of 98 GB
+    assert forecast.stop_s(24, None) == forecast.stop_s(0, None) == pytest.approx(8 + 2 + 2.5 * 98.3, abs=0.5)  # 98.3 GB
     assert forecast.stop_s(25, None) < 10  # nothing is left to save
+
+
+def test_an_upload_takes_as_long_as_the_last_one_that_could_be_measured() -> None:
+    forecast = Forecast(KernelConfig(), {}, "p5.48xlarge")
+    forecast.learn((49_999_999, 100.0))  # all latency
+    assert forecast.upload_s(10**9) == 2 + 1.5
+    forecast.learn((50_000_000, 0.2))
+    assert forecast.upload_s(10**9) == pytest.approx(2 + 1.25 * 4)
 
 
 @pytest.mark.parametrize(

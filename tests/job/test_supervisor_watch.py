@@ -57,6 +57,19 @@ def test_a_rung_that_an_earlier_start_left_does_not_count_for_the_next(tmp_path:
     assert rungs == list(range(len(rungs)))
 
 
+def test_what_the_trainer_leaves_beside_its_metrics_is_recorded_of_the_attempt(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    left = {"rung": {"rung": 1}, "preflight": {"gpus": 1}, "compiled": {"dense": {"graphs": 2}}}
+
+    def leave(trainer: FakeTrainer) -> None:
+        for name, content in left.items():
+            atomic.write_json(trainer.workdir / f"{name}.json", content)
+
+    assert bench.attempt(script={4: leave}).run() == 0
+    noted = bench.json("attempts/i-1.json")
+    assert (noted["rung"], noted["preflight"], noted["compiled"]) == (1, left["preflight"], left["compiled"])
+
+
 def unreadable(trainer: FakeTrainer) -> int | None:
     """Script: the checkpoint of step 5 cannot be read."""
     if trainer.began_at != 5:
