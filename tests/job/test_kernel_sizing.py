@@ -36,6 +36,29 @@ def test_parameters_are_to_the_digit(model: Decoder, total: int) -> None:
     assert sizing.phases(replace(FULL, model=model))[0].params_total == total
 
 
+def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
+    m = Decoder(family="llama", vocab=100, layers=3, width=8, heads=2, kv_heads=1, head_dim=4, ffn=16)
+    assert decoder.parameters(m) == 3 * (576 + 16) + 2 * 800 + 8 == 3384
+    # fp32 state cut over two ranks; beside it bf16 layers (two with ZeRO-3, else all three) and both tables; beside the
+    # gradients a layer's in bf16 and fp32.
+    assert decoder.whole_state(m, 2, 2, reshard=True) == (6768 + 2 * 1184 + 3200, 6768 + 592 * 6, 13_536)
+    assert decoder.whole_state(m, 2, 2, reshard=False) == (6768 + 3 * 1184 + 3200, 6768 + 592 * 6, 13_536)
+    assert decoder.whole_state(m, 2, 1, reshard=True) == (13_536 + 6768, 13_536, 27_072)
+    # Of a token: q, k, v, attention, gate, up (56); norms, activation, product (64); 7 narrow products of rank 3 and
+    # the adapters' inputs after dropout (56); log-sum-exp in fp32.
+    kept = [
+        (of, decoder.layer_activation_bytes(m, 2, checkpointing=on, adapters=of))
+        for of in (0, 3)
+        for on in (False, True)
+    ]
+    assert kept == [(0, 2 * 120 + 8), (0, 2 * 64 + 8), (3, 2 * 197 + 8), (3, 2 * 85 + 8)]
+    assert decoder.activations(m, 5, 2, checkpointing=False) == 5 * (3 * 248 + 32)
+    assert decoder.activations(m, 5, 2, checkpointing=True) == 5 * (3 * 136 + 248 + 32)
+    # One chunk's logits, the hidden states' gradient in fp32, and the head's where it is trained.
+    assert decoder.loss_bytes(m, 2000) == 1024 * 100 * 12 + 2000 * 8 * 4
+    assert decoder.loss_bytes(m, 5, trained=True) == 5 * 100 * 12 + 5 * 8 * 4 + 3200
+
+
 def test_sft_is_sixteen_steps_of_52_7_gflop_per_token() -> None:
     sft = sizing.phases(FULL)[0]
     assert (sft.name, sft.steps, sft.tokens_per_step) == ("sft", 16, 64 * 8192)

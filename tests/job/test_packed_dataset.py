@@ -361,7 +361,7 @@ def test_an_order_is_a_permutation_that_seed_and_epoch_change() -> None:
     assert sorted(first.tolist()) == list(range(1000))
     assert not (first == order(1, 1, 1000)).all()
     assert not (first == order(2, 0, 1000)).all()
-    assert first.tolist()[:3] == order(1, 0, 1000).tolist()[:3]
+    assert first.tolist()[:3] == [591, 281, 773]  # on every machine: a run may go on on another
 
 
 def test_large_vocabularies_keep_their_ids(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_a_complete_export_is_sent_once_nothing_is_more_urgent(tmp_path: Path) -
     bench = Bench(tmp_path)
     uploader, queue, _publisher = idle(bench)
     exported(tmp_path / "w", "phase1_end")
+    (tmp_path / "w" / "exports" / "phase1_end" / ".model.safetensors.part").write_bytes(b"half")
     (tmp_path / "w" / "exports" / "phase2_start").mkdir()
     (tmp_path / "w" / "exports" / "phase2_start" / "model.safetensors").write_bytes(b"half")
     commit(tmp_path / "w", 3, "c")
@@ -62,6 +63,7 @@ def test_a_complete_export_is_sent_once_nothing_is_more_urgent(tmp_path: Path) -
     uploader.poll()
     queue.run()
     assert bench.store.get_bytes("exports/phase1_end/model.safetensors") == b"weights"
+    assert bench.store.get_bytes("exports/phase1_end/.model.safetensors.part") is None
     assert bench.store.get_bytes("exports/phase2_start/model.safetensors") is None  # no meta.json yet
     uploader.poll()
     assert not queue.waiting

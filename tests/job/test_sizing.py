@@ -180,7 +180,7 @@ def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
     counted = sizing.with_facts(config, facts)
     assert sizing.phases(counted)[0].steps == -(-2 * 159 // 4)
     assert isinstance(counted, SftConfig)
-    assert counted.data.examples == 600
+    assert (counted.data.examples, counted.data.held_out) == (600, 0.05)
     train, merge = sizing.phases(counted)  # nothing is evaluated that is not there
     assert (train.evaluation_tokens, merge.forward_tokens) == (9 * 128, (3 + 2 * 15) * 9 * 128)
     assert merge.decode_steps == 2 * 128
