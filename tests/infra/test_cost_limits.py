@@ -213,6 +213,12 @@ def test_half_the_speed_is_followed_through_as_many_nodes_as_the_run_itself(monk
     assert side.half_speed(found.chosen, definition().variant) == found.half_speed
 
 
+def test_dollars_at_a_hazard_are_those_of_a_bill_that_is_told_it() -> None:
+    for _, hazard, usd in bill().usd_at_hazard:
+        told = bill(hazard_per_hour=str(hazard)).chosen.needed_usd.mean
+        assert float(usd) == pytest.approx(float(told), rel=0.005)
+
+
 def test_no_type_is_recommended_that_has_no_bill() -> None:
     """Of those that hold kernel-sft the cheapest is a g7e.24xlarge, whose peak is not in the catalog."""
     config = load(SHIPPED / "kernel-sft.yaml", now=NOW).job.parameters
