@@ -100,6 +100,14 @@ class NodeRunner:
                 os.kill(pid, signal.SIGKILL)
         node.process.wait()
 
+    def hold(self, instance: Instance) -> None:
+        """Stops the trainer's processes, and its alone, until `go`. Linux only: elsewhere it trains on."""
+        self._signal_trainer(instance, signal.SIGSTOP)
+
+    def go(self, instance: Instance) -> None:
+        """Lets the trainer go on."""
+        self._signal_trainer(instance, signal.SIGCONT)
+
     def close(self) -> None:
         """Ends every node."""
         self._closed.set()
@@ -107,6 +115,12 @@ class NodeRunner:
             self.end(node.instance)
         for watcher in self._watchers:
             watcher.join()
+
+    def _signal_trainer(self, instance: Instance, number: signal.Signals) -> None:
+        for pid in _marked(instance.id):
+            with contextlib.suppress(OSError):
+                if b"\0job.train\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, number)
 
     def _watch(self, node: Node) -> None:
         """Passes on to the cloud that the node's operating system shut down."""
@@ -150,7 +164,7 @@ def _disks(root: Path, instance: Instance) -> None:
 
 
 def _marked(instance_id: str) -> list[int]:
-    """Processes that left the node's process group; their environment names the node. Linux only: elsewhere none do."""
+    """Processes whose environment names the node; some have left its process group. Linux only: elsewhere none do."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

@@ -25,6 +25,7 @@ from rehearsal.timeline import Timeline
 POLL_S = 0.05
 TAIL = 15  # lines of a failed container's log that are shown
 BUCKET_S = 0.5
+HELD_S = 6.0  # longer than a notice may take to be seen
 STALLED_S = 150.0  # nothing new for so long: something hangs
 WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # infra/boot/node.sh, local_nvme
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* at 0|fleet .* deleted|starting the container|timer:")
@@ -52,6 +53,7 @@ class NodeView:
     seen: bool = False  # its supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
+    held_until: float | None = None  # time.monotonic() at which its trainer goes on at the latest
 
     @property
     def name(self) -> str:
@@ -129,6 +131,9 @@ class Watch:
         self._container_log(view)
         self._metrics(view)
         self._notice_seen(view)
+        if view.held_until is not None and (view.seen or over or time.monotonic() > view.held_until):
+            view.held_until = None
+            self.runner.go(instance)
         self._written(view)
         if over:
             self._ended(view)
@@ -173,6 +178,9 @@ class Watch:
             "stage": f"after training, with {self._written(view)} results of a stage",
         }[planned.place]
         if planned.kind == "notice":
+            if planned.place != "stage":  # steps of a tiny model on a fast machine: the run would end before it is seen
+                self.runner.hold(instance)
+                view.held_until = time.monotonic() + HELD_S
             self.cloud.interrupt(instance.id)
             seconds = self.cloud.fleets.notice_s
             self._tell(

@@ -249,6 +249,53 @@ def test_a_loss_waits_for_the_first_checkpoint_in_the_bucket(cloud: Cloud, tmp_p
     assert watching.planned == []
 
 
+# Half a second of steps, and a supervisor that looks for a notice once a second.
+FAST = """#!/bin/bash
+work=$GPUFLEET_ROOT/opt/gpufleet/run
+mkdir -p "$work"
+cat >"$work/train.py" <<'END'
+import json, pathlib, sys, time
+work = pathlib.Path(sys.argv[2])
+with (work / "metrics.jsonl").open("a") as file:
+    for step in range(1, 51):
+        print(json.dumps({"ts": time.time(), "step": step}), file=file, flush=True)
+        time.sleep(0.01)
+        if (work / "stop").exists():
+            break
+END
+"$GPUFLEET_PYTHON" "$work/train.py" job.train "$work" &
+for i in 1 2 3 4; do
+  sleep 1
+  imds=$AWS_EC2_METADATA_SERVICE_ENDPOINT/latest
+  token=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 300' "$imds/api/token")
+  curl -sf -H "X-aws-ec2-metadata-token: $token" "$imds/meta-data/spot/instance-action" && touch "$work/stop" && break
+done
+wait
+shutdown -h now
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a trainer is held on Linux alone")
+def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(cloud: Cloud, tmp_path: Path) -> None:
+    cloud.fleets.notice_s = 8
+    runner = NodeRunner(cloud, tmp_path / "nodes")
+    planned = (Planned(step=2, kind="notice"),)
+    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), planned, "bucket", "r1")
+    fleet_id = fleet(cloud, template(cloud, user_data=FAST))
+
+    def one_node_is_enough() -> None:
+        if watching.views and cloud.calls("ModifyFleet") == 0:
+            cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+
+    try:
+        watching.run(check=one_node_is_enough)
+    finally:
+        runner.close()
+    node = next(iter(watching.views.values()))
+    assert node.seen
+    assert 2 <= node.last_step < 50
+
+
 def test_a_failed_attempt_is_shown_with_the_containers_last_words(cloud: Cloud, tmp_path: Path) -> None:
     runner = NodeRunner(cloud, tmp_path / "nodes")
     watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), (), "bucket", "r1")
