@@ -4,7 +4,7 @@ Unusual here:
 - the head is the embedding table (tied): `embed.weight` is stored once; no buffers, so a state dict is weights only;
 - master weights may be wider than the compute dtype: each product casts its own weight to the activations' dtype,
   there is no autocast; router, softmax and loss are at least fp32;
-- on GPUs before sm_90 training may drop (token, expert) pairs beyond a static capacity; evaluation never does.
+- on GPUs other than sm_90 training may drop (token, expert) pairs beyond a static capacity; evaluation never does.
 
 Knows nothing of training: no optimizer, no schedule, no accumulation. Legend: B batch, T sequence, V vocabulary,
 L layers, E experts, d width. The layers are in blocks.py, the experts' products in routing.py.
@@ -189,6 +189,8 @@ def initial_std(name: str, layers: int, router_std: float) -> float | None:
 
 
 def _choose_dispatch(module: Growth, device: torch.device) -> None:
-    """grouped_mm is fast on CPU and from sm_90; before, it loops and waits for the host (torch 2.11 to 2.15)."""
-    slow = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
-    module.set_dispatch("padded" if slow else "grouped")
+    """grouped_mm is fast on CPU, sm_90 and sm_100; elsewhere it loops and waits for the host (torch 2.11 to 2.15). On
+    sm_100 an expert without tokens gets a gradient that is not 0 (pytorch issues 172439, 193633, open in 2026-11).
+    """
+    grouped = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    module.set_dispatch("grouped" if grouped else "padded")

@@ -60,8 +60,9 @@ def padded_experts(
     slot_S = expert_S * rows + offset_S.clamp_max(rows - 1)
 
     rows_ECd = rearrange(_repeat(x_Nd, chosen_NK), pair_M, filled_M, slot_S, kept_S).view(load_E.numel(), rows, -1)
-    hidden_ECh = F.gelu(torch.baddbmm(w[1][:, None], rows_ECd, w[0].transpose(-2, -1)))
-    result_ECd = torch.baddbmm(w[3][:, None], hidden_ECh, w[2].transpose(-2, -1))
+    # Not baddbmm: on CUDA it first writes the bias to every row, for the product to read again. What follows adds it.
+    hidden_ECh = F.gelu(torch.bmm(rows_ECd, w[0].transpose(-2, -1)) + w[1][:, None])
+    result_ECd = torch.bmm(hidden_ECh, w[2].transpose(-2, -1)) + w[3][:, None]
     return _combine(rearrange(result_ECd.flatten(0, 1), slot_S, kept_S, pair_M, filled_M), weights_NK)
 
 

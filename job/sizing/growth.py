@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from job.config.growth import GrowthConfig, GrowthModel
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
-CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs before sm_90)
+CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
 BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
 _PHASES = ("dense", "moe", "grown")

@@ -15,7 +15,7 @@ from job import sizing
 from job.config import GrowthConfig, GrowthModel, Precision
 from job.models.blocks import Experts, rotate, rotations
 from job.models.growing import grow
-from job.models.growth import Growth, Output, build, load, parameter_groups
+from job.models.growth import Growth, Output, _choose_dispatch, build, load, parameter_groups
 from job.models.routing import rows_per_expert
 
 TOKENS, TARGETS = PROBE[:, :-1], PROBE[:, 1:]
@@ -117,6 +117,18 @@ def test_expert_products_equal_a_loop_over_tokens(dispatch: str, dtype: torch.dt
         y.square().sum().backward()
         seen.append({n: p.grad.clone() for n, p in ffn.named_parameters()} | {"x": leaf.grad, "y": y.detach()})
     assert_same(*seen, atol=2e-4 if dtype == torch.float32 else 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dispatch"), [((8, 6), "padded"), ((9, 0), "grouped"), ((10, 0), "padded"), ((12, 0), "padded")]
+)
+def test_grouped_products_are_hoppers_alone(
+    capability: tuple[int, int], dispatch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    module = build(CONFIG, 1)
+    _choose_dispatch(module, torch.device("cuda", 0))
+    assert {block.ffn.dispatch for block in module.blocks} == {dispatch}
 
 
 def test_widths_that_grouped_products_do_not_take_have_the_same_experts() -> None:
