@@ -38,20 +38,19 @@ class _LinearLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=x_Nd.device)
         for start in range(0, x_Nd.shape[0], CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
-            logits_CV = F.linear(x_Nd[part], weight_Vd).to(wide)
             counted_C1 = (targets_N[part] != IGNORED)[:, None]
             places_C1 = targets_N[part].clamp(min=0)[:, None]
-            log_sum_C1 = logits_CV.logsumexp(-1, keepdim=True)
-            loss += ((log_sum_C1 - logits_CV.gather(1, places_C1)) * counted_C1).sum()
+            logs_CV = F.linear(x_Nd[part], weight_Vd).to(wide).log_softmax(-1)
+            loss -= (logs_CV.gather(1, places_C1) * counted_C1).sum()
             if grad_x_Nd is None and grad_weight_Vd is None:
                 continue
-            slope_CV = logits_CV.sub_(log_sum_C1).exp_()
-            slope_CV.scatter_add_(1, places_C1, torch.full_like(log_sum_C1, -1.0))
-            slope_CV = (slope_CV * counted_C1).to(x_Nd.dtype)
+            slope_CV = logs_CV.exp_().scatter_add_(1, places_C1, torch.full_like(places_C1, -1.0, dtype=wide))
+            slope_CV = slope_CV.to(x_Nd.dtype)
+            # Tokens that do not count are left out where a row is the model's width, not the vocabulary's.
             if grad_x_Nd is not None:
-                grad_x_Nd[part] = slope_CV @ weight_Vd
+                grad_x_Nd[part] = (slope_CV @ weight_Vd) * counted_C1
             if grad_weight_Vd is not None:
-                grad_weight_Vd += slope_CV.T @ x_Nd[part]
+                grad_weight_Vd += slope_CV.T @ (x_Nd[part] * counted_C1)
         ctx.save_for_backward(grad_x_Nd, None if grad_weight_Vd is None else grad_weight_Vd.to(weight_Vd.dtype))
         return loss
 

@@ -50,7 +50,8 @@ class LoraLinear(nn.Module):
         if self.mode == "base":
             return y
         narrow = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a.to(x.dtype))
-        return y + self.scale * F.linear(narrow, self.lora_b.to(x.dtype))
+        # The scale goes on the small matrix: on the result it would be one more pass over it, and over its gradient.
+        return y + F.linear(narrow, (self.scale * self.lora_b).to(x.dtype))
 
     def merged(self) -> Tensor:
         """W + scale B A, in fp32."""

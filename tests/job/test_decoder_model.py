@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from decoder_models import FAMILIES, as_arguments, examples, generator, model, packed, slow_varlen
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from job import sizing
 from job.config.common import QWEN3_8B
@@ -187,6 +188,42 @@ def test_the_chunked_loss_and_its_gradients_equal_torchs(dtype: torch.dtype) -> 
     torch.testing.assert_close(loss, wanted, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
     torch.testing.assert_close(ours, x.grad, **tight)
     torch.testing.assert_close(our_weight, weight.grad, **tight)
+
+
+class Passes(TorchDispatchMode):
+    """Operators that give a tensor of `numbers` numbers, views and products left out: each is a pass over memory."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.names = numbers, list[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() == self.numbers and not func.is_view and "mm" not in func.__name__:
+            self.names.append(func.__name__)
+        return out
+
+
+def test_the_chunked_loss_passes_over_its_logits_no_more_often_than_it_must() -> None:
+    x = torch.randn(50, 8, generator=generator()).bfloat16().requires_grad_()
+    weight = torch.randn(70, 8, generator=generator()).bfloat16().requires_grad_()
+    with Passes(50 * 70) as passes:
+        linear_loss(x, weight, torch.arange(50)).backward()
+    assert passes.names == [
+        "_to_copy.default", "_log_softmax.default", "exp_.default", "scatter_add_.default", "_to_copy.default",
+    ]  # fmt: skip
+
+
+def test_the_scale_of_an_adapter_is_no_pass_over_what_it_gives_or_its_gradient() -> None:
+    layer = lora.LoraLinear(nn.Linear(8, 70, bias=False).bfloat16(), Lora(rank=2, dropout=0.0))
+    nn.init.normal_(layer.lora_a)
+    nn.init.normal_(layer.lora_b)
+    x = torch.randn(50, 8, generator=generator()).requires_grad_()
+    with Passes(50 * 70) as passes:
+        y = layer(x)
+        torch.autograd.backward(y, torch.ones_like(y))
+    assert passes.names == ["add.Tensor", "ones_like.default"]
+    torch.testing.assert_close(y, F.linear(x, layer.merged()))
 
 
 def test_the_size_of_a_batch_scales_the_gradient_without_being_rounded() -> None:
