@@ -24,6 +24,9 @@ from job.config.common import CosineAdamW
 from job.train import parallel
 
 
+KEYS = (1 << 62) - 1
+
+
 def make(groups: Iterable[dict[str, Any]], config: AdamW | CosineAdamW, *, seed: int) -> Optimizer:
     """The optimizer for these parameters, chosen by their dtype. Its moments exist from the start, as zeros."""
     groups = [group for group in groups if group["params"]]
@@ -79,49 +82,42 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
 
 
 class NarrowAdamW(Optimizer):
-    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA one compiled kernel per parameter."""
+    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA one compiled kernel per parameter; all
+    that the host sends there for a step goes before the first of them.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, seed: int) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.seed = seed
-        for parameter in _parameters(self):
-            self.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.int64),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        self._step = torch.zeros((), dtype=torch.int64)  # every parameter's
+        # Of each: where its counters begin, on its device; and the same memory as its weight and moments, flat.
+        self._own: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        for index, parameter in enumerate(_parameters(self)):
+            moments = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            self.state[parameter] = {"step": self._step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+            place = torch.tensor(_key(0, 0, index), device=parameter.device)
+            self._own[parameter] = place, _flat(parameter), _flat(moments[0]), _flat(moments[1])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update. Gradients are bf16, clipped already."""
-        index = 0
+        self._step += 1
+        step = int(self._step)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
+            device = group["params"][0].device
+            # Tensors, not numbers: a changing number would be compiled anew at every step.
+            lr, decay = group["lr"], group["weight_decay"]
+            found = [1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** -0.5]
+            scalars = torch.tensor(found, dtype=torch.float32).to(device, non_blocking=True)
+            key = torch.tensor(_key(self.seed, step, 0)).to(device, non_blocking=True)
+            update = _compiled() if device.type == "cuda" else _update
             for parameter in group["params"]:
-                state = self.state[parameter]
-                state["step"] += 1
-                step = int(state["step"])
-                update = _compiled() if parameter.is_cuda else _update
-                # Tensors, not numbers: a changing number would be compiled anew at every step.
-                scalars = [
-                    1 - group["lr"] * group["weight_decay"],
-                    group["lr"] / (1 - beta1**step),
-                    (1 - beta2**step) ** -0.5,
-                ]
-                update(
-                    _flat(parameter),
-                    _flat(parameter.grad),
-                    _flat(state["exp_avg"]),
-                    _flat(state["exp_avg_sq"]),
-                    torch.tensor(scalars, dtype=torch.float32).to(parameter.device, non_blocking=True),
-                    torch.tensor(_key(self.seed, step, index)).to(parameter.device, non_blocking=True),
-                    beta1,
-                    beta2,
-                    group["eps"],
-                )
-                index += 1
+                place, weight, average, square = self._own[parameter]
+                update(weight, _flat(parameter.grad), average, square, scalars, key, place, beta1, beta2, group["eps"])
 
 
+@torch.no_grad()
 def _flat(tensor: Tensor) -> Tensor:
     """The same numbers in one dimension, yet no view: the compiler looks at what a view is of, and would compile anew
     for matrices, squares, stacks and vectors.
@@ -138,6 +134,7 @@ def _update(
     square: Tensor,
     scalars: Tensor,  # decay factor, lr / bias correction 1, 1 / sqrt(bias correction 2)
     key: Tensor,
+    place: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -146,7 +143,7 @@ def _update(
     m = torch.lerp(average.float(), g, 1 - beta1)
     v = torch.lerp(square.float(), g * g, 1 - beta2)
     w = weight.float() * scalars[0] - scalars[1] * m / (v.sqrt() * scalars[2] + eps)
-    bits = _hash(torch.arange(weight.numel(), device=weight.device) + key)
+    bits = _hash(torch.arange(weight.numel(), device=weight.device) + ((key + place) & KEYS))
     weight.copy_(stochastic_bf16(w, bits))
     average.copy_(stochastic_bf16(m, bits >> 16))
     square.copy_(stochastic_bf16(v, bits >> 32))
@@ -174,8 +171,10 @@ def _shift(x: Tensor, by: int) -> Tensor:
 
 
 def _key(seed: int, step: int, index: int) -> int:
-    """Where this parameter's counters begin at this step: far apart, positive, within int64."""
-    return (((seed * 1_000_003 + step) * 1_000_003 + index) * 0x9E3779B97F4A7C15) & ((1 << 62) - 1)
+    """Where this parameter's counters begin at this step: far apart, positive, within int64. The key of (seed, step, 0)
+    and that of (0, 0, index) add up to it, modulo 2 ** 62.
+    """
+    return (((seed * 1_000_003 + step) * 1_000_003 + index) * 0x9E3779B97F4A7C15) & KEYS
 
 
 @functools.cache

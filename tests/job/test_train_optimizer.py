@@ -103,6 +103,17 @@ def test_the_bf16_optimizer_draws_the_same_bits_at_the_same_step_and_others_at_t
     assert not torch.equal(stepped(5), stepped(6))
 
 
+def test_the_bf16_optimizer_sends_a_step_to_the_device_and_not_each_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(9)]
+    opt = optimizer.make(groups(*parameters), CONFIG, seed=1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    made, sent = torch.tensor, []
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: sent.append(args) or made(*args, **kwargs))
+    opt.step()
+    assert len(sent) == 2  # the group's rates, and the step's key
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
 @pytest.mark.filterwarnings("default")
@@ -110,7 +121,7 @@ def test_the_compiled_update_gives_the_same_bits_as_the_plain_one() -> None:
     def updated(update: Callable[..., None]) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         tensors = [torch.rand(5000, generator=generator).bfloat16() for _ in range(4)]
-        update(*tensors, torch.tensor([0.999, 1e-3, 1.2]), torch.tensor(12345), 0.9, 0.95, 1e-8)
+        update(*tensors, torch.tensor([0.999, 1e-3, 1.2]), torch.tensor(12345), torch.tensor(7), 0.9, 0.95, 1e-8)
         return tensors
 
     plain, compiled = updated(optimizer._update), updated(optimizer._compiled())
