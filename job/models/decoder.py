@@ -21,6 +21,7 @@ S tokens attended to, H heads, D head_dim, d width, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -257,9 +258,7 @@ class Attention(nn.Module):
         if layout.starts is not None:
             q, k, v = (x.flatten(0, 1) for x in (q_RTHD, k_RSHD, v_RSHD))
             starts, longest = layout.starts, layout.longest
-            packed = varlen.varlen_attn(
-                q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=self.group > 1
-            )
+            packed = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **GROUPS)
             assert isinstance(packed, Tensor)
             return packed.view_as(q_RTHD)
         q, k, v = (x.transpose(1, 2) for x in (q_RTHD, k_RSHD, v_RSHD))
@@ -299,6 +298,14 @@ class Norm(nn.RMSNorm):
 def varlen_runs(device: torch.device, compute: torch.dtype) -> bool:
     """Whether torch has a varlen attention kernel there: CUDA from sm_80, in 16 bits (torch 2.13)."""
     return device.type == "cuda" and compute == torch.bfloat16
+
+
+def groups(kernel: Callable[..., Any]) -> dict[str, Any]:
+    """How this torch's varlen attention is told that queries share heads; 2.11's knows no word for it and asks none."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
+GROUPS = groups(varlen.varlen_attn)
 
 
 def positions(documents_RT: Tensor) -> Tensor:

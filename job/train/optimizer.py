@@ -23,7 +23,6 @@ from job.config import AdamW
 from job.config.common import CosineAdamW
 from job.train import parallel
 
-
 KEYS = (1 << 62) - 1
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from job.config.common import Decoder as Shape
-from job.models.decoder import Decoder, build
+from job.models.decoder import GROUPS, Decoder, build
 from job.models.linear_loss import IGNORED
 
 FAMILIES: dict[str, Shape] = {
@@ -96,7 +96,7 @@ def as_arguments(rows: dict[str, Tensor]) -> tuple[Any, ...]:
 
 def slow_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *longest: int, **options: Any) -> Tensor:
     """What the varlen kernel computes, example by example: [N, H, D]."""
-    assert options == {"window_size": (-1, 0), "enable_gqa": True}
+    assert options == {"window_size": (-1, 0), **GROUPS}
     assert torch.equal(cu_q, cu_k)
     assert cu_q.dtype == torch.int32
     out = torch.empty_like(q)

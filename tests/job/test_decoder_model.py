@@ -137,6 +137,14 @@ def test_the_varlen_kernel_is_given_the_examples_that_the_mask_tells_apart(
     torch.testing.assert_close(module(*as_arguments(rows), starts).loss_sum, masked, rtol=1e-12, atol=0)
 
 
+def test_the_varlen_kernel_of_a_torch_without_a_word_for_shared_heads_is_not_told_of_them() -> None:
+    def of_2_11(q: Tensor, k: Tensor, v: Tensor, *, window_size: tuple[int, int]) -> None: ...
+    def of_2_13(q: Tensor, k: Tensor, v: Tensor, *, window_size: tuple[int, int], enable_gqa: bool) -> None: ...
+
+    assert decoder.groups(of_2_11) == {}
+    assert decoder.groups(of_2_13) == {"enable_gqa": True}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the varlen kernel runs on CUDA alone")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_varlen_kernel_agrees_with_the_mask(family: str) -> None:
