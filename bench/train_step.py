@@ -1,8 +1,9 @@
 """Speed of the trainer: `python bench/train_step.py > bench/results/train.md`, on an otherwise idle machine.
 
 On a CPU: the whole rehearsal-sized run, its step per phase, and what a 1.2 GB checkpoint costs the work beside it. On
-a GPU: tokens/s and MFU of each full-size phase at 8 x 256 tokens, beside the limits computed for an A10G, and what the
-first step spends compiling on a node without a cache and on its replacement.
+a GPU: tokens/s and MFU of each full-size phase at 8 x 256 tokens, beside the least that this GPU's data sheet allows
+(FLOPs over its peak, and the optimizer's traffic over its bandwidth), and what the first step spends compiling on a
+node without a cache and on its replacement.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ from job.train.requests import Requests
 from job.train.step import compiled, update
 
 ROOT = Path(__file__).parents[1]
-# 8 x 256 tokens on an A10G (70 TFLOP/s, 600 GB/s): compute plus optimizer traffic, computed 2026-11-21.
-LIMIT_MS = {"dense": 22.5, "moe": 42.0, "grown": 173.0}
 STEPS = 20
+BAR = 2  # times the least that the data sheet allows
 
 
 def main() -> None:
@@ -136,8 +136,8 @@ def full_size(scratch: Path, found: device.Device) -> None:
     (scratch / "run.json").write_text(json.dumps(tree))
     experiment, _ = trainer.start(trainer.Run.read(scratch), scratch, 0, Requests(scratch), World())
     whole = sizing.Rung(micro=config.batch.sequences)
-    say("| phase | ms/step | tok/s | MFU | peak GB | predicted GB | A10G limit ms | no cache | an earlier node's |")
-    say("|---|---|---|---|---|---|---|---|---|")
+    say("| phase | ms/step | least ms | of it | tok/s | MFU | peak GB | predicted GB | no cache | an earlier node's |")
+    say("|---|---|---|---|---|---|---|---|---|---|")
     for index, size in enumerate(sizing.phases(config)):
         phase = experiment.phases[index]
         module = build(config, index, device=found.torch)
@@ -160,11 +160,23 @@ def full_size(scratch: Path, found: device.Device) -> None:
         tok_s = size.tokens_per_step / seconds
         mfu = "-" if not found.peak_tflops else f"{tok_s * size.flops_per_token / found.peak_tflops / 1e12:.1%}"
         predicted = sizing.memory(config, index, config.batch.sequences).total_gb
+        least = least_s(found, size)
+        limits = f"{least * 1000:.1f} | {seconds / least:.2f} x" if least else "- | -"
         say(
-            f"| {size.name} | {seconds * 1000:.1f} | {tok_s:,.0f} | {mfu} | {found.used_gb():.1f} | {predicted:.1f} "
-            f"| {LIMIT_MS[size.name]} | {' | '.join(compiling)} |",
+            f"| {size.name} | {seconds * 1000:.1f} | {limits} | {tok_s:,.0f} | {mfu} | {found.used_gb():.1f} | "
+            f"{predicted:.1f} | {' | '.join(compiling)} |",
         )
         del module, opt
+    say(f"\nThe bar: at most {BAR} x the least.")
+
+
+def least_s(found: device.Device, size: sizing.PhaseSize) -> float | None:
+    """Of a step, by the GPU's data sheet; None where it is not known."""
+    bandwidth = device.bandwidth_gb_s(found.name)
+    if not found.peak_tflops or not bandwidth:
+        return None
+    compute = size.flops_per_token * size.tokens_per_step / (found.peak_tflops * 1e12)
+    return compute + size.optimizer_traffic_bytes_per_param * size.params_trained / (bandwidth * 1e9)
 
 
 def say(text: str) -> None:
