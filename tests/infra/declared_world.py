@@ -69,7 +69,7 @@ def declare(folder: Path, name: str, text: str) -> Declared:
         server.stdin.flush()
         return int(server.stdout.readline()), printed.read_text()
 
-    with mock.patch.object(engine, "_streamed", forked):
+    with mock.patch.object(engine, "streamed", forked):
         runner = InProcess(folder, {}, name, lambda line: None)
         result = runner.preview()
     return Declared(result=result, resources=runner.declared())
