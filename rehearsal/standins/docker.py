@@ -51,6 +51,7 @@ def run(words: list[str]) -> int:
         "PATH": os.environ["PATH"],
         "HOME": str(ROOT / "root"),
         "LANG": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",  # the code is mounted read-only
         # One thread: the model is tiny, and two that wait for each other on a busy laptop are 100 times slower.
         "OMP_NUM_THREADS": "1",
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
