@@ -1,0 +1,173 @@
+"""Dense pretraining beside nanochat, tokens/s on one card in one run: our 124M-class model against nanochat's d12.
+
+    PYTHONPATH=. python bench/nanochat_step.py PATH_OF_A_NANOCHAT_CHECKOUT [--depth 12] [--rows 32] [--sequence 2048]
+                                               [--micros 8] [--steps 8] [--window L] [--device cuda]
+
+Depth, width (64 x depth), heads of 128, feed-forward of 4 x width, vocabulary 32,768, rows and micro-batches are the
+same; every attention layer sees the whole row unless `--window SSSL`, nanochat's own pattern, is asked for. Each model
+is compiled and optimised as its own trainer does it: blocks and loss with fused AdamW here, the whole model with
+Muon and AdamW there. nanochat also has value embeddings and a head of its own, so FLOPs per token are printed of both.
+Steps are timed in turn. The attention kernels are those that a profile of one forward and backward pass names.
+On a CPU only to see that it runs: `--device cpu --depth 2 --rows 1 --sequence 256 --micros 1 --steps 2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from job import sizing
+from job.config import GrowthConfig, GrowthModel
+from job.config.growth import Precision, TextData
+from job.models.growth import build, parameter_groups
+from job.train import device, optimizer
+from job.train.step import compiled
+
+VOCAB, HEAD = 32_768, 128
+KERNELS = ("flash", "fmha", "sdpa", "_attention")  # parts of attention kernels' names, cuDNN's too
+WARM = 3  # steps before the clock counts: compilation
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("nanochat", type=Path)
+    for name, default in (("depth", 12), ("rows", 32), ("sequence", 2048), ("micros", 8), ("steps", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--window", default="L", help="nanochat's pattern of long and short windows, e.g. SSSL")
+    parser.add_argument("--device", default="cuda")
+    a = parser.parse_args()
+    if not (a.nanochat / "nanochat" / "gpt.py").is_file():
+        parser.error(f"{a.nanochat} holds no nanochat/gpt.py: name the folder of a checkout")
+    sys.path.insert(0, str(a.nanochat))
+    found = device.choose(a.device, bf16=True)
+    tokens = torch.randint(VOCAB, (a.rows, a.sequence + 1), device=found.torch)
+    per_step = a.micros * a.rows * a.sequence
+    with ExitStack() as stack:
+        models = {"gpufleet": ours(a, tokens, stack), "nanochat": theirs(a, tokens)}
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for number in range(WARM + a.steps):
+            for name, model in models.items():
+                began = time.perf_counter()
+                for _ in range(a.micros):
+                    model.passes()
+                model.update()
+                synchronize(found.torch)
+                if number >= WARM:
+                    seconds[name].append(time.perf_counter() - began)
+        kernels = {name: attention(model.passes, found.torch) for name, model in models.items()}
+    say(f"{found.name}, torch {torch.__version__}, depth {a.depth}, {per_step:,} tokens a step, window {a.window}")
+    for name, model in models.items():
+        speed = [per_step / s for s in seconds[name]]
+        median = statistics.median(speed)
+        mfu = f"{median * model.flops / (found.peak_tflops * 1e12):.1%}" if found.peak_tflops else "unknown, no peak"
+        say(
+            f"{name}: {median:,.0f} tok/s (from {min(speed):,.0f} to {max(speed):,.0f}), MFU {mfu} at {model.flops:,} "
+            f"FLOP per token, {model.parameters:,} parameters, attention: {kernels[name]}"
+        )
+    ratios = [b / o for o, b in zip(seconds["gpufleet"], seconds["nanochat"], strict=True)]
+    say(f"gpufleet / nanochat, tokens/s: {statistics.median(ratios):.2f} (from {min(ratios):.2f} to {max(ratios):.2f})")
+    return 0
+
+
+class Model:
+    """One of the two: forward and backward of a micro-batch, and the update of a step."""
+
+    def __init__(self, parameters: int, flops: int, passes: Callable[[], None], update: Callable[[], None]) -> None:
+        self.parameters, self.flops, self.passes, self.update = parameters, flops, passes, update
+
+
+def ours(a: argparse.Namespace, tokens: Tensor, stack: ExitStack) -> Model:
+    """The dense model of tinystories-growth at this shape, as its trainer compiles and updates it."""
+    width = 64 * a.depth
+    config = replace(
+        GrowthConfig(),
+        model=GrowthModel(vocab=VOCAB, layers=a.depth, width=width, heads=max(1, width // HEAD), ffn=4 * width),
+        data=TextData(sequence=a.sequence),
+        precision=Precision(compute="bf16" if tokens.is_cuda else "fp32"),
+    )
+    module = build(config, 0, device=tokens.device)
+    opt = optimizer.make(parameter_groups(module, config), config.optim, seed=1)
+    optimizer.set_lr(opt, 3e-4)
+    stack.enter_context(compiled(module, tokens.device))
+    size = sizing.phases(config)[0]
+    total = a.micros * tokens[:, 1:].numel()
+
+    def passes() -> None:
+        (module(tokens[:, :-1], tokens[:, 1:]).loss_sum / total).backward()
+
+    def update() -> None:
+        optimizer.clip(list(module.parameters()), 1.0)
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+
+    return Model(size.params_total, size.flops_per_token, passes, update)
+
+
+def theirs(a: argparse.Namespace, tokens: Tensor) -> Model:
+    """nanochat's model, compiled whole, with its own optimizer (scripts/base_train.py, read 2026-11-22)."""
+    from nanochat import gpt  # type: ignore[import-not-found]
+
+    width = 64 * a.depth
+    heads = max(1, width // HEAD)
+    shape = gpt.GPTConfig(
+        sequence_len=a.sequence,
+        vocab_size=VOCAB,
+        n_layer=a.depth,
+        n_head=heads,
+        n_kv_head=heads,
+        n_embd=width,
+        window_pattern=a.window,
+    )
+    with torch.device("meta"):
+        module = gpt.GPT(shape)
+    module.to_empty(device=tokens.device)
+    module.init_weights()
+    opt: Any = module.setup_optimizer()
+    run = torch.compile(module, dynamic=False)
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def passes() -> None:
+        (run(x, y) / a.micros).backward()
+
+    def update() -> None:
+        opt.step()
+        module.zero_grad(set_to_none=True)
+
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return Model(count, int(module.estimate_flops()), passes, update)
+
+
+def attention(passes: Callable[[], None], where: torch.device) -> str:
+    """Names of the attention kernels, or on a CPU operators, of one pass."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (where.type == "cuda")
+    with profile(activities=activities) as seen:
+        passes()
+        synchronize(where)
+    names = {event.key for event in seen.key_averages() if event.device_type.name.lower() == where.type}
+    kernels = [name[:60] for name in names if any(part in name.lower() for part in KERNELS)]
+    return ", ".join(sorted(kernels)) or "none named"
+
+
+def synchronize(where: torch.device) -> None:
+    """Waits for the GPU, if there is one."""
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def say(text: str) -> None:
+    print(text)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())
