@@ -23,7 +23,7 @@ from job.config import AdamW
 from job.config.common import CosineAdamW
 from job.train import parallel
 
-KEYS = (1 << 62) - 1
+KEYS = (1 << 62) - 1  # a sum of two of them still fits int64
 
 
 def make(groups: Iterable[dict[str, Any]], config: AdamW | CosineAdamW, *, seed: int) -> Optimizer:
@@ -82,7 +82,8 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
 
 class NarrowAdamW(Optimizer):
     """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA one compiled kernel per parameter; all
-    that the host sends there for a step goes before the first of them.
+    that the host sends there for a step goes before the first of them. A checkpoint is read into these very tensors:
+    others put in their place would not be seen.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, seed: int) -> None:
