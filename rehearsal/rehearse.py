@@ -252,7 +252,8 @@ def _follow(rehearsal: Rehearsal) -> None:
         missed = ", ".join(f"{p.kind} at step {p.step}" for p in watch.planned)
         raise GpufleetError(
             f"the run ended before it could be interrupted as planned ({missed}). Where nothing else went wrong, it is "
-            "too short for so fast a machine: give it more steps in the file's `rehearsal` section"
+            "too short for so fast a machine: give it more steps in the file's `rehearsal` section. A loss also waits "
+            "for the first checkpoint in the bucket: a shorter checkpoint.interval_s brings that earlier"
         )
 
 

@@ -18,10 +18,11 @@ from botocore.parsers import ResponseParserError
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.resources.tags import OWNER_TAG, RUN_TAG, STACK_TAG
+from infra.run_guard import INPUTS_PREFIX
 from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
-NO_RUN = ("inputs", COMPILE_CACHE)  # folders of a stack's bucket that are no run's
+NO_RUN = (INPUTS_PREFIX, COMPILE_CACHE)  # folders of a stack's bucket that are no run's
 _CONFIG = Config(
     connect_timeout=5,
     read_timeout=60,

@@ -18,7 +18,7 @@ from infra.errors import DefinitionError, GpufleetError
 from infra.loader import argument_of, load, project_root
 from infra.pricing import bill_of
 from infra.readiness import command
-from job import atomic
+from job import atomic, sizing
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, rendering, sources, weights
 from job.models import hf_config
@@ -69,13 +69,12 @@ def run(args: argparse.Namespace) -> int:
 def repeated(config: JobConfig, made: prepare.DatasetManifest) -> str:
     """How often a run of so many steps, not epochs, reads this dataset; nothing where that is below twice."""
     if isinstance(config, GrowthConfig):
-        there, unit = made.tokens["train"], "token"
-        asked, key = 3 * config.steps_per_phase * config.batch.sequences * config.data.sequence, "steps_per_phase"
+        there, unit, key = made.tokens["train"], "token", "steps_per_phase"
     elif isinstance(config, PretrainConfig):
-        there, unit = made.facts["train_characters"], "character"
-        asked, key = config.steps * config.batch.rows * config.data.sequence, "steps"
+        there, unit, key = made.facts["train_characters"], "character", "steps"
     else:
         return ""
+    asked = sum(phase.steps * phase.tokens_per_step for phase in sizing.phases(config))
     if asked < 2 * there:
         return ""
     warning = "warning: " if asked > OFTEN * there else ""
