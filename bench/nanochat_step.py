@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,11 +80,13 @@ def main() -> int:
     return 0
 
 
-class Model:
+class Model(NamedTuple):
     """One of the two: forward and backward of a micro-batch, and the update of a step."""
 
-    def __init__(self, parameters: int, flops: int, passes: Callable[[], None], update: Callable[[], None]) -> None:
-        self.parameters, self.flops, self.passes, self.update = parameters, flops, passes, update
+    parameters: int
+    flops: int  # per token
+    passes: Callable[[], None]
+    update: Callable[[], None]
 
 
 def ours(a: argparse.Namespace, tokens: Tensor, stack: ExitStack) -> Model:

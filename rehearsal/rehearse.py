@@ -31,7 +31,6 @@ from rehearsal.timeline import Timeline, say
 from rehearsal.watch import Watch
 
 QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
-FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket lies among the temporary files
 RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
 
 
@@ -115,7 +114,7 @@ def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, 
                 raise
     except GpufleetError as error:
         out(f"\nFAILED after {timeline.seconds:.0f} s, at {error}\nEverything it left is in {_shown(project, root)}")
-        for line in _full_disks(project, Path(tempfile.gettempdir())):
+        for line in scratch.full_disks(project, Path(tempfile.gettempdir())):
             out(line)
         return 1
     except KeyboardInterrupt:
@@ -289,14 +288,6 @@ def _git_status(root: Path) -> str:
     except FileNotFoundError:
         return ""
     return done.stdout
-
-
-def _full_disks(*folders: Path) -> Iterator[str]:
-    """What a failure may come from without saying so: a node fetches a file, and it is short."""
-    for folder in folders:
-        free = shutil.disk_usage(folder).free
-        if free < FULL_BYTES:
-            yield f"The disk of {folder} has {free / 1e6:.0f} MB left, which may be why: free some space and try again."
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -17,6 +17,8 @@ from infra.catalog import files, project_prices
 from infra.errors import GpufleetError
 from rehearsal.engine import write_project
 
+FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket lies among the temporary files
+
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
@@ -59,3 +61,11 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of a command in the project: the user's, without a word about AWS or Pulumi, and these."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PULUMI_", "GPUFLEET_"))}
     return {**mine, **settings}
+
+
+def full_disks(*folders: Path) -> Iterator[str]:
+    """What a failure may come from without saying so: a node fetches a file, and it is short."""
+    for folder in folders:
+        free = shutil.disk_usage(folder).free
+        if free < FULL_BYTES:
+            yield f"The disk of {folder} has {free / 1e6:.0f} MB left, which may be why: free some space and try again."

@@ -19,7 +19,7 @@ from rehearsal import scratch
 from rehearsal.cloud import Cloud
 from rehearsal.interruptions import Planned
 from rehearsal.node import NodeRunner
-from rehearsal.rehearse import _full_disks, rehearse
+from rehearsal.rehearse import rehearse
 from rehearsal.timeline import Timeline
 from rehearsal.watch import RunFailedError, Watch
 
@@ -53,7 +53,7 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
 def test_a_failure_names_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=3_000_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    assert list(_full_disks(tmp_path)) == [
+    assert list(scratch.full_disks(tmp_path)) == [
         f"The disk of {tmp_path} has 3 MB left, which may be why: free some space and try again."
     ]
 
