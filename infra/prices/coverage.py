@@ -169,12 +169,10 @@ def _items(catalog: Catalog, regions: Sequence[str]) -> list[str]:
     rows = []
     for item in dict.fromkeys(item for item, _ in catalog.services):
         cells = [catalog.services.get((item, region)) for region in regions]
-        shown = [
-            f"{cell.amount:f}{'*' if cell.status == 'inferred' else ''} of {cell.as_of}" if cell else "-"
-            for cell in cells
-        ]
-        rows.append((item, next(cell.unit for cell in cells if cell), *shown) if any(cells) else (item, "-", *shown))
-    return table(("item", "USD per", *regions), rows)
+        found = [cell for cell in cells if cell]
+        shown = [f"{cell.amount:f}{'*' if cell.status == 'inferred' else ''}" if cell else "-" for cell in cells]
+        rows.append((item, found[0].unit if found else "-", *shown, _span(_dates(found))))
+    return table(("item", "USD per", *regions, "of"), rows)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
