@@ -1,5 +1,5 @@
 """The layers of the growth model. Legend: B batch, T sequence, N = B x T tokens, d width, H heads, D head_dim,
-E experts, K experts per token.
+P = D / 2 pairs that turn together, E experts, K experts per token.
 
 - rotary positions, computed in forward: no position parameters and no tables that a dtype change could blunt;
 - a Linear or norm casts its weights to its input's dtype;
@@ -38,16 +38,16 @@ class Block(nn.Module):
         self.norm2 = Norm(s.width)
         self.ffn: Experts | FeedForward = Experts(s) if s.experts else FeedForward(s)
 
-    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Routing | None]:
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> tuple[Tensor, Routing | None]:
         if self.checkpointing and self.training:
             result: tuple[Tensor, Routing | None] = checkpoint(
-                self._run, x_BTd, cos_TD, sin_TD, use_reentrant=False, context_fn=keep_products
+                self._run, x_BTd, cos_TP, sin_TP, use_reentrant=False, context_fn=keep_products
             )
             return result
-        return self._run(x_BTd, cos_TD, sin_TD)
+        return self._run(x_BTd, cos_TP, sin_TP)
 
-    def _run(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Routing | None]:
-        x_BTd = x_BTd + self.attention(self.norm1(x_BTd), cos_TD, sin_TD)
+    def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> tuple[Tensor, Routing | None]:
+        x_BTd = x_BTd + self.attention(self.norm1(x_BTd), cos_TP, sin_TP)
         y_BTd, routing = self.ffn(self.norm2(x_BTd))
         return x_BTd + y_BTd, routing
 
@@ -60,9 +60,12 @@ class Attention(nn.Module):
         self.heads = s.heads
         self.q, self.k, self.v, self.o = (Linear(s.width, s.width) for _ in range(4))
 
-    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        q, k, v = (p(x_BTd).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        q, k = rotate(q, cos_TD, sin_TD), rotate(k, cos_TD, sin_TD)
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
+        q, k, v = (p(x_BTd).unflatten(-1, (self.heads, -1)) for p in (self.q, self.k, self.v))
+        # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
+        cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
+        q, k = rotate(q, cos_T1P, sin_T1P), rotate(k, cos_T1P, sin_T1P)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y_BTd: Tensor = self.o(y_BHTD.transpose(1, 2).flatten(2))
         return y_BTd
@@ -137,19 +140,20 @@ class Norm(nn.LayerNorm):
 
 
 def rotations(sequence: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, D] of the rotary angles, on `like`'s device, fp32 or wider."""
+    """cos and sin [T, P] of the rotary angles, on `like`'s device, fp32 or wider."""
     frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(sequence, device=like.device, dtype=torch.float64), frequency)
-    angle = torch.cat([angle, angle], dim=-1)
     wide = at_least_fp32(like.dtype)
     return angle.cos().to(wide), angle.sin().to(wide)
 
 
-def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotary positions: dimensions i and i + D/2 turn together. Computed in cos's dtype, given back in x's."""
-    left, right = x_BHTD.chunk(2, dim=-1)
-    turned = torch.cat([-right, left], dim=-1)
-    return (x_BHTD * cos_TD + turned * sin_TD).to(x_BHTD.dtype)
+def rotate(x_D: Tensor, cos_P: Tensor, sin_P: Tensor) -> Tensor:
+    """Rotary positions along the last dimension: i and i + D/2 turn together. Computed in cos's dtype, given back in
+    x's.
+    """
+    left, right = x_D.chunk(2, dim=-1)
+    turned = torch.cat([left * cos_P - right * sin_P, right * cos_P + left * sin_P], dim=-1)
+    return turned.to(x_D.dtype)
 
 
 class _Generating:

@@ -7,8 +7,8 @@ Unusual here:
 - generation keeps keys and values (`Cache`) and never yields an id that is no symbol.
 
 Knows nothing of training. Legend: B batch, T sequence, S positions seen so far, V vocabulary, L layers, d width,
-H heads, K key and value heads, D head_dim. The parameters are in this order in the state dict; initialisation as in
-nanochat (gpt.py, read 2026-11-21), because the learning rates are those of a fork of it:
+H heads, K key and value heads, D head_dim, P = D / 2. The parameters are in this order in the state dict;
+initialisation as in nanochat (gpt.py, read 2026-11-21), because the learning rates are those of a fork of it:
 
 | parameter                                         | initialisation     | optimizer |
 | ------------------------------------------------- | ------------------ | --------- |
@@ -76,11 +76,11 @@ class Attention(nn.Module):
         self.q, self.o = Linear(model.width, model.width, bias=False), Linear(model.width, model.width, bias=False)
         self.k, self.v = Linear(model.width, shared, bias=False), Linear(model.width, shared, bias=False)
 
-    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Cache | None) -> Tensor:
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Cache | None) -> Tensor:
         q, k, v = (p(x_BTd).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
         # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
-        cos_T1D, sin_T1D = cos_TD[:, None], sin_TD[:, None]
-        q, k = rotate(norm(q), cos_T1D, sin_T1D), rotate(norm(k), cos_T1D, sin_T1D)
+        cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
+        q, k = rotate(norm(q), cos_T1P, sin_T1P), rotate(norm(k), cos_T1P, sin_T1P)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         seen = 0
         if cache is not None:
@@ -116,16 +116,16 @@ class Block(nn.Module):
         self.checkpointing = False
         self.attention, self.ffn = Attention(model, index), FeedForward(model.width)
 
-    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Cache | None = None) -> Tensor:
         if self.checkpointing and self.training:
             result: Tensor = checkpoint(
-                self._run, x_BTd, cos_TD, sin_TD, cache, use_reentrant=False, context_fn=keep_products
+                self._run, x_BTd, cos_TP, sin_TP, cache, use_reentrant=False, context_fn=keep_products
             )
             return result
-        return self._run(x_BTd, cos_TD, sin_TD, cache)
+        return self._run(x_BTd, cos_TP, sin_TP, cache)
 
-    def _run(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Cache | None) -> Tensor:
-        x_BTd = x_BTd + self.attention(norm(x_BTd), cos_TD, sin_TD, cache)
+    def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Cache | None) -> Tensor:
+        x_BTd = x_BTd + self.attention(norm(x_BTd), cos_TP, sin_TP, cache)
         x_BTd = x_BTd + self.ffn(norm(x_BTd))
         return x_BTd
 

@@ -53,7 +53,7 @@ class Output(NamedTuple):
 class Layout(NamedTuple):
     """Where each token stands and what it may attend to; the same for every block."""
 
-    cos: Tensor  # [R, T, 1, D]
+    cos: Tensor  # [R, T, 1, D / 2]
     sin: Tensor
     mask: Tensor | None  # [R, 1, T, S] True = attends; None with starts None: causal over the whole row
     starts: Tensor | None  # [K] int32: first token of each example in the flat batch, then N; for the varlen kernel
@@ -201,9 +201,8 @@ class Decoder(Checkpointed):
         return Layout(*self._turns((own_T[None] - padding_R1).clamp(min=0)), mask_RTS[:, None], None, end)
 
     def _turns(self, positions_RT: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [R, T, 1, D], fp32 or wider."""
-        angle = positions_RT[..., None].to(torch.float64) * frequencies(self.shape, positions_RT.device)
-        angle = torch.cat([angle, angle], dim=-1).unsqueeze(2)
+        """cos and sin [R, T, 1, D / 2], fp32 or wider."""
+        angle = positions_RT[..., None, None].to(torch.float64) * frequencies(self.shape, positions_RT.device)
         wide = at_least_fp32(self.compute_dtype)
         return angle.cos().to(wide), angle.sin().to(wide)
 
