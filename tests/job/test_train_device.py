@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from job.train import device, step
-from job.train.device import Device, DeviceRefusedError, Utilization, bandwidth_gb_s, choose, peak_tflops, pin_exactly
+from job.train.device import (
+    ALLOCATORS,
+    Device,
+    DeviceRefusedError,
+    Utilization,
+    allocate_exactly,
+    bandwidth_gb_s,
+    choose,
+    peak_tflops,
+)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
@@ -95,8 +104,19 @@ def test_an_nvidia_smi_that_cannot_be_killed_keeps_no_trainer_from_ending(monkey
     utilization.close()
 
 
-def test_this_torch_pins_memory_in_the_sizes_asked_for() -> None:
-    assert pin_exactly()
+def test_this_torch_knows_how_its_memory_is_to_be_allocated() -> None:
+    assert allocate_exactly() == list(ALLOCATORS)
+
+
+def test_a_setting_that_this_torch_does_not_know_keeps_none_of_the_others_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def older(settings: str) -> None:
+        if "pinned" in settings:  # as 2.11 does
+            raise ValueError("Unrecognized key 'pinned_max_cached_size_mb' in Accelerator allocator config.")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", older)
+    assert allocate_exactly() == ["expandable_segments:True"]
 
 
 def test_no_number_of_shapes_over_all_phases_is_too_many_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
