@@ -140,11 +140,11 @@ def memory(
     layer = tokens * _layer_bytes(s, compute, checkpointing=checkpointing)
     activations = s.layers * layer + tokens * 2 * s.width * compute  # + the final norm's input and output
     logits = tokens * s.vocab * LOGIT_BYTES
-    if micro < config.batch.sequences:
-        shared = gradients + activations + logits
-    else:
-        head = s.vocab * s.width * state  # the tied table's gradient comes first, beside all activations
-        shared = max(activations + max(logits, head), gradients + layer)
+    # The first micro-batch makes the gradients; those after it, the last one smaller if need be, find them there.
+    head = s.vocab * s.width * state  # the tied table's gradient comes first, beside all activations
+    first = max(activations + max(logits, head), gradients + layer)
+    second = min(micro, config.batch.sequences - micro) / micro
+    shared = max(first, gradients + second * (activations + logits))
     return Memory(
         weights_gb=weights / GB,
         gradients_gb=gradients / GB,
