@@ -12,9 +12,11 @@ import pretrain_world as pretrain
 import pytest
 import sft_world as sft
 import torch
+import torch.nn.functional as F
 import train_world as growing
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 
 from job.config import GrowthConfig, from_json
 from job.config.pretrain import PretrainConfig
@@ -115,6 +117,28 @@ def test_a_step_meets_no_tensor_of_another_device(made: str, checkpointing: bool
         states = [kept for state in opt.state.values() for kept in state.values()]
         assert states
         assert {kept.device for kept in states} == {GPU}
+
+
+@pytest.mark.parametrize("made", MODELS)
+def test_attention_gets_what_its_fast_kernels_take(made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bits, all three alike: else the varlen kernel refuses, and torch's choice falls on a slow one, silently."""
+    seen: list[tuple[torch.dtype, ...]] = []
+
+    def watched(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append((q.dtype, k.dtype, v.dtype))
+            return kernel(q, k, v, *args, **kwargs)
+
+        return attend
+
+    monkeypatch.setattr(varlen, "varlen_attn", watched(varlen.varlen_attn))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched(F.scaled_dot_product_attention))
+    module, batch, _ = MODELS[made](tmp_path)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        place(module)
+        module(*next(iter(batch())).inputs)
+    assert seen
+    assert set(seen) == {(torch.bfloat16,) * 3}
 
 
 def test_a_tensor_left_on_the_cpu_is_seen(tmp_path: Path) -> None:
