@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -691,8 +693,9 @@ def test_infinity_counts_and_what_the_reference_makes_nan_does_not() -> None:
     assert answered("relu", "special", lambda x, right: torch.full_like(right, float("nan"))) is not None
 
 
-def test_a_reference_that_does_not_repeat_gives_no_speedup() -> None:
-    task, times = catalog.BY_NAME["relu"], iter(range(1, 1000))
+@pytest.mark.parametrize("grows", [1.5, 1 / 1.5])
+def test_a_reference_that_does_not_repeat_gives_no_speedup(grows: float) -> None:
+    task, times = catalog.BY_NAME["relu"], (grows**number for number in itertools.count())
 
     def reference(head: dict[str, Any], blobs: Any = None) -> tuple[dict[str, Any], list[bytes]]:
         return ({"seconds": 0.0 if head.get("empty") else float(next(times))} if head["do"] == "trial" else {}), []
@@ -725,6 +728,101 @@ RELU = catalog.BY_NAME["relu"]
 
 def drawn(task: catalog.Task, name: str) -> tasks.Case:
     return tasks.case(task, SEED, name)
+
+
+def test_a_trial_is_what_it_took_less_an_empty_launch_by_both_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    own, way = iter([9.0, 9.0, 1.0, 2.0, 3.0, 5.0]), iter([9.0, 9.0, 0.2, 0.4, 0.4, 0.8])  # two of each warm up
+
+    def ask(head: dict[str, Any], *_: Any, **__: Any) -> tuple[dict[str, Any], list[bytes]]:
+        if head["do"] != "trial":
+            return {}, []
+        says = 0.5 if head["empty"] else next(own)
+        clock.now += next(way) if head["empty"] else 2 * says
+        return {"seconds": says}, []
+
+    case = tasks.Case(name="", tensors=(torch.ones(3),))
+    found = timing.Program(ask=ask, task=RELU, given=case, random=random.Random(1), empty="kernel").trials(4)
+    assert found.quartiles == pytest.approx((1.25, 2.0, 3.0))  # of 0.5, 1.5, 2.5, 4.5
+    assert (found.judged, found.blur) == pytest.approx((4.6, 0.15))  # of 1.6, 3.6, 5.6, 9.6; from 0.35 to 0.5
+    assert (found.quickest, found.slowest) == pytest.approx((1.6, 4.5))
+
+
+def took(median: float, *, lies: bool = False) -> timing.Trials:
+    quickest = 2 * median + (1.1e-3 if lies else 0.9e-3)
+    return timing.Trials(quartiles=(median,) * 3, judged=median, blur=0.0, quickest=quickest, slowest=median)
+
+
+@pytest.mark.parametrize(
+    ("reference", "lies", "found"),
+    [
+        ([1.0, 1.04], [False], 2.04),  # the mean of before and after
+        ([1.0, 1.0, 1.0], [True, False], 2.0),
+        ([1.0, 2.0, 2.0, 2.0], [False, True, True], "did not agree in the last try"),
+        ([1.0, 1.0, 1.0, 1.0], [True, True, True], "it says at most"),
+    ],
+)
+def test_a_try_counts_when_it_repeats_and_is_believed_and_one_that_is_never_believed_is_a_lie(
+    reference: list[float], lies: list[bool], found: float | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"operation": map(took, reference), "kernel": iter([took(0.5, lies=lie) for lie in lies])}
+    also = list[int]()
+
+    def trials(self: timing.Program, count: int, others: Sequence[Callable[[], object]] = ()) -> timing.Trials:
+        also.extend([len(others)] if self.empty == "kernel" else [])
+        return next(made[self.empty])
+
+    monkeypatch.setattr(timing.Program, "trials", trials)
+    asked: dict[str, Any] = {"trials": 3, "suspicious": 1e9, "others": [list]}
+    if all(lies):
+        with pytest.raises(timing.Rejected, match=str(found)):
+            timing.calibrated(RELU, SEED, _steady(RELU), _steady(RELU), drawn, **asked)
+    else:
+        timed = timing.calibrated(RELU, SEED, _steady(RELU), _steady(RELU), drawn, **asked)
+        assert (timed.why if isinstance(found, str) else timed.speedup) == (
+            pytest.approx(found) if isinstance(found, float) else f"its clock and the judge's {found}"
+        )
+        assert (timed.speedup is None) == isinstance(found, str)
+    assert also == [1, 0, 0][: len(lies)]
+
+
+def test_who_is_quick_on_the_inputs_of_the_trials_alone_is_as_fast_as_on_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, given, steady = Clock(monkeypatch), [0], _steady(RELU)
+
+    def knows(head: dict[str, Any], *more: Any, **rest: Any) -> tuple[dict[str, Any], list[bytes]]:
+        given[0] += head["do"] == "give"
+        reply, blobs = steady(head, *more, **rest)
+        if head["do"] == "trial" and not head["empty"]:
+            clock.now += 0.4 * given[0]
+            reply = {"seconds": 0.4}
+        return reply, blobs
+
+    reference = clock.taking(_steady(RELU), says=1.0, takes=1.0)
+    found = timing.calibrated(RELU, SEED, knows, reference, drawn, trials=3, suspicious=2.0)
+    assert (found.suspicious, found.speedup) == (True, pytest.approx(1 / 0.8))
+
+
+def test_the_stopwatch_divides_the_references_seconds_by_the_candidates() -> None:
+    def taking(seconds: float) -> timing.Ask:
+        return lambda head, *_, **__: ({"seconds": seconds} if head["do"] == "stopwatch" else {}, [])
+
+    assert timing.stopwatch(RELU, taking(0.5), taking(2.0), drawn).speedup == 4.0
+
+
+@pytest.mark.parametrize(
+    ("said", "blobs"),
+    [({"alias": None}, 1), ({"changed": None}, 1), ({"ops": None}, 1), ({"alias": True}, 1), ({}, 0), ({}, 2)],
+)
+def test_an_answer_that_leaves_out_what_it_must_say_is_no_result(said: dict[str, Any], blobs: int) -> None:
+    case = drawn(RELU, "random-0")
+    right = tasks.expected(RELU, case.tensors)
+    whole = {"shape": list(right.shape), "dtype": "float32", "alias": False, "changed": False, "ops": []}
+    timing.check(RELU, case, whole, [wire.raw(right)], ops=True)
+    reply = {key: value for key, value in {**whole, **said}.items() if value is not None}
+    with pytest.raises(timing.Rejected):
+        timing.check(RELU, case, reply, [wire.raw(right)] * blobs, ops=True)
 
 
 def test_a_claim_far_below_the_judges_clock_is_a_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -882,6 +980,15 @@ def test_a_slow_program_gets_fewer_trials_in_its_time(monkeypatch: pytest.Monkey
     assert found.speedup == pytest.approx(1.0)
     assert now[0] < 60.0
     assert calls[0] > 20
+    now[0] = 0.0
+
+    def drifting(head: dict[str, Any], *more: Any, **rest: Any) -> tuple[dict[str, Any], list[bytes]]:
+        reply, blobs = slow(head, *more, **rest)
+        return ({"seconds": 1.0 + now[0]} if reply.get("seconds") else reply), blobs
+
+    never = timing.calibrated(RELU, SEED, slow, drifting, drawn, trials=100, suspicious=9.0, limit_s=60.0)
+    assert never.speedup is None
+    assert 30.0 < now[0] < 60.0  # all tries
 
 
 def test_every_call_that_is_timed_gets_other_inputs_and_which_are_checked_is_not_to_be_foreseen() -> None:

@@ -96,6 +96,7 @@ def after(line: str) -> str:
         ("def torch(): pass", "given another meaning"),
         ("def grid(meta):\n        exec('1')", "the name exec"),
         ("def grid(meta=[]):\n        pass", "List at the top, or in a default"),
+        ("def grid(*, meta=[]):\n        pass", "List at the top, or in a default"),
         ("def grid(meta) -> exec('1'):\n        pass", "Call in an annotation"),
         ("@exec\n    def grid(meta):\n        pass", "a decorator"),
         ("def grid(meta):\n        inner = 1\n    n = inner", "the name inner"),
@@ -136,6 +137,8 @@ def after(line: str) -> str:
         ("c = triton.Config({}, pre_hook=triton.cdiv)", "triton.Config with pre_hook"),
         ("c = triton.Config; c({}, pre_hook=triton.cdiv)", "triton.Config"),
         ("c = triton.autotune([], [], {})", "more arguments by place"),
+        ("c = triton.autotune(*x)", "more arguments by place"),
+        ("c = triton.Config({'B': exec('1')})", "the name exec"),
         ("c = triton.Config(**{})", "triton.Config with **"),
         ("from os import *", "ImportFrom"),
         ("async def f(): pass", "AsyncFunctionDef"),
@@ -203,6 +206,7 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (replaced("kernel_function(x)", "kernel_function(x, y=exec('1'))"), "a call at the top, or in a default"),
         (replaced("kernel_function(x)", "kernel_function(x, y=[])"), "List at the top, or in a default"),
         (replaced("n, BLOCK: tl.constexpr", "n, BLOCK: exec('1')"), "Call in an annotation"),
+        (replaced("kernel_function(x)", "kernel_function(x: torch.ops)"), "torch.ops"),
         (honest().source + "N: exec('1') = 1\n", "Call in an annotation"),
         (honest().source + "exec: int\nexec('1')\n", "a name without a value"),
         (honest().source + "eval = eval('1')\n", "a call at the top"),
@@ -215,6 +219,7 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (honest().source + "import math as tl\n", "given another meaning"),
         (honest().source + "from torch import *\n", "import from torch"),
         (honest().source + "from . import language\n", "import from None"),
+        (honest().source + "from .triton import language\n", "import from triton"),
         (honest().source + "class A:\n    x = 1\n", "ClassDef at the top"),
         (honest().source + "calls = []\ndef f(x):\n    calls.append(x)\n", "for decorators alone"),
         (
@@ -234,6 +239,7 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (honest().source + "calls = enumerate(range(9))\n", "a call at the top"),
         (honest().source + "made = []\ncalls = tuple(made)\n", "made can be changed"),
         (honest().source + "f = torch.empty(9)\n", "a call at the top"),
+        (honest().source + "f = (1).size()\n", "a call at the top"),
         (replaced("@triton.jit", "@triton.jit(repr=triton.cdiv)"), "triton.jit with repr"),
         (replaced("@triton.jit", "@triton.heuristics({'B': lambda a: exec('1')})\n@triton.jit"), "the name exec"),
     ],
@@ -430,6 +436,8 @@ def test_twice_the_names_take_twice_the_steps(unit: str) -> None:
         "triton.heuristics({'C': (lambda g: lambda a: min(zip(g, [0])))(enumerate(range(9)))})",
         "triton.heuristics({'C': L[0]})",
         "triton.heuristics({**{}})",
+        "triton.heuristics({exec('1'): 1})",
+        "triton.autotune(configs=[triton.Config({'C': 1}, pre_hook=made)], key=[])",
         "triton.autotune(configs=[triton.Config({'C': [1]})], key=[])",
         "triton.autotune(configs=[triton.Config({'C': s}) for s in [[1]]], key=[])",
         "triton.autotune(configs=[triton.Config({'C': s}) for t in [[[1]]] for s in t], key=[])",
@@ -441,6 +449,9 @@ def test_twice_the_names_take_twice_the_steps(unit: str) -> None:
         "triton.heuristics(held())",
         "triton.heuristics(tuned())",
         "triton.autotune(configs=again(), key=[])",
+        "triton.heuristics(early())",
+        "triton.heuristics(plain(exec('1')))",
+        "triton.heuristics(plain(a=exec('1')))",
         "triton.autotune(configs=[triton.Config({'C': 1})] + L[0], key=[])",
     ],
 )
@@ -458,6 +469,13 @@ def tuned():
     return {'C': made([1])}
 def again():
     return again()
+def early():
+    if True:
+        return {'C': made([1])}
+    return {'C': 1}
+def plain():
+    return {'C': 1}
 """
+    assert rules.problem(replaced("@triton.jit", f"{before}@triton.heuristics(plain())\n@triton.jit")) is None
     assert rules.problem(replaced("@triton.jit", f"{before}@triton.jit")) is None
     assert rules.problem(replaced("@triton.jit", f"{before}@{decorator}\n@triton.jit")) is not None

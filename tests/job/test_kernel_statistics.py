@@ -34,6 +34,7 @@ def test_fast_p_counts_correct_and_faster_than_p() -> None:
     assert fast_p(speedups, 1.0) == pytest.approx(0.5)
     assert fast_p(speedups, 1.2) == pytest.approx(0.25)
     assert fast_p([], 1.0) is None
+    assert fast_p([[2.0], []], 1.0) is None  # a task without candidates
 
 
 def test_the_interval_holds_the_mean_and_is_a_function_of_the_seed() -> None:
@@ -42,6 +43,7 @@ def test_the_interval_holds_the_mean_and_is_a_function_of_the_seed() -> None:
     assert low < 0.34 < high
     assert high - low == pytest.approx(4 * 0.3261 / 20**0.5, rel=0.15)  # 1.96 standard errors to each side
     assert interval(values, seed=1) == (low, high)
+    assert interval([-value for value in values], seed=1) == (-high, -low)  # as much is cut off above as below
     assert interval([0.3] * 5, seed=1) == pytest.approx((0.3, 0.3))
     with pytest.raises(ValueError, match="no tasks"):
         interval([], seed=1)
@@ -54,6 +56,8 @@ def test_none_correct_is_no_certainty_and_tasks_that_differ_are_worth_less() -> 
     assert share_interval([(2, 1)] * 20) == pytest.approx((0.5 - 0.14801, 0.5 + 0.14801), abs=1e-5)
     # All of ten tasks and none of ten: the 200 are worth 19, as few as there are tasks but one.
     assert share_interval([(10, 0), (10, 10)] * 10) == pytest.approx((0.5 - 0.20504, 0.5 + 0.20504), abs=1e-5)
+    # Tasks more alike than chance would have them are worth no more than the candidates there are: 200, half and six of ten.
+    assert share_interval([(10, 5), (10, 6)] * 10) == pytest.approx((0.480756, 0.617365), abs=1e-5)
     assert share_interval([(5, 3)]) == share_interval([(1000, 600)])
     with pytest.raises(ValueError, match="no tasks"):
         share_interval([])
@@ -88,22 +92,26 @@ def verdict(candidate: str, stage: int, *, task: str = "relu", origin: str = "ge
 def test_a_row_of_the_table_by_hand() -> None:
     full = [
         verdict("a", 6, speedup=1.5),
-        verdict("b", 3),
+        verdict("b", 3, speedup=2.0),  # wrong, however fast
         verdict("c", 6, task="add"),  # untimed
         verdict("d", 6, task="add", speedup=1.1),
         verdict("cheat", 4, origin="adversarial"),
+        verdict("rogue", 2, origin="adversarial"),
         verdict("thief", 6, origin="adversarial", speedup=9.0, seconds={"rules": 100.0}),
     ]
     found = line("full", full, full, seed=1)
-    assert (found["candidates"], found["tasks"], found["false_accepts"], found["adversarial"]) == (4, 2, 1, 2)
+    assert (found["candidates"], found["tasks"], found["false_accepts"], found["adversarial"]) == (4, 2, 1, 3)
     assert found["accepted"] == ["thief"]
     assert (found["pass@1"], found["pass@10"]) == (0.75, None)
     assert (found["fast_1"], found["fast_1.2"]) == (0.5, 0.25)
     assert (found["untimed"], found["seconds_per_candidate"]) == (1, 2.0)
     assert found["pass@1_minus_full"] == (0.0, 0.0)
+    # Half of relu's are lost and none of add's, in whatever order the verdicts come; a draw of two is often one alone.
+    fewer = [replace(v, passed=v.passed and v.candidate != "a") for v in reversed(full)]
+    assert line("fewer", fewer, full, seed=1)["pass@1_minus_full"] == (-0.5, 0.0)
     assert [line.split() for line in ablation.text([found])] == [
         ["row", "false", "accepts", "pass@1", "pass@10", "fast", "1.0", "fast", "1.2", "s/candidate", "untimed"],
-        ["full", "1", "of", "2", "0.750", "-", "0.500", "0.250", "2.000", "1"],
+        ["full", "1", "of", "3", "0.750", "-", "0.500", "0.250", "2.000", "1"],
     ]
 
 
