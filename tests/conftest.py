@@ -5,12 +5,34 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and every process started from there inherits it.
 # The tests press Ctrl-C themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Files that share what takes 3 to 8 s to make once (the funnel's servers, a server of ranks, trained models): each of
+# these goes to one worker as if it were one file.
+TOGETHER = {
+    f"test_{name}.py": unit
+    for unit, names in {
+        "growth": ("growth_check", "growth_rules", "model_growth", "model_memory"),
+        "kernels": (
+            "kernel_answers",
+            "kernel_cheats",
+            "kernel_compile",
+            "kernel_curriculum",
+            "kernel_funnel",
+            "kernel_run",
+            "train_saves",
+        ),
+        "ranks": ("interruption_contract", "pretrain_ranks", "sft_run", "train_ranks"),
+    }.items()
+    for name in names
+}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,3 +44,18 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile` with TOGETHER."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(PurePosixPath(file).name, file)
+
+    return Scheduling(config, log)
