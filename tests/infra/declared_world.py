@@ -17,11 +17,12 @@ from rehearsal.engine import InProcess, Result
 
 ROOT = Path(__file__).parents[2]
 
-# Runs `python -m rehearsal.inprocess ...` for each line it reads, in a fork that has the SDK imported already: its
-# modules are lazy, and touching one takes a second.
+# Runs `python -m rehearsal.inprocess ...` for each line it reads, in a fork that has imported the program and the SDK,
+# whose modules are lazy: touching one takes a second.
 SERVER = """
 import json, os, runpy, sys
 import boto3, numpy, pulumi_aws as aws, yaml
+import infra.cost.table, infra.plan, infra.previous, infra.receipts, infra.resources.declare
 aws.ec2.Fleet, aws.iam.Role, aws.s3.Bucket, aws.vpc.SecurityGroupEgressRule, aws.cloudwatch.LogGroup
 for line in sys.stdin:
     argv, environment, printed = json.loads(line)
