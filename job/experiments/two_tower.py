@@ -133,7 +133,7 @@ class TwoTower(Experiment):
         assert isinstance(module, Members)
         if phase.name == REFIT:
             return None
-        losses = [0.0] if self._losses_K is None else self._losses_K.tolist()
+        assert self._losses_K is not None  # a step that is evaluated was read back
         module.eval()
         found = self._batches.watched_ndcg(module).tolist()
         module.train()
@@ -149,7 +149,7 @@ class TwoTower(Experiment):
                 record["stopped"][k] = epoch
         module.keep(torch.tensor(better, dtype=torch.int64, device=module.best.device))
         folds = self.config.data.folds
-        self._say_epoch(phase, epoch, losses[:folds], found)
+        self._say_epoch(phase, epoch, self._losses_K[:folds].tolist(), found)
         return 1 - fmean(found[:folds])
 
     def clip(self, module: nn.Module) -> Tensor:

@@ -56,7 +56,7 @@ def test_none_correct_is_no_certainty_and_tasks_that_differ_are_worth_less() -> 
     assert share_interval([(2, 1)] * 20) == pytest.approx((0.5 - 0.14801, 0.5 + 0.14801), abs=1e-5)
     # All of ten tasks and none of ten: the 200 are worth 19, as few as there are tasks but one.
     assert share_interval([(10, 0), (10, 10)] * 10) == pytest.approx((0.5 - 0.20504, 0.5 + 0.20504), abs=1e-5)
-    # Tasks more alike than chance would have them are worth no more than the candidates there are: 200, half and six of ten.
+    # Tasks more alike than chance would have them are worth no more than the 200 candidates there are.
     assert share_interval([(10, 5), (10, 6)] * 10) == pytest.approx((0.480756, 0.617365), abs=1e-5)
     assert share_interval([(5, 3)]) == share_interval([(1000, 600)])
     with pytest.raises(ValueError, match="no tasks"):

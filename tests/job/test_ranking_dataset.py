@@ -40,8 +40,10 @@ def of_text(width: int = 16) -> TwoTowerConfig:
 
 def test_a_folder_becomes_arrays_in_the_files_order(tmp_path: Path) -> None:
     text = folder_of_text(tmp_path / "text", discovery=["Sing to me.", "How do I boil an egg?"])
-    manifest = ranking.prepare_ranking(tmp_path / "set", of_text(), text=text)
+    said = list[str]()
+    manifest = ranking.prepare_ranking(tmp_path / "set", of_text(), text=text, say=said.append)
     made = ranking.read(tmp_path / "set")
+    assert not any("WARNING" in line for line in said)  # a discovery query may be one of the judged
     assert made.names == {"queries": ["q0", "q1", "q2"], "models": ["m1", "m10", "m2"], "discovery": ["d0", "d1"]}
     assert made.labels.tolist() == [[0, 0, 1], [2, 0, 0], [0, 1, 0]]
     assert np.allclose(np.linalg.norm(made.queries, axis=1), 1)
@@ -50,6 +52,8 @@ def test_a_folder_becomes_arrays_in_the_files_order(tmp_path: Path) -> None:
     assert manifest.kind == "ranking"
     assert manifest.facts["encoder"] == Hashed(width=16).name
     assert (manifest.facts["relevant"], manifest.facts["best"], manifest.facts["discovery"]) == (3, 2, 2)
+    (text / "discovery.jsonl").write_text('{"id": "d0", "text": "Sing to me."}')
+    assert ranking.prepare_ranking(tmp_path / "other", of_text(), text=text).source != manifest.source
 
 
 def test_a_models_name_may_hold_any_character(tmp_path: Path) -> None:
@@ -77,8 +81,10 @@ def test_a_generated_dataset_has_the_discovery_queries_of_every_variant_of_a_swe
 
 def test_generated_relevance_has_popular_models_that_do_not_suit_everyone(tmp_path: Path) -> None:
     ranking.prepare_ranking(tmp_path / "set", CONFIG)
-    labels = ranking.read(tmp_path / "set").labels
+    made = ranking.read(tmp_path / "set")
+    labels = made.labels
     assert set(np.unique(labels)) == {0, 1, 2}
+    assert not {row.tobytes() for row in made.queries} & {row.tobytes() for row in made.discovery}
     liked = (labels > 0).mean(axis=0)
     assert liked.max() > 4 * liked.mean()
     assert liked.max() < 1
@@ -97,6 +103,13 @@ def test_counts_that_differ_from_the_config_name_the_key_before_anything_is_enco
         ranking.prepare_ranking(tmp_path / "set", wrong, text=folder_of_text(tmp_path / "text"), say=said.append)
     assert not any(line.startswith("sentences: 3 by") for line in said)
     assert not (tmp_path / "set").exists()
+    assert ranking.mismatches(CONFIG, (30, 16), (30, 50)) == []
+    found = ranking.mismatches(CONFIG, (31, 17), (31, 51))
+    assert [line.split()[0].removeprefix("job.parameters.") for line in found] == [
+        "data.queries",
+        "data.models",
+        "towers.sentence",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_a_training_querys_features_know_neither_its_own_label_nor_its_parts() -
     assert a.std(axis=(0, 1)).min() > 0
 
 
-def test_features_are_made_of_the_known_queries() -> None:
+def test_features_are_made_of_the_known_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = np.array([[1, 0], [2, 0], [0, 2], [1, 1]], dtype=np.int8)
     queries = np.array([[1, 0], [0.6, 0.8], [-1, 0], [1, 0]], dtype=np.float32)
     tables = replace(TABLES, labels=labels, queries=queries)
@@ -107,6 +107,15 @@ def test_features_are_made_of_the_known_queries() -> None:
     assert np.allclose(first[:6], [2 / 3, mean, 1.49 / 3 - mean**2, near, profile[0] / np.linalg.norm(profile), 0])
     assert np.allclose(second[:6], [1 / 3, 0.7 / 3, 0.49 / 3 - (0.7 / 3) ** 2, 0, -1, 0])
     assert not first[6:].any()
+    monkeypatch.setattr(baselines, "NEIGHBOURS", 1)
+    assert baselines.features(tables, np.arange(3), np.array([3]), axes)[0, :, 3].tolist() == [1, 0]  # the nearest's
+
+
+def test_the_axes_are_those_of_the_spread_and_not_of_the_mean() -> None:
+    sentences = np.array([[9, 0, 0], [9, 1, 0], [9, -1, 0.5]], dtype=np.float32)
+    axes = baselines.principal_axes(sentences)
+    assert abs(axes[0, 1]) > 0.9
+    assert np.allclose(axes[:2, 0], 0, atol=1e-6)
 
 
 def test_a_single_training_query_has_features_of_nobody() -> None:
@@ -126,6 +135,11 @@ def test_weak_labels_are_the_similarity_weighted_mean_of_the_nearest_queries() -
     assert np.allclose(found, [[0.8 / 1.4, 0.7 * 0.6 / 1.4], [0.0, 1.0]], atol=1e-6)
     assert weak_labels(discovery, queries, wanted, replace(weak, confidence=0.5))[0].tolist() == [0]
     assert weak_labels(discovery, queries, wanted, replace(weak, queries=1))[0].tolist() == [0]
+    assert weak_labels(discovery, queries, wanted, replace(weak, similarity=0.8))[0].tolist() == [0, 1]  # 0.8 x 1/2
+    assert weak_labels(discovery, queries, wanted, replace(weak, confidence=0.0))[0].tolist() == [0, 1]
+    few = replace(weak, neighbours=5, confidence=0.25)  # of five asked for there are three: (0.8 + 0.6) / 2 x 2/5
+    assert weak_labels(discovery, queries, wanted, few)[0].tolist() == [0]
+    assert weak_labels(discovery, queries, wanted, replace(few, confidence=0.29))[0].tolist() == []
     assert weak_labels(discovery, queries, wanted, replace(weak, queries=0))[0].tolist() == []
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from job.config import TwoTowerConfig
 from job.config.two_tower import Sampled
 from job.experiments.two_tower_members import HARD_POOL, Members, clip_each, sampled_loss
-from job.models.two_tower import Towered, draw_noise
+from job.models.two_tower import Towered, diversity, draw_noise, softmax_loss
 
 MEMBERS, QUERIES, MODELS, WIDTH = 3, 24, 31, 16
 
@@ -55,6 +55,19 @@ def test_gradients_summed_over_chunks_of_queries_are_those_of_the_whole_dropout_
         assert torch.allclose(a, b, rtol=1e-4, atol=2e-5)  # gradients of up to 30
 
 
+def test_the_objective_is_the_loss_and_its_share_of_the_heads_likeness_with_dropout_and_weights() -> None:
+    module, (x, targets, _) = built(world.config(optim={"head_diversity": 0.5})), batch()
+    weights = torch.rand(MEMBERS, QUERIES, generator=torch.Generator().manual_seed(2))
+    noise = draw_noise(module.config.towers, MEMBERS, QUERIES, MODELS, torch.Generator().manual_seed(1))
+    assert noise is not None
+    towered = module.stack(x, noise)
+    wanted = softmax_loss(towered, targets, weights) + 0.5 * (diversity(towered.heads) * weights).sum(-1)
+    found = module(x, targets, weights, noise.query, noise.model)
+    assert torch.allclose(found.loss_sum, wanted.mean())
+    assert torch.allclose(found.aux["losses"], wanted / QUERIES)
+    assert not torch.allclose(found.loss_sum, module(x, targets, weights).loss_sum)
+
+
 def test_each_member_is_clipped_by_its_own_norm() -> None:
     module, (x, targets, weights) = built(), batch()
     weights[0] *= 1e-4  # one member far below the limit
@@ -94,6 +107,8 @@ def test_a_member_starts_from_the_same_weights_however_many_there_are() -> None:
     alone = Members(world.config(), 1, 0, torch.float32)
     assert torch.equal(alone.stack.packed()[0], built().stack.packed()[0])
     assert not torch.equal(built().stack.packed()[0], built().stack.packed()[1])
+    later = Members(world.config(), 1, 1, torch.float32)
+    assert torch.equal(later.stack.packed()[0], built().stack.packed()[1])
 
 
 def test_the_sampled_objective_takes_one_relevant_and_irrelevant_models() -> None:

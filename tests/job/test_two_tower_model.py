@@ -113,6 +113,46 @@ def test_the_loss_and_its_gradient_are_autograds() -> None:
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_forward_pass_by_hand(dropout: float) -> None:
+    towers = replace(SMALL, dropout=dropout)
+    module, x = initialise(TwoTower(towers, MODELS), torch.Generator().manual_seed(3)), batch()[0][0]
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.1)
+    noise = one(draw_noise(towers, 1, QUERIES, MODELS, torch.Generator().manual_seed(4)), 0)
+    units = {"query": [24, 10, 9], "model": [13]}  # heads together, fusion, the query tower's first; the model tower's
+
+    def dropped(x: Tensor, tower: str, layer: int) -> Tensor:
+        if noise is None:
+            return x.relu()
+        bits = getattr(noise, tower).split(units[tower], -1)[layer]
+        return x.relu() * (bits >= round(0.3 * 65536) - 32768) / (1 - round(0.3 * 65536) / 65536)
+
+    hidden = dropped(module.head_in(x), "query", 0).view(QUERIES, 3, 8)
+    heads = torch.einsum("qhi,hij->qhj", hidden, module.head_out) + module.head_bias[:, 0]
+    fused = dropped(module.fusion(heads.flatten(1)), "query", 1)
+    query = module.query[1](dropped(module.query[0](fused), "query", 2))
+    model = module.model[1](dropped(module.model[0](module.embedding), "model", 0))
+    found = module(x, noise)
+    assert torch.allclose(found.heads, heads, atol=1e-5)
+    assert torch.allclose(found.query, F.normalize(query, dim=-1) / towers.temperature, atol=1e-4)
+    assert torch.allclose(found.model, F.normalize(model, dim=-1), atol=1e-5)
+
+
+def test_weights_start_as_large_as_relu_keeps_them_biases_at_zero_and_models_as_long_as_sentences() -> None:
+    wide = replace(SMALL, sentence=100, heads=5, head=60, fusion=80, query=(70, 50), embedding=90, model=(60, 50))
+    module = initialise(TwoTower(wide, 200), torch.Generator().manual_seed(3))
+    inputs = {"head_in.weight": 100, "head_out": 60, "fusion.weight": 300, "query.0.weight": 80, "query.1.weight": 70}
+    inputs |= {"model.0.weight": 90, "model.1.weight": 60, "embedding": 2 * 90}
+    for name, parameter in module.named_parameters():
+        if name in inputs:
+            assert parameter.std().item() == pytest.approx((2 / inputs[name]) ** 0.5, rel=0.05), name
+        else:
+            assert not parameter.any()
+
+
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     towers = replace(SMALL, heads=1, head=400, fusion=4, dropout=0.18)
     module = initialise(TwoTower(towers, MODELS), torch.Generator().manual_seed(3))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import train_world
 import two_tower_world as world
 from safetensors.numpy import load_file
@@ -20,6 +21,7 @@ from train_world import StopAt
 
 from job.dataset import prepare, ranking
 from job.experiments import two_tower, two_tower_baselines
+from job.experiments.ranking_metrics import ndcg
 from job.experiments.two_tower_data import Member, fold_of
 
 SWEEP: dict[str, Any] = {"sweep": ["o", "r"], "epochs": 2, "steps_per_epoch": 2}
@@ -81,6 +83,10 @@ def test_the_result_says_whether_the_tower_beats_what_it_must(finished: Path) ->
     assert set(against) == {"popularity", "LambdaRank", "random"}
     for found in against.values():
         assert found["beats"] == (found["difference"]["mean"] > found["difference"]["std"])
+    mean = {m["method"]: m["ndcg@10"]["mean"] for m in result["tables"][0]["methods"]}
+    for name, found in against.items():
+        assert found["difference"]["mean"] == pytest.approx(mean["tower"] - mean[name], abs=2e-6)
+    assert all("folds" not in m and "note" in m for table in result["tables"] for m in table["methods"])
     losing = not against["popularity"]["beats"] or not against["LambdaRank"]["beats"]
     assert ("does not beat" in result["verdict"]["tower"]) == losing
     assert result["refit"]["epochs"] in result["families"]["tower"]["epoch"]
@@ -153,6 +159,11 @@ def test_a_sweep_trains_each_variant_and_refits_the_one_its_inner_folds_prefer(t
     assert found["o"].any()
     assert found["r"].any()
     assert not np.array_equal(found["o"], found["r"])
+    tested, tables = found["fold"] == 0, ranking.read(workdir / "data")
+    wanted = torch.from_numpy(np.array(ranking.GAINS)[tables.labels[tested]])
+    for method in honest["methods"][:2]:  # each under its own name
+        own = ndcg(torch.from_numpy(found[method["method"]][0][tested]), wanted, 10).mean().item()
+        assert method["folds"][0]["ndcg@10"] == pytest.approx(own, abs=1e-6)
 
 
 def test_the_sampled_objective_trains_too(tmp_path: Path) -> None:
