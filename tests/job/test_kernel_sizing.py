@@ -44,6 +44,7 @@ def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
     assert decoder.whole_state(m, 2, 2, reshard=True) == (6768 + 2 * 1184 + 3200, 6768 + 592 * 6, 13_536)
     assert decoder.whole_state(m, 2, 2, reshard=False) == (6768 + 3 * 1184 + 3200, 6768 + 592 * 6, 13_536)
     assert decoder.whole_state(m, 2, 1, reshard=True) == (13_536 + 6768, 13_536, 27_072)
+    assert decoder.whole_state(m, 4, 1, reshard=True) == (13_536, 13_536, 27_072)
     # Of a token: q, k, v, attention, gate, up (56); norms, activation, product (64); 7 narrow products of rank 3 and
     # the adapters' inputs after dropout (56); log-sum-exp in fp32.
     kept = [
@@ -103,6 +104,27 @@ def test_the_test_worlds_parameters_are_counted() -> None:
 def test_rows_must_divide_the_batch() -> None:
     (problem,) = sizing.problems(replace(FULL, batch=replace(FULL.batch, tokens=10_000)))
     assert problem[0] == "batch.tokens"
+    (problem,) = sizing.problems(replace(FULL, batch=replace(FULL.batch, micro_tokens=2 * FULL.batch.tokens)))
+    assert problem[0] == "batch.micro_tokens"
+    assert decoder.steps(0.3, 0.1) == 3  # not a fourth for what is only rounding
+
+
+def test_generation_holds_the_cache_of_a_ranks_share_and_its_logits() -> None:
+    few = replace(FULL, generate=replace(FULL.generate, tasks=2, candidates=5))
+    memory = sizing.memory(few, 1, 1, ranks=4)  # ten sequences: three on a rank
+    m = FULL.model
+    cache = 2 * m.layers * m.kv_heads * m.head_dim * 2 * (FULL.generate.max_tokens + 1024)
+    assert memory.activations_gb == pytest.approx(3e-9 * cache)
+    assert memory.logits_gb == pytest.approx(3e-9 * m.vocab * 8)
+    assert [rung.micro for rung in sizing.ladder(FULL, 8) if not rung.checkpointing] == [2, 1]
+
+
+def test_attention_reaches_as_far_as_a_sample_and_a_curriculum_needs_two_epochs() -> None:
+    short = sizing.phases(replace(FULL, data=replace(FULL.data, tokens_per_sample=100)))[0].flops_per_token
+    assert short == 6 * decoder.matmul_parameters(FULL.model) + decoder.attention_flops(FULL.model, 100)
+    on = replace(FULL, data=replace(FULL.data, curriculum="on"))
+    assert [path for path, _ in sizing.problems(on)] == ["data.curriculum"]
+    assert sizing.problems(replace(on, epochs=2)) == []
 
 
 def test_a_comparison_trains_and_generates_twice_and_judges_the_first_in_one_row() -> None:

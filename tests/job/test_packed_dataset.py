@@ -22,6 +22,7 @@ from job.dataset.rendering import (
     FileTokenizer,
     Renderer,
     WordTokenizer,
+    foreign,
     open_chat_tokenizer,
 )
 from job.sizing import problems
@@ -78,6 +79,42 @@ def test_a_conversation_gets_the_ids_of_its_joined_text(
     learned = [token for token, counted in zip(rendered.tokens, rendered.answered, strict=True) if counted]
     assert renderer.tokenizer.decode(learned) == "the sum"
     assert learned[-1] == renderer.end
+
+
+def test_what_a_tokenizer_file_adds_or_cuts_by_itself_reaches_no_row(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    (tmp_path / "other").mkdir()
+    plain, turns = bpe(tmp_path, *LLAMA), (Turn("user", "what is it, user?"), Turn("assistant", "the sum"))
+    wanted = Renderer(TEMPLATES["llama"], FileTokenizer(plain)).render([turns])
+    busy = Tokenizer.from_file(str(plain))
+    busy.enable_truncation(3)
+    busy.enable_padding(length=50)
+    busy.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
+    )
+    busy.save(str(file := tmp_path / "other" / "tokenizer.json"))
+    assert Renderer(TEMPLATES["llama"], FileTokenizer(file)).render([turns]) == wanted
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_weights_with_a_chat_template_of_another_form_are_told_by_what_closes_a_turn(
+    place: str, tmp_path: Path
+) -> None:
+    assert not foreign(TEMPLATES["llama"], tmp_path)  # none
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert not foreign(TEMPLATES["llama"], tmp_path)
+    text = "{{ content }}<|im_end|>"
+    (tmp_path / place).write_text(text if place.endswith("jinja") else json.dumps({"chat_template": text}))
+    assert [foreign(TEMPLATES[family], tmp_path) for family in ("llama", "qwen3")] == [True, False]
+
+
+def test_words_know_the_template_that_they_were_made_for() -> None:
+    llama, chatml = (WordTokenizer.of("one two", TEMPLATES[family]) for family in ("llama", "qwen3"))
+    assert llama.vocab == 1 + max(ids[0] for ids in llama.encode_batch(["one", "two", "user", "assistant", "system"]))
+    assert llama.id != chatml.id
+    with pytest.raises(ValueError, match=r"another chat template: no token <.im_end.>"):
+        Renderer(TEMPLATES["qwen3"], llama)
 
 
 def test_text_never_becomes_a_special_token(tmp_path: Path) -> None:

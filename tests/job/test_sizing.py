@@ -16,7 +16,8 @@ from job.config import (
     SftConfig,
     TextData,
 )
-from job.config.pretrain import MuonAdamW
+from job.config.pretrain import CharModel, MuonAdamW
+from job.sizing import decoder
 
 FULL = GrowthConfig()
 SMALL = replace(
@@ -224,3 +225,63 @@ def test_long_prompts_are_answered_fewer_at_once_and_billed_so() -> None:
     assert sizing.sft.answers_at_once(long) == 1
     billed = [sizing.phases(each)[1].decode_steps for each in (config, long)]
     assert billed == [5 * 128, 100 * 128]
+
+
+def in_bytes(memory: sizing.Memory) -> tuple[float, ...]:
+    """Weights, gradients, moments, activations, logits, all."""
+    each = (memory.weights_gb, memory.gradients_gb, memory.moments_gb, memory.activations_gb, memory.logits_gb)
+    return tuple(round(1e9 * gb, 3) for gb in (*each, memory.total_gb))
+
+
+def test_a_small_character_models_memory_is_that_worked_out_by_hand() -> None:
+    base = PretrainConfig()
+    data = replace(base.data, characters=1000, sequence=16)
+    config = replace(base, model=CharModel(layers=3, width=8, head_dim=4, vocab=20), data=data)
+    block, total = 768, 3 * 768 + 2 * 160
+    kept, cut, widths = 2 * 144 + 8, 2 * 88 + 8, 13 * 8 * 2  # of a token in a block; cut: with checkpointing
+    whole = 32 * (3 * kept + widths)
+    weights = 4 * total + 2 * total  # fp32, and all of them in bf16
+    moments = 4 * 3 * block + 8 * 320  # Muon's one, AdamW's two of both tables
+    found = in_bytes(sizing.memory(config, 0, 2))
+    assert found == (weights, 4 * total + 1024, moments, whole, 32 * 20 * 16, sum(found[:5]) + 1000)
+    again = in_bytes(sizing.memory(config, 0, 2, checkpointing=True))
+    assert (again[0], again[3]) == (4 * total + 2 * block, 32 * (2 * cut + kept + widths))
+    assert in_bytes(sizing.memory(replace(config, precision=Precision(compute="fp32")), 0, 2))[0] == 4 * total
+    for three, copies in ((False, total), (True, 2 * block)):
+        halved = in_bytes(sizing.memory(replace(config, reshard_after_forward=three), 0, 2, ranks=2))
+        assert halved[:3] == (2 * total + 2 * copies, 2 * total + 6 * block, moments / 2)
+
+
+def test_a_character_models_edges() -> None:
+    base = PretrainConfig()
+    assert [sizing.phases(replace(base, steps=steps))[0].evaluations for steps in (500, 501)] == [2, 3]
+    assert [rung.micro for rung in sizing.ladder(base, 8) if not rung.checkpointing] == [4, 2, 1]
+    edge = replace(base, optim=MuonAdamW(kind="adamw", lr=0.01), eval=replace(base.eval, prompts=("1" * 2048,)))
+    assert sizing.problems(edge) == []
+    for prompt in ("1" * 2049, "1+x"):
+        ((path, _),) = sizing.problems(replace(base, eval=replace(base.eval, prompts=(prompt,))))
+        assert path == "eval.prompts"
+
+
+def test_tuning_by_hand() -> None:
+    base = SftConfig()
+    full = replace(base, method="full")
+    total, own = decoder.parameters(base.model), decoder.lora_parameters(base.model, 64)
+    matmul = decoder.matmul_parameters(base.model)
+    for longest, context in ((1024, 361), (200, 200)):
+        config = replace(full, data=replace(base.data, longest=longest))
+        assert sizing.phases(config)[0].flops_per_token == 6 * matmul + decoder.attention_flops(base.model, context)
+    padded = replace(base, measures=replace(base.measures, packing=False))  # a row holds one example
+    assert sizing.phases(padded)[0].steps == -(-3 * 594_000 // (base.batch.tokens // 4096))
+    assert [rung.micro for rung in sizing.ladder(base) if not rung.checkpointing] == [2, 1]
+    layer = 4096 * decoder.layer_activation_bytes(base.model, 2, checkpointing=False)
+    adapted = 4096 * decoder.layer_activation_bytes(base.model, 2, checkpointing=False, adapters=64)
+    logits = decoder.loss_bytes(base.model, 4096)
+    # The merge holds a row of one layer at a time, and no gradient; all weights' training holds the head's as well.
+    assert in_bytes(sizing.memory(base, 1, 2))[:5] == pytest.approx((2 * total + 4 * own, 0, 0, adapted, logits))
+    assert in_bytes(sizing.memory(full, 1, 2))[:5] == pytest.approx((2 * total, 0, 0, layer, logits))
+    trained = decoder.loss_bytes(base.model, 8192, trained=True)
+    assert in_bytes(sizing.memory(full, 0, 2))[4] == pytest.approx(trained)
+    assert sizing.final_bytes(full) == {"merged": 2 * total}
+    assert (sizing.cut_bytes(base, 0), sizing.cut_bytes(full, 0)) == (2 * own, 2 * total)
+    assert sizing.problems(replace(base, data=replace(base.data, longest=4096))) == []
