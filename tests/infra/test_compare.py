@@ -16,6 +16,7 @@ from infra.cost.compare_rows import Row
 from infra.cost.estimate import price
 from infra.cost.hazard import Hazard, Key
 from infra.cost.options import type_cost
+from infra.cost.side import UNBOUND
 from infra.definition import StackDefinition
 from infra.loader import load
 from infra.scenarios import scenarios
@@ -161,6 +162,8 @@ def test_two_nodes_are_priced_twice_and_are_not_launchable() -> None:
     )
     assert two.hours is not None
     assert float(two.hours.p50) == pytest.approx(2 * two.side.runtime.total_s / 3600, rel=1e-4)
+    assert two.hours.mean == 2 * two.side.hours.mean
+    assert one.tokens == one.side.runtime.phases[0].steps * 16_384
 
 
 def test_a_retired_type_is_shown_and_marked() -> None:
@@ -187,6 +190,50 @@ def test_a_row_that_a_limit_leaves_too_little_to_stop_in_is_beyond_it() -> None:
     assert row.side is not None
     assert row.side.needed_usd.p90 < 120 < row.side.needed_usd.p90 + row.side.reserve[0]
     assert row.over_limit
+
+
+def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_nodes_at_p90() -> None:
+    definition, _ = stack("tinystories-growth")
+    footing = compare.nothing(replace(definition, estimate=replace(definition.estimate, hazard_per_hour=Decimal(3))))
+    option = type_cost(definition, load_catalog(), "g5.2xlarge")
+    drafted = compare_rows.draft(footing, "own", option, "spot", load_catalog(), {})
+
+    def filled(nodes: int = 1, **limits: Decimal) -> Row:
+        made = replace(drafted, row=replace(drafted.row, nodes=nodes), limits=replace(UNBOUND, **limits))
+        return compare_rows.filled([made], 1.0, runs=2000, attempts=200)[0]
+
+    row = filled()
+    assert row.side is not None
+    runs, whole_h = row.side.needed, row.side.exposure.uninterrupted_h
+    assert row.interrupted == pytest.approx(float((runs.interruptions > 0).mean()))
+    assert row.interruptions is not None
+    assert row.interrupted < row.interruptions
+    assert row.lost_minutes == pytest.approx(60 * (float(runs.hours.mean()) - whole_h))
+    assert row.late == pytest.approx(float((runs.wall_hours > 1.0).mean()))
+    assert row.free_usd is not None
+    assert row.free_usd > 0
+    usd, hours = row.side.metered_usd.p90 + row.side.reserve[0], row.side.hours.p90 + row.side.reserve[1]
+    cent = Decimal("0.001")
+    assert [filled(max_usd=usd + step).over_limit for step in (-cent, cent)] == [True, False]
+    assert [filled(2, max_hours=2 * hours + step).over_limit for step in (-cent, cent)] == [True, False]
+
+
+def test_a_node_is_held_for_its_hours_or_for_its_work_where_that_is_longer() -> None:
+    definition, _ = stack("tinystories-growth")
+    option = type_cost(definition, load_catalog(), "g5.2xlarge")
+    assert option.runtime is not None
+    work_h = option.runtime.compute_s / 3600
+    for held, found in (("0.001", work_h), ("9", 9.0)):
+        variant = replace(definition.variant, hold_hours=Decimal(held))
+        assert compare_rows._compute_h(replace(definition, variant=variant), option) == pytest.approx(found)
+
+
+def test_a_type_that_is_not_offered_in_the_region_is_marked() -> None:
+    option = type_cost(stack("tinystories-growth")[0], load_catalog(), "g5.2xlarge")
+    assert option.instance is not None
+    elsewhere = replace(option, instance=replace(option.instance, regions=(E1,)))
+    assert compare_rows._unlaunchable(elsewhere, W2, 1) == f"not offered in {W2}"
+    assert compare_rows._unlaunchable(elsewhere, E1, 1) == ""
 
 
 def test_a_held_node_is_billed_for_its_hours_and_not_for_its_work() -> None:
@@ -238,6 +285,19 @@ def test_options_are_ranked_by_mean_dollars_and_every_loser_says_why() -> None:
     assert means == sorted(means)
     assert able[0].lost == ""
     assert all(row.lost for row in options() if row is not able[0])
+    best = able[0]
+    assert best.side is not None
+    assert best.usd is not None
+    for row in able[1:]:
+        assert row.side is not None
+        assert row.usd is not None
+        hours = row.side.runtime.total_s / best.side.runtime.total_s
+        said = f"+{row.usd.mean - best.usd.mean:.2f} USD: {hours:.2f}x the hours at "
+        more = row.side.usd.mean - row.side.total - (best.side.usd.mean - best.side.total)
+        if row.capacity == "spot" and more >= Decimal("0.01"):
+            assert f", interruptions cost {more:.2f} more" in row.lost
+        assert row.lost.startswith(said)
+    assert "late in 20% of runs" in compare._lost(replace(able[1], late=0.2), best, 1.0)
     assert options()[: len(able)] == able
 
 
@@ -265,12 +325,24 @@ def test_a_slice_of_a_gpu_is_not_no_gpu() -> None:
 def test_the_frontier_falls_in_dollars_only_where_hours_rise() -> None:
     edge = compare.frontier(options())
     assert len(edge) >= 2
+    assert compare.frontier([edge[0], replace(edge[0], type="another")]) == edge[:1]  # as good is no better
     points = [(row.usd.mean, row.wall_hours.p50) for row in edge if row.usd and row.wall_hours]
     assert points == sorted(points)
     assert [hours for _, hours in points] == sorted((hours for _, hours in points), reverse=True)
     for row in options():
         if row.ranked and row.usd and row.wall_hours:
             assert any(usd <= row.usd.mean and hours <= row.wall_hours.p50 for usd, hours in points)
+
+
+def test_a_work_is_on_one_node_in_the_stacks_own_region_and_another_where_it_is_held() -> None:
+    definition, variants = stack("sft-h100")
+    moved = [replace(each, fleet=replace(each.fleet, region=W2)) for each in variants]
+    works = compare._works(definition, moved)
+    assert {work.fleet.region for work, _ in works} == {definition.fleet.region}
+    assert not any("fsdp-2xh100" in names for _, names in works)
+    definition, variants = stack("kernel-sft")
+    held = [names for _, names in compare._works(definition, variants)]
+    assert any("conservative" in names and "ours" not in names.split(", ") for names in held)
 
 
 def test_refining_keeps_the_order_by_mean_dollars() -> None:

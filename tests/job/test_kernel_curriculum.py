@@ -275,6 +275,7 @@ def test_pairs_that_have_nothing_to_do_with_the_tasks_are_refused(
         ("class M(nn.Module):\n    act = nn.ReLU()", {"relu", "relu_squared"}),
         ("return F.softplus(x) + torch.abs(y)", {"softplus", "absolute"}),
         ("F.hardswish(x)", {"hardswish"}),
+        ("F.leaky_relu(x)", {"leaky_relu"}),
         ("self.act = nn.LeakyReLU(0.01)  # where it counts", {"leaky_relu"}),
         ("torch.nn.Linear(4, 4)", set()),
     ],
