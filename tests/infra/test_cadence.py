@@ -58,6 +58,7 @@ def test_no_interval_is_cheaper_and_the_saving_is_what_it_says_in_the_simulation
     )
     present_usd, best_usd = (simulate(run, runs=20_000, seed=99).usd.mean() for run in (sparse, best))
     assert present_usd - best_usd == pytest.approx(found.saved_usd, rel=0.1)
+    assert found.share == pytest.approx(found.saved_usd / present_usd, rel=0.05)
     again = optimal(best, 5.0)
     assert again is not None
     assert again.saved_usd < 0.01
@@ -69,6 +70,18 @@ def test_the_sentence_names_both_intervals_and_the_dollars() -> None:
     assert found is not None
     assert found.sentence().startswith("the cheapest checkpoint interval is about ")
     assert f"against the present 14400 s it saves ${found.saved_usd:.2f}" in found.sentence()
+    assert "it saves $1.00 (1.0%)" in replace(found, saved_usd=1.0, share=0.01).sentence()
+    assert "costs less than 0.5 % more" in replace(found, saved_usd=1.0, share=0.004).sentence()
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.25])
+def test_nothing_is_ever_said_to_be_saved_by_a_dearer_interval(factor: float) -> None:
+    best = optimal(RUN, 2.0)
+    assert best is not None
+    found = optimal(replace(RUN, interval_h=factor * best.interval_s / 3600), 2.0)
+    assert found is not None
+    assert found.saved_usd >= 0
+    assert (found.interval_s == found.present_s) == (found.saved_usd == 0)
 
 
 def test_without_interruptions_one_save_at_the_end_is_best() -> None:

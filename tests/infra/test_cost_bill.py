@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -13,7 +14,8 @@ from infra.catalog import load_catalog
 from infra.cost import record
 from infra.cost.bill import Bill
 from infra.cost.estimate import price
-from infra.definition import Disk, Keep
+from infra.definition import Disk, Job, Keep, Variant
+from job.config import SftConfig
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
@@ -130,6 +132,38 @@ def test_what_is_kept_is_what_the_run_wrote_and_not_the_inputs_that_a_destroy_de
     assert kept.usd_per_month == Decimal("1.1689")  # 50.8207 GB x 0.023
     assert {name for name, _ in kept.parts} == {"checkpoints", "exports", "final weights", "reports and logs"}
     assert sum(gb for _, gb in kept.parts) == kept.gb
+    plan = replace(definition(), job=Job(experiment="sft-h100", image="i:t", parameters=SftConfig()))
+    tuning = price(plan, CATALOG, runs=50)
+    assert "exports" not in tuning.kept.what  # it makes none
+
+
+def test_each_of_a_bills_figures_is_its_own() -> None:
+    """Interrupted often, stopped by its limit, on a type with four GPUs beside one with one."""
+    types = ("g5.12xlarge", "g5.2xlarge")
+    found = bill(types=types, config=growth(steps_per_phase=5000), hazard_per_hour="3", max_usd="3", max_hours="50")
+    tree, chosen = record.to_json(found), found.chosen
+    assert found.usd.p50 < chosen.total != chosen.needed_usd.p50 < chosen.metered_usd.p50
+    assert tree["uninterrupted"]["usd"] == str(chosen.total)
+    assert tree["needed"]["usd"]["p50"] == str(chosen.needed_usd.p50)
+    assert tree["metered"]["usd"]["p50"] == str(chosen.metered_usd.p50)
+    assert [Decimal(each["hours"]) * 3600 for each in tree["types"]] == [
+        pytest.approx(Decimal(each.runtime.total_s), abs=1) for each in found.types if each.runtime
+    ]
+    assert {type_: rate["gpus"] for type_, rate in record.rates(found).items()} == {types[0]: 4, types[1]: 1}
+    node = {"compute", "root disk", "public IPv4", "interruptions"}
+    fixed = sum(line.amount for line in found.lines if line.name not in node)
+    assert Decimal(record.extras(found)["fixed_usd"]) == fixed
+    own = [each.needs_gb for each in found.fits if each.type == chosen.type]
+    assert [phase["memory_gb"] for phase in record.predicted(found)] == [round(each, 2) for each in own]
+    assert found.prices_as_of == min(line.as_of for line in found.lines)
+
+
+def test_what_is_only_priced_is_stopped_by_no_limit() -> None:
+    plan = replace(definition(max_usd="0.10"), variant=Variant(nodes=2))
+    found = price(plan, CATALOG, runs=200)
+    assert found.cap is None
+    assert found.usd == found.chosen.needed_usd
+    assert found.usd.p50 > Decimal("0.10")
 
 
 def test_on_demand_capacity_has_no_interruptions_and_one_price() -> None:

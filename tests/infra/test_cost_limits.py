@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cost_definitions import definition, growth
 
@@ -17,7 +18,7 @@ from infra.cost import risk, side
 from infra.cost.bill import Bill
 from infra.cost.estimate import price, problems
 from infra.cost.fit import cheapest_holder
-from infra.cost.limits import deadline_problems, deadline_warning, slowest
+from infra.cost.limits import deadline_problems, deadline_warning, enough, slowest
 from infra.cost.record import to_json
 from infra.cost.table import render
 from infra.definition import Disk, Keep, StackDefinition
@@ -67,6 +68,8 @@ def test_a_slower_listed_type_whose_disks_cost_more_than_max_usd_is_refused() ->
     found = re.search(r"needs (\S+) USD where limits.max_usd is 3.50", said)
     assert found
     assert refused(definition(**TWO, data=disk, max_usd=found[1])) == []
+    alone = bill(types=TWO["types"][1:], region=TWO["region"], data=disk, max_usd="50").chosen
+    assert Decimal(found[1]) == enough(alone.total + alone.reserve[0])
 
 
 def test_one_type_that_no_limit_lets_end_is_one_problem_of_the_limit() -> None:
@@ -83,6 +86,27 @@ def test_the_limits_that_a_refusal_names_are_accepted(capacity: str) -> None:
     usd, hours = (each.split(", ")[1].split(". ")[0] for each in said)
     assert hours == "0.48"
     assert refused(definition(capacity=capacity, max_hours=hours, max_usd=usd)) == []
+    found = bill(capacity=capacity, max_hours=hours, max_usd=usd).chosen
+    assert [Decimal(usd), Decimal(hours)] == [
+        enough(each + stop)
+        for each, stop in zip((found.metered_usd.p50, found.needed_hours.p50), found.reserve, strict=True)
+    ]
+    short = f"{found.metered_usd.p50 + found.reserve[0] / 2:.4f}"  # enough for the work, not to stop in
+    assert [each.split(":")[0] for each in refused(definition(capacity=capacity, max_usd=short))] == ["limits.max_usd"]
+    if capacity == "spot":
+        ninth = enough(found.needed_hours.p90 + found.reserve[1])
+        assert f"Nine runs in ten need at most {ninth} node-hours" in said[1]
+
+
+def test_a_deadline_that_one_run_in_twenty_misses_is_worth_a_sentence() -> None:
+    found = bill()
+    late_h = float(np.quantile(found.chosen.needed.wall_hours, 0.95)) + found.chosen.exposure.reserve_h
+    plan = definition()
+    plan = replace(plan, limits=replace(plan.limits, deadline=NOW + timedelta(hours=late_h)))
+    assert deadline_warning(plan, found, NOW).startswith("5% of runs miss limits.deadline")
+    soon = replace(plan, limits=replace(plan.limits, deadline=NOW))
+    assert deadline_problems(soon, found, NOW)
+    assert not deadline_problems(soon, replace(found, only_priced="two nodes"), NOW)
 
 
 def test_on_demand_the_run_needs_what_it_needs_without_nine_in_ten() -> None:

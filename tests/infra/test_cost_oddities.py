@@ -11,12 +11,13 @@ import pytest
 from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
-from infra.cost import record
+from infra.cost import doubts, fit, record
 from infra.cost.bill import Bill
 from infra.cost.estimate import price, problems
 from infra.cost.limits import enough
-from infra.definition import Keep
+from infra.definition import Disk, Keep
 from infra.errors import DefinitionError, GpufleetError
+from job import sizing
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
@@ -140,6 +141,42 @@ def test_the_cap_is_judged_as_the_meter_counts_which_credits_no_free_hour() -> N
     assert found.metered_usd.mean > found.needed_usd.mean
     calm = bill(hazard_per_hour="0").chosen
     assert calm.metered_usd == calm.needed_usd
+
+
+def test_few_runs_that_stop_are_said_and_a_limit_above_p90_lies_between_nothing() -> None:
+    found = bill()
+    assert found.cap is not None
+    above = replace(found.cap, probability=0.05, max_usd=found.chosen.metered_usd.p90)
+    assert next(doubts._limits(replace(found, cap=above))) == f"5% of runs stop at {above.first} before they are done"
+    assert not list(doubts._limits(replace(found, calibrated=True, cap=replace(above, probability=0.0))))
+    slow = bill(capacity="on-demand", max_hours="0.65")
+    assert any("below about 64% of the assumed speed" in warning for warning in slow.warnings)
+    assert not list(doubts._limits(replace(slow, calibrated=True)))
+
+
+def test_a_scratch_disk_holds_four_checkpoints_and_a_fifth_part_and_what_is_exported() -> None:
+    config = growth()
+    sizes = [sizing.checkpoint_bytes(config, index) for index in range(3)]
+    kept = sum(sizing.export_bytes(config).values()) + sum(sizing.final_bytes(config).values())
+    assert fit.scratch_gb(config) == pytest.approx((4.2 * max(sizes) + kept) / 1e9)
+    root_gib = int(fit.scratch_gb(config) / 1.073741824) + 30
+    for size_gib, said in ((root_gib, True), (root_gib + 1, False)):
+        plan = definition(root=Disk(size_gib=size_gib))
+        (option,) = bill(root=Disk(size_gib=size_gib)).types
+        assert option.instance is not None
+        bare = replace(option, instance=replace(option.instance, nvme_gb=0))
+        found = list(doubts._types(plan, replace(bill(), types=(bare,))))
+        assert any("GB of scratch" in warning for warning in found) is said
+
+
+def test_step_times_for_one_type_and_a_dataset_in_s3_are_no_doubts() -> None:
+    times = {"step_ms": ("100", "200", "400")}
+    assert not any("taken for every listed type" in warning for warning in bill(**times).warnings)
+    both = bill(types=("g6e.xlarge", "g5.xlarge"), region="us-west-2", **times)
+    assert any("taken for every listed type" in warning for warning in both.warnings)
+    for dataset, said in (("data/tinystories", True), ("s3://bucket/tinystories", False)):
+        found = price(definition(dataset=dataset), CATALOG, runs=50)
+        assert any("size of the dataset is assumed" in warning for warning in found.warnings) is said
 
 
 def test_a_limit_far_above_the_run_raises_no_problem() -> None:

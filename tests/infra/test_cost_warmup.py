@@ -59,6 +59,7 @@ def said(plan: StackDefinition) -> list[str]:
 def test_a_warm_up_longer_than_the_run_is_a_warning(name: str, changed: dict[str, Any], words: str) -> None:
     assert said(stack(name, **changed)) == [words]
     assert said(stack(name)) == []
+    assert said(stack("pretrain-d64", steps=500, optim={"warmup": 500})) == []  # the last step has the whole rate
 
 
 def test_prepare_warns_too_and_counts_one_step_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

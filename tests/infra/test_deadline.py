@@ -62,6 +62,19 @@ def test_without_any_spot_capacity_the_switch_is_when_slack_runs_out() -> None:
     assert begun_late.usd == pytest.approx((0.5 + 8.75 * 3.1,) * 4)
 
 
+def test_certainty_can_be_asked_for_where_it_is_there() -> None:
+    assert switch(NEVER_THERE, ON_DEMAND, 20.0, on_time=1.0).switch_h == pytest.approx(20 - 8.25)
+    assert switch(replace(SPOT, hazard=0.0, wait_h=0.0), ON_DEMAND, 9.0, on_time=1.0).switch_h is None
+
+
+def test_who_is_done_on_spot_pays_nothing_on_demand_and_typical_is_of_those_who_switch() -> None:
+    kept = replace(SPOT, hazard=1e-9)
+    found = switch(kept, ON_DEMAND, 10.0)
+    assert found.switched == pytest.approx(math.exp(-1.5), abs=0.03)
+    assert found.usd[:2] == pytest.approx((kept.uninterrupted_usd,) * 2)
+    assert found.typical_switch_h == pytest.approx(1.75)
+
+
 def test_a_calm_run_switches_more_rarely_than_a_rough_one_and_both_are_on_time() -> None:
     calm, rough = (switch(replace(SPOT, hazard=hazard), ON_DEMAND, 11.0) for hazard in (0.2, 1.0))
     for found in (calm, rough):

@@ -8,7 +8,7 @@ from datetime import date
 import numpy as np
 import pytest
 
-from infra.cost.hazard import DRIFT, HAZARD_MEDIAN, HAZARD_SIGMA, Hazard, Key, Observation, find, learn, of_node
+from infra.cost.hazard import DRIFT, HAZARD_MEDIAN, HAZARD_SIGMA, Hazard, Key, Observation, find, learn, of_node, word
 
 DAY = date(2026, 11, 1)
 NORMALS = np.random.default_rng(3).standard_normal(200_000)
@@ -38,6 +38,28 @@ def test_a_long_history_rules_and_a_short_one_hardly_counts() -> None:
     long, short = of_zone(seen("a", 10_000, 500)), of_zone(seen("a", 5, 5))
     assert long.median == pytest.approx(0.05, rel=0.05)
     assert HAZARD_MEDIAN < short.median < 0.5  # one an hour was seen, for five hours
+
+
+def test_a_zone_alone_is_its_prior_times_its_own_history_once() -> None:
+    found, at = of_zone(seen("a", 20, 10)), np.linspace(-9, 5, 20_001)
+    log = -0.5 * (at - math.log(HAZARD_MEDIAN)) ** 2 / (0.85**2 + 0.3**2) + (10 * at - 20 * np.exp(at)) / 5
+    weights = np.exp(log - log.max()) / np.exp(log - log.max()).sum()
+    mean = float(weights @ at)
+    assert math.log(found.median) == pytest.approx(mean, abs=0.01)
+    assert found.sigma == pytest.approx(math.sqrt(float(weights @ (at - mean) ** 2) + DRIFT**2), abs=0.005)
+    assert found.unevenness == 1.3
+
+
+def test_a_hazards_word_is_the_nearest_by_ratio() -> None:
+    assert [word(per_hour) for per_hour in (0.0, 0.05, 0.12, 0.2, 0.3, 0.35, 9.0)] == [
+        "calm",
+        "calm",
+        "usual",
+        "usual",
+        "usual",
+        "rough",
+        "rough",
+    ]
 
 
 def test_uncertainty_falls_with_exposure_down_to_the_drift() -> None:
