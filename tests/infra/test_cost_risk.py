@@ -99,6 +99,27 @@ def test_max_usd_stops_the_run_where_the_meter_reaches_it_fixed_costs_included()
     assert outcome.stopped.all()
 
 
+def test_what_a_limit_keeps_to_stop_in_is_paid_and_no_more_than_there_is() -> None:
+    capped = replace(RUN, hazard=0.0, max_hours=3.0, reserve_h=0.5, fixed_usd=0.5)
+    outcome = simulate(capped, runs=3)
+    assert outcome.stopped.all()
+    assert set(outcome.hours) == {3.0}
+    assert set(outcome.usd) == {0.5 + 3.0 * 2.0}
+    assert replace(capped, max_hours=0.3).hours_at_cap() == (np.inf, 0.0)
+    assert replace(capped, max_usd=1.0).hours_at_cap() == (0.0, 2.5)
+    # Of what does not depend on hours a run that cannot begin pays no more than the limit; the first minute is billed.
+    assert simulate(replace(capped, max_usd=0.3), runs=1).usd == pytest.approx([0.3 + 2.0 / 60])
+
+
+def test_of_several_nodes_any_is_taken_and_only_that_one_has_its_first_hour_free() -> None:
+    two = simulate(replace(RUN, nodes=2, hazard=0.3), runs=2000)
+    free, paid = (simulate(replace(RUN, hazard=0.6, free_h=hours), runs=2000) for hours in (1.0, 0.0))
+    assert np.array_equal(two.interruptions, free.interruptions)
+    assert two.usd == pytest.approx((free.usd + paid.usd) / 2)
+    assert free.usd.mean() < paid.usd.mean()
+    assert expected_hours(replace(RUN, nodes=2), 0.3) == expected_hours(RUN, 0.6)
+
+
 def test_no_run_costs_more_than_its_cap_and_a_started_minute() -> None:
     outcome = simulate(replace(RUN, hazard=None, max_usd=10.0), runs=5000)
     assert outcome.usd.max() <= 10.0 + 2.0 / 60  # a started minute
@@ -154,6 +175,7 @@ def test_the_break_even_hazard_is_where_both_prices_meet() -> None:
 
 def test_there_is_no_break_even_when_spot_costs_as_much_and_none_to_find_when_it_is_nearly_free() -> None:
     assert break_even(RUN, 4.5 * 1.9) == 0.0
+    assert break_even(replace(RUN, compute_usd_h=1.0, extras_usd_h=1.0), 4.5 * 1.9) == 0.0
     assert break_even(replace(RUN, compute_usd_h=1e-6), 1e9) is None
 
 
