@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from growth_models import CONFIG, PROBE, dense, generator, moe
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from job.config import Precision
 from job.experiments import growth_check
 from job.experiments.growth_check import GrowthCheckFailed, cast_difference, check_boundary, compare, fit_capacity
+from job.experiments.growth_routing import Routing, routed, tied
 from job.models.growing import grow
 from job.models.growth import Growth, load
 
@@ -31,6 +33,7 @@ def test_a_right_boundary_reports_its_numbers_and_leaves_the_export(phase: int, 
     old, new = boundary(phase)
     old.train()
     new.train()
+    new.compute_dtype = torch.bfloat16
     report = check_boundary(CONFIG, phase, old, new, PROBE, export=tmp_path / "exports" / "start.safetensors")
     tree: dict[str, Any] = json.loads(json.dumps(report.to_json()))
     assert tree["phase"] == ("", "moe", "grown")[phase]
@@ -43,7 +46,9 @@ def test_a_right_boundary_reports_its_numbers_and_leaves_the_export(phase: int, 
     assert all(torch.equal(saved[name], tensor) for name, tensor in new.state_dict().items())
     assert old.training
     assert new.training
-    assert new.compute_dtype == torch.float32
+    assert new.compute_dtype == torch.bfloat16  # as it was
+    assert tree["before"]["limit"] == pytest.approx(3e-5 * max(1.0, tree["before"]["max_logit"]))
+    assert all(1 <= each <= CONFIG.model.experts for each in tree["load_max_over_mean"])
 
 
 def test_a_changed_function_stops_with_the_numbers() -> None:
@@ -64,6 +69,38 @@ def test_one_flipped_routing_is_no_pass() -> None:
     difference = compare(old, new, PROBE)
     assert difference.routing_flips > 0
     assert not difference.passed
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(module(PROBE).logits[:, :-1].flatten(0, 1), PROBE[:, 1:].flatten()) for module in (old, new)
+        ]
+    assert difference.loss_difference == pytest.approx((losses[1] - losses[0]).item(), rel=1e-3)
+
+
+def test_a_clear_flip_between_experts_that_say_the_same_is_no_pass() -> None:
+    old, new = boundary(2)
+    for module in (old, new):
+        for name, parameter in module.blocks[0].ffn.named_parameters():
+            if not name.startswith("router"):
+                parameter.data.zero_()
+    swap(old, new, windows=1, margin=1e-2)
+    difference = compare(old, new, PROBE[:1])
+    assert difference.max_logit_difference <= difference.limit
+    assert (difference.routing_flips, difference.verdict) == (1, "unclear")
+
+
+def test_a_tie_is_measured_by_the_largest_logit_and_every_token_that_flips_must_be_one() -> None:
+    def layer(margin: list[float], scale: float) -> list[tuple[Routing, Routing]]:
+        of = (torch.tensor(margin), torch.tensor(scale))
+        return [(Routing(torch.tensor([[0, 1]] * 2), *of), Routing(torch.tensor([[0, 2]] * 2), *of))]
+
+    assert tied(layer([1e-5, 2e-5], 1.0), 3e-5)
+    assert not tied(layer([1e-5, 1e-2], 1.0), 3e-5)
+    assert tied(layer([2e-4, 2e-4], 10.0), 3e-5)
+    assert tied(layer([2e-5, 2e-5], 0.1), 3e-5)
+    module = boundary(1)[1]
+    with routed(module) as chosen, torch.no_grad():
+        module(PROBE[:1])
+    assert all((each.experts.diff(dim=-1) > 0).all() for each in chosen)  # a set: which is first does not count
 
 
 def swap(old: Growth, new: Growth, windows: int, margin: float) -> None:
@@ -110,8 +147,15 @@ def test_a_file_that_lost_bits_stops_the_run(monkeypatch: pytest.MonkeyPatch) ->
         real({name: t.to(torch.bfloat16).to(t.dtype) for name, t in tensors.items()}, path)
 
     monkeypatch.setattr(growth_check, "save_file", lossy)
-    with pytest.raises(GrowthCheckFailed, match="does not hold the weights that were saved"):
+    with pytest.raises(GrowthCheckFailed, match=r"after a round trip; the saved file does not hold the weights that"):
         check_boundary(CONFIG, 1, *boundary(1), PROBE)
+
+
+def test_a_file_that_lacks_a_tensor_is_not_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, module = growth_check.save_file, boundary(1)[1]
+    assert growth_check.round_trip(module, tmp_path / "whole.safetensors")
+    monkeypatch.setattr(growth_check, "save_file", lambda tensors, path: real(dict(list(tensors.items())[1:]), path))
+    assert not growth_check.round_trip(module, tmp_path / "less.safetensors")
 
 
 def test_the_cast_to_bf16_reports_its_loss_difference() -> None:
@@ -133,7 +177,11 @@ def test_a_cast_that_costs_too_much_stops_the_run(monkeypatch: pytest.MonkeyPatc
 def test_a_cast_or_a_padding_that_gives_no_number_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth_check, "cast_difference", lambda *_: float("nan"))
     monkeypatch.setattr(growth_check, "fit_capacity", lambda *_: (8.0, float("nan")))
-    with pytest.raises(GrowthCheckFailed, match=r"padding moves the loss by nan.*the cast to bf16.* by nan") as found:
+    monkeypatch.setattr(growth_check, "expert_load", lambda *_: ((5, 3), (1.0, 1.0)))
+    with pytest.raises(
+        GrowthCheckFailed,
+        match=r"only 3 of 8 experts are used.*padding moves the loss by nan.*the cast to bf16.* by nan",
+    ) as found:
         check_boundary(CONFIG, 1, *boundary(1), PROBE)
     json.dumps(written := found.value.report.to_json(), allow_nan=False)  # growth_report.json is JSON whatever happens
     assert written["cast_loss_difference"] == "NaN"
@@ -156,6 +204,21 @@ def test_capacity_is_raised_until_padding_costs_little() -> None:
     assert abs(difference) <= growth_check.LOSS_LIMIT
     assert capacity > 1.25
     assert new.capacity == capacity
+
+
+def test_a_padding_that_lowers_the_loss_is_no_better_than_one_that_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, new = boundary(1)
+    new.set_dispatch("padded", 1.5)
+    losses = iter([2.0, 1.5, 2.005])  # dropless, then at 1.5 and 2.0
+    monkeypatch.setattr(growth_check, "_loss", lambda *_: next(losses))
+    assert fit_capacity(new, PROBE[:1]) == (2.0, pytest.approx(0.005))
+
+
+def test_what_a_cast_costs_is_the_mean_over_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIG, precision=Precision(compute="bf16", phase3_state="bf16"))
+    losses = iter([1.0] * len(PROBE) + [1.5] * len(PROBE))
+    monkeypatch.setattr(growth_check, "_loss", lambda *_: next(losses))
+    assert cast_difference(config, 2, boundary(2)[1], PROBE) == pytest.approx(0.5)
 
 
 def test_grouped_products_have_no_capacity_to_raise() -> None:
