@@ -191,7 +191,8 @@ def test_two_types_are_both_shown_and_the_dearest_run_is_priced() -> None:
     costs = {o.type: o.runtime.total_s * float(o.spot[-1].price.amount) for o in found.types if o.runtime}
     assert set(costs) == {"g5.2xlarge", "g6e.2xlarge"}
     assert found.chosen.type == max(costs, key=costs.__getitem__)
-    assert found.chosen.price == next(o for o in found.types if o.type == found.chosen.type).spot[-1].price
+    own = next(option for option in found.types if option.type == found.chosen.type)
+    assert (found.chosen.price, found.chosen.zone) == (own.spot[-1].price, own.spot[-1].zone)
 
 
 def test_the_notice_counts_poll_step_save_hash_and_upload() -> None:

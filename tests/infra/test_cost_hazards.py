@@ -144,6 +144,21 @@ def test_the_break_even_hazard_of_two_nodes_is_per_node() -> None:
     assert two == pytest.approx(one / 2, rel=0.1)
 
 
+def test_two_nodes_are_at_risk_of_twice_the_dollars() -> None:
+    one, two = (bill(nodes(count)).chosen.exposure for count in (1, 2))
+    assert two.compute_usd_h == 2 * one.compute_usd_h
+    assert two.extras_usd_h == pytest.approx(2 * one.extras_usd_h)
+
+
+def test_a_held_node_waits_that_much_less_at_half_the_speed() -> None:
+    held = replace(
+        definition(capacity="on-demand", max_usd="50", max_hours="50"), variant=Variant(hold_hours=Decimal(9))
+    )
+    found = bill(held)
+    assert found.chosen.hours.p50 == 9
+    assert float(found.half_speed.p50) == pytest.approx(float(found.usd.p50), abs=2e-4)
+
+
 def test_two_nodes_are_said_to_be_priced_only() -> None:
     assert "2 spot nodes in us-east-2" in flat(bill(nodes(2)))
 
