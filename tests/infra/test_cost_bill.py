@@ -139,7 +139,7 @@ def test_what_is_kept_is_what_the_run_wrote_and_not_the_inputs_that_a_destroy_de
 
 def test_each_of_a_bills_figures_is_its_own() -> None:
     """Interrupted often, stopped by its limit, on a type with four GPUs beside one with one."""
-    types = ("g5.12xlarge", "g5.2xlarge")
+    types = ("g6e.12xlarge", "g5.2xlarge")
     found = bill(types=types, config=growth(steps_per_phase=5000), hazard_per_hour="3", max_usd="3", max_hours="50")
     tree, chosen = record.to_json(found), found.chosen
     assert found.usd.p50 < chosen.total != chosen.needed_usd.p50 < chosen.metered_usd.p50

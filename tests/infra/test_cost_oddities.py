@@ -112,8 +112,13 @@ def test_when_no_type_holds_the_job_or_has_a_speed_the_error_is_the_fit() -> Non
 
 
 def test_host_memory_must_hold_a_staged_checkpoint() -> None:
-    found = bill(types=("g5.xlarge",), config=growth(state="fp32"))  # 25.9 GB staged, 16 GiB of host memory
-    assert not found.types[0].holds_the_job
+    config, card = growth(state="fp32"), CATALOG.instances["g6e.xlarge"]  # 48 GB on the GPU are enough
+    for memory_gib, why in ((27, "a checkpoint is staged there, 25.9 GB, 25.0 GB are free"), (28, "")):
+        dense, moe, grown = fit.fits(config, replace(card, memory_gib=memory_gib), CATALOG, "us-east-2")
+        assert dense.fits
+        assert moe.fits
+        assert grown.why == (f"host memory: {why}" if why else "")
+        assert fit._holds(config, replace(card, memory_gib=memory_gib)) is not bool(why)
 
 
 def test_a_cap_below_p50_is_a_problem_that_states_p50_and_p90() -> None:

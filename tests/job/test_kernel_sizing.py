@@ -106,7 +106,7 @@ def test_rows_must_divide_the_batch() -> None:
     assert problem[0] == "batch.tokens"
     (problem,) = sizing.problems(replace(FULL, batch=replace(FULL.batch, micro_tokens=2 * FULL.batch.tokens)))
     assert problem[0] == "batch.micro_tokens"
-    assert decoder.steps(1.1, 0.1) == 11  # not a twelfth for what is only rounding
+    assert decoder.steps(2.1, 0.3) == 7  # not an eighth for what is only rounding
 
 
 def test_generation_holds_the_cache_of_a_ranks_share_and_its_logits() -> None:
