@@ -1,6 +1,9 @@
-"""What an asynchronous checkpoint costs the training beside it: `python bench/checkpoint_stall.py [MB ...]`, a minute.
+"""What an asynchronous checkpoint costs the training beside it: a minute.
 
-Work is a loop of matrix products on all cores but one, as the trainer's. It runs alone and beside a save in turn, so
+    python bench/checkpoint_stall.py [MB ...] [--device cuda]
+
+Work is a loop of matrix products on all cores but one, as the trainer's; on a GPU the state and the products (bf16) are
+there, and one core queues them. It runs alone and beside a save in turn, so
 that other work on the machine disturbs both alike. Stall = blocking + seconds of the save x share of pace lost. CPU
 seconds say what a save costs whatever else runs: where no core is idle, the training loses as many at least.
 """
@@ -16,6 +19,7 @@ from statistics import median
 
 import torch
 
+from job.train import device
 from job.train.checkpoint import Checkpoints, Commit
 
 CADENCE_S, SAVES, ALONE_S = 300.0, 5, 1.0
@@ -26,17 +30,20 @@ def main() -> None:
     """A table per size for this machine, as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("megabytes", metavar="MB", nargs="*", type=float, default=[300.0, 1200.0], help="of each save")
-    sizes = parser.parse_args().megabytes
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    arguments = parser.parse_args()
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-    for megabytes in sizes:
-        measure(megabytes)
+    found = device.choose(arguments.device, bf16=True)
+    say(found.banner())
+    for megabytes in arguments.megabytes:
+        measure(megabytes, found)
 
 
-def measure(megabytes: float) -> None:
+def measure(megabytes: float, found: device.Device) -> None:
     """Some saves of one size."""
     numbers = round(megabytes * 1e6 / 4 / 3 / TENSORS)
     state = {
-        kind: {f"block.{index}": torch.ones(numbers) for index in range(TENSORS)}
+        kind: {f"block.{index}": torch.ones(numbers, device=found.torch) for index in range(TENSORS)}
         for kind in ("model", "exp_avg", "exp_avg_sq")
     }
     columns = ("blocked s", "written in s", "CPU s of both", "pace beside it", "stall s", "of 300 s")
@@ -46,16 +53,16 @@ def measure(megabytes: float) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         checkpoints = Checkpoints(Path(scratch) / "ckpt", config_sha256="bench")
         checkpoints.prepare(state)
-        pace(checkpoints, ALONE_S)
+        pace(checkpoints, ALONE_S, found)
         for step in range(1, SAVES + 1):
-            before = pace(checkpoints, ALONE_S)
+            before = pace(checkpoints, ALONE_S, found)
             cpu = -writer_cpu_s(checkpoints) - time.thread_time()
             checkpoints.save(state, commit(step), {})
             cpu += time.thread_time()
-            beside = pace(checkpoints, 0.0)
+            beside = pace(checkpoints, 0.0, found)
             (saved,) = checkpoints.wait()
             cpu += writer_cpu_s(checkpoints)
-            alone = (before + pace(checkpoints, ALONE_S)) / 2
+            alone = (before + pace(checkpoints, ALONE_S, found)) / 2
             stall = saved.blocking_s + saved.seconds * max(0.0, 1 - beside / alone)
             stalls.append(stall)
             say(
@@ -67,12 +74,14 @@ def measure(megabytes: float) -> None:
     say(f"\nMedian for {megabytes:.0f} MB: {middle:.2f} s, {middle / CADENCE_S:.2%} of {CADENCE_S:.0f} s.")
 
 
-def pace(checkpoints: Checkpoints, seconds: float) -> float:
+def pace(checkpoints: Checkpoints, seconds: float, found: device.Device) -> float:
     """Products per second for `seconds`, or for as long as a save is on its way."""
-    a = torch.ones(512, 512)
+    side, dtype = (4096, torch.bfloat16) if found.is_cuda else (512, torch.float32)
+    a = torch.ones(side, side, device=found.torch, dtype=dtype)
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < seconds or (seconds == 0 and checkpoints.busy):
         a @ a
+        found.synchronize()
         count += 1
     return count / (time.perf_counter() - began)
 
