@@ -135,6 +135,12 @@ def unmeasured(config: JobConfig) -> tuple[str, ...]:
     return tuple(size.name for size in sizing.phases(config) if not size.steps)
 
 
+def not_reached(tree: Mapping[str, Any], config: JobConfig) -> tuple[str, ...]:
+    """The phases with optimizer steps of which this measurement holds none: with one of them it does not count."""
+    known = {phase["name"] for phase in tree["phases"]}
+    return tuple(size.name for size in sizing.phases(config) if size.steps and size.name not in known)
+
+
 def path_for(root: Path, stack: str, device: str) -> Path:
     """Where `gpufleet calibrate` writes: one file per stack and device, to be committed."""
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
@@ -257,8 +263,7 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
         return f"it was measured with {tree['device']['ranks']} processes, {instance.type} would run {ranks}"
     if tree["code_sha256"] != _code():
         return "the code that trains (job/train, job/models, job/experiments, job/sizing) has changed"
-    known = {phase["name"] for phase in tree["phases"]}
-    lacking = [size.name for size in sizing.phases(config) if size.steps and size.name not in known]
+    lacking = not_reached(tree, config)
     return f"it did not reach phase {lacking[0]}" if lacking else ""
 
 

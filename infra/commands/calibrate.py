@@ -53,6 +53,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"  not measured, and priced as before: {', '.join(lacks)} (no optimizer steps)")
     if definition.job.parameters != plain.job.parameters:
         print(f"Written to {path.relative_to(root)}: of the rehearsal alone; the bill of {plain.name} ignores it.")
+    elif missing := calibration.not_reached(tree, definition.job.parameters):
+        print(
+            f"Written to {path.relative_to(root)}: the bill of {definition.name} ignores it, no step of phase "
+            f"{missing[0]} was timed (the first {WARM_UP} never are): ask for more --steps"
+        )
     else:
         print(f"Written to {path.relative_to(root)}: commit it, and the bill of {definition.name} stands on it.")
     return 0

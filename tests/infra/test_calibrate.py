@@ -109,6 +109,26 @@ def test_calibrate_writes_a_file_that_the_bill_accepts(
     assert found.phase("moe") is not None
 
 
+def test_a_probe_that_timed_no_step_of_a_phase_promises_no_bill(
+    path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
+    whole = probe.run
+
+    def ends_early(*given: Any, **named: Any) -> probe.Outcome:
+        outcome = whole(*given, **named)
+        return replace(outcome, phases=outcome.phases[:2])
+
+    monkeypatch.setattr(probe, "run", ends_early)
+    assert main(["calibrate", "small-growth", "--steps", "90"]) == 0
+    said = capsys.readouterr().out
+    assert "the bill of small-growth ignores it, no step of phase grown was timed" in said
+    assert "commit it" not in said
+    root = project_root(path.parent)
+    found = calibration.find(definition(path), load_catalog().instances["g5.2xlarge"], root)
+    assert "did not reach phase grown" in str(found)
+
+
 def test_a_probe_of_the_rehearsal_promises_no_bill(
     path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
