@@ -1,6 +1,8 @@
 """One training step, eager, fp32 on the CPU or bf16 on a GPU: forward, backward, fused AdamW. Pairs timed in turn.
 
-    python bench/dense_step.py [--nanogpt PATH_OF_A_CHECKOUT] [--layers 7] [--sequences 2] [--pairs 7] [--device cpu]
+    python bench/dense_step.py [--nanogpt PATH_OF_A_CHECKOUT] [--layers 7] [--sequences N] [--pairs 7] [--device cpu]
+
+N sequences of 256 tokens: 2, or 32 on a GPU, where launching the kernels of 2 would take longer than running them.
 
 - dense against nanoGPT of the same shape (nanoGPT has learned positions and a fused q, k, v; we rotate);
 - the mixture's whole step against that of a dense model with as many active parameters, forward, loss and backward;
@@ -27,33 +29,39 @@ from job import sizing
 from job.config import GrowthConfig, GrowthModel, Precision
 from job.models.blocks import Experts, FeedForward
 from job.models.growth import build, parameter_groups
+from job.train import device
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanogpt", type=Path)
     parser.add_argument("--layers", type=int, default=7)
-    parser.add_argument("--sequences", type=int, default=2)
+    parser.add_argument("--sequences", type=int, help="of 256 tokens; default 2, on a GPU 32")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--device", default="cpu")
     a = parser.parse_args()
-    compute = "fp32" if a.device == "cpu" else "bf16"
+    found = device.choose(a.device, bf16=True)
+    compute = "bf16" if found.is_cuda else "fp32"
+    sequences = a.sequences or (32 if found.is_cuda else 2)
     config = replace(
         GrowthConfig(),
         model=replace(GrowthModel(), layers=a.layers),
         precision=Precision(compute=compute, phase3_state="fp32"),  # type: ignore[arg-type]
     )
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {a.device}, {compute}")  # noqa: T201
-    tokens = torch.randint(config.model.vocab, (a.sequences, 257), device=a.device)
+    print(  # noqa: T201
+        f"{found.name}, torch {torch.__version__}, {torch.get_num_threads()} threads, {compute}, "
+        f"{sequences} x 256 tokens"
+    )
+    tokens = torch.randint(config.model.vocab, (sequences, 257), device=found.torch)
     if a.nanogpt:
         ours = our_step(config, tokens)
-        report("dense step / nanoGPT's", *paired(ours, nanogpt_step(a.nanogpt, config, tokens), a.pairs, a.device))
+        report("dense step / nanoGPT's", *paired(ours, nanogpt_step(a.nanogpt, config, tokens), a.pairs, found))
     steps = passes_of_models(config, tokens)
-    report("mixture's step / dense model's of equal active size", *paired(*steps, a.pairs, a.device))
-    x = torch.randn(a.sequences, 256, config.model.width, device=a.device)
+    report("mixture's step / dense model's of equal active size", *paired(*steps, a.pairs, found))
+    x = torch.randn(sequences, 256, config.model.width, device=found.torch)
     x = x if compute == "fp32" else x.bfloat16()
     for dispatch in ("grouped", "padded"):
-        report(f"experts ({dispatch}) / dense FFN", *paired(*ffns(config, x, dispatch), a.pairs, a.device))
+        report(f"experts ({dispatch}) / dense FFN", *paired(*ffns(config, x, dispatch), a.pairs, found))
     return 0
 
 
@@ -135,7 +143,7 @@ def ffns(config: GrowthConfig, x_BTd: Tensor, dispatch: str) -> tuple[Callable[[
 
 
 def paired(
-    first: Callable[[], None], second: Callable[[], None], pairs: int, device: str
+    first: Callable[[], None], second: Callable[[], None], pairs: int, found: device.Device
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of each, in turn, after one unmeasured pair."""
     times: tuple[list[float], list[float]] = ([], [])
@@ -143,8 +151,7 @@ def paired(
         for run, seen in zip((first, second), times, strict=True):
             start = time.perf_counter()
             run()
-            if device != "cpu":
-                torch.cuda.synchronize()
+            found.synchronize()
             if pair:
                 seen.append((time.perf_counter() - start) * 1e3)
     return times
@@ -154,7 +161,7 @@ def report(name: str, ours: list[float], theirs: list[float]) -> None:
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     print(  # noqa: T201
         f"{name}: {statistics.median(ratios):.2f} (from {min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} pairs; "
-        f"{statistics.median(ours):.0f} against {statistics.median(theirs):.0f} ms)"
+        f"{statistics.median(ours):.1f} against {statistics.median(theirs):.1f} ms)"
     )
 
 

@@ -151,14 +151,16 @@ def theirs(a: argparse.Namespace, tokens: Tensor) -> Model:
 
 
 def attention(passes: Callable[[], None], where: torch.device) -> str:
-    """Names of the attention kernels, or on a CPU operators, of one pass."""
+    """Names of the attention kernels of one pass, or of operators on a CPU and where the driver shows no kernels."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (where.type == "cuda")
     with profile(activities=activities) as seen:
         passes()
         synchronize(where)
-    names = {event.key for event in seen.key_averages() if event.device_type.name.lower() == where.type}
-    kernels = [name[:60] for name in names if any(part in name.lower() for part in KERNELS)]
-    return ", ".join(sorted(kernels)) or "none named"
+    for kind in (where.type, "cpu"):
+        names = {event.key for event in seen.key_averages() if event.device_type.name.lower() == kind}
+        if kernels := [name[:60] for name in names if any(part in name.lower() for part in KERNELS)]:
+            return ", ".join(sorted(kernels))
+    return "none named"
 
 
 def synchronize(where: torch.device) -> None:

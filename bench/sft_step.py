@@ -40,7 +40,8 @@ def main() -> int:
     parser.add_argument("--mask", action="store_true")
     a = parser.parse_args()
     config = replace(SftConfig(), model=replace(Shape(), layers=a.layers))
-    where = torch.device(a.device)
+    found = device.choose(a.device, bf16=True)
+    where = found.torch
     drawn = torch.Generator().manual_seed(1)
     base = decoder.build(config.model, compute=torch.bfloat16, dtype=torch.bfloat16, device=where)
     with torch.no_grad():
@@ -65,7 +66,6 @@ def main() -> int:
             if number >= WARM:
                 seconds.append(time.perf_counter() - began)
     step_s = statistics.median(seconds)
-    found = device.choose(a.device, bf16=True)
     peak = found.peak_tflops
     mfu = f"{tokens / step_s * flops_per_token(config) / (peak * 1e12):.1%}" if peak else "unknown, no peak"
     memory = torch.cuda.max_memory_allocated() / 1e9 if where.type == "cuda" else 0.0

@@ -1,9 +1,9 @@
-"""Speed of the trainer: `python bench/train_step.py > bench/results/train.md`, on an otherwise idle machine.
+"""Speed of the trainer, on an otherwise idle machine: `python bench/train_step.py [--sequences 8]` prints a page.
 
 On a CPU: the whole rehearsal-sized run, its step per phase, and what a 1.2 GB checkpoint costs the work beside it. On
-a GPU: tokens/s and MFU of each full-size phase at 8 x 256 tokens, beside the least that this GPU's data sheet allows
-(FLOPs over its peak, and the optimizer's traffic over its bandwidth), and what the first step spends compiling on a
-node without a cache and on its replacement.
+a GPU: tokens/s and MFU of each full-size phase at that many times 256 tokens, beside the least that this GPU's data
+sheet allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth), and what the first step spends
+compiling on a node without a cache and on its replacement.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ BAR = 2  # times the least that the data sheet allows
 
 def main() -> None:
     """The tables for this machine."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=8, help="of a step on a GPU (default: %(default)s)")
+    sequences = parser.parse_args().sequences
     wanted = "cuda" if torch.cuda.is_available() else "cpu"
     found = device.choose(wanted, bf16=True)
     say("# Trainer\n")
@@ -55,7 +57,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         if found.is_cuda:
-            full_size(Path(scratch), found)
+            full_size(Path(scratch), found, sequences)
         else:
             rehearsal_size(Path(scratch))
             checkpoint(Path(scratch))
@@ -128,22 +130,23 @@ def checkpoint(scratch: Path) -> None:
         )
 
 
-def full_size(scratch: Path, found: device.Device) -> None:
+def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
     """Each phase by itself, weights fresh."""
-    config = replace(GrowthConfig(), batch=replace(GrowthConfig().batch, sequences=8))
+    config = replace(GrowthConfig(), batch=replace(GrowthConfig().batch, sequences=sequences))
     prepare.prepare(scratch / "data", sources.Generated(count=5000, seed=1), model_vocab=config.model.vocab)
     tree = {"schema": 1, "job": {"experiment": "tinystories-growth", "parameters": asdict(config)}}
     (scratch / "run.json").write_text(json.dumps(tree))
     experiment, _ = trainer.start(trainer.Run.read(scratch), scratch, 0, Requests(scratch), World())
     whole = sizing.Rung(micro=config.batch.sequences)
+    say(f"\n{sequences} x {config.data.sequence} tokens a step.\n")
     say("| phase | ms/step | least ms | of it | tok/s | MFU | peak GB | predicted GB | no cache | an earlier node's |")
     say("|---|---|---|---|---|---|---|---|---|---|")
     for index, size in enumerate(sizing.phases(config)):
         phase = experiment.phases[index]
+        found.tidy()  # first of all: the phase before is held by cycles
         module = build(config, index, device=found.torch)
         opt = experiment.optimizer(phase, module)
         experiment.schedule(phase, opt, phase.first)
-        found.tidy()
         compiling = []
         for steps in (1, 2 * STEPS):  # a first node's, then its replacement's, which is the one that is timed
             with fresh_cache(), compiled(module, found.torch):
