@@ -215,6 +215,8 @@ class Expressions:
     def _constant(self, node: ast.expr) -> None:
         """At the top or a default: a value that cannot be changed."""
         for part in ast.walk(node):
+            if isinstance(part, ast.Name) and part.id in self.lists:  # also where a function's own name hides it
+                raise Forbidden(part, f"{part.id} can be changed, and outlives a call")
             if isinstance(part, ast.Call) and self._full(part.func) not in TOP_CALLS:
                 raise Forbidden(part, "a call at the top, or in a default, that may give what can be changed")
             if isinstance(part, ast.List | ast.Set | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.Lambda):

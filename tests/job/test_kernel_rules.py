@@ -236,6 +236,10 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (replaced("def kernel_function", "@torch.no_grad(exec('1'))\ndef kernel_function"), "decorator torch.no_grad"),
         (replaced("@triton.jit", "@torch.no_grad()\n@triton.jit"), "decorator torch.no_grad"),
         (replaced("import torch\n", "import torch\nfrom triton.language.extra import cuda\n"), "import from triton"),
+        (
+            replaced("    n = ", "    made = 1\n    g = lambda a, b=made: a\n    n = ") + "made = [1]\n",
+            "made can be changed, and outlives a call",
+        ),
         (honest().source + "calls = enumerate(range(9))\n", "a call at the top"),
         (honest().source + "made = []\ncalls = tuple(made)\n", "made can be changed"),
         (honest().source + "f = torch.empty(9)\n", "a call at the top"),
