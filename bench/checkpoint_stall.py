@@ -3,9 +3,9 @@
     python bench/checkpoint_stall.py [MB ...] [--device cuda]
 
 Work is a loop of matrix products on all cores but one, as the trainer's; on a GPU the state and the products (bf16) are
-there, and one core queues them. It runs alone and beside a save in turn, so
-that other work on the machine disturbs both alike. Stall = blocking + seconds of the save x share of pace lost. CPU
-seconds say what a save costs whatever else runs: where no core is idle, the training loses as many at least.
+there, and one core queues them. It runs alone and beside a save in turn, so that other work on the machine disturbs
+both alike. Stall = blocking + seconds of the save x share of pace lost. CPU seconds say what a save costs whatever else
+runs: where no core is idle, the training loses as many at least.
 """
 
 from __future__ import annotations

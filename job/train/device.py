@@ -141,8 +141,8 @@ def allocate_exactly() -> list[str]:
     """GPU memory in segments that grow, and pinned host memory in the sizes asked for, given back when freed. Gives
     the settings that this torch knows (2.13: both; 2.11: the first).
 
-    Segments of fixed sizes leave gaps: phase 3's 20.6 GB held 23.0 of an A10G's 23.7, the full weights of an 8 B
-    decoder on 8 GPUs 81.7 instead of 72.0, 21.0 and 76.7 with segments that grow (torch's own allocator, 2026-11-22).
+    Segments of fixed sizes leave gaps: phase 3's 20.6 GB held 23.1 of an A10G's 23.7, the full weights of an 8 B
+    decoder on 8 GPUs 81.7 for 72.0; 21.0 and 76.7 with segments that grow (torch's own allocator, 2026-11-22).
     Of pinned memory torch rounds each tensor up to a power of two and keeps it for ever: phase 3's 12.9 GB checkpoint
     would take 20 GB, beside 7 of phase 2, of a g5.2xlarge's 32.
     """
