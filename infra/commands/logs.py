@@ -73,7 +73,7 @@ class Reader:
 
     def _silence(self) -> str:
         """Why nothing is printed."""
-        name, run = self.definition.name, self.definition.run.id
+        name, run = f"{self.definition.name}{stack.earlier(self.definition)}", self.definition.run.id
         if self._folder() is None:
             return str(aws.no_run(self.s3, self.definition))
         if self._group() is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from infra.definition import StackDefinition
 from infra.loader import project_root
 from infra.selected import SCENARIO, selected
+from infra.yaml_tree import Scalar, at
 
 
 def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> None:
@@ -38,3 +39,9 @@ def definition_of(args: argparse.Namespace, *, past_deadline: bool = True) -> St
         print(f"gpufleet: {definition.name}'s scenario {chosen.scenario}, as {SCENARIO} says", file=sys.stderr)
     run = getattr(args, "run_id", None)
     return replace(definition, run=replace(definition.run, id=run)) if run else definition
+
+
+def earlier(definition: StackDefinition) -> str:
+    """` --run ID` where the run is not the one that its file names, else nothing: what further commands need."""
+    own = at(definition.tree, "run.id") if definition.tree else None
+    return f" --run {definition.run.id}" if isinstance(own, Scalar) and own.text != definition.run.id else ""

@@ -74,8 +74,28 @@ def test_status_of_a_run_that_is_done_says_what_comes_next(cloud: Cloud, stack: 
     told = stated(stack)
     assert told["fleet"].startswith("none")
     assert told["done"] == "max_usd, 2026-11-21T12:01:00Z. $2.98 spent"
-    assert told["next"].startswith("gpufleet results small-growth")
+    assert told["next"] == "gpufleet results small-growth; pulumi destroy; gpufleet sweep small-growth"
     assert "" not in told
+
+
+def test_what_comes_next_for_an_earlier_run_names_it_and_destroys_nothing(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare_fleet(cloud)
+    bucket = declare_bucket(cloud)
+    put(cloud, bucket, "heartbeat/i-1.jsonl", b'{"ts":"2026-11-21T12:00:00Z"}\n')
+    path.write_text(path.read_text().replace("run: {id: r1", "run: {id: r2"))
+    earlier = ["small-growth", "--run", "r1"]
+    assert main(["status", *earlier]) == 0
+    assert "see `gpufleet logs small-growth --run r1`" in capsys.readouterr().out
+    assert main(["results", *earlier]) == 1
+    assert "`gpufleet status small-growth --run r1` says more" in capsys.readouterr().out
+    assert main(["stop", *earlier]) == 0
+    said = capsys.readouterr().out
+    assert "Next: `gpufleet logs small-growth --run r1 --follow`, `gpufleet results small-growth --run r1`.\n" in said
+    put(cloud, bucket, "done.json", {"reason": "stopped", "at": "2026-11-21T12:11:00Z"})
+    assert main(["status", *earlier]) == 0
+    assert capsys.readouterr().out.endswith("next        gpufleet results small-growth --run r1\n")
 
 
 def test_status_of_a_deleted_fleet_promises_no_node(cloud: Cloud, stack: StackDefinition) -> None:
