@@ -231,7 +231,7 @@ def test_the_scale_of_an_adapter_is_no_pass_over_what_it_gives_or_its_gradient()
         y = layer(x)
         torch.autograd.backward(y, torch.ones_like(y))
     assert passes.names == ["add.Tensor", "ones_like.default"]
-    torch.testing.assert_close(y, F.linear(x, layer.merged()))
+    torch.testing.assert_close(y, F.linear(x, layer.merged()), rtol=1e-5, atol=1e-4)  # of sums that reach 360
 
 
 def test_the_size_of_a_batch_scales_the_gradient_without_being_rounded() -> None:
