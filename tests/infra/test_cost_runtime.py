@@ -71,6 +71,17 @@ def test_efficiency_one_half_doubles_the_limit_and_one_is_the_limit() -> None:
     assert whole.step_ms == whole.limit_ms
 
 
+def test_a_fast_gpu_waits_for_its_host_and_a_slow_one_does_not() -> None:
+    found = {
+        type_: runtime.hours(growth(sequences=16), instance(type_), Estimate(), ROOT).phases
+        for type_ in ("g5.2xlarge", "p5en.48xlarge")
+    }
+    slow, fast = found["g5.2xlarge"], found["p5en.48xlarge"]
+    assert [phase.step_ms / (phase.limit_ms or 0) for phase in slow] == pytest.approx([2, 2, 2])
+    assert [phase.step_ms for phase in fast] == pytest.approx([14.2, 19.8, 61.7])
+    assert all(phase.step_ms > 2 * (phase.limit_ms or 0) for phase in fast)
+
+
 def test_measured_step_times_replace_the_roofline_and_are_named_as_the_basis() -> None:
     found = runtime.hours(GrowthConfig(), instance("g5.2xlarge"), Estimate(step_ms=(30, 60, 250)), ROOT)  # type: ignore[arg-type]
     assert [phase.step_ms for phase in found.phases] == [30, 60, 250]

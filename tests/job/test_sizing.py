@@ -17,6 +17,7 @@ from job.config import (
     TextData,
 )
 from job.config.pretrain import CharModel, MuonAdamW
+from job.models.growth import build
 from job.sizing import decoder
 
 FULL = GrowthConfig()
@@ -67,6 +68,18 @@ def test_state_and_traffic_follow_the_phase_3_key_only() -> None:
     ]
     assert sizing.phases(wide)[2].state_bytes_per_param == 16
     assert round(16 * sizing.phases(wide)[2].params_total / 1e9, 1) == 34.5
+
+
+def test_the_host_launches_each_micro_batch_and_each_tensor_of_the_bf16_adamw() -> None:
+    whole = [size.launch_ms for size in sizing.phases(FULL)]
+    cut = [size.launch_ms for size in sizing.phases(replace(FULL, batch=replace(FULL.batch, micro=4)))]
+    micros = -(-FULL.batch.sequences // 4)
+    assert [b - a for a, b in zip(whole, cut, strict=True)] == pytest.approx(
+        [(micros - 1) * ms for ms in (7 * 1.6, 7 * 2.4, 11 * 2.4)]
+    )
+    fp32 = sizing.phases(replace(FULL, precision=Precision(compute="bf16", phase3_state="fp32")))
+    tensors = len(list(build(FULL, 2, device="meta").parameters()))
+    assert whole[2] - fp32[2].launch_ms == pytest.approx(0.17 * tensors)
 
 
 @pytest.mark.parametrize(("state", "gigabytes"), [("bf16", [1.2, 4.5, 12.9]), ("fp32", [1.2, 4.5, 25.9])])
