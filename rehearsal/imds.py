@@ -58,6 +58,7 @@ class Imds:
         self.tags = dict(tags or {})
         self.fault: Fault | None = None  # on the two notice paths only, so that credentials still come
         self.slow_s = 30.0  # how long a slow answer takes
+        self.token_s = 0.0  # how long a token takes
         self.requests: list[tuple[datetime, str, int]] = []  # when, path, status
         self._notice: Callable[[], datetime | None] = lambda: None
         self._rebalance: Callable[[], datetime | None] = lambda: None
@@ -121,6 +122,7 @@ class Imds:
         """None where AWS answers 400: a time to live must be given, 1 s to 6 h."""
         if seconds is None or not seconds.isascii() or not seconds.isdigit() or not 1 <= int(seconds) <= TOKEN_S:
             return None
+        self._closed.wait(self.token_s)
         token = uuid.uuid4().hex
         self._tokens[token] = self.clock.now() + timedelta(seconds=int(seconds))
         return token

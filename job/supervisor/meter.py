@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from job.run_file import Limits, Rates
+from job.supervisor.store import session
 
 MINIMUM_S = Decimal(60)
 CENT_100 = Decimal("0.0001")
@@ -116,7 +117,6 @@ def spot_history(instance_type: str, zone: str, client: Any = None) -> SpotPrice
     """Prices from DescribeSpotPriceHistory, with short timeouts. None whenever AWS does not answer as it should."""
 
     def ask(at: float) -> Decimal | None:
-        import boto3
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -124,7 +124,7 @@ def spot_history(instance_type: str, zone: str, client: Any = None) -> SpotPrice
         try:
             if client is None:
                 retries = {"mode": "standard", "total_max_attempts": 2}
-                client = boto3.client("ec2", config=Config(connect_timeout=3, read_timeout=5, retries=retries))
+                client = session().client("ec2", config=Config(connect_timeout=3, read_timeout=5, retries=retries))
             answer = client.describe_spot_price_history(
                 InstanceTypes=[instance_type],
                 AvailabilityZone=zone,

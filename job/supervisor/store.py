@@ -19,6 +19,7 @@ from job import atomic
 from job.sizing import PART_BYTES
 
 MIB = 1024 * 1024
+METADATA_TIMEOUT_S = 5  # of each request; botocore's own is 1
 CONNECTIONS = 32  # one TCP flow is capped at 5 Gbit/s: uploads need many
 
 
@@ -237,11 +238,22 @@ _KINDS: dict[str, type[StoreError]] = {
 }
 
 
-def _client() -> Any:
+def session() -> Any:
+    """boto3's, patient with the metadata service: one that takes a second for its token, as on a node whose cores are
+    all taken, would leave botocore without credentials at once, however often it may try (1.44's IMDSFetcher).
+    """
     import boto3
+    from botocore.session import Session
+
+    core = Session()
+    core.set_config_variable("metadata_service_timeout", METADATA_TIMEOUT_S)
+    return boto3.Session(botocore_session=core)
+
+
+def _client() -> Any:
     from botocore.config import Config
 
-    return boto3.client(
+    return session().client(
         "s3",
         config=Config(
             connect_timeout=5,

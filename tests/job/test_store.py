@@ -21,7 +21,9 @@ from job.supervisor.store import (
     StoreError,
     open_store,
     parent,
+    session,
 )
+from rehearsal.imds import Imds
 
 
 @pytest.fixture
@@ -149,6 +151,19 @@ def test_an_s3_that_does_not_answer_is_a_store_error(tmp_path: Path) -> None:
     ):
         with pytest.raises(StoreError):
             act()
+
+
+def test_a_metadata_service_that_is_slow_still_gives_the_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with Imds(access_key="ASIASLOW") as imds:
+        imds.token_s = 1.2
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", imds.endpoint)
+        assert session().get_credentials().access_key == "ASIASLOW"
 
 
 def test_a_missing_bucket_is_a_store_error_not_a_missing_object(client: Any) -> None:
