@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards, found=found)
     rows = compare.refined(rows, hours_left=left)
     edge = compare.frontier(rows)
-    default = _default(definition, listed)
+    default = _default(definition, variants, listed)
     name = args.scenario or default.scenario
     if args.plot:
         try:
@@ -127,10 +127,19 @@ def _chosen(variants: tuple[StackDefinition, ...], name: str | None, path: Path)
     return found
 
 
-def _default(definition: StackDefinition, listed: list[Row]) -> Row:
-    """The scenario that is the file as it is, else the first."""
-    own = compare.settings(definition)
-    return next((row for row in listed if row.settings == own), listed[0])
+def _default(definition: StackDefinition, variants: tuple[StackDefinition, ...], listed: list[Row]) -> Row:
+    """The scenario that is the file as it is, not one that only holds its node longer; else the first that is priced,
+    with the file's settings.
+    """
+    for variant, row in zip(variants or (definition,), listed, strict=True):
+        if not variant.variant.only_priced and _work(variant) == _work(definition):
+            return row
+    first = next((row for row in listed if not row.reference), listed[0])
+    return replace(first, settings=compare.settings(definition))
+
+
+def _work(definition: StackDefinition) -> tuple[object, ...]:
+    return definition.job, definition.fleet, definition.storage, definition.estimate
 
 
 def _policy(rows: list[Row], scenario: str, left: float | None) -> tuple[deadline.Policy, str] | None:

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from infra.cli import main
+from infra.commands import compare as compare_command
+from infra.cost import compare
+from infra.cost.compare_rows import Row
+from infra.definition import StackDefinition
 from infra.loader import load
+from infra.scenarios import scenarios
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = 60_000  # a tenth of what sft-h100 expects
@@ -141,3 +146,29 @@ def test_an_unknown_scenario_is_named_as_cost_names_it(project: Path, capsys: py
     assert said[0] == said[1]
     assert "sft-h100.yaml has no scenario 'l40s-5'" in said[1]
     assert "Nearest: l40s-4." in said[1]
+
+
+@pytest.mark.parametrize(
+    ("stack", "first_held", "as_it_is"),
+    [("pretrain-d64", "31h-p5", "m44x2816-5000"), ("kernel-sft", "balanced", "ours")],
+)
+def test_the_file_as_it_is_is_not_the_scenario_that_holds_its_node_longer(
+    stack: str, first_held: str, as_it_is: str
+) -> None:
+    path, now = ROOT / "stacks" / f"{stack}.yaml", datetime.now(UTC)
+    definition, variants = load(path, now=now), scenarios(path, now=now)
+    listed = [_row(each) for each in variants]
+    names = [row.scenario for row in listed]
+    assert names.index(first_held) < names.index(as_it_is)
+    assert compare_command._default(definition, variants, listed).scenario == as_it_is
+
+    others = tuple(each for each in variants if each.scenario != as_it_is)
+    default = compare_command._default(definition, others, [_row(each) for each in others])
+    assert not default.reference
+    assert default.settings == compare.settings(definition)  # what the matrix counts the settings of the others from
+
+
+def _row(variant: StackDefinition) -> Row:
+    own = compare.settings(variant)
+    reference = variant.variant.reference
+    return Row(scenario=variant.scenario, type="", capacity="spot", region="", reference=reference, settings=own)
