@@ -12,6 +12,7 @@ The constants are assumptions of ours unless a source is named. None of them is 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infra.calibration import Calibration, PhaseSpeed
@@ -172,7 +173,7 @@ def hours(
         growth_s=growth_s,
         upload_s=upload_s,
         held_s=max(spare_s, 0.0 if hold_hours is None else hold_hours * 3600 - worked_s),
-        basis=calibration.basis if calibration else _basis(config, estimate),
+        basis=calibration.basis if calibration else _basis(config, estimate, sizes, phases),
         measured=estimate.step_ms is not None or calibration is not None,
         calibrated=calibration is not None,
     )
@@ -286,7 +287,12 @@ def _setup_s(instance: Instance, estimate: Estimate, calibration: Calibration | 
     return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0)
 
 
-def _basis(config: JobConfig, estimate: Estimate) -> str:
+def _basis(
+    config: JobConfig, estimate: Estimate, sizes: Sequence[sizing.PhaseSize], phases: Sequence[PhaseTime]
+) -> str:
     if estimate.step_ms is not None:
         return "step times from estimate.step_ms"
-    return f"roofline at efficiency {efficiency(config, estimate):g}"
+    said = f"roofline at efficiency {efficiency(config, estimate):g}"
+    pairs = zip(sizes, phases, strict=True)
+    launched = [size.name for size, phase in pairs if size.steps and phase.step_ms == size.launch_ms]
+    return f"{said}, but for {', '.join(launched)}: what the host needs to launch a step" if launched else said

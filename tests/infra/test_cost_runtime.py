@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from decimal import Decimal
 
 import pytest
 from cost_definitions import growth
@@ -72,11 +73,17 @@ def test_efficiency_one_half_doubles_the_limit_and_one_is_the_limit() -> None:
 
 
 def test_a_fast_gpu_waits_for_its_host_and_a_slow_one_does_not() -> None:
-    found = {
-        type_: runtime.hours(growth(sequences=16), instance(type_), Estimate(), ROOT).phases
-        for type_ in ("g5.2xlarge", "p5en.48xlarge")
-    }
-    slow, fast = found["g5.2xlarge"], found["p5en.48xlarge"]
+    found = [
+        runtime.hours(growth(sequences=16), instance(type_), Estimate(efficiency=efficiency), ROOT)
+        for type_, efficiency in (("g5.2xlarge", None), ("g6e.2xlarge", Decimal(1)), ("p5en.48xlarge", None))
+    ]
+    slow, _, fast = (each.phases for each in found)
+    host = "what the host needs to launch a step"
+    assert [each.basis for each in found] == [
+        "roofline at efficiency 0.5",
+        f"roofline at efficiency 1, but for dense: {host}",
+        f"roofline at efficiency 0.5, but for dense, moe, grown: {host}",
+    ]
     assert [phase.step_ms / (phase.limit_ms or 0) for phase in slow] == pytest.approx([2, 2, 2])
     assert [phase.step_ms for phase in fast] == pytest.approx([14.2, 19.8, 61.7])
     assert all(phase.step_ms > 2 * (phase.limit_ms or 0) for phase in fast)
