@@ -83,7 +83,7 @@ class Row:
     why: str = ""  # does not fit, has no price, has left EC2, is several nodes
     nearest: str = ""  # change that would make it fit
     over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
-    late: float = 0.0  # probability of missing the deadline
+    late: float = 0.0  # probability of missing the deadline, before which the job stops as before any limit
     basis: str = ""  # claim, target (roofline and an efficiency), measured
     sharded: bool = False  # trained state cut over the GPUs
     settings: dict[str, Any] = field(default_factory=dict, repr=False)  # path -> value, of job, fleet and estimate
@@ -202,7 +202,7 @@ def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
         interruptions=found.interruptions,
         interrupted=float((outcome.interruptions > 0).mean()),
         lost_minutes=60 * max(0.0, float(outcome.hours.mean()) - found.exposure.uninterrupted_h),
-        late=0.0 if hours_left is None else float((outcome.wall_hours > hours_left).mean()),
+        late=0.0 if hours_left is None else float((outcome.wall_hours + found.exposure.reserve_h > hours_left).mean()),
         side=found,
     )
 

@@ -3,7 +3,8 @@
 Slack is the time left to the deadline beyond what the rest of the work takes on demand, restart included. It shrinks
 while the run waits for capacity, starts up, or repeats lost work; when it is down to a margin, the run is ended with a
 checkpoint and goes on on demand, where a node is taken to be there at once. The margin is the least with which enough
-runs are on time. No fleet switches by itself, nor does gpufleet: this prices what the owner would do by hand.
+runs are on time. On time is done before the job, whose own deadline it is, begins to stop. No fleet switches by itself,
+nor does gpufleet: this prices what the owner would do by hand.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Policy:
     """What to do by when, and what it comes to. Hours are by the wall, from the run's start."""
 
     hours_left: float  # to the deadline
+    stop_h: float  # before it the job begins to stop
     switch_h: float | None  # with nothing done yet; None: spot alone is on time; 0: on demand at once
     typical_switch_h: float | None  # the median of the runs that switch; None: none does
     margin_h: float  # slack at which to switch
@@ -41,7 +43,7 @@ class Policy:
         if self.switch_h is None:
             return f"spot alone is done in {deadline} in {self.on_time:.0%} of runs: no switch needed; {cost}"
         if not self.on_time:
-            takes = f"{self.wall_hours[1]:.1f} h"
+            takes = f"{self.wall_hours[1]:.1f} h, and {60 * self.stop_h:.0f} min to stop in"
             return f"the deadline in {deadline} cannot be met: on demand from the first hour takes {takes}"
         if not self.switch_h:
             return f"spot leaves no slack for a deadline in {deadline}: begin on demand; {cost}"
@@ -74,8 +76,10 @@ def switch(
         raise ValueError("the run has no work; allowed: hours above 0")
     spot = replace(spot, max_usd=None, max_hours=None)
     alone = simulate(spot, runs=runs, seed=seed)
-    on_time_spot = float((alone.wall_hours <= hours_left).mean())
-    slack_h = hours_left - on_demand.restart_h - on_demand.phase_ends_h[-1]
+    stop_h = max(spot.reserve_h, on_demand.reserve_h)
+    by_h = hours_left - stop_h
+    on_time_spot = float((alone.wall_hours <= by_h).mean())
+    slack_h = by_h - on_demand.restart_h - on_demand.phase_ends_h[-1]
     switch_h: float | None = None
     margin_h, met, begun, usd, wall = 0.0, on_time_spot, alone, alone.usd, alone.wall_hours
     if on_time_spot < on_time:
@@ -85,12 +89,13 @@ def switch(
             leave = Leave(by_h=switch_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
             begun = simulate(replace(spot, leave=leave), runs=runs, seed=seed)
             usd, wall = _finished(begun, spot, on_demand)
-            met = float((wall <= hours_left + 1e-6).mean())
+            met = float((wall <= by_h + 1e-6).mean())
             if met >= on_time:
                 break
     left_at_h = begun.wall_hours[begun.stopped]
     return Policy(
         hours_left=hours_left,
+        stop_h=stop_h,
         switch_h=switch_h,
         typical_switch_h=float(np.median(left_at_h)) if left_at_h.size else None,
         margin_h=float(margin_h),

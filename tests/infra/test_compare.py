@@ -209,7 +209,7 @@ def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_n
     assert row.interruptions is not None
     assert row.interrupted < row.interruptions
     assert row.lost_minutes == pytest.approx(60 * (float(runs.hours.mean()) - whole_h))
-    assert row.late == pytest.approx(float((runs.wall_hours > 1.0).mean()))
+    assert row.late == pytest.approx(float((runs.wall_hours + row.side.exposure.reserve_h > 1.0).mean()))
     assert row.free_usd is not None
     assert row.free_usd > 0
     usd, hours = row.side.metered_usd.p90 + row.side.reserve[0], row.side.hours.p90 + row.side.reserve[1]
@@ -271,6 +271,15 @@ def options(within: float | None = None) -> list[Row]:
     definition, variants = stack("tinystories-growth")
     own = [variant for variant in variants if variant.scenario == "g5-1000-b16"]
     return compare.every_option(definition, own, load_catalog(), hours_left=within)
+
+
+def test_an_option_is_late_where_the_job_would_begin_to_stop_before_it_is_done() -> None:
+    row = next(row for row in options() if (row.type, row.capacity) == ("g5.2xlarge", "on-demand"))
+    assert row.side is not None
+    takes_h, stop_h = row.side.exposure.uninterrupted_h, row.side.exposure.reserve_h
+    assert stop_h > 0.02
+    late = [compare_rows.again([row], takes_h + more, runs=1)[0].late for more in (1.01 * stop_h, 0.99 * stop_h)]
+    assert late == [0, 1]
 
 
 def test_every_type_is_there_on_both_capacities() -> None:

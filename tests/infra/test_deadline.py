@@ -48,7 +48,7 @@ def test_a_deadline_that_nobody_can_meet_says_what_it_takes() -> None:
     for hours in (8.0, 0.0, -3.0):
         found = switch(SPOT, ON_DEMAND, hours)
         assert (found.switch_h, found.on_time) == (0, 0)
-        assert "cannot be met: on demand from the first hour takes 8.2 h" in found.sentence()
+        assert "cannot be met: on demand from the first hour takes 8.2 h, and 0 min to stop in" in found.sentence()
 
 
 def test_without_any_spot_capacity_the_switch_is_when_slack_runs_out() -> None:
@@ -60,6 +60,19 @@ def test_without_any_spot_capacity_the_switch_is_when_slack_runs_out() -> None:
     begun_late = switch(NEVER_THERE, replace(ON_DEMAND, setup_h=0.75), 20.0)  # a whole set-up, no restart
     assert begun_late.on_time == 1
     assert begun_late.usd == pytest.approx((0.5 + 8.75 * 3.1,) * 4)
+
+
+def test_a_run_is_on_time_where_it_is_done_before_the_job_begins_to_stop() -> None:
+    spot, on_demand = (replace(each, reserve_h=0.5) for each in (NEVER_THERE, ON_DEMAND))
+    found = switch(spot, on_demand, 20.0)
+    assert found.switch_h == pytest.approx(19.5 - 8.25)
+    assert found.wall_hours == pytest.approx((19.5,) * 4)
+    assert switch(spot, on_demand, 8.76).on_time == 1
+    late = switch(spot, on_demand, 8.74)
+    assert late.on_time == 0
+    assert "takes 8.2 h, and 30 min to stop in" in late.sentence()
+    sure = replace(SPOT, hazard=0.0, reserve_h=0.5)
+    assert [switch(sure, on_demand, hours).on_time_spot for hours in (8.76, 8.74)] == [1, 0]
 
 
 def test_certainty_can_be_asked_for_where_it_is_there() -> None:
