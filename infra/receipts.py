@@ -50,8 +50,9 @@ class Receipt:
         return not self.rehearsal and self.reason in COUNTED
 
     @property
-    def inside(self) -> bool:
-        return self.p10 <= self.actual <= self.p90
+    def inside(self) -> bool | None:
+        """None for a bill without a range, as on demand: no run meets one figure to a hundredth of a cent."""
+        return None if self.p10 == self.p90 else self.p10 <= self.actual <= self.p90
 
     @property
     def error_percent(self) -> float:
@@ -66,12 +67,13 @@ class Score:
     runs: int
     error_percent: float  # absolute
     bias_percent: float  # signed: positive means that runs cost more than was said
-    inside: float  # share of runs between p10 and p90
+    inside: float | None  # share between p10 and p90 of the runs whose bill has a range; None: none of them has
     by_cause: Mapping[str, float]  # absolute, as far as each cause alone goes
 
     def __str__(self) -> str:
         many = f"{self.runs} receipt{'' if self.runs == 1 else 's'}"
-        return f"{many}: median error {self.error_percent:.0f} %, {self.inside * 100:.0f} % inside p10-p90"
+        inside = "" if self.inside is None else f", {self.inside * 100:.0f} % inside p10-p90"
+        return f"{many}: median error {self.error_percent:.0f} %{inside}"
 
 
 def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]]:
@@ -153,11 +155,12 @@ def grade(receipts: Sequence[Receipt]) -> Score | None:
     counted = [receipt for receipt in receipts if receipt.counts]
     if not counted:
         return None
+    ranged = [receipt.inside for receipt in counted if receipt.inside is not None]
     return Score(
         runs=len(counted),
         error_percent=median(abs(receipt.error_percent) for receipt in counted),
         bias_percent=median(receipt.error_percent for receipt in counted),
-        inside=sum(receipt.inside for receipt in counted) / len(counted),
+        inside=sum(ranged) / len(ranged) if ranged else None,
         by_cause={name: median(float(abs(r.causes[name]) / r.estimate * 100) for r in counted) for name in CAUSES},
     )
 

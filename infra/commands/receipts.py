@@ -62,7 +62,7 @@ def table(found: Sequence[Receipt]) -> Iterator[str]:
 
 def summary(total: Score) -> Iterator[str]:
     """The score in three lines."""
-    yield f"{total} (target {receipts.TARGET * 100:.0f} %)."
+    yield f"{total}." if total.inside is None else f"{total} (target {receipts.TARGET * 100:.0f} %)."
     yield f"Bias: {total.bias_percent:+.1f} %, the median of actual against estimate."
     causes = ", ".join(f"{name} {percent:.1f} %" for name, percent in total.by_cause.items())
     yield f"By cause, the median of each in % of the estimate: {causes}."
@@ -71,4 +71,6 @@ def summary(total: Score) -> Iterator[str]:
 def _graded(receipt: Receipt) -> str:
     if not receipt.counts:
         return "-"
+    if receipt.inside is None:
+        return "no range"
     return "inside" if receipt.inside else "below p10" if receipt.actual < receipt.p10 else "above p90"

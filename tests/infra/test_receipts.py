@@ -15,6 +15,7 @@ from commands_world import definition, project
 from infra import receipts
 from infra.cli import main
 from infra.commands import results
+from infra.commands.receipts import summary, table
 from infra.errors import GpufleetError
 
 
@@ -73,6 +74,18 @@ def test_the_score_is_median_error_bias_share_inside_and_the_causes(tmp_path: Pa
     assert found.inside == 0.8
     assert found.by_cause == {"price": 0.0, "runtime": pytest.approx(20.0), "interruptions": 0.0, "other": 0.0}
     assert str(found) == "5 receipts: median error 20 %, 80 % inside p10-p90"
+
+
+def test_a_run_whose_bill_has_no_range_is_in_the_error_and_not_in_the_share_inside(tmp_path: Path) -> None:
+    certain = {"p10": "1.0000", "p90": "1.0000"}  # on demand
+    place(tmp_path, receipt("1.10", run="r1", range_usd=certain), "r1")
+    found = receipts.score(tmp_path)
+    assert str(found) == "1 receipt: median error 10 %"
+    assert found is not None
+    assert next(summary(found)) == "1 receipt: median error 10 %."
+    assert next(reversed(list(table(receipts.read(tmp_path)[0])))).endswith("  no range")
+    place(tmp_path, receipt("1.20", run="r2"), "r2")
+    assert str(receipts.score(tmp_path)) == "2 receipts: median error 15 %, 100 % inside p10-p90"
 
 
 def test_errors_of_both_signs_cancel_in_the_bias_only(tmp_path: Path) -> None:

@@ -148,6 +148,13 @@ def test_the_bill_is_graded_by_its_own_range(actual: str, grade: str) -> None:
     assert receipt.grade(Decimal(actual), Decimal("0.1"), Decimal("0.4")) == grade
 
 
+def test_a_bill_of_one_figure_has_no_range_to_be_inside_of(run: RunFile) -> None:
+    certain = dict.fromkeys(("p10", "p50", "p90", "mean"), "0.2000")
+    made = build(replace(run, estimate={**run.estimate, "usd": certain}), attempt(1800))
+    assert made["inside_range"] is None
+    assert "no range to be inside of ($0.2000 to $0.2000)" in receipt.text(made)
+
+
 def test_what_aws_reports_later_is_said_to_be_as_in_the_bill(run: RunFile) -> None:
     lines = {line["name"]: line for line in build(run, attempt(1800))["lines"]}
     assert lines["S3 storage"] == {
