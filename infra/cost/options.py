@@ -61,12 +61,14 @@ def type_costs(
     return tuple(type_cost(definition, catalog, type_, calibrations=calibrations) for type_ in types)
 
 
-def dearest(types: Sequence[TypeCost], capacity: Capacity) -> TypeCost | None:
-    """The type on which the uninterrupted run costs most compute, among those that hold the job when any does."""
+def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float = 0.0) -> TypeCost | None:
+    """The type on which the uninterrupted run costs most, among those that hold the job when any does. `extras_usd_h`:
+    disks and address, which a slow type needs for longer.
+    """
 
     def usd(option: TypeCost) -> float:
         price, runtime = option.hourly(capacity), option.runtime
-        return float(price.amount) * runtime.total_s if price and runtime else -1.0
+        return (float(price.amount) + extras_usd_h) * runtime.total_s if price and runtime else -1.0
 
     holding = [option for option in types if option.holds_the_job] or list(types)
     found = max(holding, key=usd, default=None)

@@ -95,7 +95,7 @@ def prepare(
     hazards: Hazards | None = None,
 ) -> Prepared | None:
     """None when no listed type has both a price of this kind and a known speed."""
-    option = options.dearest(types, capacity)
+    option = options.dearest(types, capacity, float(sum(lines.per_hour(definition, catalog))))
     hourly = option.hourly(capacity) if option else None
     if option is None or hourly is None or option.runtime is None:
         return None

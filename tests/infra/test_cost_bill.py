@@ -186,6 +186,15 @@ def test_a_short_run_can_end_below_its_uninterrupted_price() -> None:
     assert amounts(found)["interruptions"] < 0  # AWS does not charge an interrupted first hour
 
 
+def test_a_slow_type_with_large_disks_is_dearer_than_a_fast_one_at_a_higher_price() -> None:
+    types = ("g5.2xlarge", "g6e.2xlarge")
+    assert bill(types=types).chosen.type == "g6e.2xlarge"
+    data = Disk(size_gib=8000)  # 0.88 USD/h
+    found = bill(types=types, data=data, max_usd="9").chosen
+    assert found.type == "g5.2xlarge"
+    assert found.total > bill(types=types[1:], data=data, max_usd="9").chosen.total
+
+
 def test_two_types_are_both_shown_and_the_dearest_run_is_priced() -> None:
     found = bill(types=("g6e.2xlarge", "g5.2xlarge"))
     costs = {o.type: o.runtime.total_s * float(o.spot[-1].price.amount) for o in found.types if o.runtime}

@@ -60,16 +60,16 @@ def test_a_slower_listed_type_that_max_hours_always_stops_is_refused() -> None:
     assert refused(definition(**TWO, max_hours="0.49")) == []
 
 
-def test_a_slower_listed_type_whose_disks_cost_more_than_max_usd_is_refused() -> None:
+def test_max_usd_is_held_against_the_slower_listed_type_where_its_disks_make_it_the_dearer() -> None:
     """65,536 GiB are 7.19 USD/h: 0.164 h longer on them is more than the dearer node saves."""
     disk = Disk(size_gib=65_536)
     (said,) = refused(definition(**TWO, data=disk, max_usd="3.50"))
-    assert "fleet.instance_types[1]" in said
-    found = re.search(r"needs (\S+) USD where limits.max_usd is 3.50", said)
+    found = re.search(r"^limits.max_usd: at least the p50 .* in which it stops, ([0-9.]+)\. ", said)
     assert found
     assert refused(definition(**TWO, data=disk, max_usd=found[1])) == []
     alone = bill(types=TWO["types"][1:], region=TWO["region"], data=disk, max_usd="50").chosen
-    assert Decimal(found[1]) == enough(alone.total + alone.reserve[0])
+    assert alone.type == "g5.xlarge"
+    assert Decimal(found[1]) == enough(alone.metered_usd.p50 + alone.reserve[0])
 
 
 def test_one_type_that_no_limit_lets_end_is_one_problem_of_the_limit() -> None:
