@@ -2,7 +2,8 @@
 
 Compute is billed per second at the hour's price, 60 s at least for each start; disks and the address by the second; the
 bill's amounts for S3, logs and transfer once. The price of an instance-hour is the spot price at its start, as AWS
-tells it, else the bill's. A free first hour is not credited: it is known only afterwards.
+tells it; where it does not, that of the hour before, else the bill's. A free first hour is not credited: it is known
+only afterwards.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Meter:
         return None
 
     def _rate(self, hour: int) -> Decimal:
-        return self._prices.get(hour, self.rates.assumed)
+        hours_back = range(hour, -1, -1)  # not over the prices: `refresh` may be adding one in its own thread
+        return next((self._prices[each] for each in hours_back if each in self._prices), self.rates.assumed)
 
 
 def hours(seconds: Decimal) -> Decimal:

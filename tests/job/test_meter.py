@@ -55,6 +55,14 @@ def test_each_instance_hour_has_its_own_price() -> None:
     assert made.spent(T0 + 5400).usd_per_hour == made.spent(T0 + 3600.5).usd_per_hour == Decimal("0.90")
 
 
+def test_an_hour_whose_price_aws_does_not_tell_costs_what_the_one_before_did() -> None:
+    made = meter(spot_price=lambda at: Decimal("0.90") if at < T0 + 3600 else None)
+    made.refresh(T0 + 10)
+    made.refresh(T0 + 7300)
+    assert made.spent(T0 + 9000).compute_usd == Decimal("2.2500")
+    assert made.spent(T0 + 9000).usd_per_hour == Decimal("0.90")
+
+
 def test_on_demand_asks_nobody() -> None:
     def never(at: float) -> Decimal:
         raise AssertionError
