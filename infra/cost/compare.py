@@ -147,18 +147,15 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
-    """The distinct (parameters, estimate, what it is held, dataset) among the scenarios on one node, each with its
+    """The distinct (parameters, estimate, what it is held, storage) among the scenarios on one node, each with its
     names.
     """
     found: dict[tuple[object, ...], tuple[StackDefinition, list[str]]] = {}
     for variant in variants or (definition,):
         if variant.variant.reference or variant.nodes > 1:
             continue
-        held, dataset = (
-            (variant.variant.hold_hours, variant.variant.buffer),
-            (variant.storage.dataset, variant.own_data),
-        )
-        key = (variant.job.parameters, variant.estimate, held, dataset)
+        held = variant.variant.hold_hours, variant.variant.buffer
+        key = (variant.job.parameters, variant.estimate, held, variant.storage, variant.own_data)
         found.setdefault(key, (variant, []))[1].append(variant.scenario or definition.name)
     # Where a scenario asks for another region, the stack's own is what is compared.
     return [

@@ -354,6 +354,15 @@ def test_a_work_is_on_one_node_in_the_stacks_own_region_and_another_where_it_is_
     assert any("conservative" in names and "ours" not in names.split(", ") for names in held)
 
 
+def test_a_scenario_that_keeps_its_bucket_longer_is_not_ranked_at_the_dollars_of_one_that_does_not() -> None:
+    definition, variants = stack("two-tower")
+    own = next(each for each in variants if each.scenario == "o")
+    keep = replace(own.storage.keep, days=300)
+    long = replace(own, scenario="long", storage=replace(own.storage, keep=keep))
+    assert [names for _, names in compare._works(definition, (own, long))] == ["o", "long"]
+    assert [names for _, names in compare._works(definition, (own, replace(own, scenario="again")))] == ["o, again"]
+
+
 def test_refining_keeps_the_order_by_mean_dollars() -> None:
     again = compare.refined(options())
     means = [row.usd.mean for row in again if row.ranked and row.usd]
