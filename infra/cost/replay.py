@@ -215,8 +215,9 @@ def _json(text: str, path: Path) -> Trace:
     tree: Any = json.loads(text)
     if not isinstance(tree, dict):
         raise ValueError("not a JSON object")
-    gap_s = float(tree["gap_s"] if "gap_s" in tree else tree["metadata"]["gap_seconds"])
-    samples = tree["available"] if "available" in tree else tree["data"]
+    public = "metadata" in tree and "gap_s" not in tree  # as in github.com/skypilot-org/spot-traces
+    gap_s = float(tree["metadata"]["gap_seconds"] if public else tree["gap_s"])
+    samples = tree["data" if public else "available"]
     if not (gap_s > 0 and math.isfinite(gap_s)):
         raise ValueError(f"gap_s is {gap_s:g}; allowed: seconds above 0")
     counts = np.asarray(samples, dtype=np.float64)

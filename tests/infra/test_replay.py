@@ -159,7 +159,8 @@ def test_the_examples_of_the_documentation_can_be_read(tmp_path: Path) -> None:
     [
         ("a.json", "[1, 0]", "not a JSON object"),
         ("a.json", "{", "no trace"),
-        ("a.json", '{"available": [1]}', "'metadata' is missing"),
+        ("a.json", '{"available": [1]}', "'gap_s' is missing"),
+        ("a.json", '{"metadata": {}, "data": [1]}', "'gap_seconds' is missing"),
         ("a.json", '{"gap_s": 0, "available": [1]}', "gap_s is 0; allowed: seconds above 0"),
         ("a.json", '{"gap_s": 60, "available": []}', "at least one"),
         ("a.json", '{"gap_s": 60, "available": [-1]}', "0 or more"),
