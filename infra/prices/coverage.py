@@ -12,6 +12,7 @@ from infra.catalog import Catalog, Instance, Price, SpotPrice
 SCHEMA = 1
 SPREAD = 3  # dearest over cheapest zone from which it is said
 WIDTH = 100
+ABREAST = 2  # zones of a type on one line: some regions have six
 
 
 def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, Any]:
@@ -150,19 +151,22 @@ def _types(catalog: Catalog, region: str, today: date) -> list[str]:
     rows = []
     for type_, instance in _launchable(catalog, region, today).items():
         price, spot = catalog.on_demand_prices.get((type_, region)), catalog.spot_prices.get((type_, region), ())
-        week = [amount for zone in spot for amount in (zone.low, zone.high) if amount is not None]
+        zones = [f"{zone.zone} {zone.price.amount:f}" for zone in spot]
+        lines = [", ".join(zones[at : at + ABREAST]) for at in range(0, len(zones), ABREAST)] or ["-"]
+        if week := [amount for zone in spot for amount in (zone.low, zone.high) if amount is not None]:
+            lines.append(f"7 days: {min(week):f} to {max(week):f}")
         rows.append(
             (
                 type_,
                 instance.gpus,
                 f"{price.amount:f}{'*' if price.status == 'inferred' else ''}" if price else "-",
                 price.as_of.isoformat() if price else "-",
-                ", ".join(f"{zone.zone} {zone.price.amount:f}" for zone in spot) or "-",
-                f"{min(week):f} to {max(week):f}" if week else "-",
+                lines[0],
                 max(zone.price.as_of for zone in spot).isoformat() if spot else "-",
             )
         )
-    return table(("type", "GPUs", "on demand", "of", "spot by zone", "in its 7 days", "of"), rows)
+        rows += [("", "", "", "", line, "") for line in lines[1:]]
+    return table(("type", "GPUs", "on demand", "of", "spot by zone", "of"), rows)
 
 
 def _items(catalog: Catalog, regions: Sequence[str]) -> list[str]:

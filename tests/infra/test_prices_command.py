@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -191,6 +192,19 @@ def test_one_region_is_shown_type_by_type_with_shares_of_a_gpu(
     printed = capsys.readouterr().out
     assert "1/8 of one L4" in printed
     assert " 0 x " not in printed
+
+
+def test_a_region_of_many_zones_and_a_weeks_extremes_fit_a_page_and_all_are_shown() -> None:
+    catalog = load_catalog()
+    zones = catalog.spot_prices["g5.xlarge", "us-east-1"]
+    dear = tuple(replace(zone, low=Decimal("10.1234"), high=Decimal("99.8765")) for zone in zones)
+    week = replace(catalog, spot_prices={**catalog.spot_prices, ("g5.xlarge", "us-east-1"): dear})
+    lines = coverage.render(week, ["us-east-1"], TODAY).splitlines()
+    assert max(map(len, lines)) <= coverage.WIDTH
+    at = next(number for number, line in enumerate(lines) if line.startswith("g5.xlarge"))
+    shown = " ".join(lines[at : at + 4])
+    assert all(f"{zone.zone} {zone.price.amount:f}" in shown for zone in zones)
+    assert "7 days: 10.1234 to 99.8765" in shown
 
 
 def test_an_unknown_region_is_an_error_that_names_the_known(project: Path) -> None:
