@@ -176,6 +176,8 @@ def read_folder(
     queries = _sentences(folder / "queries.jsonl")
     found = folder / "discovery.jsonl"
     discovery = _sentences(found) if found.exists() else {}
+    if not discovery and (asked := max(family.weak.queries for _, family in variants(config))):
+        say(f"no discovery.jsonl: training has no weak labels, though job.parameters.weak.queries is {asked}")
     labels, models = _labels(folder / "labels.csv", list(queries))
     if problems := mismatches(config, (len(queries), config.towers.sentence), labels.shape):
         raise ValueError(f"{folder}: " + "; ".join(problems))
@@ -226,8 +228,11 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
     judged: dict[tuple[int, str], int] = {}
     reader = csv.DictReader(io.StringIO(_open(path), newline=""))
     if not {"query", "model", "label"} <= set(reader.fieldnames or ()):
-        raise ValueError(f"{path}:1: header {reader.fieldnames}; it must name query, model and label")
+        header = f"header {reader.fieldnames}" if reader.fieldnames else "empty"
+        raise ValueError(f"{path}:1: {header}; it must name query, model and label, with commas between and no blanks")
     for where, line in _lines(reader, path):
+        if reader.restkey in line:  # as of a model's name with a comma, of which csv would keep the first half
+            raise ValueError(f"{where}: more values than the header names; a name with a comma stands in double quotes")
         if line["query"] not in rows:
             raise ValueError(f"{where}: query {line['query']!r} is not in queries.jsonl")
         if line["label"] not in ("0", "1", "2"):

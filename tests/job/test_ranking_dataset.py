@@ -62,8 +62,11 @@ def test_a_models_name_may_hold_any_character(tmp_path: Path) -> None:
     assert ranking.read(tmp_path / "set").names["models"] == ["m1", "m\u00852", "m\u20281"]
 
 
-def test_without_discovery_queries_there_are_none(tmp_path: Path) -> None:
-    ranking.prepare_ranking(tmp_path / "set", of_text(), text=folder_of_text(tmp_path / "text"))
+def test_without_discovery_queries_there_are_none_and_no_weak_labels(tmp_path: Path) -> None:
+    said = list[str]()
+    text = folder_of_text(tmp_path / "text")
+    ranking.prepare_ranking(tmp_path / "set", of_text(), text=text, say=said.append)
+    assert "no discovery.jsonl: training has no weak labels, though job.parameters.weak.queries is 40" in said
     assert ranking.read(tmp_path / "set").discovery.shape == (0, 16)
 
 
@@ -120,12 +123,27 @@ def test_counts_that_differ_from_the_config_name_the_key_before_anything_is_enco
         (["q0,m1,1", "q0,,1"], r"labels\.csv:3: no model"),
         (["q0,m1,1", "q0," + "m" * 200_000 + ",1"], r"labels\.csv:[23]: field larger than"),
         (["q0,m1,0", "q1,m1,0"], r"labels\.csv: no judgement has label 1 or 2"),
+        (
+            ["q0,m 8B, chat,1"],
+            r"labels\.csv:2: more values than the header names; a name with a comma stands in double",
+        ),
         (["q0,m1,1", "q0,m1,2"], r"labels\.csv:3: query q0 and model m1 are judged twice, differently"),
     ],
 )
 def test_a_wrong_label_is_named_by_its_line(labels: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         ranking.read_folder(folder_of_text(tmp_path / "text", labels=labels), Hashed(width=8), of_text(8))
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [("", "empty"), ("query;model;label\n", "header .*;"), ("query, model, label\n", "header .* model")],
+)
+def test_a_table_without_the_three_columns_is_refused_with_how_it_looks(header: str, said: str, tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text")
+    (text / "labels.csv").write_text(header)
+    with pytest.raises(ValueError, match=rf"labels\.csv:1: {said}.*it must name query, model and label, with commas"):
+        ranking.read_folder(text, Hashed(width=8), of_text(8))
 
 
 @pytest.mark.parametrize(
