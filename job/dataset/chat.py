@@ -71,9 +71,9 @@ class JsonlChats:
                 if not line.strip():
                     continue
                 try:
-                    tree = _object(line)
+                    tree = object_of(line)
                     conversation = _conversation(tree)
-                except _OtherKeysError as error:  # the file's form, not a mistake of this line
+                except FormError as error:  # not a mistake of this line
                     problems.append(f"{self.path}:{number}: {error}")
                     break
                 except ValueError as error:
@@ -119,8 +119,8 @@ class GeneratedPairs:
         return " ".join(("Reverse this list of numbers:", *map(str, range(100))))
 
 
-class _OtherKeysError(ValueError):
-    """Keys of another tool's form, the same on every line."""
+class FormError(ValueError):
+    """The file's form: another encoding, or keys of another tool, the same on every line."""
 
 
 def require_lines(path: Path) -> None:
@@ -149,13 +149,18 @@ def require_characters(text: str, path: str) -> None:
         )
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def object_of(line: bytes, wanted: str = "instruction and response, or messages") -> dict[str, Any]:
+    """One line's object. Raises ValueError."""
     try:
-        tree = json.loads(line)
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FormError(f"not UTF-8 (byte {error.start}); convert the file first, e.g. iconv -t UTF-8") from error
+    try:
+        tree = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
+        raise ValueError(f"not JSON ({error}); wanted is one object a line with {wanted}") from error
     if not isinstance(tree, dict):
-        raise ValueError("not an object; give instruction and response, or messages")
+        raise ValueError(f"not an object; give {wanted}")
     return tree
 
 
@@ -177,15 +182,15 @@ def _left_out(tree: dict[str, Any]) -> list[str]:
 
 
 def _other_keys(tree: dict[str, Any]) -> None:
-    """Raises _OtherKeysError for ShareGPT's and Alpaca's, with what they are called here."""
+    """Raises FormError for ShareGPT's and Alpaca's, with what they are called here."""
     if "conversations" in tree and "instruction" not in tree:
-        raise _OtherKeysError(
+        raise FormError(
             "conversations is called messages here: a list of role (for human: user, for gpt: assistant) and content"
             " (for value); or give instruction and response"
         )
     if "output" in tree and "response" not in tree:
         joined = ", and write what is in input at the end of instruction" if tree.get("input") else ""
-        raise _OtherKeysError(
+        raise FormError(
             f"output is called response here: rename it{joined}; or give messages, a list of role and content"
         )
 

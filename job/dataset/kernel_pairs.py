@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import random
 import re
 import tempfile
@@ -20,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from job.config.kernel import KernelConfig
-from job.dataset.chat import SHOWN, Conversation, Turn, require_lines, text_at
+from job.dataset.chat import SHOWN, Conversation, FormError, Turn, object_of, require_lines, text_at
 from job.dataset.packed import prepare_packed
 from job.dataset.packing import Packing
 from job.dataset.prepare import DatasetManifest
@@ -123,6 +122,8 @@ class PairsFile:
                 continue
             try:
                 pairs.append(_pair(line))
+            except FormError as error:
+                raise ValueError(f"{self.path}:{number}: {error}") from error
             except ValueError as error:
                 problems.append(f"{self.path}:{number}: {error}")
         if problems:
@@ -135,12 +136,7 @@ class PairsFile:
 
 
 def _pair(line: bytes) -> Conversation:
-    try:
-        tree = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
-    if not isinstance(tree, dict):
-        raise ValueError("not an object; give prompt and answer")
+    tree = object_of(line, "prompt and answer")
     return Turn("user", text_at(tree, "prompt")), Turn("assistant", text_at(tree, "answer"))
 
 
