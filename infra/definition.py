@@ -5,6 +5,7 @@ Pure: no pulumi, no boto3, no clock. The same object feeds the bill, the resourc
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
@@ -177,6 +178,14 @@ class StackDefinition:
     variant: Variant = Variant()
     own_data: bool = False  # a scenario that says itself what its data counts (job.parameters.data)
     tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: no file holds it
+    asked: str = field(default="", compare=False, repr=False)  # STACK as it was given; empty: by no command
+
+    @property
+    def argument(self) -> str:
+        """What further commands take for it: a name leads only to a file of stacks/, or through a stack's own
+        configuration.
+        """
+        return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
 
     @property
     def nodes(self) -> int:

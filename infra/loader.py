@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -80,12 +79,6 @@ def find(name_or_path: str, root: Path) -> Path:
         f"there is no stack {name_or_path!r}; stacks/ has {', '.join(names)}."
         + (f" Nearest: {close[0]}." if close else "")
     )
-
-
-def argument_of(source: Path, root: Path) -> str:
-    """What a command takes for this file: its name in `stacks/`, else its path."""
-    shared = source.resolve() == (root / "stacks" / f"{source.stem}.yaml").resolve()
-    return source.stem if shared else shlex.quote(str(source))
 
 
 def names_of(root: Path) -> list[str]:

@@ -88,7 +88,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     still needs is a warning.
     """
     over = bool(previous.outputs.get("run"))
-    definition = Selected(path=find(name, root), scenario=scenario).load(now=now, past_deadline=over)
+    definition = Selected(path=find(name, root), scenario=scenario, asked=name).load(now=now, past_deadline=over)
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
     if missing and not preview:

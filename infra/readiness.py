@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from infra.definition import StackDefinition
-from infra.loader import argument_of
 
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     """What `pulumi up` needs first, one sentence each. Not errors: the bill and the preview work without."""
-    name, sentences = argument_of(definition.source, root), []
+    name, sentences = definition.argument, []
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
     if "@sha256:" not in definition.job.image:
@@ -18,12 +17,12 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     dataset, folder = definition.storage.dataset, definition.storage.dataset_folder(root)
     if folder is not None:
         if reason := _unprepared(folder):
-            sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition, name)}`.")
+            sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition)}`.")
         else:
             from infra.prepared import dataset_differs  # here: most callers never have a local dataset
 
             if reason := dataset_differs(definition, root):
-                sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition, name)}`.")
+                sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition)}`.")
     weights, folder = definition.storage.base_weights, definition.storage.weights_folder(root)
     if folder is not None:
         if not folder.is_dir():
@@ -41,11 +40,11 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     return sentences
 
 
-def command(definition: StackDefinition, name: str) -> str:
-    """The `gpufleet prepare` that makes the dataset of the stack `name`; sources that are files are named by hand."""
+def command(definition: StackDefinition) -> str:
+    """The `gpufleet prepare` that makes its dataset; sources that are files are named by hand."""
     source = definition.job.parameters.data.source
     by_hand = {"jsonl": " FILE.jsonl", "text": " FILE.txt", "million-llms": " FOLDER"}
-    return f"gpufleet prepare {name}{by_hand.get(source, '')}"
+    return f"gpufleet prepare {definition.argument}{by_hand.get(source, '')}"
 
 
 def _unlisted(folder: Path) -> str:

@@ -187,7 +187,8 @@ def _ended(
     return tuple(
         f"Run {definition.run.id}'s fleet takes the place of run {each}'s. If {each} still trains, `pulumi up` ends "
         "it: its published checkpoints stay in the bucket, what it did since the last one is lost. Whether it does: "
-        f"`gpufleet status {definition.name} --run {each}`. To keep what it has trained: `gpufleet stop` with the same."
+        f"`gpufleet status {definition.argument} --run {each}`. To keep what it has trained: `gpufleet stop` with the "
+        "same."
         for each in sorted(fleets - {"", expired})
     )
 

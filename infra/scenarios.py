@@ -11,7 +11,7 @@ from pathlib import Path
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError, in_order, of_form
 from infra.layers import definition, over, variants
-from infra.loader import argument_of, load, project_root
+from infra.loader import load
 from infra.yaml_tree import Mapping, open_file
 
 
@@ -41,7 +41,7 @@ def scenario(
             return found[name]
         raise GpufleetError(
             f"{path.name}: scenario {name} {variant.only_priced}: it cannot be run; "
-            f"`gpufleet cost {argument_of(path, project_root(Path.cwd()))} --scenario {name}` prices it"
+            f"`gpufleet cost {found[name].argument} --scenario {name}` prices it"
         )
     text, tree = open_file(path)
     section = tree.entries["scenarios"]  # `found` came from it

@@ -7,7 +7,7 @@ scenarios. The engine keeps both in Pulumi.STACK.yaml, so the commands need no e
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -27,12 +27,15 @@ class Selected:
 
     path: Path
     scenario: str = ""
+    asked: str = ""  # as the user names it
 
     def load(self, *, now: datetime, past_deadline: bool = False) -> StackDefinition:
         """The definition, judged as something to run. Raises as infra.loader.load and infra.scenarios.scenario."""
         if not self.scenario:
-            return load(self.path, now=now, past_deadline=past_deadline)
-        return one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
+            found = load(self.path, now=now, past_deadline=past_deadline)
+        else:
+            found = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
+        return replace(found, asked=self.asked)
 
 
 def selected(stack: str, root: Path) -> Selected:
@@ -45,12 +48,12 @@ def selected(stack: str, root: Path) -> Selected:
     config = _config(root / f"Pulumi.{name}.yaml")
     theirs = config.get(DEFINITION) or name
     if not is_path:
-        return Selected(path=find(theirs, root), scenario=config.get(SCENARIO, ""))
+        return Selected(path=find(theirs, root), scenario=config.get(SCENARIO, ""), asked=stack)
     path = find(stack, root)
     with suppress(GpufleetError):
         if path.samefile(find(theirs, root)):
-            return Selected(path=path, scenario=config.get(SCENARIO, ""))
-    return Selected(path=path)
+            return Selected(path=path, scenario=config.get(SCENARIO, ""), asked=stack)
+    return Selected(path=path, asked=stack)
 
 
 def _config(path: Path) -> dict[str, str]:

@@ -137,7 +137,7 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     """The AMI exists, boots this architecture, comes from whom one expects and fits on the root disk."""
-    wanted, repin = definition.fleet.ami, f"gpufleet doctor {definition.name} --pin"
+    wanted, repin = definition.fleet.ami, f"gpufleet doctor {definition.argument} --pin"
     if wanted == "unpinned":
         yield Check(name="AMI", state="problem", found="fleet.ami is unpinned", fix=repin)
         return

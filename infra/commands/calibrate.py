@@ -19,7 +19,7 @@ from infra import calibration
 from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
-from infra.loader import argument_of, load, project_root
+from infra.loader import load, project_root
 from infra.readiness import command
 from job import atomic, measured, probe, sizing
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
@@ -176,7 +176,7 @@ def summary(tree: Mapping[str, Any]) -> list[str]:
 def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Path) -> None:
     """The work folder as the supervisor leaves it: run.json, data/, and the base weights."""
     storage = definition.storage
-    prepare = command(definition, argument_of(definition.source, root))
+    prepare = command(definition)
     for name, setting, place, first in (
         ("data", "dataset", storage.dataset, f"run `{prepare}`, with --rehearsal where the probe has it"),
         ("inputs", "base_weights", storage.base_weights, "download the weights into such a folder"),

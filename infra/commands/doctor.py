@@ -124,7 +124,7 @@ def image(definition: StackDefinition) -> Iterator[Check]:
             name="image",
             state="problem",
             found=f"{name} exists but is not pinned, and a tag can move between a node and its replacement",
-            fix=f"gpufleet doctor {loader.argument_of(definition.source, loader.project_root(Path.cwd()))} --pin",
+            fix=f"gpufleet doctor {definition.argument} --pin",
         )
 
 

@@ -114,7 +114,7 @@ def describe(record: dict[str, Any]) -> tuple[str, str, str]:
 def _fill(text: str, definition: StackDefinition) -> str:
     fleet = definition.fleet
     return text.format(
-        stack=definition.name,
+        stack=definition.argument,
         region=fleet.region,
         types=" or ".join(fleet.instance_types),
         zones=", ".join(fleet.zones),

@@ -73,7 +73,7 @@ class Reader:
 
     def _silence(self) -> str:
         """Why nothing is printed."""
-        name, run = f"{self.definition.name}{stack.earlier(self.definition)}", self.definition.run.id
+        name, run = f"{self.definition.argument}{stack.earlier(self.definition)}", self.definition.run.id
         if self._folder() is None:
             return str(aws.no_run(self.s3, self.definition))
         if self._group() is None:
@@ -83,7 +83,7 @@ class Reader:
             )
         return (
             f"run {run} has printed nothing yet. A node first boots, pulls the image and stages its data: "
-            f"`gpufleet status {name}` and `gpufleet logs {name} --boot` say how far it is."
+            f"`gpufleet status {name}` says how far it is, `gpufleet logs {name} --boot` what ended nodes did."
         )
 
     def boot(self) -> int:

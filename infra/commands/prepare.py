@@ -15,7 +15,7 @@ from infra.cost.limits import AS_COUNTED
 from infra.cost.text import counted
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import argument_of, load, project_root
+from infra.loader import load, project_root
 from infra.pricing import bill_of
 from infra.readiness import command
 from job import atomic, sizing
@@ -91,7 +91,7 @@ def predict(definition: StackDefinition, root: Path) -> None:
     _say(
         f"predicted on {bill.chosen.type}, {bill.capacity}: {counted(f'{steps:,}', 'optimizer step')},"
         f" {hours.p50:.2f} node-hours and {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90;"
-        f" see gpufleet cost {argument_of(definition.source, root)}"
+        f" see gpufleet cost {definition.argument}"
     )
     if long := doubts.warmup(definition.job.parameters, bill.chosen.runtime):
         _say(f"warning: {long}")
@@ -185,9 +185,8 @@ def _agrees(definition: StackDefinition, root: Path) -> None:
     from infra.prepared import dataset_differs  # brings numpy
 
     if reason := dataset_differs(definition, root):
-        name = argument_of(definition.source, root)
         own_text = isinstance(definition.job.parameters, GrowthConfig)
-        again = f"gpufleet prepare {name} FILE.txt" if own_text else command(definition, name)
+        again = f"gpufleet prepare {definition.argument} FILE.txt" if own_text else command(definition)
         raise GpufleetError(
             f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it anew, `{again}`"
         )

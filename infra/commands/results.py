@@ -91,7 +91,7 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
         return 0
     if lacking:
         state = f"it ended with {reason}" if reason else "it is not done"
-        same = f"{definition.name}{stack.earlier(definition)}"
+        same = f"{definition.argument}{stack.earlier(definition)}"
         print(f"The run has no {' and no '.join(lacking)}: {state}. `gpufleet status {same}` says more.")
         return 1
     print(f"Complete. What it cost against the estimate: {target / RECEIPT}")

@@ -59,7 +59,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
         yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()
         # An earlier run has no resources of its own any more: destroying would end the one after it.
         others = stack.earlier(definition)
-        yield f"next        gpufleet results {name}{others or f'; pulumi destroy; gpufleet sweep {name}'}"
+        again = definition.argument
+        yield f"next        gpufleet results {again}{others or f'; pulumi destroy; gpufleet sweep {again}'}"
 
 
 def _fleet(fleets: list[dict[str, Any]]) -> Iterator[str]:
@@ -108,7 +109,7 @@ def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime,
     interval = definition.job.parameters.checkpoint.heartbeat_s
     if age is not None and age > STALE_HEARTBEATS * interval and not over:
         late = f"that is more than {STALE_HEARTBEATS} intervals of {interval:g} s"
-        yield f"            {late}: see `gpufleet logs {definition.name}{stack.earlier(definition)}`"
+        yield f"            {late}: see `gpufleet logs {definition.argument}{stack.earlier(definition)}`"
     where = f"phase {beat.get('phase')}, step {beat.get('step')}"
     yield f"progress    {where}, loss {beat.get('loss')}, {beat.get('tok_s')} tokens/s"
     yield f"spent       ${float(beat.get('spent_usd') or 0):.4f} of ${definition.limits.max_usd}"

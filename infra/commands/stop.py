@@ -28,6 +28,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     """0 when the run is asked, or over already. Raises AwsRefused where nothing of the file's owner could hear it."""
     name, run, owner = definition.name, definition.run.id, definition.run.owner
     earlier = stack.earlier(definition)
+    again = f"{definition.argument}{earlier}"
     folder = aws.run_folder(s3, definition)
     done = folder.document("done.json") if folder else None
     if done:
@@ -39,7 +40,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
         whose = f"; there is one of {others}, whose file has to ask" if alive else ""
         raise AwsRefused(
             f"there is no fleet of {owner}'s for run {run} of {name} in {definition.fleet.region}{whose}. "
-            f"`gpufleet status {name}{earlier}` says what there is; `--run ID` names an earlier run."
+            f"`gpufleet status {again}` says what there is; `--run ID` names an earlier run."
         )
     asked = {"by": owner, "at": now.isoformat(timespec="seconds")}
     s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=(json.dumps(asked) + "\n").encode())
@@ -57,5 +58,5 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
         print(f"No node runs. The next one {looks}: it {later}, {ends}.")
         print("Where that is not worth a node, `pulumi destroy` keeps what is in the bucket, if the file says so.")
     after = "" if earlier else ", `pulumi destroy`"  # which would end the run after this one
-    print(f"Next: `gpufleet logs {name}{earlier} --follow`, `gpufleet results {name}{earlier}`{after}.")
+    print(f"Next: `gpufleet logs {again} --follow`, `gpufleet results {again}`{after}.")
     return 0

@@ -55,7 +55,7 @@ class Watch:
             stopped = not fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
             if (stopped or fleet["FleetState"] in aws.ENDED) and (done := self._done()):
                 self.say(f"the run is over: {done.get('reason')}. {done.get('detail') or ''}".strip())
-                self.say(f"Next: `gpufleet results {self.definition.name}`, then `pulumi destroy`.")
+                self.say(f"Next: `gpufleet results {self.definition.argument}`, then `pulumi destroy`.")
                 return 0
             if fleet["FleetState"] in ("failed", *aws.ENDED):
                 self._say(f"fleet {fleet['FleetId']} is {fleet['FleetState']}: it launches nothing more.")
@@ -151,11 +151,11 @@ class Watch:
             )
         for reason in self.reasons:
             self.say(f"  - {reason.cause}. {reason.remedy}")
-        self.say(f"The fleet keeps trying: `gpufleet wait {self.definition.name}` again, or `pulumi destroy`.")
+        self.say(f"The fleet keeps trying: `gpufleet wait {self.definition.argument}` again, or `pulumi destroy`.")
         return 1
 
     def _status(self) -> str:
-        return f"Next: `gpufleet status {self.definition.name}`."
+        return f"Next: `gpufleet status {self.definition.argument}`."
 
     def _say(self, text: str) -> None:
         if text not in self.said:

@@ -89,7 +89,7 @@ def deadline_warning(definition: StackDefinition, bill: Bill, now: datetime) -> 
         return ""
     return (
         f"{late:.0%} of runs miss limits.deadline, {left_h:.1f} h from now: p50 is {bill.chosen.wall_hours.p50:.2f} h,"
-        f" waits for capacity included; `gpufleet compare {bill.stack}` says when to switch to on demand"
+        f" waits for capacity included; `gpufleet compare {definition.argument}` says when to switch to on demand"
     )
 
 

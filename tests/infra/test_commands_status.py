@@ -206,7 +206,9 @@ def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     assert main(["results", "small-growth", "--run", "r9"]) == 2
     assert capsys.readouterr().err.endswith("`pulumi up` first. `--run ID` names an earlier one: r1.\n")
     assert main(["logs", "small-growth"]) == 2
-    assert "has printed nothing yet" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has printed nothing yet" in said
+    assert "--boot` what ended nodes did" in said  # no other has left a boot log
     said: list[str] = []
     end = functools.partial(put, cloud, bucket, "done.json", {"reason": "failed"})
     rounds = [lambda: None, end]

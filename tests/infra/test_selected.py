@@ -101,6 +101,19 @@ def test_a_path_names_that_very_file(path: Path, tmp_path: Path) -> None:
     assert region(str(copy)) == "us-east-2"
 
 
+def test_a_hint_names_the_stack_as_it_was_asked_for(
+    path: Path, cloud: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file outside stacks/ is known to no command by its name alone."""
+    elsewhere = Path("elsewhere") / path.name
+    elsewhere.parent.mkdir()
+    path.rename(elsewhere)
+    configure(f"config:\n  gpufleet:definition: {elsewhere}\n", "second")
+    for asked in (str(elsewhere), "second"):
+        assert main(["stop", asked]) == 2
+        assert f"`gpufleet status {asked}` says" in capsys.readouterr().err
+
+
 def test_a_scenario_that_cannot_be_run_is_refused_with_the_command_that_prices_it(path: Path) -> None:
     configure("config:\n  gpufleet:scenario: held\n")
     with pytest.raises(GpufleetError, match=f"holds its node.*gpufleet cost {NAME} --scenario held"):
