@@ -30,6 +30,7 @@ MIBPS_PER_IOPS = 0.25  # the same
 BASE_IOPS = 3000  # included with any size
 MAX_ZONES = 6  # us-east-1 has the most
 MAX_TYPES = 20  # a choice: a longer list is no longer read by anyone
+PLACE = "a folder inside the project, or s3://bucket/prefix"
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=-]+)*/?")
 
 
@@ -117,13 +118,20 @@ def _storage(storage: Storage, findings: Findings) -> None:
         _disk("storage.data", storage.data, findings)
     for name, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
         if place is not None and (problem := _place_problem(place)):
-            findings.add(f"storage.{name}", "a folder inside the project, or s3://bucket/prefix", problem)
+            findings.add(f"storage.{name}", PLACE, problem)
 
 
 def _base_weights(s: Sections, findings: Findings, *, unreadable: bool) -> None:
-    if s.storage.base_weights is not None and not unreadable and not sizing.weights_bytes(s.job.parameters):
-        hint = f"{s.job.experiment} starts from no weights: take the key out."
-        findings.add("storage.base_weights", "nothing in this experiment", hint)
+    if unreadable:
+        return
+    named, config = s.storage.base_weights is not None, s.job.parameters
+    if not sizing.weights_bytes(config):
+        if named:
+            hint = f"{s.job.experiment} starts from no weights: take the key out."
+            findings.add("storage.base_weights", "nothing in this experiment", hint)
+    elif not named and not config.data.source.startswith("generated-"):  # a node would say so after its paid set-up
+        hint = f"{s.job.experiment} starts from a model, and only generated data from random weights."
+        findings.add("storage.base_weights", PLACE, hint)
 
 
 def _disk(path: str, disk: Disk, findings: Findings) -> None:

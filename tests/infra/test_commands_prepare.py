@@ -66,6 +66,8 @@ def test_data_of_ones_own_are_named_once_and_stay_until_the_settings_want_others
     text, source, key, other = OWN_DATA[stack]
     file = project / "stacks" / f"{stack}.yaml"
     written = re.sub("source: generated-[a-z]+", f"source: {source}", rehearsal_text(ROOT / "stacks" / f"{stack}.yaml"))
+    if source == "jsonl":
+        written = written.replace("base_weights: null", "base_weights: s3://models/small")
     file.write_text(written)
     (project / "mine").write_text(text)
     (project / "tokenizer.json").write_bytes(byte_tokenizer(TEMPLATES["llama"]).files["tokenizer.json"])

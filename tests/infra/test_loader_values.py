@@ -389,9 +389,25 @@ def test_the_message_is_one_line_per_problem(write: Write) -> None:
     assert second == ("  - line 6, limits.max_hours: '0' is not accepted; allowed: a number from 0.01 to 720 (hours).")
 
 
+@pytest.mark.parametrize("experiment", ["sft-h100", "kernel-sft"])
+@pytest.mark.parametrize(("written", "missing"), [("", ""), (", base_weights: null", "null")])
+def test_an_experiment_that_starts_from_a_model_is_not_launched_without_one(
+    write: Write, experiment: str, written: str, missing: str
+) -> None:
+    text = changed("job", f"experiment: {experiment}").replace("[g5.2xlarge]", "[p5.48xlarge]")
+    text = text.replace("dataset: data/x", f"dataset: data/x{written}")
+    (problem,) = problems(write(text))
+    assert (problem.path, problem.value, problem.line) == ("storage.base_weights", missing, 5)
+    assert f"{experiment} starts from a model" in problem.hint
+    source = {"sft-h100": "generated-pairs", "kernel-sft": "generated-kernels"}[experiment]
+    made = text.replace(experiment, f"{experiment}, parameters: {{data: {{source: {source}}}}}")
+    assert load(write(made), now=NOW).storage.base_weights is None
+
+
 def test_more_gpus_than_a_listed_type_has_are_refused_and_a_cpu_has_as_many_processes(write: Write) -> None:
     text = changed("job", "experiment: sft-h100").replace("sft-h100", "sft-h100, parameters: {gpus: 4}")
     text = text.replace("max_usd: 3.00, max_hours: 1", "max_usd: 900, max_hours: 90").replace("us-east-2", "us-east-1")
+    text = text.replace("dataset: data/x", "dataset: data/x, base_weights: data/y")
     few = text.replace("[g5.2xlarge]", "[p5.4xlarge, p4d.24xlarge]")
     (problem,) = problems(write(few))
     assert str(problem) == (
