@@ -161,8 +161,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
         swept = command(rehearsal, "sweep", name)
         left = evidence.leftovers(rehearsal)
     with step(rehearsal, "git status"):
-        if _git_status(rehearsal.root) != before:
-            raise GpufleetError(f"`git status` has changed:\n{_git_status(rehearsal.root)}")
+        unchanged(before, _git_status(rehearsal.root))
     with step(rehearsal, "report"):
         report.write(rehearsal, out, checks=checks, left=left, swept=swept)
 
@@ -279,6 +278,12 @@ def _logger(path: Path) -> Callable[[str], None]:
             log.write(line + "\n")
 
     return write
+
+
+def unchanged(before: str, after: str) -> None:
+    """Raises GpufleetError with the lines of `git status` that only one of the two has."""
+    if changed := sorted(set(before.splitlines()) ^ set(after.splitlines())):
+        raise GpufleetError("`git status` has changed, and nothing may be edited meanwhile:\n" + "\n".join(changed))
 
 
 def _git_status(root: Path) -> str:

@@ -19,7 +19,7 @@ from rehearsal import scratch
 from rehearsal.cloud import Cloud
 from rehearsal.interruptions import Planned
 from rehearsal.node import NodeRunner
-from rehearsal.rehearse import rehearse
+from rehearsal.rehearse import rehearse, unchanged
 from rehearsal.timeline import Timeline
 from rehearsal.watch import RunFailedError, Watch
 
@@ -146,6 +146,12 @@ def _names(environ: Path, folder: Path) -> bool:
         return f"{folder}/rehearsals".encode() in environ.read_bytes()
     except OSError:
         return False
+
+
+def test_what_was_edited_meanwhile_is_named_and_nothing_that_was_there_before() -> None:
+    unchanged("?? notes\n M a.py\n", "?? notes\n M a.py\n")
+    with pytest.raises(GpufleetError, match=r"meanwhile:\n\?\? new$"):
+        unchanged("?? notes\n", "?? new\n?? notes\n")
 
 
 def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
