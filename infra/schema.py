@@ -97,8 +97,8 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
     elif node is not None and not (isinstance(node, Scalar) and node.is_null):
         findings.add(path, f"a section with the keys {', '.join(f.name for f in dataclasses.fields(cls))}")
     names = [f.name for f in dataclasses.fields(cls)]
-    check_keys(entries, names, path, findings)
     hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
+    check_keys(entries, names, path, findings, None if cls is Job else _below(names, hints))
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
         hint, rule, where = hints[spec.name], _rule(cls, spec), f"{path}.{spec.name}"
@@ -121,17 +121,38 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(cls)  # slow, and asked again for every scenario
 
 
-def check_keys(entries: Mapping | dict[str, Node], names: list[str], path: str, findings: Findings) -> None:
-    """Reports every key that is not one of `names`, with the nearest, or with the section it belongs to."""
+def _below(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
+    """The keys of the sections `names`, each as it is called from above: `lr` is `optim.lr`."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        inner, _ = _unwrap(hints[name])
+        for each in dataclasses.fields(inner) if is_dataclass(inner) else ():
+            found.setdefault(each.name, []).append(f"{name}.{each.name}")
+    return found
+
+
+def check_keys(
+    entries: Mapping | dict[str, Node],
+    names: list[str],
+    path: str,
+    findings: Findings,
+    below: dict[str, list[str]] | None = None,
+) -> None:
+    """Reports every key that is not one of `names`, with the nearest, or with the section it belongs to, which may be
+    one of those `below`.
+    """
     written = entries.entries if isinstance(entries, Mapping) else entries
     for key, node in written.items():
         if key in names:
             continue
-        hint = nearest(key, names)
         if (meant := _ALSO.get(key.lower())) in names:
             hint = f"It is called {path.rpartition('.')[2]}.{meant}."
-        if not hint and key in _HOME:
+        elif inside := (below or {}).get(meant or key):
+            hint = f"It is called {' or '.join(inside)}."
+        elif key in _HOME:  # written exactly so elsewhere: more than a likeness
             hint = f"It belongs under {_HOME[key]}."
+        else:
+            hint = nearest(key, names)
         where = f"{path}.{key}" if path else key
         findings.add(where, f"the keys {', '.join(names)}", hint, value=key or "''", node=node)
 

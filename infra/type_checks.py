@@ -33,6 +33,8 @@ def instance_types(
             )
             closest = catalog.nearest_type(name, known)
             hint = f"Nearest: {closest}." if closest else ""
+            if of_gpu := sorted(k.type for k in current if k.gpu.name.split()[0].lower() == name.lower()):
+                hint = f"{name} is the GPU of {', '.join(of_gpu)}."
             findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), hint)
         elif not launchable:
             continue

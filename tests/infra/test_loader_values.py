@@ -287,6 +287,25 @@ def test_instance_types_are_judged_also_when_the_experiment_is_unknown(write: Wr
     assert paths == ["job.experiment", "fleet.instance_types[0]", "fleet.instance_types[1]"]
 
 
+@pytest.mark.parametrize(
+    ("section", "line", "hint"),
+    [
+        ("job", "experiment: sft-h100, parameters: {lr: 1e-4}", "It is called optim.lr."),
+        ("job", "experiment: sft-h100, parameters: {learning_rate: 1e-4}", "It is called optim.lr."),
+        ("job", "experiment: sft-h100, parameters: {every: 5}", "It is called eval.every or log.every."),
+        ("storage", "size_gib: 100", "It is called root.size_gib or data.size_gib."),
+        ("fleet", "image: x", "It belongs under job."),  # not: nearest, ami
+        ("limits", "max_usb: 3", "Nearest: max_usd."),
+        ("fleet", "instance_types: [h100]", "h100 is the GPU of p5.48xlarge, p5.4xlarge."),
+        ("fleet", "instance_types: [L4]", "g6.xlarge"),
+    ],
+)
+def test_a_key_one_section_too_high_or_a_gpu_for_a_type_is_answered_with_the_right_one(
+    write: Write, section: str, line: str, hint: str
+) -> None:
+    assert any(hint in problem.hint for problem in problems(write(changed(section, line))))
+
+
 def test_a_gpu_with_too_little_memory_is_refused_with_the_phase_and_the_smallest_that_fits(write: Write) -> None:
     parameters = "parameters: {precision: {phase3_state: fp32}}"
     (problem,) = problems(write(changed("job", parameters)))
