@@ -23,7 +23,7 @@ class KernelData:
 class Generation:
     """`candidates` per task, sampled with seeds by (seed, task, candidate)."""
 
-    tasks: int = bounded(20, 1, 10_000)
+    tasks: int = bounded(20, 1, 20)  # job/kernels/catalog.py has no more
     candidates: int = bounded(10, 1, 10_000)
     max_tokens: int = bounded(2048, 1, 131072)
     temperature: float = bounded(0.8, 0.0, 10.0)
@@ -33,7 +33,7 @@ class Generation:
 class Funnel:
     """Limits of the verification funnel. Each candidate runs in its own process."""
 
-    planted: int = bounded(0, 0, 100_000)  # known candidates judged beside the generated ones
+    planted: int = bounded(0, 0, 200)  # known candidates judged beside the generated ones; planted.py has no more
     workers: int | None = bounded(None, 1, 1024)  # None = one per GPU, or one per CPU core without GPUs
     candidate_s: float = bounded(60.0, 0.1, 3600.0)  # wall-clock of one candidate in one stage
     memory_gb: float = bounded(16.0, 0.1, 1024.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import kernel_world as world
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from job import sizing
 from job.config import KernelConfig
 from job.config.common import Decoder
+from job.config.kernel import Funnel, Generation
 from job.dataset import kernel_pairs
 from job.kernels import adversarial, planted
 from job.kernels.catalog import TASKS
@@ -93,7 +94,8 @@ def test_planted_candidates_are_verified_too() -> None:
 
 
 def test_the_tasks_and_planted_candidates_are_those_there_are() -> None:
-    assert (len(TASKS), len(planted.candidates(10_000))) == (kernel.TASKS, kernel.PLANTED)
+    most = {each.name: each.metadata.get("maximum") for section in (Generation, Funnel) for each in fields(section)}
+    assert (len(TASKS), len(planted.candidates(10_000))) == (most["tasks"], most["planted"])
     assert len(adversarial.candidates(gpus=True)) == kernel.CHEATS
 
 
