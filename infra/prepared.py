@@ -59,8 +59,9 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
         own, used = file_id(beside.read_bytes()), manifest.facts.get("tokenizer_id")
         if used != own:
             return f"was prepared with {used}, and {own} is the tokenizer.json of storage.base_weights"
-    differing = "; ".join(_packed(config, manifest))
-    return f"was prepared with {differing}" if differing else ""
+    if differing := "; ".join(_packed(config, manifest)):
+        return f"was prepared with {differing}"
+    return _too_short_for_a_curriculum(config, manifest) if isinstance(config, KernelConfig) else ""
 
 
 def weights_differ(definition: StackDefinition, root: Path) -> str:
@@ -86,6 +87,17 @@ def _packed(config: SftConfig | KernelConfig, manifest: DatasetManifest) -> Iter
             yield "measures.pretokenised true, the file says false"
         elif there != wanted:
             yield f"{_KEYS[fact]} {_yaml(there)}, the file says {_yaml(wanted)}"
+
+
+def _too_short_for_a_curriculum(config: KernelConfig, manifest: DatasetManifest) -> str:
+    """The trainer refuses one that would never act: the model is tried between two epochs, so between two steps."""
+    rows, per_step = int(manifest.facts.get("rows", 0)), config.batch.tokens // config.data.row
+    if config.data.curriculum == "off" or not rows or rows * config.epochs > per_step:
+        return ""
+    return (
+        f"has {rows} rows, of which {config.epochs} epochs are one step of {per_step}, and data.curriculum "
+        f"{config.data.curriculum} acts between two: lower batch.tokens"
+    )
 
 
 def _short(manifest: DatasetManifest, unit: str, least: int, sequence: int) -> str:

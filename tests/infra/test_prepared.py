@@ -74,6 +74,18 @@ def test_rows_of_other_settings_are_said(chats: Path, tmp_path: Path, key: str, 
     assert sentence.endswith(": run `gpufleet prepare sft-h100`.")
 
 
+def test_epochs_in_which_a_curriculum_would_never_act_are_said(tmp_path: Path) -> None:
+    file = project(tmp_path, "kernel-sft")
+    edit(file, "row", "1024\n      curriculum: on")
+    edit(file, "epochs", "2")
+    prepared(load(file, now=NOW), tmp_path)
+    assert said(file, tmp_path) == []
+    edit(file, "tokens", "1048576")
+    (sentence,) = said(file, tmp_path)
+    assert "rows, of which 2 epochs are one step of 1024, and data.curriculum on acts between two" in sentence
+    assert "lower batch.tokens" in sentence
+
+
 def test_a_dataset_of_another_experiment_is_said(chats: Path, tmp_path: Path) -> None:
     file = project(tmp_path, "tinystories-growth")
     shutil.copytree(chats / "data" / "generated-pairs", tmp_path / "data" / "generated-stories")

@@ -103,6 +103,20 @@ def test_a_file_of_pairs_becomes_rows(tmp_path: Path) -> None:
     assert manifest.facts["fill"] > 0.8
 
 
+def test_a_curriculum_that_would_find_no_practice_is_refused_before_a_node_is_paid_for(tmp_path: Path) -> None:
+    asked = world.typed(epochs=2, data={"source": "jsonl", "row": 2048, "curriculum": "on"})
+    tokenizer = _tokenizer(tmp_path)
+    strange = written(tmp_path, *({"prompt": f"sort list {i}", "answer": "a"} for i in range(9)))
+    with pytest.raises(ValueError, match=r"pairs\.jsonl: .*curriculum is on, but no pair asks for one of the 2 tasks"):
+        prepare_kernels(tmp_path / "data", asked, text=strange, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="cannot be read"):
+        prepare_kernels(tmp_path / "data", asked, text=tmp_path / "no", tokenizer=tokenizer)
+    plain = world.typed(epochs=2, data={"source": "jsonl", "row": 2048})
+    assert prepare_kernels(tmp_path / "plain", plain, text=strange, tokenizer=tokenizer).kind == "packed"
+    pairs = written(tmp_path, *({"prompt": TASKS[0].prompt, "answer": "a"} for _ in range(9)))
+    assert prepare_kernels(tmp_path / "data", asked, text=pairs, tokenizer=tokenizer).kind == "packed"
+
+
 def test_it_is_said_how_many_answers_the_rules_admit(tmp_path: Path) -> None:
     good, bad = planted.source(TASKS[0]), "import torch\n\n\ndef kernel_function(x):\n    return torch.relu(x)\n"
     fenced = f"Here:\n```python\n{good}\nif __name__ == '__main__':\n    print(1)\n```"
