@@ -40,6 +40,14 @@ EXPERIMENTS = {  # module:class, imported when the run asks for it
     "kernel-sft": "job.experiments.kernel:Kernel",
     "two-tower": "job.experiments.two_tower:TwoTower",
 }
+SHORT_OF_MEMORY = (  # parts of what others say, in small letters
+    ("cuda", "out of memory"),  # the driver, Triton
+    ("cublas_status_alloc_failed",),
+    ("cublas_status_not_initialized", "create("),  # of a handle, which the backward pass has its own of
+    ("device_allocation_failed",),  # cuDNN 9
+    ("failed to cuda malloc",),  # NCCL, whose last error names the call and not its reason; it sets up what it needs
+    ("failed to cuda calloc",),  # for a collective as the first one runs, in the midst of a step
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,11 +142,10 @@ def leave(workdir: Path, world: World, code: int) -> int:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Also where it is not torch's allocator that asked in vain: cuBLAS's handles, Triton's modules, the driver."""
+    """Also where it is not torch's allocator that asked in vain."""
     words = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or (
-        ("cuda" in words and "out of memory" in words) or "status_alloc_failed" in words
-    )
+    short = any(all(part in words for part in parts) for parts in SHORT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError) or short
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

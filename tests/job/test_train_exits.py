@@ -230,7 +230,13 @@ def test_a_validation_loss_that_is_nan_is_said_to_be_one(tmp_path: Path, monkeyp
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        torch.distributed.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.29.7\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 608 bytes"
+        ),
     ],
 )
 def test_running_out_of_memory_has_its_own_code_and_names_the_next_rung(
