@@ -65,6 +65,13 @@ def test_no_interval_is_cheaper_and_the_saving_is_what_it_says_in_the_simulation
     assert again.sentence().startswith("no other checkpoint interval is cheaper than the present 419")
 
 
+def test_where_interruptions_are_very_many_it_counts_in_the_dollars_of_the_bill() -> None:
+    short = replace(RUN, phase_ends_h=(1.0, 6.0), hazard=10.0)  # 130 nodes a run
+    found = optimal(short, 2.0)
+    assert found is not None
+    assert found.saved_usd / found.share == pytest.approx(simulate(short, runs=2_000).usd.mean(), rel=0.05)
+
+
 def test_the_sentence_names_both_intervals_and_the_dollars() -> None:
     found = optimal(replace(RUN, interval_h=4.0), 5.0)
     assert found is not None
