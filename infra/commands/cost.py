@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """
     root = project_root(Path.cwd())
     now = datetime.now(UTC)
-    if args.scenario:
+    if args.scenario is not None:
         definition = scenario(stack.path_of(args), args.scenario, now=now, to_run=False)
     else:
         definition = stack.definition_of(args, past_deadline=False)

@@ -19,8 +19,9 @@ POLL_S = 3.0
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser, earlier_runs=True)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run is done")
-    parser.add_argument("--boot", action="store_true", help="what the nodes' boot scripts said, instead of the job")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--follow", "-f", action="store_true", help="go on until the run is done")
+    what.add_argument("--boot", action="store_true", help="what the nodes' boot scripts said, instead of the job")
 
 
 def run(args: argparse.Namespace) -> int:

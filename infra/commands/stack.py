@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.definition import StackDefinition
+from infra.definition import Run, StackDefinition
 from infra.loader import project_root
+from infra.rules import RULES
 from infra.selected import SCENARIO, selected
 from infra.yaml_tree import Scalar, at
 
@@ -19,8 +21,16 @@ def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> 
     parser.add_argument("stack", metavar="STACK", help="a file of stacks/ without its .yaml, or a path")
     if earlier_runs:
         parser.add_argument(
-            "--run", dest="run_id", metavar="ID", help="a run of this stack; default: the file's own run.id"
+            "--run", dest="run_id", metavar="ID", type=_id, help="a run of this stack; default: the file's own run.id"
         )
+
+
+def _id(text: str) -> str:
+    """Refused rather than taken for the file's own: an empty one is a shell's variable that is not set."""
+    rule = RULES[Run, "id"]
+    if not re.fullmatch(rule.pattern, text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; allowed: {rule.allowed}")
+    return text
 
 
 def path_of(args: argparse.Namespace) -> Path:

@@ -6,6 +6,7 @@ Reads the fleet's history and says each new thing once, with what to do. Gives u
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 from infra.commands import aws, stack
 from infra.commands.explain import Reason, describe, explain
 from infra.definition import StackDefinition
-from infra.errors import AwsRefused
+from infra.errors import AwsRefused, GpufleetError
 from infra.resources.tags import RUN_TAG
 
 POLL_S = 10.0
@@ -28,6 +29,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not (0 <= args.timeout < math.inf):
+        raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds, 0 or more; 0 looks once")
     definition = stack.definition_of(args)
     region = definition.fleet.region
     watch = Watch(definition=definition, ec2=aws.client("ec2", region), s3=aws.client("s3", region))

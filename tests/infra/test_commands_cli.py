@@ -60,6 +60,30 @@ def test_a_word_too_many_shows_the_usage_of_its_own_command(capsys: pytest.Captu
     assert "--scenaro" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stop", "two-tower", "--run", ""], "--run: '' is not accepted; allowed: 1 to 32 of a-z"),
+        (["status", "two-tower", "--run", "../r1"], "--run: '../r1' is not accepted; allowed: 1 to 32 of a-z"),
+        (["logs", "two-tower", "--follow", "--boot"], "--boot: not allowed with argument --follow"),
+        (["wait", "two-tower", "--timeout", "nan"], "--timeout nan: allowed are seconds, 0 or more"),
+        (["wait", "two-tower", "--timeout", "-5"], "--timeout -5: allowed are seconds, 0 or more"),
+        (["cost", "two-tower", "--scenario", ""], "two-tower.yaml has no scenario ''"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused_and_not_left_out(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty one is a shell's variable that is not set: `stop --run "$OLD"` would end the run that trains."""
+    monkeypatch.chdir(ROOT)
+    try:
+        code: object = cli.main(words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_wrong_stack_is_a_sentence_on_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
