@@ -220,7 +220,7 @@ def generate(
     else:
         generator.manual_seed(seed)
     device = module.embed.weight.device
-    cache, new = Cache(window), ids
+    cache, new = Cache(min(window, len(ids) + max_tokens)), ids  # 1 MB a position at full size
     for _ in range(max_tokens):
         if cache.length + len(new) > window:
             cache, new = Cache(window), ids[-max(1, window // 2) :]

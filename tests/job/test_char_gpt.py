@@ -11,6 +11,7 @@ from torch import Tensor
 
 from job import sizing
 from job.config.pretrain import CharData, CharModel, PretrainConfig
+from job.models import char_gpt
 from job.models.char_gpt import Cache, CharGpt, generate, initial, norm
 
 SMALL = CharModel(layers=2, width=64, head_dim=32)
@@ -192,6 +193,23 @@ def test_generation_goes_on_beyond_the_window_with_its_last_half() -> None:
             context = context[-4:]
         assert chosen == int(module(torch.tensor([context])).logits[0, -1, :17].argmax())
         context.append(chosen)
+
+
+@pytest.mark.parametrize(("max_tokens", "window", "room"), [(3, 64, 7), (14, 8, 8)])
+def test_a_generation_takes_memory_for_what_it_may_write_and_no_more(
+    max_tokens: int, window: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[int] = []
+
+    class Seen(Cache):
+        def __init__(self, capacity: int) -> None:
+            super().__init__(capacity)
+            rooms.append(capacity)
+
+    monkeypatch.setattr(char_gpt, "Cache", Seen)
+    ids = tokens(1, 4)[0].tolist()
+    assert len(list(generate(model(), ids, allowed=17, max_tokens=max_tokens, window=window))) == max_tokens
+    assert set(rooms) == {room}
 
 
 def test_a_seed_repeats_a_sample_and_another_gives_another() -> None:
