@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import calibration
+from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
@@ -51,16 +52,30 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(summary(tree)))
     if lacks := calibration.unmeasured(definition.job.parameters):
         print(f"  not measured, and priced as before: {', '.join(lacks)} (no optimizer steps)")
+    written, bill = f"Written to {path.relative_to(root)}", f"the bill of {definition.name}"
     if definition.job.parameters != plain.job.parameters:
-        print(f"Written to {path.relative_to(root)}: of the rehearsal alone; the bill of {plain.name} ignores it.")
-    elif missing := calibration.not_reached(tree, definition.job.parameters):
-        print(
-            f"Written to {path.relative_to(root)}: the bill of {definition.name} ignores it, no step of phase "
-            f"{missing[0]} was timed (the first {WARM_UP} never are): ask for more --steps"
-        )
+        print(f"{written}: of the rehearsal alone; {bill} ignores it.")
+    elif why := _ignored(tree, definition, root):
+        print(f"{written}: {bill} ignores it, {why}")
     else:
-        print(f"Written to {path.relative_to(root)}: commit it, and the bill of {definition.name} stands on it.")
+        print(f"{written}: commit it, and {bill} stands on it.")
     return 0
+
+
+def _ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -> str:
+    """Why no listed type's figures stand on this measurement, and what to do; or nothing."""
+    if missing := calibration.not_reached(tree, definition.job.parameters):
+        return f"no step of phase {missing[0]} was timed (the first {WARM_UP} never are): ask for more --steps"
+    if definition.estimate.step_ms is not None:
+        return "since estimate.step_ms goes before a measurement: take that out of the file"
+    found = calibration.find_all(definition, load_catalog(root).instances, root).values()
+    refused = [each.why for each in found if isinstance(each, calibration.Refused)]
+    if len(refused) < len(found):
+        return ""
+    if refused:
+        return refused[0]
+    types = ", ".join(definition.fleet.instance_types)
+    return f"since none of fleet.instance_types ({types}) has whole GPUs of {tree['device']['name']}"
 
 
 def calibrate(

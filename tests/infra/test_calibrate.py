@@ -129,6 +129,31 @@ def test_a_probe_that_timed_no_step_of_a_phase_promises_no_bill(
     assert "did not reach phase grown" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("extra", "gpu", "why"),
+    [
+        ("estimate: {step_ms: [1, 2, 3]}\n", "NVIDIA A10G", "estimate.step_ms goes before a measurement"),
+        ("", "NVIDIA L40S", "none of fleet.instance_types (g5.2xlarge) has whole GPUs of NVIDIA L40S"),
+        ("", "NVIDIA A10G", ""),
+    ],
+)
+def test_a_probe_that_the_bill_does_not_stand_on_says_why(
+    path: Path,
+    probed: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    extra: str,
+    gpu: str,
+    why: str,
+) -> None:
+    monkeypatch.setattr(calibrate.machine, "gpus", lambda: tuple(replace(each, name=gpu) for each in A10G))
+    path.write_text(path.read_text() + extra)
+    assert main(["calibrate", "small-growth", "--steps", "90"]) == 0
+    said = capsys.readouterr().out
+    assert why in said
+    assert ("commit it, and the bill of small-growth stands on it" in said) == (not why)
+
+
 def test_a_probe_of_the_rehearsal_promises_no_bill(
     path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
