@@ -408,6 +408,14 @@ def test_the_message_is_one_line_per_problem(write: Write) -> None:
     assert second == ("  - line 6, limits.max_hours: '0' is not accepted; allowed: a number from 0.01 to 720 (hours).")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "most"), [("generate: {tasks: 21}", "from 1 to 20"), ("funnel: {planted: 201}", "from 0 to 200")]
+)
+def test_more_tasks_or_planted_candidates_than_there_are_is_a_mistake(write: Write, parameters: str, most: str) -> None:
+    found = problems(write(changed("job", f"experiment: kernel-sft, parameters: {{{parameters}}}")))
+    assert any(most in problem.allowed for problem in found)
+
+
 @pytest.mark.parametrize("experiment", ["sft-h100", "kernel-sft"])
 @pytest.mark.parametrize(("written", "missing"), [("", ""), (", base_weights: null", "null")])
 def test_an_experiment_that_starts_from_a_model_is_not_launched_without_one(

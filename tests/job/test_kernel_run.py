@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from train_world import StopAt
 
 from job import atomic
-from job.config import from_json
 from job.experiments import kernel_stages
 from job.kernels import funnel
 from job.ledger import Ledger
@@ -266,13 +265,3 @@ def test_a_file_of_pairs_needs_base_weights(tmp_path: Path) -> None:
     (workdir / "run.json").write_text(json.dumps(tree))
     assert world.train(workdir) == 65
     assert "no base weights" in (workdir / "fatal.json").read_text()
-
-
-@pytest.mark.parametrize(
-    ("section", "path"), [({"generate": {"tasks": 21}}, "generate.tasks"), ({"funnel": {"planted": 201}}, "planted")]
-)
-def test_more_tasks_or_planted_candidates_than_there_are_is_a_mistake(section: dict[str, Any], path: str) -> None:
-    from job import sizing
-
-    (problem,) = sizing.problems(from_json("kernel-sft", kernel.config(**section)))
-    assert path in problem[0]
