@@ -6,6 +6,7 @@ the store itself retries only what its client calls transient. What to do next i
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 import uuid
@@ -238,6 +239,7 @@ _KINDS: dict[str, type[StoreError]] = {
 }
 
 
+@functools.cache  # the keys and the descriptions of services are fetched once
 def session() -> Any:
     """boto3's, patient with the metadata service: one that takes a second for its token, as on a node whose cores are
     all taken, would leave botocore without credentials at once, however often it may try (1.44's IMDSFetcher).
