@@ -74,7 +74,7 @@ class Reader:
 
     def _silence(self) -> str:
         """Why nothing is printed."""
-        name, run = f"{self.definition.argument}{stack.earlier(self.definition)}", self.definition.run.id
+        name, run = stack.again(self.definition), self.definition.run.id
         if self._folder() is None:
             return str(aws.no_run(self.s3, self.definition))
         if self._group() is None:

@@ -91,8 +91,8 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
         return 0
     if lacking:
         state = f"it ended with {reason}" if reason else "it is not done"
-        same = f"{definition.argument}{stack.earlier(definition)}"
-        print(f"The run has no {' and no '.join(lacking)}: {state}. `gpufleet status {same}` says more.")
+        again = stack.again(definition)
+        print(f"The run has no {' and no '.join(lacking)}: {state}. `gpufleet status {again}` says more.")
         return 1
     print(f"Complete. What it cost against the estimate: {target / RECEIPT}")
     return 0

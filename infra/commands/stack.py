@@ -51,7 +51,12 @@ def definition_of(args: argparse.Namespace, *, past_deadline: bool = True) -> St
     return replace(definition, run=replace(definition.run, id=run)) if run else definition
 
 
-def earlier(definition: StackDefinition) -> str:
-    """` --run ID` where the run is not the one that its file names, else nothing: what further commands need."""
+def is_earlier(definition: StackDefinition) -> bool:
+    """Whether it is a run that --run named, and not the one of its file: `pulumi destroy` is about the file's."""
     own = at(definition.tree, "run.id") if definition.tree else None
-    return f" --run {definition.run.id}" if isinstance(own, Scalar) and own.text != definition.run.id else ""
+    return isinstance(own, Scalar) and own.text != definition.run.id
+
+
+def again(definition: StackDefinition) -> str:
+    """STACK, with --run where need be: what a further command about the same run takes."""
+    return f"{definition.argument} --run {definition.run.id}" if is_earlier(definition) else definition.argument

@@ -57,10 +57,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
         yield f"asked       to end, by {asked.get('by')} at {asked.get('at')}"
     if done:
         yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()
-        # An earlier run has no resources of its own any more: destroying would end the one after it.
-        others = stack.earlier(definition)
-        again = definition.argument
-        yield f"next        gpufleet results {again}{others or f'; pulumi destroy; gpufleet sweep {again}'}"
+        after = "" if stack.is_earlier(definition) else f"; pulumi destroy; gpufleet sweep {definition.argument}"
+        yield f"next        gpufleet results {stack.again(definition)}{after}"
 
 
 def _fleet(fleets: list[dict[str, Any]]) -> Iterator[str]:
@@ -109,7 +107,7 @@ def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime,
     interval = definition.job.parameters.checkpoint.heartbeat_s
     if age is not None and age > STALE_HEARTBEATS * interval and not over:
         late = f"that is more than {STALE_HEARTBEATS} intervals of {interval:g} s"
-        yield f"            {late}: see `gpufleet logs {definition.argument}{stack.earlier(definition)}`"
+        yield f"            {late}: see `gpufleet logs {stack.again(definition)}`"
     where = f"phase {beat.get('phase')}, step {beat.get('step')}"
     yield f"progress    {where}, loss {beat.get('loss')}, {beat.get('tok_s')} tokens/s"
     yield f"spent       ${float(beat.get('spent_usd') or 0):.4f} of ${definition.limits.max_usd}"

@@ -27,8 +27,7 @@ def run(args: argparse.Namespace) -> int:
 def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     """0 when the run is asked, or over already. Raises AwsRefused where nothing of the file's owner could hear it."""
     name, run, owner = definition.name, definition.run.id, definition.run.owner
-    earlier = stack.earlier(definition)
-    again = f"{definition.argument}{earlier}"
+    again = stack.again(definition)
     folder = aws.run_folder(s3, definition)
     done = folder.document("done.json") if folder else None
     if done:
@@ -57,6 +56,6 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     else:
         print(f"No node runs. The next one {looks}: it {later}, {ends}.")
         print("Where that is not worth a node, `pulumi destroy` keeps what is in the bucket, if the file says so.")
-    after = "" if earlier else ", `pulumi destroy`"  # which would end the run after this one
+    after = "" if stack.is_earlier(definition) else ", `pulumi destroy`"
     print(f"Next: `gpufleet logs {again} --follow`, `gpufleet results {again}`{after}.")
     return 0

@@ -268,7 +268,7 @@ def _limits(bill: Bill) -> str:
         return said
     return (
         f"{said} limits.deadline, {cap.deadline:%Y-%m-%dT%H:%M:%SZ}, is not part of this chance, nor of any figure"
-        f" here: `gpufleet compare` holds it against the hours."
+        " here: `gpufleet compare` holds it against the hours."
     )
 
 
