@@ -26,7 +26,7 @@ from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import TEMPLATES, FileTokenizer, Template
 from job.kernels import answers, planted, rules
 from job.kernels.catalog import TASKS
-from job.kernels.curriculum import tasks_of
+from job.kernels.curriculum import require_practice, tasks_of
 
 HELD_OUT = 0.02  # share of the pairs, for a validation loss; at least one
 LOOKED_AT = 1000  # answers at most: the longest take a second each
@@ -60,23 +60,14 @@ def prepare_kernels(
     else:
         pairs, own = PairsFile(text, data.samples, config.seed), FileTokenizer(tokenizer)
         if data.curriculum != "off":
-            require_practice(pairs, config)
+            _ = pairs.name  # raises ValueError where the file cannot be read
+            tasks = (tasks_of(question.text) for question, _ in pairs.conversations())
+            said = f"{text}: job.parameters.data.curriculum is {data.curriculum}, but no pair"
+            require_practice(tasks, TASKS[: config.generate.tasks], said)  # as the trainer would on a paid node
     found = prepare_packed(folder, pairs, own, template, how, model_vocab=config.model.vocab, say=say)
     if isinstance(pairs, PairsFile):
         say(admitted(pairs))
     return found
-
-
-def require_practice(pairs: PairsFile, config: KernelConfig) -> None:
-    """Raises ValueError where a curriculum would find nothing to draw more of: the trainer does, on a paid node."""
-    assert pairs.name  # raises ValueError where the file cannot be read
-    tried = {task.name for task in TASKS[: config.generate.tasks]}
-    if not any(tasks_of(question.text) & tried for question, _ in pairs.conversations()):
-        raise ValueError(
-            f"{pairs.path}: job.parameters.data.curriculum is {config.data.curriculum}, but no pair asks for one of "
-            f"the {len(tried)} tasks or names what they compute with (docs/kernels.md): there is nothing to draw "
-            "more of. Use other pairs, more of generate.tasks, or off"
-        )
 
 
 def admitted(pairs: PairsFile) -> str:

@@ -10,6 +10,7 @@ at its end. Leaves `final/` (the last phase's bf16 weights as published ones loo
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -185,11 +186,7 @@ class Kernel(Experiment):
                 for number in range(1, int(documents.max()) + 1)
             ]
             found.append([curriculum.tasks_of(question) for question in questions])
-        tried = {task.name for task in TASKS[: self.config.generate.tasks]}
-        if not any(tasks & tried for row in found for tasks in row):
-            raise ValueError(
-                f"data.curriculum: {data.curriculum}, but no pair of {self.session.data} asks for one of the "
-                f"{len(tried)} tasks or names what they compute with (docs/kernels.md): there is nothing to draw more "
-                "of. Use other pairs, more of generate.tasks, or off."
-            )
+        said = f"data.curriculum: {data.curriculum}, but no pair of {self.session.data}"
+        tried = TASKS[: self.config.generate.tasks]
+        curriculum.require_practice(itertools.chain.from_iterable(found), tried, said)
         return found

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from job.kernels.catalog import TASKS
+from job.kernels.catalog import TASKS, Task
 
 LOW, HIGH, WEIGHT = 0.2, 0.8, 3.0
 CALLED = re.compile(r"torch\.(?:nn\.functional\.)?(\w+)")
@@ -33,6 +33,16 @@ def tasks_of(question: str) -> frozenset[str]:
         if task.name.replace("_", "") in words or (called and called <= functions):
             found.add(task.name)
     return frozenset(found)
+
+
+def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[Task], said: str) -> None:
+    """Raises ValueError, which begins with `said`, where the tasks of no pair are among those tried."""
+    names = {task.name for task in tried}
+    if not any(names & tasks for tasks in pairs):
+        raise ValueError(
+            f"{said} asks for one of the {len(tried)} tasks or names what they compute with (docs/kernels.md): there "
+            "is nothing to draw more of. Use other pairs, more of generate.tasks, or off."
+        )
 
 
 def weights(tasks: Sequence[Collection[str]], pass_rates: Mapping[str, float]) -> list[float]:
