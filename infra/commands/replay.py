@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +16,13 @@ from infra.commands import stack
 from infra.cost import hazard, replay
 from infra.cost.replay import Replayed
 from infra.cost.risk import Exposure
-from infra.cost.text import counted
+from infra.cost.text import counted, wrap
 from infra.errors import GpufleetError
 from infra.loader import project_root
 from infra.pricing import bill_of
 
 HELD = 0.75  # of replayed bills inside the stated p10-p90, which eight in ten are to be
 WIDE = 0.9
-WIDTH = 100  # of a line
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +111,7 @@ def _text(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed], 
     else:
         said = f"The stated interval held: {share}. Plan with the bill's p90."
     lines += [
-        *textwrap.wrap(said, WIDTH),
+        *wrap(said, indent=0),
         f"With so few independent runs the true share is likely between {low:.0%} and {high:.0%}.",
     ]
     if not held or contained(found) > WIDE:

@@ -11,7 +11,7 @@ from infra.cost import criteria
 from infra.cost.compare_rows import Row
 from infra.cost.deadline import Policy
 from infra.cost.side import Quantiles
-from infra.cost.text import hours, table
+from infra.cost.text import hours, table, wrap
 
 WIDTH = 120
 SHORT = {"us-east-1": "e1", "us-east-2": "e2", "us-west-2": "w2", "eu-west-1": "eu1"}
@@ -219,4 +219,4 @@ def _hours(value: float | None) -> str:
 
 
 def _wrap(text: str, indent: int = 2) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return wrap(text, WIDTH, indent)

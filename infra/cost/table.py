@@ -5,7 +5,6 @@ Short enough to be read at every preview. What each figure means is in docs/bill
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from datetime import date
 from decimal import Decimal
@@ -15,9 +14,7 @@ from infra.cost.fit import NOTICE_S
 from infra.cost.hazard import word
 from infra.cost.limits import AS_COUNTED
 from infra.cost.side import Quantiles, Side
-from infra.cost.text import counted, table
-
-WIDTH = 100
+from infra.cost.text import counted, table, wrap
 
 
 def render(bill: Bill, *, today: date | None = None, accuracy: object = None) -> str:
@@ -37,7 +34,7 @@ def _head(bill: Bill) -> Iterator[str]:
         spot = next(option.spot for option in bill.types if option.type == side.type)
         price += " (dearest zone)" if len(spot) > 1 else ""
     name = f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
-    yield from _wrap(f"{name}, run {bill.run}: {_nodes(bill)} in {bill.region}, {dearest}{side.type} at {price}")
+    yield from wrap(f"{name}, run {bill.run}: {_nodes(bill)} in {bill.region}, {dearest}{side.type} at {price}")
 
 
 def _nodes(bill: Bill) -> str:
@@ -134,7 +131,7 @@ def _types(bill: Bill) -> Iterator[str]:
     yield from table(heads, rows, right=(2, 5))
     for option in bill.types:
         if option.why:
-            yield from _wrap(f"{option.type}: {option.why}")
+            yield from wrap(f"{option.type}: {option.why}")
 
 
 def _phases(bill: Bill) -> Iterator[str]:
@@ -160,10 +157,10 @@ def _phases(bill: Bill) -> Iterator[str]:
         )
     heads = ("type", "phase", "hours", "step ms", "tok/s", "MFU", "GPU memory", "micro", "save + upload")
     yield from table(heads, rows, right=(2, 3, 4, 5))
-    yield from _wrap(_beside(bill))
+    yield from wrap(_beside(bill))
     for fit in bill.fits:
         if not fit.fits:
-            yield from _wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
+            yield from wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
 
 
 def _beside(bill: Bill) -> str:
@@ -177,24 +174,24 @@ def _beside(bill: Bill) -> str:
 
 
 def _rest(bill: Bill, today: date | None, accuracy: object) -> Iterator[str]:
-    yield from _wrap(_interruptions(bill))
+    yield from wrap(_interruptions(bill))
     if bill.cadence is not None:
         said = bill.cadence.sentence()
-        yield from _wrap(f"{said[0].upper()}{said[1:]}.")
-    yield from _wrap(_limits(bill))
+        yield from wrap(f"{said[0].upper()}{said[1:]}.")
+    yield from wrap(_limits(bill))
     kept = bill.kept
     left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
-    yield from _wrap(f"Kept after destroy: {left if kept.days else 'nothing'}.")
+    yield from wrap(f"Kept after destroy: {left if kept.days else 'nothing'}.")
     days = [line.as_of for line in bill.lines]
     age = "" if today is None else f"; {price_age(bill, today)}"
-    yield from _wrap(f"Prices: of {min(days)} to {max(days)}{age}.")
-    yield from _wrap(f"Not priced: {'; '.join(bill.not_priced)}.")
+    yield from wrap(f"Prices: of {min(days)} to {max(days)}{age}.")
+    yield from wrap(f"Not priced: {'; '.join(bill.not_priced)}.")
     if bill.calibrated:
-        yield from _wrap(f"Calibrated: {bill.chosen.runtime.basis}.")
+        yield from wrap(f"Calibrated: {bill.chosen.runtime.basis}.")
     if accuracy is not None:
         yield f"How right earlier bills were: {accuracy}."
     for warning in bill.warnings:
-        yield from _wrap(f"Warning: {warning}")
+        yield from wrap(f"Warning: {warning}")
 
 
 def price_age(bill: Bill, today: date) -> str:
@@ -270,7 +267,3 @@ def _limits(bill: Bill) -> str:
         f"{said} limits.deadline, {cap.deadline:%Y-%m-%dT%H:%M:%SZ}, is not part of this chance, nor of any figure"
         " here: `gpufleet compare` holds it against the hours."
     )
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

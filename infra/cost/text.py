@@ -1,7 +1,8 @@
-"""Tables of plain ASCII."""
+"""Tables of plain ASCII, and lines of text."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 
@@ -16,9 +17,14 @@ def counted(number: object, noun: str) -> str:
     return f"{number} {noun}{'' if str(number) == '1' else many}"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
     """Heads, a rule, and the rows; the columns of `right` flush right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in (heads, ["-" * width for width in widths], *rows):
         cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         yield "  ".join(cells).rstrip()
+
+
+def wrap(text: str, width: int = 100, indent: int = 2) -> list[str]:
+    """Its lines, those after the first indented; words stay whole."""
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from typing import Any
 
 from infra.catalog import Catalog, Instance, Price, SpotPrice
+from infra.cost.text import table, wrap
 
 SCHEMA = 1
 SPREAD = 3  # dearest over cheapest zone from which it is said
-WIDTH = 100
 ABREAST = 2  # zones of a type on one line: some regions have six
 
 
@@ -47,9 +46,9 @@ def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
     for region in found["regions"]:
         for kind in ("on_demand", "spot"):
             if missing := region[kind]["missing"]:
-                lines += _wrap(f"{region['region']}: no {kind.replace('_', '-')} price of {', '.join(missing)}")
+                lines += wrap(f"{region['region']}: no {kind.replace('_', '-')} price of {', '.join(missing)}")
         for doubt in region["doubts"]:
-            lines += _wrap(f"{region['region']}: {doubt}")
+            lines += wrap(f"{region['region']}: {doubt}")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -138,7 +137,7 @@ def _counts(regions: list[dict[str, Any]]) -> list[str]:
                 _span(spot),
             )
         )
-    return table(("region", "types", "on demand", "inferred", "of", "spot", "zones", "of"), rows)
+    return list(table(("region", "types", "on demand", "inferred", "of", "spot", "zones", "of"), rows))
 
 
 def _span(dated: dict[str, Any]) -> str:
@@ -166,7 +165,7 @@ def _types(catalog: Catalog, region: str, today: date) -> list[str]:
             )
         )
         rows += [("", "", "", "", line, "") for line in lines[1:]]
-    return table(("type", "GPUs", "on demand", "of", "spot by zone", "of"), rows)
+    return list(table(("type", "GPUs", "on demand", "of", "spot by zone", "of"), rows))
 
 
 def _items(catalog: Catalog, regions: Sequence[str]) -> list[str]:
@@ -176,15 +175,4 @@ def _items(catalog: Catalog, regions: Sequence[str]) -> list[str]:
         found = [cell for cell in cells if cell]
         shown = [f"{cell.amount:f}{'*' if cell.status == 'inferred' else ''}" if cell else "-" for cell in cells]
         rows.append((item, found[0].unit if found else "-", *shown, _span(_dates(found))))
-    return table(("item", "USD per", *regions, "of"), rows)
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = (heads, ["-" * width for width in widths], *rows)
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines]
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return list(table(("item", "USD per", *regions, "of"), rows))
