@@ -6,8 +6,10 @@ import itertools
 import math
 import os
 import random
+import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -541,6 +543,38 @@ def test_who_neither_reads_nor_writes_is_late_at_the_limit_and_looked_at_meanwhi
         tries()
     assert 0.3 <= time.monotonic() - started < 3.0
     assert sends or looks
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_limit_is_kept_by_one_who_is_interrupted_all_the_time(sends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler stops each thread many times a second."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    ours, theirs = socket.socketpair()
+    until = time.monotonic() + 0.3
+    tries: Callable[[], object] = partial(wire.receive, ours, until=until, watch_s=10.0)
+    if sends:
+        monkeypatch.setattr(wire, "WATCH_S", 10.0)
+        tries = partial(wire.send, ours, {}, [bytes(1 << 24)], until=until)
+    caught = list[wire.Late]()
+
+    def waits() -> None:
+        try:
+            tries()
+        except wire.Late as error:
+            caught.append(error)
+
+    waiting = threading.Thread(target=waits)
+    try:
+        waiting.start()
+        while waiting.is_alive() and time.monotonic() < until + 5:
+            signal.pthread_kill(waiting.ident or 0, signal.SIGUSR1)
+            waiting.join(0.02)
+        assert len(caught) == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        theirs.close()  # which ends one who still waits
+        waiting.join()
+        ours.close()
 
 
 def test_one_who_answers_a_little_at_a_time_is_late_and_one_who_ends_is_seen_at_once() -> None:
