@@ -259,6 +259,12 @@ def one(
     sys.exit(trainer.train(workdir, 0, StopAt(workdir, looks[rank], saves=saves)))
 
 
+def alone(workdir: Path) -> None:
+    """A run on one rank, in a process that has nothing else to import."""
+    torch.set_num_threads(1)
+    sys.exit(trainer.main([str(workdir)]))
+
+
 if __name__ == "__main__":  # under torchrun
     trainer.EXPERIMENTS["pretrain-d64"] = "rank_world:Toy"
     sys.exit(trainer.main())

@@ -23,10 +23,8 @@ from typing import Any
 import pytest
 import rank_world
 import runs
-import torch
 
 from job.config import Batch, Checkpoint, TextData
-from job.train import __main__ as trainer
 from rehearsal.imds import Imds
 
 CONFIG = replace(
@@ -99,7 +97,7 @@ def undisturbed(workdir: Path, run: dict[str, Any], bucket: Path) -> Iterator[Ca
     """A run in one piece, by the trainer alone, beside the others; asked for, it gives its final weights' sha256."""
     runs.place(workdir, run)
     (workdir / "data").symlink_to(bucket / "inputs" / run["inputs"]["dataset"]["sha256"])
-    process = rank_world.CONTEXT.Process(target=_train, args=(workdir,), daemon=True)
+    process = rank_world.CONTEXT.Process(target=rank_world.alone, args=(workdir,), daemon=True)
     process.start()
 
     def weights() -> str:
@@ -112,11 +110,6 @@ def undisturbed(workdir: Path, run: dict[str, Any], bucket: Path) -> Iterator[Ca
         yield weights
     finally:
         process.kill()  # no effect on one that has ended
-
-
-def _train(workdir: Path) -> None:
-    torch.set_num_threads(1)
-    sys.exit(trainer.main([str(workdir)]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a trainer dies with its supervisor on Linux only")
