@@ -15,6 +15,7 @@ from moto.ec2.utils import convert_tag_spec, parse_user_data
 from moto.iam.models import iam_backends
 
 FLEET_ROLE = "AWSServiceRoleForEC2Fleet"
+NOT_TAGGABLE = "network-interface"  # by that role, of what a template may tag (AWSEC2FleetServiceRolePolicy, version 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +122,9 @@ class Launcher:
             )
         failures = []
         for pool in pools:
+            if any(entry["ResourceType"] == NOT_TAGGABLE for entry in pool.spec.get("TagSpecifications") or []):
+                refused = f"{FLEET_ROLE} is not authorized to perform: ec2:CreateTags on resource: {NOT_TAGGABLE}/*"
+                raise LaunchFailedError(("error", "iamFleetRoleInvalid", refused))
             why = self._obstacle(region, pool, spot)
             if why is None:
                 return self._run(region, fleet_id, spot, pool, now)
@@ -230,7 +234,6 @@ class Launcher:
         volumes = _attach_disks(backend, made, spec, {} if spot else tags.get("volume", {}))
         for nic in made.nics.values():
             nic.delete_on_termination = True
-            nic.add_tags(tags.get("network-interface", {}))
         metadata = spec.get("MetadataOptions") or {}
         user_data = spec.get("UserData")
         return Instance(

@@ -1,7 +1,7 @@
 """`gpufleet sweep`: what of a stack is still in the account, what it costs, what of it was asked for. Deletes nothing.
 
-Tags alone are not enough: the disks of spot nodes in a maintained fleet cannot be tagged from the template, so the
-sweep walks from instances to their disks too. It looks in the definition's region.
+Tags alone are not enough: a maintained fleet tags neither its spot nodes' disks nor their network interfaces, so the
+sweep walks from instances to their disks, and from the VPC to what is in it. It looks in the definition's region.
 """
 
 from __future__ import annotations
@@ -183,9 +183,11 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "")
 
 def _interfaces(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
     by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
-    for interface in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=by_tag):
-        owner = _other_owner(interface, definition)
-        yield Left(kind="network interface", id=interface["NetworkInterfaceId"], note=interface["Status"], owner=owner)
+    for vpc in aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=by_tag):
+        inside = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}]  # a fleet cannot tag those of its nodes
+        for found in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=inside):
+            owner = _other_owner(vpc, definition)
+            yield Left(kind="network interface", id=found["NetworkInterfaceId"], note=found["Status"], owner=owner)
     for address in ec2.describe_addresses(Filters=by_tag)["Addresses"]:
         yield Left(
             kind="elastic address",

@@ -59,11 +59,9 @@ class Fleet(pulumi.ComponentResource):
                 instance_metadata_tags="enabled",  # the node reads its fleet's id there
             ),
             block_device_mappings=disks(definition),
-            tag_specifications=[
-                # Not volumes: those of spot nodes in a maintain fleet cannot be tagged from a template.
-                aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type=kind, tags=label)
-                for kind in ("instance", "network-interface")
-            ],
+            # Nothing else: what the fleet's service-linked role may not tag, network interfaces among them, makes every
+            # launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
+            tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
             opts=pulumi.ResourceOptions(parent=self, ignore_changes=["userData"] if frozen else None),
         )

@@ -81,7 +81,7 @@ def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you") -> str:
         "ImageId": ami_id(cloud.region, AMI),
         "UserData": base64.b64encode(b"#!/bin/bash\n").decode(),
         "InstanceInitiatedShutdownBehavior": "terminate",
-        "TagSpecifications": [{"ResourceType": kind, "Tags": tags} for kind in ("instance", "network-interface")],
+        "TagSpecifications": [{"ResourceType": "instance", "Tags": tags}],
         "BlockDeviceMappings": [
             {
                 "DeviceName": "/dev/xvda",

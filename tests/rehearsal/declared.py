@@ -25,8 +25,7 @@ def template(cloud: Cloud, **changes: Any) -> str:
         "InstanceInitiatedShutdownBehavior": "terminate",
         "MetadataOptions": {"HttpTokens": "required", "InstanceMetadataTags": "enabled"},
         "TagSpecifications": [
-            {"ResourceType": kind, "Tags": [{"Key": "gpufleet:run", "Value": "r1"}]}
-            for kind in ("instance", "network-interface", "volume")
+            {"ResourceType": kind, "Tags": [{"Key": "gpufleet:run", "Value": "r1"}]} for kind in ("instance", "volume")
         ],
         "BlockDeviceMappings": [
             {

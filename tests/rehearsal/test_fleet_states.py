@@ -266,6 +266,16 @@ def test_a_missing_instance_profile_is_an_event(cloud: Cloud) -> None:
     assert "Invalid IAM Instance Profile name" in described[0]
 
 
+def test_a_template_that_tags_what_the_fleet_s_role_may_not_launches_nothing(cloud: Cloud) -> None:
+    label = [{"ResourceType": kind, "Tags": [{"Key": "k", "Value": "v"}]} for kind in ("instance", "network-interface")]
+    fleet_id = fleet(cloud, template(cloud, TagSpecifications=label))
+    cloud.tick()
+    assert living(cloud) == []
+    [error] = [e for e in cloud.fleets.fleets[fleet_id].history if e.type == "error"]
+    assert error.sub_type == "iamFleetRoleInvalid"
+    assert "ec2:CreateTags on resource: network-interface" in error.description
+
+
 def test_capacity_that_comes_back_is_found(cloud: Cloud, clock: ManualClock) -> None:
     cloud.no_capacity()
     fleet(cloud)
@@ -295,7 +305,6 @@ def test_the_node_has_its_disks_its_tags_and_its_lifecycle(cloud: Cloud) -> None
     assert tags["aws:ec2:fleet-id"] == fleet_id
     assert tags["gpufleet:run"] == "r1"
     assert described["InstanceLifecycle"] == "spot"
-    assert any(kind == "network-interface" for kind, _ in cloud.leftovers(RUN))
 
 
 def test_a_terminated_node_takes_along_only_what_it_should(cloud: Cloud, clock: ManualClock) -> None:
