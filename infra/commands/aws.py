@@ -174,7 +174,7 @@ def buckets(s3: Any, stack: str) -> list[dict[str, Any]]:
         try:
             tagged = {**bucket, "Tags": s3.get_bucket_tagging(Bucket=bucket["Name"])["TagSet"]}
         except exceptions.ClientError as error:
-            if code(error) != "NoSuchTagSet":
+            if code(error) not in ("NoSuchTagSet", "NoSuchBucket"):  # a deleted bucket stays listed for a while
                 raise
             continue
         if tags_of(tagged).get(STACK_TAG) == stack:

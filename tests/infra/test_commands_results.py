@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,15 @@ def test_a_bucket_of_another_stack_with_a_like_name_is_not_ours(cloud: Cloud, st
     assert left(stack) == {}
     s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": [{"Key": "gpufleet:stack", "Value": "small-growth-two"}]})
     assert left(stack) == {}
+
+
+def test_a_bucket_that_was_just_deleted_and_is_still_listed_is_passed_over(
+    cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3 = cloud.client("s3")
+    gone = {"Name": "gpufleet-small-growth-0a1b2c3", "CreationDate": datetime(2026, 11, 22, tzinfo=UTC)}
+    monkeypatch.setattr(s3, "list_buckets", lambda: {"Buckets": [gone]})
+    assert aws.buckets(s3, stack.name) == []
 
 
 def test_a_loose_disk_like_ours_is_shown_but_not_claimed(
