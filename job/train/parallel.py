@@ -104,6 +104,8 @@ def join(kind: str) -> World:
     if kind == "cuda":
         require_cuda()
         torch.cuda.set_device(local)
+        # AWS's image brings NCCL a plugin for EFA, which this one node has not: it fails, or tunes NCCL for it.
+        os.environ.setdefault("NCCL_NET_PLUGIN", "none")
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
     return meet(kind, local_rank=local)
 

@@ -1,13 +1,16 @@
-"""What rank 0 decides arrives whole on every rank, however long and in whatever script."""
+"""How ranks meet; and what rank 0 decides arrives whole on every rank, however long and in whatever script."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from job.train import parallel
 from job.train.parallel import World
 
 
@@ -30,3 +33,19 @@ def test_a_decision_arrives_whole(value: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "broadcast", lambda message, source, group: message.copy_(sent.pop(0)))
     assert World(rank=1, size=2).agree("rank 1's own") == value
     assert sent == []
+
+
+@pytest.mark.parametrize(("theirs", "plugin"), [(None, "none"), ("ofi", "ofi")])
+def test_nccl_meets_without_a_plugin_for_a_network_that_one_node_has_not(
+    theirs: str | None, plugin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
+    if theirs is not None:
+        os.environ["NCCL_NET_PLUGIN"] = theirs
+    seen: list[str | None] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get("NCCL_NET_PLUGIN")))
+    monkeypatch.setattr(parallel, "require_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(parallel, "meet", lambda kind, *, local_rank: World(local_rank=local_rank))
+    assert parallel.join("cuda").local_rank == 1
+    assert seen == [plugin]
