@@ -45,6 +45,12 @@ _RULES = (
         final=True,
     ),
     _Rule(
+        pattern=r"Invalid IAM Instance Profile",
+        cause="EC2 does not know the node's instance profile: it was made a moment ago, or somebody deleted it",
+        remedy="Wait: the fleet tries again by itself, some minutes later. If this is said then too, run "
+        "`pulumi refresh` and `pulumi up`.",
+    ),
+    _Rule(
         pattern=r"InvalidAMIID|image id|InvalidAMI|AMI .*not (exist|found|available)",
         cause="the AMI does not exist in {region}, or is no longer offered",
         remedy="Run `gpufleet doctor {stack} --pin`, give run.id a new value, then `pulumi up`.",

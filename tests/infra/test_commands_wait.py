@@ -174,6 +174,12 @@ def test_a_node_that_ended_and_was_replaced_is_told(cloud: Cloud, stack: StackDe
         ("fleetProgressHalted", "", "ceiling", False),
         ("iamFleetRoleInvalid", "", "service-linked", True),
         ("launchSpecTemporarilyBlacklisted", "Not authorized for ServiceLinkedRoleCreation", "service-linked", True),
+        (
+            "allLaunchSpecsTemporarilyBlacklisted",
+            "Value (p) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile name",
+            "a moment ago",
+            False,
+        ),
         ("launchSpecTemporarilyBlacklisted", "InvalidAMIID.NotFound", "AMI", True),
         ("launchSpecTemporarilyBlacklisted", "InvalidSnapshot.NotFound", "snapshot", True),
         ("", "Client.InternalError: Client error on launch", "encryption key", True),
