@@ -27,6 +27,7 @@ _KEYS = {  # of the run config, by the fact of packed rows
     "row": "data.row",
     "longest": "data.longest",
     "loss_on": "data.loss_on",
+    "held_out_examples": "examples held out (data.held_out)",
     "packing": "measures.packing",
     "template": "the chat template",
 }
@@ -81,7 +82,7 @@ def weights_differ(definition: StackDefinition, root: Path) -> str:
 
 def _packed(config: SftConfig | KernelConfig, manifest: DatasetManifest) -> Iterator[str]:
     """What prepared rows are of, and what the file says."""
-    for fact, wanted in packed.wanted(config).items():
+    for fact, wanted in packed.wanted(config, manifest.facts).items():
         there = manifest.facts.get(fact, "unknown")
         if fact == "texts" and there is not wanted:
             yield "measures.pretokenised true, the file says false"

@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from job.config.kernel import KernelConfig
 from job.config.sft import SftConfig
 from job.dataset import prepare
 from job.dataset.chat import SHOWN, Chats, GeneratedPairs, JsonlChats
-from job.dataset.packing import Example, Packing, Split, order, pack
+from job.dataset.packing import Example, Packing, Split, held_out_of, order, pack
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import (
     TEMPLATES,
@@ -165,12 +165,14 @@ def prepare_packed(
     return manifest
 
 
-def wanted(config: SftConfig | KernelConfig) -> dict[str, Any]:
-    """The facts that dataset.json must state of rows that this run config may train on."""
+def wanted(config: SftConfig | KernelConfig, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that dataset.json must state of rows that this run config may train on; `found`: those it states."""
     data = config.data
     facts: dict[str, Any] = {"row": data.row, "longest": min(getattr(data, "longest", data.row), data.row)}
     if isinstance(config, SftConfig):
+        count = found.get("examples", 0) + found.get("held_out_examples", 0)
         facts |= {"loss_on": config.data.loss_on, "packing": config.measures.packing}
+        facts["held_out_examples"] = held_out_of(count, config.data.held_out)
         facts |= {} if config.measures.pretokenised else {"texts": True}
     return facts | {"template": TEMPLATES[config.model.family].name}
 
@@ -204,7 +206,7 @@ def _read(chats: Chats, renderer: Renderer, how: Packing) -> _Counts:
 
 
 def _held_out(count: int, how: Packing) -> set[int]:
-    return set(order(how.seed, count, count)[: max(1, round(count * how.held_out))].tolist())
+    return set(order(how.seed, count, count)[: held_out_of(count, how.held_out)].tolist())
 
 
 def _facts(

@@ -50,6 +50,11 @@ class Packing:
         return ", ".join(f"{key} {getattr(self, key)}" for key in self.__slots__)
 
 
+def held_out_of(count: int, share: float) -> int:
+    """How many of `count` examples are kept for validation."""
+    return max(1, round(count * share))
+
+
 def pack(examples: list[Example], how: Packing) -> list[NDArray[np.int64]]:
     """Rows, each as indices into `examples`."""
     lengths = np.array([len(example.tokens) for example in examples], dtype=np.int64)

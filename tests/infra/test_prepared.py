@@ -57,6 +57,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("row", "256", "was prepared with data.row 128, the file says 256"),
         ("held_out", "0.05\n      loss_on: all", "was prepared with data.loss_on response, the file says all"),
+        ("held_out", "0.5", "was prepared with examples held out (data.held_out) 2, the file says 20"),
         ("family", "qwen3", "was prepared with the chat template llama-3, the file says chatml"),
         ("vocab", "64", "ids, model.vocab is 64: raise it to "),
     ],
