@@ -43,15 +43,33 @@ _LLAMA3 = Template(  # Llama 3.1 model card, "prompt formats" (2024-07-23)
 _CHATML = Template(  # Qwen documentation, "chat template" (2025-04)
     name="chatml", begin=(), header=("<|im_start|>", "{role}\n"), end="<|im_end|>", gap="\n"
 )
+CHAT_TEMPLATE = "chat_template.jinja"
 TEMPLATES = {"llama": _LLAMA3, "qwen2": _CHATML, "qwen3": _CHATML}  # by model.family
+
+
+def jinja(template: Template) -> str:
+    """The same form as `transformers` takes one: what asks in it asks as the data was written."""
+    before, after = "".join(template.header).split("{role}")
+    gap, asked = json.dumps(template.gap), json.dumps(template.gap + before + "assistant" + after)
+    turn = f'{json.dumps(before)} + message["role"] + {json.dumps(after)} + message["content"] | trim'
+    return (
+        f"{{{{ {json.dumps(''.join(template.begin))} }}}}{{% for message in messages %}}"
+        f'{{{{ ("" if loop.first else {gap}) + {turn} + {json.dumps(template.end)} }}}}{{% endfor %}}'
+        f"{{% if add_generation_prompt %}}{{{{ {asked} }}}}{{% endif %}}"
+    )
+
+
+def chat_template(folder: Path) -> str:
+    """What the weights in `folder` come with; "": nothing."""
+    try:
+        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    except OSError:
+        return str((atomic.read_object(folder / "tokenizer_config.json") or {}).get("chat_template") or "")
 
 
 def foreign(template: Template, folder: Path) -> bool:
     """Whether the weights in `folder` come with a chat template of another form: it never writes what closes a turn."""
-    try:
-        theirs = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except OSError:
-        theirs = str((atomic.read_object(folder / "tokenizer_config.json") or {}).get("chat_template") or "")
+    theirs = chat_template(folder)
     return theirs != "" and template.end not in theirs
 
 

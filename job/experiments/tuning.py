@@ -23,7 +23,16 @@ from job.config.kernel import KernelConfig
 from job.config.sft import SftConfig
 from job.dataset import packed
 from job.dataset.prepare import DatasetManifest
-from job.dataset.rendering import TEMPLATES, FileTokenizer, Renderer, file_id, open_chat_tokenizer
+from job.dataset.rendering import (
+    CHAT_TEMPLATE,
+    TEMPLATES,
+    FileTokenizer,
+    Renderer,
+    chat_template,
+    file_id,
+    jinja,
+    open_chat_tokenizer,
+)
 from job.models import decoder, hf
 from job.models.decoder import Decoder
 from job.train import parallel
@@ -32,6 +41,7 @@ from job.train.export import META
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOKENIZERS = ("tokenizer.json", "words.json")
+TRAINED_TEMPLATE = "trained_chat_template.jinja"
 
 
 def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig | KernelConfig) -> None:
@@ -168,6 +178,9 @@ def deliver(
         for name in hf.TOKENIZER:
             if (session.inputs / name).exists():
                 shutil.copyfile(session.inputs / name, folder / name)
+        names = (TRAINED_TEMPLATE,) if chat_template(session.inputs) else (TRAINED_TEMPLATE, CHAT_TEMPLATE)
+        for name in names:
+            (folder / name).write_text(jinja(TEMPLATES[config.model.family]), encoding="utf-8")
     files = [
         {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in (*paths, *sorted((folder / "adapter").glob("adapter*")))

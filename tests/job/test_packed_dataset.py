@@ -23,6 +23,7 @@ from job.dataset.rendering import (
     Renderer,
     WordTokenizer,
     foreign,
+    jinja,
     open_chat_tokenizer,
 )
 from job.sizing import problems
@@ -79,6 +80,24 @@ def test_a_conversation_gets_the_ids_of_its_joined_text(
     learned = [token for token, counted in zip(rendered.tokens, rendered.answered, strict=True) if counted]
     assert renderer.tokenizer.decode(learned) == "the sum"
     assert learned[-1] == renderer.end
+
+
+@pytest.mark.parametrize(("family", "specials"), [("llama", LLAMA), ("qwen2", CHATML), ("qwen3", CHATML)])
+def test_who_asks_by_the_template_left_beside_the_weights_asks_as_the_data_was_written(
+    family: str, specials: tuple[str, ...], tmp_path: Path
+) -> None:
+    jinja2 = pytest.importorskip("jinja2", reason="what `transformers` renders chat templates with")
+    from tokenizers import Tokenizer
+
+    path = bpe(tmp_path, *specials)
+    asked = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(jinja(TEMPLATES[family]))
+    renderer, tokenizer = Renderer(TEMPLATES[family], FileTokenizer(path)), Tokenizer.from_file(str(path))
+    turns = (Turn("system", "be brief"), Turn("user", " what is\n'it'?\n"), Turn("assistant", "the sum "))
+    for chat in (turns, turns[1:], (*turns, *turns[1:])):
+        messages = [{"role": turn.role, "content": turn.text} for turn in chat]
+        assert tokenizer.encode(asked.render(messages=messages)).ids == renderer.render([chat])[0].tokens
+        prompt = asked.render(messages=messages[:-1], add_generation_prompt=True)
+        assert tokenizer.encode(prompt).ids == renderer.prompt(chat)
 
 
 def test_what_a_tokenizer_file_adds_or_cuts_by_itself_reaches_no_row(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from job.config import from_json
 from job.config.sft import SftConfig
 from job.dataset import weights
 from job.dataset.packed import PROMPTS, prepare_sft
+from job.dataset.rendering import TEMPLATES, jinja
+from job.experiments import tuning
 from job.models import hf, hf_config
 from job.models.decoder import build
 from job.models.generate import generate
@@ -116,6 +118,15 @@ def test_the_merged_model_keeps_what_was_published_beside_its_base(tuned: Path) 
     assert generation == {**PUBLISHED["generation_config.json"], "eos_token_id": [2, stop]}
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tuned / "final" / name).read_bytes() == (tuned / "inputs" / name).read_bytes()
+    assert (tuned / "final" / tuning.TRAINED_TEMPLATE).read_text() == jinja(TEMPLATES["qwen3"])
+
+
+def test_a_base_without_a_chat_template_leaves_a_model_with_that_of_its_training(tuned: Path, tmp_path: Path) -> None:
+    shutil.copytree(tuned, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "inputs" / "chat_template.jinja").unlink()
+    shutil.rmtree(tmp_path / "final")
+    assert world.train(tmp_path) == 0  # from its last checkpoint
+    assert (tmp_path / "final" / "chat_template.jinja").read_text() == jinja(TEMPLATES["qwen3"])
 
 
 def test_the_adapter_names_its_base_as_users_know_it(tuned: Path) -> None:
