@@ -6,13 +6,14 @@ Legend: K members, R rows of a member, Q queries of a step, V watched queries, M
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from job.config.two_tower import TwoTowerConfig
-from job.dataset.arrays import Floats
 from job.dataset.ranking import Tables
 from job.experiments.ranking_metrics import ndcg
 from job.experiments.two_tower_data import Member, rows_of, watched
@@ -38,7 +39,7 @@ class Batches:
             queries_KV, gains_KVM, weights_KV = watched(list(members), tables)
             self._watched_x_KVS = self._placed(tables.queries[queries_KV])
             self._watched_gains_KVM = self._placed(gains_KVM)
-            self._watched_weights_KV = self._placed(weights_KV).double()
+            self._watched_weights_KV = self._placed(weights_KV)
 
     def work(self, config: TwoTowerConfig, place: int, micro: int) -> Work:
         """The joint step that (seed, `place`) names: every query, or those that the objective samples, in chunks of
@@ -63,7 +64,7 @@ class Batches:
         values_KV = ndcg(module.score(self._watched_x_KVS), self._watched_gains_KVM, 10)
         return (values_KV * self._watched_weights_KV).sum(-1)
 
-    def _placed(self, array: Floats) -> Tensor:
+    def _placed(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
 

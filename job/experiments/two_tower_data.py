@@ -85,8 +85,13 @@ def refit_member(queries: int) -> Member:
 
 
 def gains(labels: Labels) -> Floats:
-    """What a label is worth."""
-    return np.array(GAINS, dtype=np.float32)[labels]
+    """What a label is worth, to learn from."""
+    return worth(labels).astype(np.float32)
+
+
+def worth(labels: Labels) -> NDArray[np.float64]:
+    """The same to judge by: in fp32 0.7 is another number, and nDCG would be scikit-learn's to 1e-8 only."""
+    return np.array(GAINS)[labels]
 
 
 def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak: Weak) -> tuple[Indices, Floats]:
@@ -130,12 +135,12 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> Rows:
     return Rows(sentences=sentences, targets=targets, weights=weights, weak=len(kept))
 
 
-def watched(chosen: list[Member], tables: Tables) -> tuple[Indices, Floats, Floats]:
+def watched(chosen: list[Member], tables: Tables) -> tuple[Indices, NDArray[np.float64], NDArray[np.float64]]:
     """(queries [K, V], gains [K, V, M], weights [K, V] that sum to 1): what each member watches, padded."""
     width = max(len(member.watch) for member in chosen)
     queries = np.zeros((len(chosen), width), dtype=np.int64)
-    weights = np.zeros((len(chosen), width), dtype=np.float32)
+    weights = np.zeros((len(chosen), width))
     for row, member in enumerate(chosen):
         queries[row, : len(member.watch)] = member.watch
         weights[row, : len(member.watch)] = 1 / len(member.watch)
-    return queries, gains(tables.labels[queries]), weights
+    return queries, worth(tables.labels[queries]), weights

@@ -16,13 +16,13 @@ from job.config.two_tower import TwoTowerConfig
 from job.dataset.arrays import Floats
 from job.dataset.ranking import Tables
 from job.experiments import two_tower_tables as tables_of
-from job.experiments.two_tower_data import Member, fold_of, gains
+from job.experiments.two_tower_data import Member, fold_of, worth
 from job.sizing.two_tower import REFIT
 from job.train.experiment import Phase
 
 HONEST = "trained on the folds that are neither tested nor watched, epoch chosen on the watched one, tested once"
 OPTIMISTIC = (
-    "OPTIMISTIC, the original plan's way: trained on every other fold, best epoch picked on the test fold itself; "
+    "OPTIMISTIC, the original plan's way: trained on all other folds, best epoch picked on the test fold itself; "
     "too good by construction, shown for comparison with earlier figures only; the baselines learn from the honest "
     "protocol's folds and are in its table alone"
 )
@@ -70,7 +70,7 @@ def measured(phases: Sequence[Phase], records: list[dict[str, Any]]) -> list[dic
 def write(outcome: Outcome, workdir: Path, about: dict[str, Any], *, say: Callable[[str], None]) -> None:
     """fold_table.json, fold_table.md, exports/scores.npz and results.json; `about` goes into the last."""
     config, folds = outcome.config, outcome.config.data.folds
-    fold_Q, wanted = fold_of(config.data.queries, folds, config.seed), gains(outcome.tables.labels)
+    fold_Q, wanted = fold_of(config.data.queries, folds, config.seed), worth(outcome.tables.labels)
     values = {name: None if s is None else tables_of.per_query(s, wanted) for name, s in outcome.baselines.items()}
     rows, optimistic_rows, comparisons = [], [], []
     for index, family in enumerate(outcome.families):

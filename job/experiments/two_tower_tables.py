@@ -11,7 +11,9 @@ import math
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from job.dataset.arrays import Floats
@@ -26,7 +28,7 @@ T95 = (
 )  # fmt: skip
 
 
-def per_query(scores_QM: Floats, gains_QM: Floats) -> dict[str, Tensor]:
+def per_query(scores_QM: Floats, gains_QM: NDArray[np.float64]) -> dict[str, Tensor]:
     """Each metric of each query, float64 [Q]."""
     scores, wanted = torch.from_numpy(scores_QM), torch.from_numpy(gains_QM)
     values = ndcg(scores, wanted, 10), ndcg(scores, wanted, 5), reciprocal_rank(scores, wanted)

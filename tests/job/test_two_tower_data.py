@@ -176,7 +176,7 @@ def test_labels_are_worth_what_the_plan_says() -> None:
 def test_watched_queries_weigh_one_together_however_many_there_are() -> None:
     queries, wanted, weights = watched(members(CONFIG), TABLES)
     assert np.allclose(weights.sum(axis=1), 1)
-    assert np.array_equal(wanted, gains(TABLES.labels[queries]))
+    assert wanted.tolist() == np.array([0.0, 1.0, 0.7])[TABLES.labels[queries]].tolist()  # as judged, in fp64
 
 
 def test_the_refit_learns_from_every_query() -> None:
