@@ -176,8 +176,10 @@ def read_folder(
     queries = _sentences(folder / "queries.jsonl")
     found = folder / "discovery.jsonl"
     discovery = _sentences(found) if found.exists() else {}
-    if not discovery and (asked := max(family.weak.queries for _, family in variants(config))):
-        say(f"no discovery.jsonl: training has no weak labels, though job.parameters.weak.queries is {asked}")
+    if (asked := max(family.weak.queries for _, family in variants(config))) > len(discovery):
+        few = f"{len(discovery):,} discovery queries: training has weak labels for no more"
+        none = "no discovery.jsonl: training has no weak labels"
+        say(f"{few if discovery else none}, though job.parameters.weak.queries is {asked}")
     labels, models = _labels(folder / "labels.csv", list(queries))
     if problems := mismatches(config, (len(queries), config.towers.sentence), labels.shape):
         raise ValueError(f"{folder}: " + "; ".join(problems))
