@@ -118,7 +118,9 @@ def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak
 
 
 def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> Rows:
-    """The member's training queries, then its weakly labelled ones, padded to `rows`."""
+    """The member's training queries, then its weakly labelled ones, padded to `rows`. Raises ValueError where none of
+    them has a relevant model.
+    """
     gains_TM = gains(tables.labels[member.train])
     queries_TS = tables.queries[member.train]
     kept, weak_gains = weak_labels(tables.discovery, queries_TS, gains_TM, weak)
@@ -131,7 +133,12 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> Rows:
     mass = targets.sum(axis=1, keepdims=True)
     np.divide(targets, mass, out=targets, where=mass > 0)
     learnt = (mass[:, 0] > 0).astype(np.float32)
-    weights = learnt * np.float32(rows / max(1.0, learnt.sum()))
+    if not learnt.any():
+        raise ValueError(
+            f"labels.csv: none of the {len(member.train)} queries that the {member.protocol} model of fold {member.fold} "
+            "learns from has a model with label 1 or 2; judge more queries, or let job.parameters.seed deal other folds"
+        )
+    weights = learnt * np.float32(rows / learnt.sum())
     return Rows(sentences=sentences, targets=targets, weights=weights, weak=len(kept))
 
 

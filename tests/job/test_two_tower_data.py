@@ -169,6 +169,19 @@ def test_a_members_rows_are_padded_with_rows_that_weigh_nothing() -> None:
     assert np.allclose(rows.targets[1 : len(member.train)].sum(axis=1), 1)
 
 
+def test_a_member_that_has_nothing_to_learn_is_refused_by_its_fold() -> None:
+    labels = np.zeros_like(TABLES.labels)
+    labels[DEALT == 2] = 1
+    known = replace(TABLES, labels=labels)
+    for member in members(CONFIG):
+        if 2 in DEALT[member.train]:
+            assert rows_of(member, known, CONFIG.weak, 35).weights.any()
+            continue
+        told = f"none of the {len(member.train)} queries that the {member.protocol} model of fold {member.fold} learns"
+        with pytest.raises(ValueError, match=told):
+            rows_of(member, known, CONFIG.weak, 35)
+
+
 def test_labels_are_worth_what_the_plan_says() -> None:
     assert gains(np.array([0, 1, 2], dtype=np.int8)).tolist() == [0.0, 1.0, np.float32(0.7)]
 
