@@ -229,16 +229,20 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
     rows = {name: row for row, name in enumerate(queries)}
     judged: dict[tuple[int, str], int] = {}
     reader = csv.DictReader(io.StringIO(_open(path), newline=""))
-    if not {"query", "model", "label"} <= set(reader.fieldnames or ()):
-        header = f"header {reader.fieldnames}" if reader.fieldnames else "empty"
+    try:
+        names = reader.fieldnames
+    except csv.Error as error:
+        raise ValueError(f"{path}:1: {error}; is a double quote never closed?") from error
+    if not {"query", "model", "label"} <= set(names or ()):
+        header = f"header {names!r:.200}" if names else "empty"
         raise ValueError(f"{path}:1: {header}; it must name query, model and label, with commas between and no blanks")
     for where, line in _lines(reader, path):
         if reader.restkey in line:  # as of a model's name with a comma, of which csv would keep the first half
             raise ValueError(f"{where}: more values than the header names; a name with a comma stands in double quotes")
         if line["query"] not in rows:
-            raise ValueError(f"{where}: query {line['query']!r} is not in queries.jsonl")
+            raise ValueError(f"{where}: query {line['query']!r:.60} is not in queries.jsonl")
         if line["label"] not in ("0", "1", "2"):
-            raise ValueError(f"{where}: label {line['label']!r}; it must be 0 (irrelevant), 1 (best) or 2 (good)")
+            raise ValueError(f"{where}: label {line['label']!r:.60}; it must be 0 (irrelevant), 1 (best) or 2 (good)")
         if not line["model"]:
             raise ValueError(f"{where}: no model")
         key = rows[line["query"]], line["model"]
@@ -260,7 +264,7 @@ def _lines(reader: csv.DictReader[str], path: Path) -> Iterator[tuple[str, dict[
         for line in reader:
             yield f"{path}:{reader.line_num}", line
     except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: {error}") from error
+        raise ValueError(f"{path}:{reader.line_num}: {error}; is a double quote never closed?") from error
 
 
 def _open(path: Path) -> str:

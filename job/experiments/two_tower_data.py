@@ -135,8 +135,8 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> Rows:
     learnt = (mass[:, 0] > 0).astype(np.float32)
     if not learnt.any():
         raise ValueError(
-            f"labels.csv: none of the {len(member.train)} queries that the {member.protocol} model of fold {member.fold} "
-            "learns from has a model with label 1 or 2; judge more queries, or let job.parameters.seed deal other folds"
+            f"labels.csv: none of {len(member.train)} queries that the {member.protocol} model of fold {member.fold}"
+            " learns from has a label 1 or 2; judge more queries, or let job.parameters.seed deal other folds"
         )
     weights = learnt * np.float32(rows / learnt.sum())
     return Rows(sentences=sentences, targets=targets, weights=weights, weak=len(kept))

@@ -124,6 +124,7 @@ def test_counts_that_differ_from_the_config_name_the_key_before_anything_is_enco
         (["q0,m1,1", "q9,m1,1"], r"labels\.csv:3: query 'q9' is not in queries\.jsonl"),
         (["q0,m1,1", "q0,,1"], r"labels\.csv:3: no model"),
         (["q0,m1,1", "q0," + "m" * 200_000 + ",1"], r"labels\.csv:[23]: field larger than"),
+        (['"q0,m1,1', *["q1,m1,1"] * 40], r"labels\.csv:42: query 'q0,m1,1.{30,60} is not in queries\.jsonl"),
         (["q0,m1,0", "q1,m1,0"], r"labels\.csv: no judgement has label 1 or 2"),
         (
             ["q0,m 8B, chat,1"],
@@ -145,6 +146,13 @@ def test_a_table_without_the_three_columns_is_refused_with_how_it_looks(header: 
     text = folder_of_text(tmp_path / "text")
     (text / "labels.csv").write_text(header)
     with pytest.raises(ValueError, match=rf"labels\.csv:1: {said}.*it must name query, model and label, with commas"):
+        ranking.read_folder(text, Hashed(width=8), of_text(8))
+
+
+def test_a_header_whose_quote_is_never_closed_is_said(tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text")
+    (text / "labels.csv").write_text('"query,model,label\n' + "q0,m1,1\n" * 20_000)
+    with pytest.raises(ValueError, match=r"labels\.csv:1: field larger .*; is a double quote never closed\?"):
         ranking.read_folder(text, Hashed(width=8), of_text(8))
 
 

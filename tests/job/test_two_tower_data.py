@@ -177,7 +177,7 @@ def test_a_member_that_has_nothing_to_learn_is_refused_by_its_fold() -> None:
         if 2 in DEALT[member.train]:
             assert rows_of(member, known, CONFIG.weak, 35).weights.any()
             continue
-        told = f"none of the {len(member.train)} queries that the {member.protocol} model of fold {member.fold} learns"
+        told = f"none of {len(member.train)} queries that the {member.protocol} model of fold {member.fold} learns"
         with pytest.raises(ValueError, match=told):
             rows_of(member, known, CONFIG.weak, 35)
 
