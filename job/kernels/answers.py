@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import symtable
 import textwrap
 
 from job.kernels.catalog import ENTRY
@@ -35,8 +36,8 @@ def program(answer: str) -> str:
 
 def used(source: str) -> str:
     """Without definitions, imports and assignments at the top that the entry never comes to, the main block, what is
-    called after the entry is there, and annotations outside kernels, which mean nothing to Python. As it was where
-    there are none, where there is no entry, or where it cannot be read.
+    called or asserted after the entry is there, and annotations outside kernels, which mean nothing to Python. As it
+    was where there are none, where there is no entry, or where it cannot be read.
     """
     try:
         tree = ast.parse(source)
@@ -45,7 +46,7 @@ def used(source: str) -> str:
         before = ast.dump(tree)
         main = [node for node in tree.body if isinstance(node, ast.If) and not node.orelse and _is_main(node.test)]
         entry = max(number for number, node in enumerate(tree.body) if ENTRY in _names(node))
-        tried = [node for node in tree.body[entry:] if isinstance(node, ast.Expr)]  # an example, a call of a test
+        tried = [node for node in tree.body[entry:] if isinstance(node, ast.Expr | ast.Assert)]  # an example, a test
         tree.body = [node for node in tree.body if node not in main and node not in tried]
         for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
             if not any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
@@ -76,17 +77,18 @@ def _forget_annotations(function: ast.FunctionDef) -> None:
 def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
     """What the entry names, and what that names, and so on; with all that gives nothing a name."""
     whole = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names if not alias.asname}
-    wanted, seen = [ENTRY], set[str]()
+    wanted, seen, givers = [ENTRY], set[str](), dict[str, list[ast.stmt]]()
     for node in body:
-        if not _names(node):
+        if not (names := _names(node)):
             wanted += _mentions(node)
+        for name in names if not isinstance(node, ast.Import | ast.ImportFrom) else []:
+            givers.setdefault(name, []).append(node)
     while wanted:
         name = wanted.pop()
         if name not in seen:
             seen.add(name)
-            for node in body:
-                if name in _names(node) and not isinstance(node, ast.Import | ast.ImportFrom):
-                    wanted += _mentions(node)
+            for node in givers.get(name, []):
+                wanted += _mentions(node)
     kept: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -111,9 +113,17 @@ def _names(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    names = [target.id for target in targets if isinstance(target, ast.Name)]
-    return names if len(names) == len(targets) else []
+    each = [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    names = [target.id for target in each if isinstance(target, ast.Name)]
+    return names if len(names) == len(each) else []
 
 
 def _mentions(node: ast.stmt) -> list[str]:
-    return [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
+    """The module's names that it may need. What a function calls its own is none of them: an example's `x` is not."""
+    found, left = list[str](), [symtable.symtable(ast.unparse(node), "answer", "exec")]
+    while left:
+        scope = left.pop()
+        left += scope.get_children()
+        within = scope.get_type() != "module"
+        found += [symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global() or not within]
+    return found

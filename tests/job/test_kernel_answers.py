@@ -114,6 +114,28 @@ def test_what_is_called_after_the_entry_is_dropped_and_before_it_is_not() -> Non
     assert rules.problem(before) is not None
 
 
+def test_an_example_after_the_entry_is_dropped_though_it_calls_its_tensors_as_the_entry_does() -> None:
+    source = honest().source
+    example = "x = torch.randn(4)\nout, n = kernel_function(x), x.numel()\nassert torch.equal(out, torch.relu(x))\n"
+    assert answers.used(source + example) == ast.unparse(ast.parse(source)) + "\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x, OUTER = OUTER, 1",
+        "global OUTER; OUTER = [OUTER for OUTER in (1,)]",
+        "d = {OUTER: 1 for OUTER in (2,)}, OUTER",
+        "f = lambda OUTER=OUTER: OUTER",
+        "def f():\n        return OUTER",
+    ],
+)
+def test_a_name_that_the_entry_takes_from_the_module_is_kept_and_its_own_is_not(line: str) -> None:
+    source = "OUTER = 1\n" + honest().source.replace("    out = ", f"    {line}\n    out = ")
+    own = ast.unparse(ast.parse(source.removeprefix("OUTER = 1\n"))) + "\n"
+    assert answers.used(source) == (own if line.startswith("x, OUTER") else source)
+
+
 @pytest.mark.parametrize(
     "more",
     [
