@@ -1,7 +1,7 @@
 """Stage 2: each source is loaded and compiled once, and what came of it kept.
 
     <folder>/<sha256 of the source>-<arguments>-<target>-<Triton's version>/
-        outcome.json    {"problem": why it does not load or compile, or null}
+        outcome.json    {"problem": why it does not load or compile, or null, "seconds": how long that took}
         cache/          Triton's cache as the candidate's own process left it
 
 Files come from a candidate's process and go to processes of that same source alone: only plain ones are taken, into a
@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Outcome:
 
     problem: str | None
     built: Path
+    seconds: float  # wall-clock, when it was made
 
 
 class Compilation:
@@ -75,9 +77,10 @@ class Compilation:
             tree = json.loads((found / OUTCOME).read_text())
         except FileNotFoundError:
             return None
-        return Outcome(problem=tree["problem"], built=found / CACHE)
+        return Outcome(problem=tree["problem"], built=found / CACHE, seconds=tree["seconds"])
 
     def _compile(self, name: str, source: str, task: Task, note: Callable[[Process], None]) -> Outcome:
+        started = time.perf_counter()
         with self._workers.start(memory_bytes=self._limits.memory_gb * 1e9, compiles=True) as process:
             try:
                 ask = timing.bound(process, self._limits.candidate_s)
@@ -89,9 +92,9 @@ class Compilation:
             finally:
                 process.end()
                 note(process)
-            return self._keep(name, problem, process.scratch)
+            return self._keep(name, problem, process.scratch, time.perf_counter() - started)
 
-    def _keep(self, name: str, problem: str | None, scratch: Path) -> Outcome:
+    def _keep(self, name: str, problem: str | None, scratch: Path, seconds: float) -> Outcome:
         """Whole or not at all, whenever this process dies."""
         made = Path(tempfile.mkdtemp(dir=self._folder, prefix="."))
         (made / CACHE).mkdir()
@@ -101,9 +104,9 @@ class Compilation:
                 for path in found:
                     (made / CACHE / path.parent.name).mkdir(exist_ok=True)
                     shutil.copyfile(path, made / CACHE / path.parent.name / path.name)
-        (made / OUTCOME).write_text(json.dumps({"problem": problem}))
+        (made / OUTCOME).write_text(json.dumps({"problem": problem, "seconds": seconds}))
         made.rename(self._folder / name)
-        return Outcome(problem=problem, built=self._folder / name / CACHE)
+        return Outcome(problem=problem, built=self._folder / name / CACHE, seconds=seconds)
 
 
 def _plain(cache: Path) -> Iterator[Path]:

@@ -28,8 +28,8 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`stage`: where it stopped, 1 to 5, or 6 when it passed all. Seconds are wall-clock. `suspicious`: it was said to
-    be so fast that it was run again.
+    """`stage`: where it stopped, 1 to 5, or 6 when it passed all. Seconds are wall-clock, those of stage 2 of the
+    source's first compilation, which the others find. `suspicious`: it was said to be so fast that it was run again.
     """
 
     row: str

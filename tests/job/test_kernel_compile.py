@@ -175,16 +175,22 @@ def test_every_configuration_of_an_autotuned_kernel_is_compiled_and_none_timed(w
     assert (verdict.stage, "power of 2" in verdict.reason) == (2, True)
 
 
-def test_the_same_source_is_compiled_once_also_after_a_restart_and_by_two_at_a_time(workers: Workers) -> None:
+def test_the_same_source_is_compiled_once_also_after_a_restart_and_by_two_at_a_time(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def candidate(name: str) -> Candidate:
         source = planted.source(catalog.BY_NAME["square"], body=f"{unlike(1)} + 1.0")
         return Candidate(name=name, task="square", source=source, origin="generated", label=name)
 
     first = verdicts(judge(workers), [candidate("a"), candidate("b")])
-    again = verdicts(judge(workers), [candidate("c")])["c"]
+    later = judge(workers)
+    monkeypatch.setattr(later.compilation, "_compile", None)
+    again = verdicts(later, [candidate("c")])["c"]
     assert {verdict.stage for verdict in (*first.values(), again)} == {3}
     assert len(list(workers.folder.glob(f"compiled/{again.source_sha256}-*"))) == 1
-    assert again.seconds["compile"] < 0.1 < min(verdict.seconds["compile"] for verdict in first.values())
+    # A row of the ablation that finds it compiled would otherwise seem to cost less than the one before.
+    (took,) = {verdict.seconds["compile"] for verdict in (*first.values(), again)}
+    assert took > 0.1
 
 
 def test_another_task_with_other_arguments_is_another_compilation(workers: Workers) -> None:
