@@ -58,6 +58,7 @@ class Expressions:
         self.lists: set[str] = set()  # of those, what could be changed: for decorators alone
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.launched: set[str] = set()
+        self.asks = False  # what something is: there torch.Tensor may stand, which could be called with numbers
 
     def _statement(self, node: ast.stmt) -> None:
         if isinstance(node, ast.FunctionDef):
@@ -110,7 +111,12 @@ class Expressions:
         for part in ast.walk(node):
             if not isinstance(part, ANNOTATION):
                 raise Forbidden(node, f"{type(part).__name__} in an annotation")
+        self._type(node)
+
+    def _type(self, node: ast.expr) -> None:
+        before, self.asks = self.asks, not any(isinstance(part, ast.Call) for part in ast.walk(node))
         self._expression(node)
+        self.asks = before
 
     def _expression(self, node: ast.AST) -> None:
         if isinstance(node, ast.Name):
@@ -129,8 +135,11 @@ class Expressions:
             named = node.func if isinstance(node, ast.Call) and self._plain(node) else None
             if named is not None and self._full(named) == "triton.jit":  # of a function that was looked at as Python
                 raise Forbidden(node, "triton.jit, but as a decorator")
+            types = node.args[1:] if isinstance(node, ast.Call) and self._full(node.func) == "isinstance" else []
             for child in ast.iter_child_nodes(node):
-                if child is not named:
+                if child in types:
+                    self._type(child)
+                elif child is not named:
                     self._expression(child)
         elif not isinstance(node, WORDLESS):
             raise Forbidden(node, f"{type(node).__name__} is not allowed")
@@ -189,6 +198,8 @@ class Expressions:
         full = self._full(node)
         if full in ASKED_OF_GPUS:
             return
+        if full == "torch.Tensor" and not self.asks:
+            raise Forbidden(node, "torch.Tensor, but as a type: torch.empty makes tensors, and kernels fill them")
         if full is None or full.partition(".")[0] not in MODULES:
             if node.attr not in METHODS:
                 raise Forbidden(node, f".{node.attr}")

@@ -18,6 +18,8 @@ MAKING = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "zeros", "zeros_like",
     "new_zeros", "full", "full_like", "new_full",
 }  # fmt: skip
+FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}  # of no other tensor
+WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_"}  # besides their own
 WIDTH, SIGN = 4096, 77  # elements, and what each of their bytes holds
 
 
@@ -58,11 +60,22 @@ class Ops(TorchFunctionMode):
         name = getattr(func, "__name__", "?")
         if not (name == "__getitem__" and len(args) == 2 and _is_view(args[1])):
             self.names.add(name)
+        if _reads(name, args, kwargs or {}):
+            self.names.add(f"a tensor's number in {name}")
         made = func(*args, **(kwargs or {}))
         if not self._fenced or name not in MAKING or made.is_meta or not made.numel() or "out" in (kwargs or {}):
             return made
         extent = 1 + sum((size - 1) * stride for size, stride in zip(made.shape, made.stride(), strict=True))
         return self.fences.around(made.as_strided((extent,), (1,)), made.shape, made.stride(), 0)
+
+
+def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor is given for a number, of a size or to fill with: torch reads it then, and calls nothing that
+    would be listed; a program could compute with what it asks for in that way.
+    """
+    numbers = [*args[name not in FROM_NUMBERS :], *(kwargs[key] for key in kwargs.keys() - {"input", "self", "out"})]
+    each = (one for part in numbers for one in (part if isinstance(part, tuple | list) else [part]))
+    return name not in WITH_TENSORS and any(isinstance(one, Tensor) for one in each)
 
 
 def _is_view(index: Any) -> bool:
