@@ -22,7 +22,7 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from job.kernels import compiler, sandbox, wire
+from job.kernels import compiler, interpreter, sandbox, wire
 from job.kernels.watched import Fences, Ops, filled
 
 ENTRY = "kernel_function"
@@ -57,6 +57,7 @@ class Harness:
     """One candidate: load, run, trial."""
 
     turn = 0  # counts its calls, from a number of the judge's: which configuration it gets tells it nothing
+    names: Mapping[str, Any] = {}  # what an interpreted module calls by these is another than Python's
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,7 +79,7 @@ class Harness:
     def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """The text that was judged, not bytes that could be read as another."""
         Harness.turn = head.get("turn", 0)
-        self.entry = _entry("candidate", blobs[0].decode())
+        self.entry = _entry("candidate", blobs[0].decode(), Harness.names)
         return {}, []
 
     def _compile(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
@@ -151,7 +152,7 @@ class Harness:
         """An empty launch: of a Triton `kernel`, or an eager `operation` on one element."""
         if not self._empty:
             one = torch.zeros(1, device=self.device)
-            launch = _entry("nothing", NOTHING)
+            launch = _entry("nothing", NOTHING, {})
             self._empty = {"kernel": lambda *_: launch(one), "operation": lambda *_: one.add_(1)}
         return self._empty[kind]
 
@@ -183,21 +184,13 @@ class Harness:
             torch.cuda.synchronize(self.device)
 
 
-def _in_turn(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """For Autotuner.run where there is no GPU to tune for: each call of the program takes the next configuration, so
-    that all are tried, and none is remembered.
-    """
-    tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
-    choice = tuner.prune_configs(kwargs)
-    return tuner.fn.run(*args, **kwargs, **choice[Harness.turn % len(choice)].all_kwargs())
-
-
-def _entry(name: str, text: str) -> Any:
-    """What a module defines as ENTRY."""
+def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
+    """What a module defines as ENTRY, to which `names` mean something besides."""
     path = Path(f"{name}.py").resolve()
     path.write_text(text, encoding="utf-8", newline="")  # triton reads a kernel's source from its file
     module = types.ModuleType(name)
     module.__file__ = str(path)
+    module.__dict__.update(names)
     exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     return module.__dict__[ENTRY]
 
@@ -314,7 +307,7 @@ def main(argv: list[str]) -> None:
     if argv[1] != "one":  # no GPU to wait for: what comes after that is to be seen all the same
         torch.cuda.synchronize = lambda device=None: None
     if os.environ.get("TRITON_INTERPRET") == "1":
-        importlib.import_module("triton.runtime.autotuner").Autotuner.run = _in_turn
+        Harness.names = interpreter.install(lambda: Harness.turn)
     if argv[1] == "serve":
         serve(end, None)
     elif argv[1] == "compile":

@@ -23,12 +23,12 @@ import pytest
 import torch
 from kernel_judge import SEED, honest, judge, scratch, verdicts
 
-from job.kernels import ablation, catalog, funnel, planted, source_text, tasks, timing, wire, worker
+from job.kernels import ablation, catalog, funnel, planted, rules, source_text, tasks, timing, wire, worker
 from job.kernels.child import NOTHING
 from job.kernels.compiler import CACHE
 from job.kernels.planted import KINDS, STOPS_AT, Candidate
 from job.kernels.verdict import Course, Switches, Verdict
-from job.kernels.watched import WIDTH
+from job.kernels.watched import WIDTH, Ops
 from job.kernels.worker import GREET_S, Lost, NoDeviceError, OutOfTime, Process, Workers
 
 MULTIPLY = """
@@ -104,6 +104,15 @@ HONEST: dict[str, dict[str, str]] = {
     "slices in a block without gradients": {
         "    return out": "    with torch.no_grad():\n        return out[None, ...][0]",
         "x = x.contiguous()": "x = x[None][0].contiguous()",
+    },
+    "Python's maximum, of a block and of two numbers": {
+        "tl.maximum(x, 0.0)": "max(x, 0.0)",
+        "mask=inside, other": "mask=at < min(n, n + 1), other",
+        "    n = out.numel()": "    n = max(out.numel(), min(0, 1))",
+    },
+    "a constant of the module's before a block": {
+        "@triton.jit": "NONE = tl.constexpr(0.0)\n\n\n@triton.jit",
+        "tl.maximum(x, 0.0)": "tl.where(NONE < x, (NONE + 1.0) * x, NONE - NONE / (1.0 + x * x))",
     },
     "asks": {
         "    n = out.numel()": "    assert x.is_floating_point() and torch.is_tensor(x) and x.dtype in {torch.float}\n"
@@ -206,6 +215,25 @@ def test_an_index_that_takes_a_part_is_no_operation_and_any_other_is(workers: Wo
     with workers.start(memory_bytes=2e9) as process:
         reply, _ = run(process, f"def kernel_function(x):\n    x[{index}]\n    return x + 1", torch.zeros(3))
     assert ("__getitem__" in reply["ops"]) is not bool(view)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("asks", "reads"),
+    [
+        ("x.new_empty(x.byte()[0])", True),
+        ("torch.empty((x.byte()[0],))", True),
+        ("x[:1].expand(x.byte()[0])", True),
+        ("torch.full(x.shape, fill_value=x[0])", True),
+        ("x.view_as(x).expand_as(x).to(x)", False),
+        ("torch.broadcast_tensors(x, x)", False),
+        ("torch.full_like(input=x, fill_value=1.0).expand(x.shape)", False),
+    ],
+)
+def test_a_number_that_torch_takes_from_a_tensor_is_no_size_unseen(asks: str, reads: bool) -> None:
+    x = torch.ones(1)
+    with Ops(fenced=False) as ops:
+        eval(asks, {"torch": torch, "x": x})
+    assert any(name.startswith("a tensor's number in") for name in rules.forbidden_ops(ops.names)) is reads
 
 
 HOLDS = "import torch\ndef kernel_function(x):\n    return torch.empty_like(x)"

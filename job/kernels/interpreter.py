@@ -1,0 +1,57 @@
+"""Triton's interpreter, brought nearer to its compiler: what compiles and is right on a GPU is to be right here.
+
+Patched into a process that candidates' processes are forked from, or into one that is new.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+# Of a constexpr with a tensor to its right. The compiler asks the tensor; the interpreter would make a constexpr of it.
+OPERATORS = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge",
+    "eq", "ne",
+)  # fmt: skip
+
+
+def install(turn: Callable[[], int]) -> dict[str, Any]:
+    """`turn` numbers the calls. What these names mean to a candidate's module: Python's own where no tensor is."""
+    tuner, language = importlib.import_module("triton.runtime.autotuner").Autotuner, _language()
+    tuner.run = functools.partialmethod(_in_turn, turn)
+    for name in OPERATORS:
+        _leave_to_tensors(language.constexpr, f"__{name}__")
+    return {name: functools.partial(_either, name) for name in ("min", "max")}
+
+
+def _language() -> Any:
+    return importlib.import_module("triton.language")
+
+
+def _in_turn(tuner: Any, turn: Callable[[], int], *args: Any, **kwargs: Any) -> Any:
+    """For Autotuner.run where there is no GPU to tune for: each call of the program takes the next configuration, so
+    that all are tried, and none is remembered.
+    """
+    tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+    choice = tuner.prune_configs(kwargs)
+    return tuner.fn.run(*args, **kwargs, **choice[turn() % len(choice)].all_kwargs())
+
+
+def _leave_to_tensors(constexpr: Any, name: str) -> None:
+    own, tensor = getattr(constexpr, name), _language().tensor
+
+    def operator(left: Any, right: Any) -> Any:
+        return NotImplemented if isinstance(right, tensor) else own(left, right)
+
+    setattr(constexpr, name, operator)
+
+
+def _either(name: str, *args: Any, **kwargs: Any) -> Any:
+    """min or max: of a block's elements where one is given, as the compiler does, not of Python's comparisons."""
+    language = _language()
+    if not any(isinstance(arg, language.tensor) for arg in args):
+        return getattr(builtins, name)(*args, **kwargs)
+    return functools.reduce(functools.partial(getattr(language, f"{name}imum"), **kwargs), args)
