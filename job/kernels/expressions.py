@@ -58,6 +58,7 @@ class Expressions:
         self.lists: set[str] = set()  # of those, what could be changed: for decorators alone
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.launched: set[str] = set()
+        self.methods = METHODS  # of what has no name of a module
         self.asks = False  # what something is: there torch.Tensor may stand, which could be called with numbers
 
     def _statement(self, node: ast.stmt) -> None:
@@ -201,7 +202,7 @@ class Expressions:
         if full == "torch.Tensor" and not self.asks:
             raise Forbidden(node, "torch.Tensor, but as a type: torch.empty makes tensors, and kernels fill them")
         if full is None or full.partition(".")[0] not in MODULES:
-            if node.attr not in METHODS:
+            if node.attr not in self.methods:
                 raise Forbidden(node, f".{node.attr}")
             self._expression(node.value)
             return

@@ -17,6 +17,8 @@ OPERATORS = (
     "eq", "ne",
 )  # fmt: skip
 
+METHODS = ("ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt", "sin", "sqrt", "sqrt_rn")  # of a block
+
 
 def install(turn: Callable[[], int]) -> dict[str, Any]:
     """`turn` numbers the calls. What these names mean to a candidate's module: Python's own where no tensor is."""
@@ -24,11 +26,17 @@ def install(turn: Callable[[], int]) -> dict[str, Any]:
     tuner.run = functools.partialmethod(_in_turn, turn)
     for name in OPERATORS:
         _leave_to_tensors(language.constexpr, f"__{name}__")
+    for name in METHODS:  # which it forgets to make its own, as it does the functions
+        setattr(language.tensor, name, functools.partialmethod(_function, name))
     return {name: functools.partial(_either, name) for name in ("min", "max")}
 
 
 def _language() -> Any:
     return importlib.import_module("triton.language")
+
+
+def _function(block: Any, name: str) -> Any:
+    return getattr(_language(), name)(block)
 
 
 def _in_turn(tuner: Any, turn: Callable[[], int], *args: Any, **kwargs: Any) -> Any:

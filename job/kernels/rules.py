@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from job.kernels import source_text
 from job.kernels.catalog import ENTRY
 from job.kernels.expressions import Expressions, Forbidden, argument_names, stored
-from job.kernels.vocabulary import ALLOWED_OPS, ALONE, MODULES
+from job.kernels.vocabulary import ALLOWED_OPS, ALONE, METHODS, MODULES, OF_BLOCKS
 
 PYTHONS = frozenset(dir(builtins))  # what a name means at the top of a module before, or where, it is given no meaning
 DECORATORS = ("triton.jit", "triton.autotune", "triton.heuristics")
@@ -198,6 +198,7 @@ class _Module(Expressions):
         if function.returns is not None:
             self._annotation(function.returns)
         self._arguments(function.args)
+        self.methods = METHODS | OF_BLOCKS if function.name in self.kernels else METHODS
         with self._scope(function, [*argument_names(function.args), *stored(function.body)]):
             for statement in function.body:
                 self._statement(statement)

@@ -38,6 +38,8 @@ METHODS = _words(
     "element_ty itemsize append items get broadcast_to trans value type nelement is_floating_point float half "
     "bfloat16 view_as expand_as get_device index ALL NONE requires_grad layout multi_processor_count"
 )
+# Of blocks, so within kernels alone; torch tensors have methods of these names that compute.
+OF_BLOCKS = _words("abs cast ceil cos erf exp exp2 floor log log2 max min rsqrt sigmoid sin softmax sqrt sqrt_rn sum")
 BUILTINS = _words(
     "len range min max all any int float bool tuple list dict isinstance enumerate zip ValueError TypeError "
     "RuntimeError NotImplementedError AssertionError True False None str abs round"

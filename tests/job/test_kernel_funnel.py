@@ -114,6 +114,7 @@ HONEST: dict[str, dict[str, str]] = {
         "@triton.jit": "NONE = tl.constexpr(0.0)\n\n\n@triton.jit",
         "tl.maximum(x, 0.0)": "tl.where(NONE < x, (NONE + 1.0) * x, NONE - NONE / (1.0 + x * x))",
     },
+    "methods of a block": {"tl.maximum(x, 0.0)": "tl.where(x > 0, x.abs().cast(tl.float32), x.exp().sigmoid() * 0.0)"},
     "asks": {
         "    n = out.numel()": "    assert x.is_floating_point() and torch.is_tensor(x) and x.dtype in {torch.float}\n"
         "    n = x.float().view_as(x).nelement()"

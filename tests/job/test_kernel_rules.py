@@ -79,6 +79,7 @@ def after(line: str) -> str:
         ("assert isinstance(x, (lambda: torch.Tensor)())", "torch.Tensor, but as a type"),
         ("t = torch; x = t.relu(x)", ".relu"),
         ("x = x.relu()", ".relu"),
+        ("x = x.exp()", ".exp"),
         ("x = kernel_function.__globals__", "__globals__"),
         ("x = getattr(torch, 'relu')(x)", "the name getattr"),
         ("x = eval('1')", "the name eval"),
