@@ -11,6 +11,7 @@ at its end. Leaves `final/` (the last phase's bf16 weights as published ones loo
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,8 @@ class Kernel(Experiment):
         """The next rows of the epoch, this rank's part: a function of the seed, the step and the last evaluation, which
         is made up for where a stop cut it short. Raises Stopped when another one does: this step is saved already.
         """
-        if self._tried(phase, step) and not self._try(step):
-            raise Stopped("before the curriculum's pass rates were known")
+        if self._tried(phase, step):
+            self._try(step)
         return self.batches.work("train", self.step_rows(phase, step), rung.micro)
 
     def step_rows(self, phase: Phase, step: int) -> Rows:
@@ -122,7 +123,8 @@ class Kernel(Experiment):
         """Loss on the rows held out; for the curriculum also pass rates, when another epoch comes."""
         loss = super().evaluate(phase, module, rung)
         if self._tried(phase, self._step + 1):
-            self._try(self._step + 1)  # after a stop the loop saves this step, and `batch` tries again
+            with suppress(Stopped):  # the loop saves this step and heeds the stop itself; `batch` tries again
+                self._try(self._step + 1)
         return loss
 
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
@@ -153,16 +155,13 @@ class Kernel(Experiment):
         between = phase.first < done < phase.last and self.evaluated(phase, done)
         return adaptive and between and all(at != done for at, _ in self.progress["evaluations"])
 
-    def _try(self, done: int) -> bool:
-        """Measures pass rates after `done` steps; False when a stop came first."""
+    def _try(self, done: int) -> None:
+        """Measures pass rates after `done` steps. Raises Stopped when a stop came first."""
         assert self.module is not None
         rates = kernel_stages.pass_rates(self, self.module)
-        if rates is None:
-            return False
         self.progress["evaluations"].append([done, rates])
         half = sorted(task for task, rate in rates.items() if curriculum.LOW <= rate <= curriculum.HIGH)
         self.session.say(f"curriculum after step {done}: {', '.join(half) or 'no task'} between 20 and 80 %")
-        return True
 
     def _epoch(self, epoch: int, rates: dict[str, float]) -> Rows:
         weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]

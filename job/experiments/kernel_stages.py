@@ -112,26 +112,18 @@ def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[
     return [known[_name(phase.name, *pair)] for pair in wanted]
 
 
-def pass_rates(kernel: KernelRun, module: Decoder) -> dict[str, float] | None:
-    """Per task, of a few candidates of the present weights; None when a stop was asked for. All ranks generate."""
+def pass_rates(kernel: KernelRun, module: Decoder) -> dict[str, float]:
+    """Per task, of a few candidates of the present weights. All ranks generate. Raises Stopped, on all of them."""
     session, tasks = kernel.session, TASKS[: kernel.config.generate.tasks]
     own: list[tuple[str, int, str]] = []
 
     def keep(part: list[Pair], texts: list[str]) -> None:
         own.extend((task.name, number, text) for (task, number), text in zip(part, texts, strict=True))
 
-    passed: list[int] | None = [0] * len(tasks)
-    try:
-        _generate_share(
-            kernel,
-            module,
-            [(task, number) for task in tasks for number in range(TRIED)],
-            "curriculum",
-            keep,
-            "curriculum",
-        )
-    except Stopped:
-        return None
+    wanted = [(task, number) for task in tasks for number in range(TRIED)]
+    _generate_share(kernel, module, wanted, "curriculum", keep, "curriculum")
+    passed = [0] * len(tasks)
+    stopped: tuple[str, bool] | None = None
     written = [one for share in session.world.every(own) for one in share]
     if session.world.first:
         sources = [_candidate(f"tried-{task}-{number}", task, answers.program(text)) for task, number, text in written]
@@ -143,10 +135,13 @@ def pass_rates(kernel: KernelRun, module: Decoder) -> dict[str, float] | None:
                 judge.all(sources, Switches(), "curriculum", verdicts.append, partial(_look, kernel))
             correct = [verdict.task for verdict in verdicts if verdict.passed]  # however fast
             passed = [correct.count(task.name) for task in tasks]
-        except Stopped:
-            passed = None
-    counts = session.world.agree(passed)
-    return None if counts is None else {task.name: n / TRIED for task, n in zip(tasks, counts, strict=True)}
+        except Stopped as error:
+            stopped = str(error), error.ends
+    passed, stopped = session.world.agree((passed, stopped))
+    if stopped is not None:
+        reason, ends = stopped
+        raise Stopped(reason, ends=ends)
+    return {task.name: n / TRIED for task, n in zip(tasks, passed, strict=True)}
 
 
 def _known(folder: Path, weights: str) -> dict[str, Candidate]:

@@ -165,6 +165,15 @@ def test_a_node_lost_in_the_second_training_costs_nothing_of_the_first(undisturb
     assert told(workdir) == told(undisturbed)
 
 
+def test_a_limit_met_while_the_model_is_tried_again_leaves_what_was_trained(tmp_path: Path) -> None:
+    workdir = make(tmp_path, "on", generate={"candidates": 1})
+    assert world.train(workdir, StopAt(workdir, 4)) == 75  # at the first token after step 4: another start tries again
+    assert world.train(workdir, StopAt(workdir, 1, ends=True)) == 75  # and meets the limit there
+    meta = atomic.read_object(workdir / "final" / "meta.json")
+    assert meta is not None
+    assert meta["step"] == world.committed(workdir)[-1] == 4
+
+
 def test_lost_candidates_of_weights_that_are_gone_are_an_error(compared: Path, tmp_path: Path) -> None:
     workdir = make(tmp_path)
     assert world.train(workdir, StopAt(workdir, 20)) == 75  # in the adaptive training
