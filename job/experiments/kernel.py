@@ -140,13 +140,12 @@ class Kernel(Experiment):
         assert self.module is not None
         kernel_stages.finish(self, self.module)
 
-    def cut(self) -> None:
+    def cut(self, step: int) -> None:
         """Weights as the last step left them, unless `finish` has written them."""
-        step = self.session.checkpoints.saved_step
         written = (atomic.read_object(self.session.workdir / "final" / META) or {}).get("step") == step
         if self.module is not None and not self.session.world.agree(written):
             name = next(phase.name for phase in self.phases if step <= phase.last)
-            meta = {"experiment": "kernel-sft", "phase": name}
+            meta = {"experiment": "kernel-sft", "phase": name, "step": step}
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _tried(self, phase: Phase, done: int) -> bool:

@@ -117,14 +117,14 @@ class Pretrain(Experiment):
         for prompt, text in samples.items():
             session.say(f"  {prompt!r} -> {text!r}")
         session.heed()
-        self._leave(module, best, samples)
+        self._leave(module, best, samples, at_hand["step"])
 
-    def cut(self) -> None:
+    def cut(self, step: int) -> None:
         """The same of the best checkpoint, if there is one, without continuations."""
         module, best = self._module, self.session.world.agree(self._best([]))
         if module is not None and best is not None:
             self._read(best["step"], module)
-            self._leave(module, best, {})
+            self._leave(module, best, {}, step)
 
     def _spread(self) -> CharGpt:
         """The model's shapes over the ranks, on the device, not yet filled."""
@@ -142,12 +142,12 @@ class Pretrain(Experiment):
         self._module = module
         return module
 
-    def _leave(self, module: CharGpt, best: dict[str, Any], samples: dict[str, str]) -> None:
-        """final/ and results.json. All ranks."""
+    def _leave(self, module: CharGpt, best: dict[str, Any], samples: dict[str, str], steps: int) -> None:
+        """final/ and results.json, after `steps` steps. All ranks."""
         weights = parallel.gather(module.state_dict(), self.session.world)
         if self.session.world.first:
             self._export(weights, best)
-            atomic.write_json(self.session.workdir / "results.json", self._results(best, samples))
+            atomic.write_json(self.session.workdir / "results.json", self._results(best, samples, steps))
 
     def _best(self, at_hand: list[dict[str, Any]]) -> dict[str, Any] | None:
         """Step and validation loss of the best weights there are: a checkpoint's or those at hand. Rank 0's counts."""
@@ -208,9 +208,8 @@ class Pretrain(Experiment):
         )
         return prompt + characters.decode(list(ids))
 
-    def _results(self, best: dict[str, Any], samples: dict[str, str]) -> dict[str, Any]:
+    def _results(self, best: dict[str, Any], samples: dict[str, str], steps: int) -> dict[str, Any]:
         session, evaluations = self.session, self.progress["evaluations"]
-        steps = max(self._step, evaluations[-1]["step"])
         final = atomic.read_object(session.workdir / "final" / export.META) or {}
 
         return {

@@ -102,12 +102,12 @@ class Sft(Experiment):
         if refused:
             raise merge.MergeDiffersError(refused)
 
-    def cut(self) -> None:
+    def cut(self, step: int) -> None:
         """The adapter, not merged, or all weights, as the last step left them."""
         if self.module is not None and self.config.method == "lora":
             merge.keep_adapter(self, self.module)
         elif self.module is not None:
-            meta = {"experiment": EXPERIMENT, "phase": self.phases[0].name}
+            meta = {"experiment": EXPERIMENT, "phase": self.phases[0].name, "step": step}
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _make(self, *, fresh: bool) -> Decoder:

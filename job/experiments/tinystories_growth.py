@@ -182,11 +182,11 @@ class TinystoriesGrowth(Experiment):
             },
         )
 
-    def cut(self) -> None:
+    def cut(self, step: int) -> None:
         """final/ with the model as the last step left it, whatever its phase."""
         if self._at is not None:
             phase, module = self._at
-            meta = self._meta(phase, module, step=self.session.checkpoints.saved_step, val_loss=None)
+            meta = self._meta(phase, module, step=step, val_loss=None)
             export.export(self.session.workdir / "final", module, meta)
 
     def _result(self, phase: Phase, records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -137,8 +137,8 @@ def leave(
     meta: Mapping[str, Any],
 ) -> None:
     """Of a run that a limit ends: final/ with the weights in bf16, as the last step left them. All ranks."""
-    meta = {**meta, "step": session.checkpoints.saved_step, "val_loss": None}
-    deliver(session, manifest, config, gathered(session, module, heed=False), torch.bfloat16, meta)
+    tensors = gathered(session, module, heed=False)
+    deliver(session, manifest, config, tensors, torch.bfloat16, {**meta, "val_loss": None})
 
 
 def gathered(session: Session, module: nn.Module, *, heed: bool = True) -> Iterator[tuple[str, Tensor]]:

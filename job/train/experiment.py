@@ -207,8 +207,10 @@ class Experiment(ABC):
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
         """Exports and samples. Repeated when a run resumes from the end of a phase. May raise Stopped."""
 
-    def cut(self) -> None:  # noqa: B027 - most leave their checkpoints alone
-        """What a run leaves that a limit ends, after its last checkpoint."""
+    def cut(self, step: int) -> None:  # noqa: B027 - may be nothing
+        """What a run leaves that a limit ends after `step` steps, beside its checkpoints; the last one may be older,
+        where the disk is full.
+        """
 
     @abstractmethod
     def finish(self) -> None:

@@ -68,7 +68,7 @@ class Loop:
                     self._run()
                 except Stopped as stopped:
                     if stopped.ends:
-                        self.experiment.cut()
+                        self.experiment.cut(self.step)
                     raise
         finally:
             gc.unfreeze()
@@ -81,13 +81,14 @@ class Loop:
         self._journal.open(self.step)
         module: nn.Module | None = None
         for phase in phases:
+            self.step = max(self.step, phase.first)  # the phase before may have ended early
             module = self.experiment.begin(phase, module) if found is None else self.experiment.blank(phase)
             self._phase(phase, module, found)
             found = None
             self.session.device.tidy()
             self._heed(phase, None, self.world.agree(self._stop()))
             self.experiment.end(phase, module, val_loss=self.val_loss)
-            self.step, self._ended = phase.last, None
+            self._ended = None
         self._note(self.session.checkpoints.wait())
         self.experiment.finish()
 

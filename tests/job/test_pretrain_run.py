@@ -219,6 +219,13 @@ def test_a_run_that_a_limit_ends_leaves_its_best_checkpoint_to_be_served(
     assert "".join(open_model(workdir / "final").generate(Generation(prompt="1", max_tokens=2)))
 
 
+def test_a_limit_met_by_a_node_before_its_first_step_counts_the_steps_of_those_before(tmp_path: Path) -> None:
+    workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
+    assert world.train(workdir, world.StopAt(workdir, 6)) == trainer.STOPPED  # evaluated after step 4
+    assert world.train(workdir, world.StopAt(workdir, 0, ends=True)) == trainer.STOPPED
+    assert (results(workdir)["steps"], results(workdir)["best_step"]) == (6, 4)
+
+
 def test_a_limit_met_after_the_last_step_costs_no_export(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
     assert world.train(workdir, world.StopAt(workdir, 14, ends=True)) == trainer.STOPPED

@@ -12,6 +12,7 @@ from train_world import STEPS, StopAt
 from job import atomic
 from job.dataset import prepare, sources
 from job.train import identity
+from job.train.checkpoint import Checkpoints
 from job.train.export import META
 
 TOTAL = 3 * STEPS
@@ -55,6 +56,16 @@ def test_a_run_that_a_limit_ends_leaves_the_model_as_it_is_then(uninterrupted: P
     assert STEPS < meta["step"] < 2 * STEPS
     assert world.train(workdir, StopAt(workdir, LOOKS - 2 - (STEPS + 2 + 3), ends=True)) == 75  # nothing left to train
     assert world.final_hash(workdir) == world.final_hash(uninterrupted)
+
+
+def test_a_model_left_at_a_limit_names_its_own_step_where_nothing_could_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoints, "_make_way", lambda self, path, size: "the disk is full")
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, 3, ends=True)) == 75
+    meta = atomic.read_object(workdir / "final" / META) or {}
+    assert (meta["step"], meta["tokens"]) == (3, world.records(workdir)[-1]["tokens"])
 
 
 def test_a_run_stopped_three_times_logs_each_step_once(uninterrupted: Path, tmp_path: Path) -> None:
