@@ -103,7 +103,8 @@ class Loop:
         self._ended = found.progress.get("ended")
         self.experiment.progress.update(found.progress["experiment"])
         self.session.say(f"resuming from step {self.step} ({found.commit['phase']}, {found.commit['reason']})")
-        then, now = found.commit["determinism"], device.determinism(self.session.device)
+        then = {**found.commit["determinism"], "ranks": found.commit["world_size"]}
+        now = {**device.determinism(self.session.device), "ranks": self.world.size}
         differing = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
         if differing:
             self.session.say(f"not bit for bit the same from here: {'; '.join(differing)}")

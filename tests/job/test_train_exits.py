@@ -317,11 +317,11 @@ def test_a_resume_says_which_facts_of_determinism_differ(tmp_path: Path, capsys:
     assert world.train(workdir, StopAt(workdir, 3)) == 75
     path = next((workdir / "ckpt").glob("step_*/commit.json"))
     commit = json.loads(path.read_text())
-    commit["determinism"]["threads"] = 96
+    commit["determinism"]["threads"], commit["world_size"] = 96, 2
     path.write_text(json.dumps(commit))
     assert world.train(workdir, StopAt(workdir, 1)) == 75
     said = capsys.readouterr().out
-    assert f"not bit for bit the same from here: threads was 96, is {torch.get_num_threads()}" in said
+    assert f"not bit for bit the same from here: threads was 96, is {torch.get_num_threads()}; ranks was 2, is 1\n" in said
 
 
 def test_bf16_state_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
