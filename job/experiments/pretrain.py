@@ -22,7 +22,6 @@ from job.dataset import characters
 from job.dataset.prepare import read_manifest
 from job.models.char_gpt import CharGpt, generate, initial
 from job.train import export, metrics, muon, parallel
-from job.train.checkpoint import COMMIT, PROGRESS, Found
 from job.train.experiment import Experiment, Phase, Session, Work
 from job.train.rows import Rows
 
@@ -109,7 +108,7 @@ class Pretrain(Experiment):
         module, session, at_hand = self._module, self.session, self.progress["evaluations"][-1]
         assert module is not None
         session.heed()
-        best = session.world.agree(self._best([at_hand]))
+        best = session.world.agree(self._best(at_hand))
         assert best is not None
         if best["step"] != at_hand["step"]:
             self._read(best["step"], module)
@@ -121,7 +120,7 @@ class Pretrain(Experiment):
 
     def cut(self, step: int) -> None:
         """The same of the best checkpoint, if there is one, without continuations."""
-        module, best = self._module, self.session.world.agree(self._best([]))
+        module, best = self._module, self.session.world.agree(self._best(None))
         if module is not None and best is not None:
             self._read(best["step"], module)
             self._leave(module, best, {}, step)
@@ -149,18 +148,14 @@ class Pretrain(Experiment):
             self._export(weights, best)
             atomic.write_json(self.session.workdir / "results.json", self._results(best, samples, steps))
 
-    def _best(self, at_hand: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _best(self, at_hand: dict[str, Any] | None) -> dict[str, Any] | None:
         """Step and validation loss of the best weights there are: a checkpoint's or those at hand. Rank 0's counts."""
         session, evaluations = self.session, self.progress["evaluations"]
-        commits = [atomic.read_object(path) or {} for path in session.checkpoints.folder.glob(f"step_*/{COMMIT}")]
-        found = [
-            {"step": commit["step"], "val_loss": commit["val_loss"]}
-            for commit in commits
-            if commit.get("config_sha256") == session.config_sha256 and commit["val_loss"] is not None
-        ]
-        if not (known := [*at_hand, *found]):
+        saved = session.checkpoints.best()
+        on_disk = None if saved is None else {"step": saved.step, "val_loss": saved.val_loss}
+        best = min((one for one in (at_hand, on_disk) if one is not None), key=lambda e: e["val_loss"], default=None)
+        if best is None:
             return None
-        best: dict[str, Any] = min(known, key=lambda e: e["val_loss"])
         recorded = min(evaluations, key=lambda e: e["val_loss"])
         if recorded["val_loss"] < best["val_loss"]:
             session.say(
@@ -172,10 +167,9 @@ class Pretrain(Experiment):
 
     def _read(self, step: int, module: nn.Module) -> None:
         """A checkpoint's weights into the module. All ranks."""
-        path = self.session.checkpoints.folder / f"step_{step:08d}"
-        commit, progress = atomic.read_object(path / COMMIT), atomic.read_object(path / PROGRESS)
-        found = Found(path=path, commit=commit or {}, progress=progress or {})
-        self.session.checkpoints.load(found, {"model": module.state_dict()})
+        checkpoints = self.session.checkpoints
+        found = next(one for one in checkpoints.committed() if one.step == step)
+        checkpoints.load(found, {"model": module.state_dict()})
 
     def _export(self, weights: dict[str, Tensor], best: dict[str, Any]) -> None:
         with torch.device("meta"):

@@ -10,7 +10,6 @@ group of their own, and rank 0 writes the commit when all are done. What N ranks
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -67,6 +66,18 @@ class Found:
     commit: dict[str, Any]
     progress: dict[str, Any]
 
+    @property
+    def step(self) -> int:
+        """After so many."""
+        step: int = self.commit["step"]
+        return step
+
+    @property
+    def val_loss(self) -> float | None:
+        """Of exactly this step; None: it was not evaluated."""
+        val_loss: float | None = self.commit["val_loss"]
+        return val_loss
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
@@ -103,11 +114,27 @@ class Checkpoints:
 
     def newest(self) -> Found | None:
         """The highest step that is whole."""
-        for path, commit in reversed(list(self._committed())):
-            self.saved_step = commit["step"]
-            progress = atomic.read_object(path / PROGRESS) or {}
-            return Found(path=path, commit=commit, progress=progress)
-        return None
+        found = list(self.committed())
+        if not found:
+            return None
+        self.saved_step = found[-1].step
+        return found[-1]
+
+    def best(self) -> Found | None:
+        """The whole one on this disk with the lowest validation loss, the oldest of equals; None: none has any."""
+        evaluated = [found for found in self.committed() if found.val_loss is not None]
+        return min(evaluated, key=lambda found: found.commit["val_loss"], default=None)
+
+    def committed(self) -> Iterator[Found]:
+        """Whole checkpoints of this config, oldest first. Another's are left alone, until one of this step replaces
+        them.
+        """
+        for path in sorted(self.folder.glob("step_????????")):
+            commit = atomic.read_object(path / COMMIT)
+            if commit is None or commit.get("schema") != 1 or commit["config_sha256"] != self._config_sha256:
+                continue
+            if _whole(path, commit["files"]):
+                yield Found(path=path, commit=commit, progress=atomic.read_object(path / PROGRESS) or {})
 
     def load(self, found: Found, state: State) -> None:
         """Reads the tensors into `state`'s own: of each, this rank's part. However many ranks wrote them.
@@ -131,10 +158,10 @@ class Checkpoints:
             problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:
-            if self._world.first and len(list(self._committed())) > 1:
+            if self._world.first and len(list(self.committed())) > 1:
                 (found.path / COMMIT).replace(found.path / DAMAGED)
             self._world.barrier()
-            raise CheckpointDamagedError(found.commit["step"], f"{found.path.name} cannot be read, {problems[0]}")
+            raise CheckpointDamagedError(found.step, f"{found.path.name} cannot be read, {problems[0]}")
 
     def prepare(self, state: State) -> None:
         """Takes host memory for saves of `state`, beside training: the first save does not stop for it."""
@@ -166,10 +193,6 @@ class Checkpoints:
         self._future = self._thread.submit(self._write, path, host, commit, progress, size, blocking)
         return ended
 
-    def best(self) -> float:
-        """The least validation loss of the whole checkpoints on this disk; inf without one."""
-        return min((c["val_loss"] for _, c in self._committed() if c["val_loss"] is not None), default=math.inf)
-
     def poll(self) -> list[Saved]:
         """The save that ended since the last look, if one did."""
         return [] if self._future is None or self.busy else self.wait()
@@ -181,7 +204,7 @@ class Checkpoints:
         future, self._future = self._future, None
         saved = future.result()
         if saved.problem is not None:
-            self.saved_step = max((commit["step"] for _, commit in self._committed()), default=-1)
+            self.saved_step = max((found.step for found in self.committed()), default=-1)
         return [saved]
 
     def release(self) -> None:
@@ -274,25 +297,12 @@ class Checkpoints:
         """Removes all but the newest `keep`, the best and one being uploaded, commit.json first so that none looks
         whole on the way.
         """
-        committed = list(self._committed())
-        evaluated = [(commit["val_loss"], path) for path, commit in committed if commit["val_loss"] is not None]
-        best = min(evaluated)[1] if evaluated else None
-        for path, _ in committed[:-keep]:
-            if path != best and not (path / HELD).exists():
+        best = self.best()
+        for found in list(self.committed())[:-keep]:
+            if (best is None or found.path != best.path) and not (found.path / HELD).exists():
                 with suppress(FileNotFoundError):
-                    (path / COMMIT).unlink()
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _committed(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Whole checkpoints of this config, oldest first. Another's are left alone, until one of this step replaces
-        them.
-        """
-        for path in sorted(self.folder.glob("step_????????")):
-            commit = atomic.read_object(path / COMMIT)
-            if commit is None or commit.get("schema") != 1 or commit["config_sha256"] != self._config_sha256:
-                continue
-            if _whole(path, commit["files"]):
-                yield path, commit
+                    (found.path / COMMIT).unlink()
+                shutil.rmtree(found.path, ignore_errors=True)
 
 
 def all_finite(state: State) -> Tensor:

@@ -94,12 +94,12 @@ class Loop:
 
     def _resume(self, found: Found) -> list[Phase]:
         """Takes over where the checkpoint stands; the phases that are left, its own included."""
-        self.step = found.commit["step"]
+        self.step = found.step
         best, self.val_loss = found.progress["best"], found.progress["val_loss"]
         # What is exported must be on this disk; elsewhere the best that was ever saved is what is to be beaten.
         if best is not None and not isinstance(self.config, KEEPS_BEST):
             self._to_beat = best
-        self._best = min(self._to_beat, self.session.checkpoints.best())
+        self._best = self._best_on_disk()
         self._ended = found.progress.get("ended")
         self.experiment.progress.update(found.progress["experiment"])
         self.session.say(f"resuming from step {self.step} ({found.commit['phase']}, {found.commit['reason']})")
@@ -279,7 +279,11 @@ class Loop:
                 self._journal.event(f"saved {saved.step} ({saved.reason}, {size}, blocked {saved.blocking_s:.3f} s)")
             else:
                 self._journal.event(f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}", aloud=True)
-                self._best = min(self._to_beat, self.session.checkpoints.best())  # not of weights that are nowhere
+                self._best = self._best_on_disk()  # not of weights that are nowhere
+
+    def _best_on_disk(self) -> float:
+        best = self.session.checkpoints.best()
+        return min(self._to_beat, math.inf if best is None or best.val_loss is None else best.val_loss)
 
     def _stop(self) -> tuple[str, bool, bool] | None:
         """The stop request, as rank 0 sees it."""

@@ -164,6 +164,16 @@ def test_a_best_that_could_not_be_saved_is_not_what_the_next_must_beat(
     assert results(workdir)["best_step"] == 12
 
 
+def test_a_torn_checkpoint_is_never_the_best_that_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
+    workdir = pretrain.make(tmp_path, steps=16)
+    assert world.train(workdir, world.StopAt(workdir, 9)) == trainer.STOPPED
+    data = workdir / "ckpt" / "step_00000008" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    assert world.train(workdir) == trainer.FINISHED
+    assert results(workdir)["best_step"] == 12
+
+
 def test_a_best_that_did_not_reach_the_next_node_is_not_what_it_must_beat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
