@@ -312,7 +312,7 @@ def _report(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> 
         "ranks": session.world.size,
         "torch": torch.__version__,
         "dataset": {"sha256": kernel.manifest.sha256, **kernel.manifest.facts},
-        "predicted": next((p for p in session.predicted if p.get("phase") == phase.name), None),
+        "predicted": session.prediction(phase.name),
         "measured": metrics.measured(session.metrics.records(phase.name)),
         "final": phase.name,
         "weights_sha256": digest,

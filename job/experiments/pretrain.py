@@ -45,16 +45,7 @@ class Pretrain(Experiment):
         self.train = Rows(session.data / characters.TRAIN, sequence=sequence, device=device)
         self.validated = Rows(session.data / characters.VALIDATION, sequence=sequence, device=device)
         self.size = sizing.phases(self.config)[0]
-        self.phases = [
-            Phase(
-                index=0,
-                name=self.size.name,
-                first=0,
-                steps=self.size.steps,
-                flops_per_token=self.size.flops_per_token,
-                tokens_per_step=self.size.tokens_per_step,
-            )
-        ]
+        self.phases = [Phase.of(self.size)]
         self.progress: dict[str, Any] = {"evaluations": []}
         self._step = 0  # steps done once the one under way is
         self._module: CharGpt | None = None
@@ -224,7 +215,7 @@ class Pretrain(Experiment):
             "early_stop": plateau([(e["step"], e["val_loss"]) for e in evaluations], self.config.early_stop),
             "evaluations": evaluations,
             "samples": samples,
-            "predicted": next((p for p in session.predicted if p.get("phase") == self.size.name), None),
+            "predicted": session.prediction(self.size.name),
             "measured": metrics.measured(session.metrics.records(self.size.name)),
         }
 

@@ -166,7 +166,7 @@ class Sft(Experiment):
                     "val_loss": self.val_loss,
                     "loss_first": own[0]["loss"] if own else None,
                     "loss_last": own[-1]["loss"] if own else None,
-                    "predicted": next((p for p in session.predicted if p.get("phase") == phase.name), None),
+                    "predicted": session.prediction(phase.name),
                     "measured": measured,
                 }
             ],

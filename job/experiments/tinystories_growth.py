@@ -44,17 +44,7 @@ class TinystoriesGrowth(Experiment):
         )
         self.aux_weight = self.config.optim.load_balance
         self.sizes = sizing.phases(self.config)
-        self.phases = [
-            Phase(
-                index=index,
-                name=size.name,
-                first=sum(earlier.steps for earlier in self.sizes[:index]),
-                steps=size.steps,
-                flops_per_token=size.flops_per_token,
-                tokens_per_step=size.tokens_per_step,
-            )
-            for index, size in enumerate(self.sizes)
-        ]
+        self.phases = Phase.chain(self.sizes)
         self.progress: dict[str, Any] = {"boundaries": [], "phases": {}, "capacity": {}}
         self._at: tuple[Phase, growth.Growth] | None = None  # what is trained now
         self.probe_BT = next(iter(self.dataset.fixed(PROBE, PROBE, session.world).micros)).inputs[0]
@@ -193,8 +183,6 @@ class TinystoriesGrowth(Experiment):
         """One phase: sizes, what was predicted, what was measured."""
         size = self.sizes[phase.index]
         own = [record for record in records if record["phase"] == phase.name]
-        predicted = next((p for p in self.session.predicted if p.get("phase") == phase.name), None)
-
         return {
             "name": phase.name,
             "params_total": size.params_total,
@@ -205,7 +193,7 @@ class TinystoriesGrowth(Experiment):
             "warmup_steps": self._warmup(phase),
             "loss_first": own[0]["loss"] if own else None,
             "loss_last": own[-1]["loss"] if own else None,
-            "predicted": predicted,
+            "predicted": self.session.prediction(phase.name),
             "measured": metrics.measured(own),
             **self.progress["phases"][phase.name],
         }

@@ -56,10 +56,7 @@ class TwoTower(Experiment):
             raise ValueError(f"{session.data}: " + "; ".join(problems))
         if session.device.is_cuda and sizing.products(self.config) == "tf32":
             torch.set_float32_matmul_precision("high")  # TF32: ranks do not need fp32's last digits
-        first, self.phases = 0, []
-        for index, size in enumerate(sizing.phases(self.config)):
-            self.phases.append(Phase.of(size, index=index, first=first))
-            first += size.steps
+        self.phases = Phase.chain(sizing.phases(self.config))
         self.progress: dict[str, Any] = {"families": {}, "refit": None}
         self._losses_K: Tensor | None = None  # of the newest step that was read back
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from job.dataset.ranking import Tables
 from job.experiments import two_tower_tables as tables_of
 from job.experiments.two_tower_data import Member, fold_of, worth
 from job.sizing.two_tower import REFIT
+from job.train import metrics
 from job.train.experiment import Phase
 
 HONEST = "trained on the folds that are neither tested nor watched, epoch chosen on the watched one, tested once"
@@ -55,13 +55,13 @@ def measured(phases: Sequence[Phase], records: list[dict[str, Any]]) -> list[dic
     found = []
     for phase in phases:
         own = [record for record in records if record["phase"] == phase.name]
-        times = [record["step_ms"] for record in own if record["step_ms"] is not None]
+        figures = metrics.measured(own)
         found.append(
             {
                 "phase": phase.name,
                 "steps": own[-1]["step"] - phase.first if own else 0,
-                "step_ms": median(times) if times else None,
-                "memory_gb": max((record["mem_gb"] for record in own), default=None),
+                "step_ms": figures["step_ms"],
+                "memory_gb": figures["memory_gb"],
             }
         )
     return found

@@ -94,6 +94,14 @@ class Phase:
             validation=size.validation,
         )
 
+    @classmethod
+    def chain(cls, sizes: Iterable[sizing.PhaseSize]) -> list[Phase]:
+        """As they were sized, one after another."""
+        found: list[Phase] = []
+        for index, size in enumerate(sizes):
+            found.append(cls.of(size, index=index, first=found[-1].last if found else 0))
+        return found
+
     @property
     def last(self) -> int:
         """The number of steps after it."""
@@ -117,6 +125,10 @@ class Session:
     rung: int  # of the micro-batch ladder, at least; the predicted memory may choose a lower one
     predicted: Sequence[dict[str, Any]]  # the bill's figures per phase; may be empty
     say: Callable[[str], None]  # silent but on rank 0
+
+    def prediction(self, phase: str) -> dict[str, Any] | None:
+        """The bill's figures of the phase of that name."""
+        return next((figures for figures in self.predicted if figures.get("phase") == phase), None)
 
     def heed(self) -> None:
         """Between the parts of what follows training, all ranks together. Raises Stopped."""

@@ -6,12 +6,11 @@ A loss that is NaN or infinite is the loop's own business; these rules look at t
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 from job.train.device import Device
-from job.train.experiment import Phase
 
 # Loss spike: this far above the window's median, twice in a row. 10 MADs are 6.7 standard deviations of a normal
 # distribution; the nat keeps a quiet late window (MAD 0.01) from calling an ordinary bump a spike. Our choice, 2026-11.
@@ -69,8 +68,9 @@ class SpikeGuard:
 class Thresholds:
     """Warnings about one phase, each at most once, with the reason."""
 
-    def __init__(self, phase: Phase, predicted: Sequence[dict[str, Any]], device: Device) -> None:
-        self._predicted = next((row for row in predicted if row.get("phase") == phase.name), {})
+    def __init__(self, predicted: Mapping[str, Any], device: Device) -> None:
+        """`predicted`: the bill's figures of the phase; may be empty."""
+        self._predicted = predicted
         self._device = device
         self._said: set[str] = set()
 

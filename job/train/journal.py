@@ -98,7 +98,8 @@ class Journal:
             validation=phase.validation or "val",
         )
         session.say(str(line))
-        thresholds = self._thresholds.setdefault(phase.name, Thresholds(phase, session.predicted, session.device))
+        promised = session.prediction(phase.name) or {}
+        thresholds = self._thresholds.setdefault(phase.name, Thresholds(promised, session.device))
         for text in thresholds.check(
             tokens_per_s=tok_s, mfu=mfu, memory_gb=memory_gb, utilization=self._utilization.mean()
         ):
@@ -129,7 +130,7 @@ class Journal:
         """At the phase's end: one line, the bill's figures beside the measured ones."""
         if not self._session.world.first:
             return
-        told = next((row for row in self._session.predicted if row.get("phase") == phase.name), {})
+        told = self._session.prediction(phase.name) or {}
         seen = metrics.measured(self._session.metrics.records(phase.name))
         pairs = (
             f"{metrics.shown(told.get(name), form)} / {metrics.shown(seen[name], form)} {unit}"

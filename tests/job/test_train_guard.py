@@ -18,12 +18,10 @@ from train_world import StopAt
 from job import atomic
 from job.train import step
 from job.train.device import UTILIZATION_SAMPLES, Device, Utilization
-from job.train.experiment import Phase
 from job.train.guard import LossSpikeError, SpikeGuard, Thresholds
 
 GPU = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24.0, driver=None, peak_tflops=70)
-PHASE = Phase(index=0, name="dense", first=0, steps=10, flops_per_token=1.0, tokens_per_step=8)
-PREDICTED = [{"phase": "dense", "tokens_per_s": 1000.0, "mfu": 0.4}]
+PREDICTED = {"phase": "dense", "tokens_per_s": 1000.0, "mfu": 0.4}
 
 
 def seen(losses: list[float]) -> SpikeGuard:
@@ -130,7 +128,7 @@ def test_a_save_between_two_logs_waits_for_a_loss_that_clears_it(
 
 def warned(**figures: Any) -> list[str]:
     usual: dict[str, Any] = {"tokens_per_s": 900.0, "mfu": 0.38, "memory_gb": 20.0, "utilization": 97.0}
-    return Thresholds(PHASE, PREDICTED, GPU).check(**{**usual, **figures})
+    return Thresholds(PREDICTED, GPU).check(**{**usual, **figures})
 
 
 def test_a_run_as_fast_as_predicted_is_not_warned_of() -> None:
@@ -155,14 +153,14 @@ def test_each_threshold_says_what_is_wrong_and_what_it_costs(figures: dict[str, 
 
 
 def test_a_warning_is_said_once_in_a_phase() -> None:
-    thresholds = Thresholds(PHASE, PREDICTED, GPU)
+    thresholds = Thresholds(PREDICTED, GPU)
     figures: dict[str, Any] = {"tokens_per_s": 100.0, "mfu": None, "memory_gb": 1.0, "utilization": None}
     assert len(thresholds.check(**figures)) == 1
     assert thresholds.check(**figures) == []
 
 
 def test_without_a_prediction_and_in_the_warm_up_nothing_is_compared() -> None:
-    assert Thresholds(PHASE, [], GPU).check(tokens_per_s=1.0, mfu=0.01, memory_gb=1.0, utilization=None) == []
+    assert Thresholds({}, GPU).check(tokens_per_s=1.0, mfu=0.01, memory_gb=1.0, utilization=None) == []
     assert warned(tokens_per_s=None, mfu=None, utilization=None) == []
 
 
