@@ -1,6 +1,6 @@
 """Token shards: flat little-endian integers behind a 64-byte header. Standard library only.
 
-Header: magic (8 bytes), version (u16), bytes per token (u16: 2 or 4), vocabulary (u32), tokens (u64), sha256 of the
+Header: magic (8 bytes), version (u16), bytes per token (u16: 1, 2 or 4), vocabulary (u32), tokens (u64), sha256 of the
 tokens (32 bytes), zeros (8 bytes).
 """
 
@@ -24,7 +24,7 @@ VERSION = 1
 class ShardHeader:
     """What the first 64 bytes say."""
 
-    token_bytes: int  # 2 or 4
+    token_bytes: int  # 1 (characters), 2 or 4
     vocab: int
     tokens: int
     sha256: str

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,11 +29,10 @@ from job.kernels.catalog import TASKS
 from job.models import decoder
 from job.models.decoder import Decoder
 from job.train import optimizer
+from job.train.data import Ids, in_epochs
 from job.train.experiment import Experiment, Phase, Session, Stopped, Work
 from job.train.export import META
 from job.train.packed_rows import PackedBatches
-
-Rows = NDArray[np.int64]
 
 
 class Kernel(Experiment):
@@ -98,16 +96,12 @@ class Kernel(Experiment):
             self._try(step)
         return self.batches.work("train", self.step_rows(phase, step), rung.micro)
 
-    def step_rows(self, phase: Phase, step: int) -> Rows:
+    def step_rows(self, phase: Phase, step: int) -> Ids:
         """Of the global batch. Before the phase's first evaluation every row is as likely as another."""
         done = step - phase.first
         places = np.arange(done * self.per_step, min((done + 1) * self.per_step, self.config.epochs * self.rows))
         known = [rates for at, rates in self.progress["evaluations"] if phase.first < at <= step]
-        rows = np.empty(len(places), dtype=np.int64)
-        for epoch in np.unique(places // self.rows):
-            here = places // self.rows == epoch
-            rows[here] = self._epoch(int(epoch), known[-1] if known else {})[places[here] % self.rows]
-        return rows
+        return in_epochs(places, self.rows, lambda epoch: self._epoch(epoch, known[-1] if known else {}))
 
     def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
         """All rows held out."""
@@ -162,7 +156,7 @@ class Kernel(Experiment):
         half = sorted(task for task, rate in rates.items() if curriculum.LOW <= rate <= curriculum.HIGH)
         self.session.say(f"curriculum after step {done}: {', '.join(half) or 'no task'} between 20 and 80 %")
 
-    def _epoch(self, epoch: int, rates: dict[str, float]) -> Rows:
+    def _epoch(self, epoch: int, rates: dict[str, float]) -> Ids:
         weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]
         if not rates or len(set(weight)) == 1:  # nothing to choose: as without a curriculum
             return order(self.config.seed, epoch, self.rows)

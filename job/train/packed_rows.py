@@ -1,8 +1,8 @@
-"""Packed rows as micro-batches: every row once per epoch, in an order from (seed, epoch). No loader, no state.
+"""Packed rows as micro-batches: every row once per epoch, in an order from (seed, epoch).
 
-All rows of the global batch are known to every rank, which takes its own by position; so the number of tokens that
-count is known without asking anybody. Rows stay in host memory: a step's are some hundred kilobytes. Legend: R rows,
-T tokens of a row, N = R x T, K examples of a micro-batch at most, and one.
+All rows of the global batch are known to every rank, so the number of tokens that count is known without asking
+anybody. Rows stay in host memory: a step's are some hundred kilobytes. Legend: R rows, T tokens of a row, N = R x T,
+K examples of a micro-batch at most, and one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from job.dataset.packing import PackedRows, Split, order
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import Renderer
 from job.models.linear_loss import IGNORED
+from job.train.data import Ids, Part, in_epochs, split
 from job.train.experiment import Micro, Work
 from job.train.parallel import World
-
-Rows = NDArray[np.int64]
 
 
 class PackedBatches:
@@ -66,44 +65,34 @@ class PackedBatches:
         """
         return math.ceil(epochs * len(self.splits["train"]) / per_step)
 
-    def step(self, seed: int, step: int, per_step: int, epochs: int) -> Rows:
+    def step(self, seed: int, step: int, per_step: int, epochs: int) -> Ids:
         """The rows of the global batch after `step` steps."""
         count = len(self.splits["train"])
         places = np.arange(step * per_step, min((step + 1) * per_step, epochs * count))
-        rows = np.empty(len(places), dtype=np.int64)
-        for epoch in np.unique(places // count):
-            here = places // count == epoch
-            rows[here] = self._order(seed, int(epoch), count)[places[here] % count]
-        return rows
+        return in_epochs(places, count, lambda epoch: self._order(seed, epoch, count))
 
-    def fixed(self, rows: int) -> Rows:
+    def fixed(self, rows: int) -> Ids:
         """The same validation rows every time, evenly spread; all of them where there are fewer."""
         count = len(self.splits["validation"])
         wanted = min(rows, count)
         return np.arange(wanted, dtype=np.int64) * count // wanted
 
-    def work(self, split: Split, rows: Rows, micro: int) -> Work:
-        """This rank's share of the global batch, in micro-batches of at most `micro` rows.
-
-        All ranks get equally many, because they meet in each of them: where rows run short, one without targets is
-        put in their place.
-        """
+    def work(self, split: Split, rows: Ids, micro: int) -> Work:
+        """This rank's share of the global batch, in micro-batches of at most `micro` rows."""
         return Work(self._micros(self.splits[split], rows, micro), self.splits[split].counted(rows))
 
-    def _micros(self, rows: PackedRows, wanted: Rows, micro: int) -> Iterator[Micro]:
-        share = -(-len(wanted) // self.world.size)
-        first = self.world.rank * share
-        mine = wanted[first : first + share]
-        for place in range(0, share, micro):
+    def _micros(self, rows: PackedRows, wanted: Ids, micro: int) -> Iterator[Micro]:
+        for part in split(len(wanted), self.world, micro):
             began = time.perf_counter()
-            made = self._micro(rows, mine[place : place + micro], min(micro, share - place), first + place)
+            made = self._micro(rows, wanted[part.rows.start : part.rows.stop], part)
             self.waited_s += time.perf_counter() - began
             yield made
 
-    def _micro(self, rows: PackedRows, real: Rows, size: int, place: int) -> Micro:
-        """(tokens, targets, documents, starts, longest) of `size` rows: [R, T] int64 but starts, [K] int32, and
-        longest, a number: no two starts are farther apart.
+    def _micro(self, rows: PackedRows, real: Ids, part: Part) -> Micro:
+        """(tokens, targets, documents, starts, longest): [R, T] int64 but starts, [K] int32, and longest, a number: no
+        two starts are farther apart.
         """
+        size = len(real) + part.missing
         tokens = np.zeros((size, self.row), dtype=np.int64)
         marks = np.zeros((size, self.row), dtype=np.int64)
         if self._renderer is not None and rows is self.splits["train"]:
@@ -117,9 +106,9 @@ class PackedBatches:
         starts = _starts(documents, self.longest, size * self._most + 1)
         arrays = (torch.from_numpy(a) for a in (tokens, targets, documents, starts))
         inputs = tuple(array.to(self.device, non_blocking=True) for array in arrays)
-        return Micro((*inputs, self.longest), int((marks & 1).sum()), place)
+        return Micro((*inputs, self.longest), int((marks & 1).sum()), part.rows.start)
 
-    def _tokenise(self, row: int, tokens_T: Rows, marks_T: Rows) -> None:
+    def _tokenise(self, row: int, tokens_T: Ids, marks_T: Ids) -> None:
         """Fills one row from its conversations."""
         assert self._renderer is not None
         turns = [[Turn(*turn) for turn in conversation] for conversation in json.loads(self._texts[row])]

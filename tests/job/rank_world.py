@@ -129,8 +129,9 @@ class Toy(Experiment):
     def work(self, places: Tensor, rung: sizing.Rung) -> Work:
         micros = []
         for part in split(len(places), self.session.world, rung.micro):
-            rows = self.rows[places[part.start : part.stop]]
-            micros.append(Micro((rows[:, :-1], rows[:, 1:]), len(part) * 8, part.start))
+            assert not part.missing
+            rows = self.rows[places[part.rows.start : part.rows.stop]]
+            micros.append(Micro((rows[:, :-1], rows[:, 1:]), len(part.rows) * 8, part.rows.start))
         return Work(micros, len(places) * 8)
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:

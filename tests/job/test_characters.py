@@ -12,8 +12,9 @@ import torch
 from job.config.pretrain import CharData
 from job.dataset import characters
 from job.dataset.characters import SYMBOLS, Sums, encode, prepare_characters
+from job.models.linear_loss import IGNORED
 from job.train.parallel import World
-from job.train.rows import IGNORED, Rows
+from job.train.rows import Rows
 
 DATA = CharData(source="generated-sums", characters=5000, sequence=16)
 CPU = torch.device("cpu")
@@ -141,7 +142,7 @@ def test_every_row_of_an_epoch_is_visited_once(tmp_path: Path) -> None:
         offset = int(own.min())
         assert 0 <= offset <= 16
         assert sorted(own.tolist()) == [offset + 17 * i for i in range(found.per_epoch)]
-        assert own.max() + 17 <= found.characters
+        assert own.max() + 17 <= len(found)
         orders.append((offset, own.tolist()))
     assert len({offset for offset, _ in orders}) > 1  # shifted by another offset each time
     assert sorted(orders[0][1]) != orders[0][1]  # permuted
@@ -188,5 +189,5 @@ def test_fixed_windows_reach_from_the_first_character_to_the_last(tmp_path: Path
     prepare_characters(tmp_path, DATA, seed=3)
     held_out = Rows(tmp_path / characters.VALIDATION, sequence=16, device=CPU)
     starts = held_out.fixed(7)
-    assert (int(starts[0]), int(starts[-1]) + 17) == (0, held_out.characters)
+    assert (int(starts[0]), int(starts[-1]) + 17) == (0, len(held_out))
     assert held_out.windows(starts)[1][-1, -1] == (tmp_path / characters.VALIDATION).read_bytes()[-1]

@@ -9,7 +9,8 @@ import torch
 import train_world as world
 
 from job.dataset.shards import HEADER, write_shard
-from job.train.data import Corpus, Dataset, draw, mix, split
+from job.models.linear_loss import IGNORED
+from job.train.data import Dataset, Windows, draw, mix, read_tokens, split
 from job.train.experiment import Work
 from job.train.parallel import World
 
@@ -35,6 +36,10 @@ def tokens_of(work: Work) -> torch.Tensor:
     return torch.cat([micro.inputs[0] for micro in work.micros])
 
 
+def windows(folder: Path, start: int, sequence: int, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return Windows(read_tokens(folder, names), sequence, CPU).windows(torch.tensor([start]))
+
+
 def test_a_step_has_the_same_batch_whatever_was_drawn_before(dataset: Dataset) -> None:
     alone = batch(dataset, 1, 41)
     torch.manual_seed(0)
@@ -58,19 +63,26 @@ def test_the_parts_of_all_ranks_together_are_the_global_batch_in_order(
     assert torch.equal(torch.cat([tokens_of(work) for work in works]), batch(dataset, 1, 3))
 
 
-@pytest.mark.parametrize("total", [8, 24, 100, 250])
+@pytest.mark.parametrize("total", [8, 9, 24, 100, 250])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("micro", [2, 3, 16])
-def test_every_row_has_one_rank_and_every_rank_as_many_micro_batches(total: int, ranks: int, micro: int) -> None:
+@pytest.mark.parametrize("micro", [1, 2, 3, 16])
+def test_every_row_has_one_rank_and_the_ranks_meet_in_micro_batches_of_one_size(
+    total: int, ranks: int, micro: int
+) -> None:
     parts = [split(total, World(rank=rank, size=ranks), micro) for rank in range(ranks)]
-    assert [place for own in parts for part in own for place in part] == list(range(total))
-    assert len({len(own) for own in parts}) == 1
-    assert all(1 <= len(part) <= micro for own in parts for part in own)
+    assert [place for own in parts for part in own for place in part.rows] == list(range(total))
+    sizes = [[len(part.rows) + part.missing for part in own] for own in parts]
+    assert all(own == sizes[0] for own in sizes)
+    assert max(sizes[0]) <= micro
+    assert sum(part.missing for own in parts for part in own) < ranks
 
 
-def test_a_batch_that_leaves_a_rank_without_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="9 rows cannot be cut into 2 micro-batches on each of 8 GPUs"):
-        split(9, World(rank=0, size=8), 1)
+def test_where_rows_run_short_some_without_targets_take_their_place(dataset: Dataset) -> None:
+    works = [dataset.batch(1, 3, 5, 2, World(rank=rank, size=2)) for rank in range(2)]
+    micros = [list(work.micros) for work in works]
+    assert [[micro.tokens // SEQUENCE for micro in own] for own in micros] == [[2, 1], [2, 0]]
+    assert (micros[1][-1].inputs[1] == IGNORED).all()
+    assert {work.total for work in works} == {5 * SEQUENCE}
 
 
 def test_a_micro_batch_that_does_not_divide_leaves_a_smaller_last_one(dataset: Dataset) -> None:
@@ -107,8 +119,7 @@ def test_targets_are_the_tokens_one_position_on(dataset: Dataset) -> None:
 
 def test_the_last_window_ends_with_the_last_token(tmp_path: Path) -> None:
     write_shard(tmp_path / "a.bin", list(range(20)), 50257)
-    corpus = Corpus(tmp_path, ("a.bin",), CPU)
-    tokens, targets = corpus.windows(torch.tensor([20 - 16 - 1]), 16)
+    tokens, targets = windows(tmp_path, 20 - 16 - 1, 16, "a.bin")
     assert targets[0, -1] == 19
     assert tokens[0, 0] == 3
 
@@ -116,7 +127,7 @@ def test_the_last_window_ends_with_the_last_token(tmp_path: Path) -> None:
 def test_ids_beyond_32767_survive_two_byte_shards_and_shards_join_into_one_stream(tmp_path: Path) -> None:
     write_shard(tmp_path / "a.bin", [40000, 50256], 50257)
     write_shard(tmp_path / "b.bin", [65535, 1], 65536)
-    tokens, targets = Corpus(tmp_path, ("a.bin", "b.bin"), CPU).windows(torch.tensor([0]), 3)
+    tokens, targets = windows(tmp_path, 0, 3, "a.bin", "b.bin")
     assert (tokens.tolist(), targets.tolist()) == ([[40000, 50256, 65535]], [[50256, 65535, 1]])
     assert tokens.dtype == torch.int64
 
@@ -124,7 +135,7 @@ def test_ids_beyond_32767_survive_two_byte_shards_and_shards_join_into_one_strea
 def test_a_vocabulary_beyond_65536_takes_four_bytes(tmp_path: Path) -> None:
     write_shard(tmp_path / "a.bin", [70000, 3], 100_000)
     assert (tmp_path / "a.bin").stat().st_size == HEADER.size + 8
-    assert Corpus(tmp_path, ("a.bin",), CPU).windows(torch.tensor([0]), 1)[0].tolist() == [[70000]]
+    assert windows(tmp_path, 0, 1, "a.bin")[0].tolist() == [[70000]]
 
 
 def test_validation_windows_are_always_the_same_and_spread_over_the_held_out_text(dataset: Dataset) -> None:
