@@ -38,6 +38,7 @@ from job.kernels.verdict import Switches, Verdict
 from job.kernels.worker import NoDeviceError, Workers
 from job.ledger import Ledger
 from job.models import decoder
+from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.kernel import AT_ONCE, TRIED
@@ -193,7 +194,7 @@ def _generate_share(
 @torch.no_grad()
 def _as_kept(kernel: KernelRun, module: Decoder) -> Decoder:
     """A whole decoder on this rank's device with the weights of `module` as final/ holds them, in the compute dtype."""
-    compute = tuning.COMPUTE[kernel.config.precision.compute]
+    compute = DTYPES[kernel.config.precision.compute]
     model = decoder.build(kernel.config.model, compute=compute, dtype=compute, device=kernel.session.device.torch)
     for name, parameter in module.named_parameters():
         model.get_parameter(name).copy_(parallel.whole(parameter).to(torch.bfloat16))

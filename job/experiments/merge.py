@@ -33,6 +33,7 @@ from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import open_chat_tokenizer
 from job.experiments import tuning
 from job.models import hf, lora
+from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.sft import VALIDATION_ROWS, answers_at_once
@@ -189,7 +190,7 @@ def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str
         "bf16_close": close,
         "deliverable": name,
     }
-    return report, {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    return report, None if name is None else DTYPES[name]
 
 
 def _answers(sft: SftRun, module: Decoder, done: Done) -> list[dict[str, Any]]:

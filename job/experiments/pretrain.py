@@ -20,6 +20,7 @@ from job.config import PretrainConfig
 from job.config.pretrain import EarlyStop, MuonAdamW
 from job.dataset import characters
 from job.dataset.prepare import read_manifest
+from job.models.blocks import DTYPES
 from job.models.char_gpt import CharGpt, generate, initial
 from job.train import export, metrics, muon, parallel
 from job.train.experiment import Experiment, Phase, Session, Work
@@ -119,7 +120,7 @@ class Pretrain(Experiment):
     def _spread(self) -> CharGpt:
         """The model's shapes over the ranks, on the device, not yet filled."""
         session = self.session
-        compute = torch.bfloat16 if self.config.precision.compute == "bf16" else torch.float32
+        compute = DTYPES[self.config.precision.compute]
         with torch.device("meta"):
             module = CharGpt(self.config.model, compute)
         parallel.shard(module, session.world, module.blocks, compute=compute, reshard=self.config.reshard_after_forward)

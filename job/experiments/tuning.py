@@ -34,12 +34,12 @@ from job.dataset.rendering import (
     open_chat_tokenizer,
 )
 from job.models import decoder, hf
+from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
 from job.train import parallel
 from job.train.experiment import Session
 from job.train.export import META
 
-COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOKENIZERS = ("tokenizer.json", "words.json")
 TRAINED_TEMPLATE = "trained_chat_template.jinja"
 
@@ -94,7 +94,7 @@ def base(
             "no base weights: storage.base_weights must name a folder with config.json and safetensors "
             "(only a data.source that is generated starts from random ones)"
         )
-    compute = COMPUTE[config.precision.compute]
+    compute = DTYPES[config.precision.compute]
     module = decoder.build(config.model, compute=compute, dtype=dtype, device="meta")
     if spread:
         parallel.shard(module, session.world, module.blocks, compute=compute, reshard=config.reshard_after_forward)

@@ -30,6 +30,7 @@ from job.experiments.two_tower_batches import Batches
 from job.experiments.two_tower_data import Member, members, refit_member
 from job.experiments.two_tower_members import Members, clip_each
 from job.experiments.two_tower_tables import spread
+from job.models.blocks import DTYPES
 from job.models.two_tower import TwoTower as Towers
 from job.models.two_tower import decays
 from job.sizing.two_tower import REFIT, parameters
@@ -81,7 +82,7 @@ class TwoTower(Experiment):
         config, refit = self._config(phase), phase.name == REFIT
         self._members = [refit_member(config.data.queries)] if refit else members(config)
         self._batches = Batches(self._members, self.tables, config, self.session.device.torch)
-        compute = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
+        compute = DTYPES[config.precision.compute]
         module = Members(config, len(self._members), REFIT_SEEDS if refit else 0, compute)
         families, data = len(self.families), config.data
         module.register_buffer("scores", torch.zeros(families, data.folds, data.queries, data.models))

@@ -22,6 +22,7 @@ from job import sizing
 from job.models.routing import Routing, grouped_experts, padded_experts
 from job.models.selective import keep_products
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the names of run configs
 NORM_EPS = 1e-5
 ROTARY_BASE = 10_000.0
 Dispatch = Literal["grouped", "padded"]

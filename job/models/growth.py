@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from job import sizing
 from job.config import GrowthConfig
-from job.models.blocks import Block, Dispatch, Experts, Norm, at_least_fp32, rotations
+from job.models.blocks import DTYPES, Block, Dispatch, Experts, Norm, at_least_fp32, rotations
 from job.models.routing import Routing
 from job.models.selective import Checkpointed
 
@@ -96,7 +96,7 @@ def load(
 
 def state_dtype(config: GrowthConfig, phase_index: int) -> torch.dtype:
     """Of weights, gradients and moments."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[sizing.state_dtype(config, phase_index)]
+    return DTYPES[sizing.state_dtype(config, phase_index)]
 
 
 def parameter_groups(module: nn.Module, config: GrowthConfig) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ class Growth(Checkpointed):
         super().__init__()
         sizing.require(config)
         self.shape = s = sizing.shape(config.model, phase_index)
-        self.compute_dtype = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
+        self.compute_dtype = DTYPES[config.precision.compute]
         self.embed = nn.Embedding(s.vocab, s.width)
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.layers))
         self.norm = Norm(s.width)
