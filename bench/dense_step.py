@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from job import sizing
 from job.config import GrowthConfig, GrowthModel, Precision
 from job.models.blocks import Experts, FeedForward
-from job.models.growth import build, parameter_groups
+from job.models.growth import build, decays
 from job.train import device
+from job.train.optimizer import groups
 
 
 def main() -> int:
@@ -68,7 +69,7 @@ def main() -> int:
 def our_step(config: GrowthConfig, tokens: Tensor) -> Callable[[], None]:
     """Our dense model's whole step."""
     module = build(config, 0, device=tokens.device)
-    optimizer = torch.optim.AdamW(parameter_groups(module, config), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(groups(module, decays, config.optim.weight_decay), lr=1e-4, fused=True)
 
     def step() -> None:
         out = module(tokens[:, :-1], tokens[:, 1:])

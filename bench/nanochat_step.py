@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from job import sizing
 from job.config import GrowthConfig, GrowthModel
 from job.config.growth import Precision, TextData
-from job.models.growth import build, parameter_groups
+from job.models.growth import build, decays
 from job.train import device, optimizer
 from job.train.step import compiled
 
@@ -99,7 +99,7 @@ def ours(a: argparse.Namespace, tokens: Tensor, stack: ExitStack) -> Model:
         precision=Precision(compute="bf16" if tokens.is_cuda else "fp32"),
     )
     module = build(config, 0, device=tokens.device)
-    opt = optimizer.make(parameter_groups(module, config), config.optim, seed=1)
+    opt = optimizer.make(optimizer.groups(module, decays, config.optim.weight_decay), config.optim, seed=1)
     optimizer.set_lr(opt, 3e-4)
     stack.enter_context(compiled(module, tokens.device))
     size = sizing.phases(config)[0]

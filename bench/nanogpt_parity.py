@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from job.config import GrowthConfig, GrowthModel, Precision
 from job.models import blocks
-from job.models.growth import Growth, build, load, parameter_groups
+from job.models.growth import Growth, build, decays, load
+from job.train.optimizer import groups
 
 SHAPES = {
     "small": (GrowthModel(vocab=512, layers=3, width=64, heads=4, ffn=256), 8, 64),
@@ -114,7 +115,7 @@ def both(
 
 def our_optimizer(module: Growth, config: GrowthConfig) -> torch.optim.Optimizer:
     betas: Any = config.optim.betas
-    return torch.optim.AdamW(parameter_groups(module, config), lr=config.optim.lr[0], betas=betas)
+    return torch.optim.AdamW(groups(module, decays, config.optim.weight_decay), lr=config.optim.lr[0], betas=betas)
 
 
 def nanogpt_optimizer(module: Any, config: GrowthConfig) -> Any:

@@ -78,7 +78,7 @@ class Kernel(Experiment):
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
         """AdamW on everything, as the decoder's table says."""
-        groups = decoder.parameter_groups(module, self.config.optim.weight_decay)
+        groups = optimizer.groups(module, decoder.decays, self.config.optim.weight_decay)
         return optimizer.make(groups, self.config.optim, seed=self.config.seed)
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:

@@ -60,7 +60,7 @@ class Sft(Experiment):
         if self.config.method == "lora":
             groups: list[dict[str, Any]] = [{"params": list(lora.weights(module).values()), "weight_decay": decay}]
         else:
-            groups = decoder.parameter_groups(module, decay)
+            groups = optimizer.groups(module, decoder.decays, decay)
         return optimizer.make(groups, self.config.optim, seed=self.config.seed)
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:

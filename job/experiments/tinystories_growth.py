@@ -99,7 +99,7 @@ class TinystoriesGrowth(Experiment):
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
         """AdamW with the model's own table of what decays."""
-        groups = growth.parameter_groups(module, self.config)
+        groups = optimizer.groups(module, growth.decays, self.config.optim.weight_decay)
         return optimizer.make(groups, self.config.optim, seed=self.config.seed)
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:

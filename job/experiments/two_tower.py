@@ -92,11 +92,7 @@ class TwoTower(Experiment):
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
         """AdamW over all members: element by element, so theirs is what each would have alone."""
-        named = list(module.named_parameters())
-        groups = [
-            {"params": [p for name, p in named if decays(name)], "weight_decay": self.config.optim.weight_decay},
-            {"params": [p for name, p in named if not decays(name)], "weight_decay": 0.0},
-        ]
+        groups = optimizer.groups(module, decays, self.config.optim.weight_decay)
         return optimizer.make(groups, CosineAdamW(betas=BETAS, eps=EPS), seed=self.config.seed)
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:

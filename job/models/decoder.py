@@ -113,14 +113,9 @@ def initialise(
         fill(parameter, whole)
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two AdamW groups, in the order of the state dict: matrices of the blocks with weight decay, the rest without."""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in module.named_parameters():
-        matrix = "blocks." in name and name.endswith("weight") and "norm" not in name
-        (decayed if matrix else plain).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+def decays(name: str) -> bool:
+    """Whether weight decay applies to the parameter: to the matrices of the blocks."""
+    return "blocks." in name and name.endswith("weight") and "norm" not in name
 
 
 class Decoder(Checkpointed):

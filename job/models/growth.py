@@ -22,7 +22,7 @@ L layers, E experts, d width. The layers are in blocks.py, the experts' products
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,14 +99,9 @@ def state_dtype(config: GrowthConfig, phase_index: int) -> torch.dtype:
     return DTYPES[sizing.state_dtype(config, phase_index)]
 
 
-def parameter_groups(module: nn.Module, config: GrowthConfig) -> list[dict[str, Any]]:
-    """Two AdamW groups, in the order of the state dict: matrices with weight decay, everything else without."""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in module.named_parameters():
-        matrix = name.endswith("weight") and "norm" not in name and not name.startswith("embed")
-        (decayed if matrix else plain).append(parameter)
-    return [{"params": decayed, "weight_decay": config.optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+def decays(name: str) -> bool:
+    """Whether weight decay applies to the parameter: to every matrix but the table."""
+    return name.endswith("weight") and "norm" not in name and not name.startswith("embed")
 
 
 class Growth(Checkpointed):

@@ -5,7 +5,7 @@ In bf16 a step of lr 8e-5 is often smaller than the distance to the next number,
 (Connolly, Higham, Mary 2021). Its random bits are a hash of (seed, step, parameter, element): no generator, no state,
 the same on every device, so a resumed run continues bit for bit.
 
-Arguments: the learning rate is the engine's and set before each step; weight decay per group (parameter_groups); betas
+Arguments: the learning rate is the engine's and set before each step; weight decay per group (`groups`); betas
 and eps from the run config; amsgrad and maximize off. Moments start at 0 with each phase.
 """
 
@@ -42,6 +42,15 @@ def make(groups: Iterable[dict[str, Any]], config: AdamW | CosineAdamW, *, seed:
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
+
+
+def groups(module: nn.Module, decays: Callable[[str], bool], weight_decay: float) -> list[dict[str, Any]]:
+    """Two, in the order of the state dict: the parameters that decay, by name, and the rest."""
+    named = list(module.named_parameters())
+    return [
+        {"params": [p for name, p in named if decays(name)], "weight_decay": weight_decay},
+        {"params": [p for name, p in named if not decays(name)], "weight_decay": 0.0},
+    ]
 
 
 def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from job.config import Batch, GrowthConfig, GrowthModel, Precision, TextData
 from job.models.growing import State, upcycle
-from job.models.growth import Growth, build, load, parameter_groups
+from job.models.growth import Growth, build, decays, load
+from job.train.optimizer import groups
 
 CONFIG = replace(
     GrowthConfig(),
@@ -38,7 +39,7 @@ PROBE = text(8, seed=99, length=64)
 
 def train(module: Growth, steps: int, lr: float, seed: int) -> None:
     """A few AdamW steps; leaves the module in eval mode."""
-    optimizer = torch.optim.AdamW(parameter_groups(module, CONFIG), lr=lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups(module, decays, CONFIG.optim.weight_decay), lr=lr, betas=(0.9, 0.95))
     module.train()
     for step in range(steps):
         batch = text(8, seed=seed + step)

@@ -17,9 +17,10 @@ from job.config.common import QWEN3_8B
 from job.config.common import Decoder as Shape
 from job.config.sft import Lora, SftConfig
 from job.models import decoder, lora
-from job.models.decoder import build, frequencies, parameter_groups, positions
+from job.models.decoder import build, decays, frequencies, positions
 from job.models.generate import generate, uniform
 from job.models.linear_loss import CHUNK_TOKENS, IGNORED, linear_loss
+from job.train.optimizer import groups
 
 QWEN25_7B = Shape(
     family="qwen2",
@@ -265,7 +266,7 @@ def test_llama_31_scaling_divides_slow_rotations_by_eight_and_leaves_fast_ones()
 
 def test_parameters_fall_into_groups_as_the_table_says() -> None:
     module = model("qwen2")
-    decayed, plain = parameter_groups(module, 0.1)
+    decayed, plain = groups(module, decays, 0.1)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {p.ndim for p in decayed["params"]} == {2}
     assert sum(p.ndim == 2 for p in plain["params"]) == 2  # embedding and head

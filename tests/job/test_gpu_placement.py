@@ -48,7 +48,7 @@ def grown(tmp_path: Path, dispatch: str) -> Made:
         return data.batch(config.seed, 0, 4, 3, World()).micros
 
     def opt(module: nn.Module) -> torch.optim.Optimizer:
-        return optimizer.make(growth.parameter_groups(module, config), config.optim, seed=1)
+        return optimizer.make(optimizer.groups(module, growth.decays, config.optim.weight_decay), config.optim, seed=1)
 
     return module, batch, opt
 

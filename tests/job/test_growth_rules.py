@@ -23,7 +23,8 @@ from job.experiments.growth_check import (
 )
 from job.models.blocks import Experts
 from job.models.growing import State, deepen, grow, upcycle, widen
-from job.models.growth import Growth, build, load, parameter_groups
+from job.models.growth import Growth, build, decays, load
+from job.train.optimizer import groups
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -102,7 +103,7 @@ def parted_after(steps: int, noise: float) -> float:
     """Width alone (with new layers the control is not exactly 0), a fixed 1e-3, no warm-up."""
     config = replace(CONFIG, model=replace(CONFIG.model, new_layers=0, symmetry_noise=noise))
     module = load(config, 2, grow(config, 2, moe(torch.float32), generator()))
-    optimizer = torch.optim.AdamW(parameter_groups(module, config), lr=1e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups(module, decays, config.optim.weight_decay), lr=1e-3, betas=(0.9, 0.95))
     for step in range(steps):
         batch = text(8, seed=5000 + step)
         out = module(batch[:, :-1], batch[:, 1:])

@@ -15,8 +15,9 @@ from job import sizing
 from job.config import GrowthConfig, GrowthModel, Precision
 from job.models.blocks import Experts, rotate, rotations
 from job.models.growing import grow
-from job.models.growth import Growth, Output, _choose_dispatch, build, load, parameter_groups
+from job.models.growth import Growth, Output, _choose_dispatch, build, decays, load
 from job.models.routing import rows_per_expert
+from job.train.optimizer import groups
 
 TOKENS, TARGETS = PROBE[:, :-1], PROBE[:, 1:]
 
@@ -264,7 +265,7 @@ def test_initial_weights_follow_the_table_and_the_seed() -> None:
 def test_weight_decay_is_on_matrices_only() -> None:
     module = build(CONFIG, 1, device="meta")
     names = {id(p): n for n, p in module.named_parameters()}
-    decayed, plain = parameter_groups(module, CONFIG)
+    decayed, plain = groups(module, decays, CONFIG.optim.weight_decay)
     assert decayed["weight_decay"] == CONFIG.optim.weight_decay
     assert plain["weight_decay"] == 0.0
     assert {names[id(p)] for p in plain["params"]} == {
