@@ -8,7 +8,7 @@ phase starts with fresh moments and re-warms up. Leaves weights at each phase's 
 from __future__ import annotations
 
 import csv
-import os
+import io
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class TinystoriesGrowth(Experiment):
         weights = {name: tensor.float() for name, tensor in previous.state_dict().items()}
         grown = growth.load(self.config, phase.index, grow(self.config, phase.index, weights, generator), device=device)
         folder = self._export(f"phase{phase.index + 1}_start")
+        export.begin(folder)
         try:
             report = check_boundary(
                 self.config, phase.index, previous, grown, self.probe_BT, export=folder / export.WEIGHTS
@@ -251,11 +252,6 @@ class TinystoriesGrowth(Experiment):
         atomic.write_json(self.session.workdir / "growth_report.json", {"schema": 1, "boundaries": boundaries})
 
     def _write_curve(self, path: Path, records: list[dict[str, Any]]) -> None:
-        temporary = path.with_name(f".{path.name}")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            rows.writerow(("step", "tokens", "phase", "loss", "val_loss"))
-            rows.writerows([r[key] for key in ("step", "tokens", "phase", "loss", "val_loss")] for r in records)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        text, columns = io.StringIO(newline=""), ("step", "tokens", "phase", "loss", "val_loss")
+        csv.writer(text).writerows([columns, *([record[key] for key in columns] for record in records)])
+        atomic.write_bytes(path, text.getvalue().encode())

@@ -5,13 +5,10 @@ Their dataset held against the run config, the weights to start from, the rate, 
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,9 +33,8 @@ from job.dataset.rendering import (
 from job.models import decoder, hf
 from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
-from job.train import parallel
+from job.train import export, parallel
 from job.train.experiment import Session
-from job.train.export import META
 
 TOKENIZERS = ("tokenizer.json", "words.json")
 TRAINED_TEMPLATE = "trained_chat_template.jinja"
@@ -167,8 +163,7 @@ def deliver(
             pass
         return ""
     folder = session.workdir / "final"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / META).unlink(missing_ok=True)
+    export.begin(folder)
     paths = hf.write(folder, tensors, config.model, dtype)
     hf.complete(folder, session.inputs, dtype, int(manifest.facts["stop"]))
     for name in TOKENIZERS:
@@ -181,10 +176,8 @@ def deliver(
         names = (TRAINED_TEMPLATE,) if chat_template(session.inputs) else (TRAINED_TEMPLATE, CHAT_TEMPLATE)
         for name in names:
             (folder / name).write_text(jinja(TEMPLATES[config.model.family]), encoding="utf-8")
-    files = [
-        {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in (*paths, *sorted((folder / "adapter").glob("adapter*")))
-    ]
+    kept = (*paths, *sorted((folder / "adapter").glob("adapter*")))
+    files = [export.entry(folder, path.relative_to(folder).as_posix()) for path in kept]
     tree = {
         "schema": 1,
         **meta,
@@ -196,11 +189,5 @@ def deliver(
         "config_sha256": session.config_sha256,
         "files": files,
     }
-    atomic.write_json(folder / META, tree)
+    atomic.write_json(folder / export.META, tree)
     return str(files[0]["sha256"])
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()

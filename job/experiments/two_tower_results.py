@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,16 +122,12 @@ def write(outcome: Outcome, workdir: Path, about: dict[str, Any], *, say: Callab
 
 def _write_scores(path: Path, outcome: Outcome, fold_Q: Any) -> None:
     """fold [Q], queries [Q] and models [M] by id, and per family scores [folds, Q, M] fp32: judged queries only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as file:
-        np.savez(
-            file,
-            fold=fold_Q,
-            queries=np.array(outcome.tables.names["queries"]),
-            models=np.array(outcome.tables.names["models"]),
-            **dict(zip(outcome.families, outcome.scores, strict=True)),
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    file = io.BytesIO()
+    np.savez(
+        file,
+        fold=fold_Q,
+        queries=np.array(outcome.tables.names["queries"]),
+        models=np.array(outcome.tables.names["models"]),
+        **dict(zip(outcome.families, outcome.scores, strict=True)),
+    )
+    atomic.write_bytes(path, file.getvalue())

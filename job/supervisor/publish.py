@@ -273,7 +273,12 @@ class Publisher:
             self._sent[key] = written
 
     def _is_sent(self, path: Path) -> bool:
-        return self._sent.get(path.relative_to(self._workdir).as_posix()) == path.stat().st_mtime_ns
+        """Nor is there anything to send of a file that has gone since it was listed: its export is being replaced."""
+        try:
+            written = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return True
+        return self._sent.get(path.relative_to(self._workdir).as_posix()) == written
 
     def _send(self, path: Path, key: str) -> None:
         self._check_cancel()

@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from supervisor_world import Bench, FaultyStore, commit
 
+from job.supervisor import publish
 from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError
 from job.supervisor.uploads import Uploader
@@ -79,6 +81,21 @@ def test_an_export_written_anew_is_sent_anew(tmp_path: Path) -> None:
         queue.run()
         uploader.poll()
         assert bench.store.get_bytes("exports/phase1_end/model.safetensors") == content
+
+
+def test_an_export_that_is_replaced_while_it_is_listed_stops_no_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed(folder: Path) -> list[Path]:
+        found = real(folder)
+        (folder / "meta.json").unlink()
+        return found
+
+    real = publish._files
+    *_, publisher = idle(Bench(tmp_path))
+    exported(tmp_path / "w", "phase1_end")
+    monkeypatch.setattr(publish, "_files", listed)
+    assert [path.name for path in publisher.exported()] == ["model.safetensors"]
 
 
 def test_in_a_hurry_an_export_makes_room_for_a_checkpoint_and_none_is_begun(tmp_path: Path) -> None:
