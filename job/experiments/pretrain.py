@@ -222,7 +222,9 @@ class Pretrain(Experiment):
 
 
 def make_optimizer(module: nn.Module, config: PretrainConfig) -> muon.Combined:
-    """The table of char_gpt.py as groups: hidden matrices, embedding, head. With `kind: adamw` all are AdamW's."""
+    """The table of char_gpt.py as groups: hidden matrices, which alone decay, embedding, head. With `kind: adamw` all
+    are AdamW's.
+    """
     optim = config.optim
     tables = (config.model.width / muon.BASE_WIDTH) ** -0.5
     named = dict(module.named_parameters())
@@ -230,13 +232,14 @@ def make_optimizer(module: nn.Module, config: PretrainConfig) -> muon.Combined:
         "params": [p for name, p in named.items() if name.startswith("blocks.")],
         "kind": optim.kind,
         "base_lr": optim.lr,
+        "weight_decay": optim.weight_decay,
     }
     if optim.kind == "muon":
         hidden["momentum"] = momentum(0, optim)
     embedding = {"params": [named["embed.weight"]], "kind": "adamw", "base_lr": optim.embedding_lr * tables}
     head = {"params": [named["head.weight"]], "kind": "adamw", "base_lr": optim.head_lr * tables}
     betas = optim.betas[0], optim.betas[1]
-    return muon.Combined([hidden, embedding, head], betas=betas, weight_decay=optim.weight_decay)
+    return muon.Combined([hidden, embedding, head], betas=betas)
 
 
 def rate(step: int, steps: int, optim: MuonAdamW) -> float:

@@ -29,16 +29,16 @@ MUON: dict[str, Any] = {
 
 
 class Combined(Optimizer):
-    """Groups with `kind` "muon" or "adamw", each with its own `base_lr`. All state exists from the start, as zeros:
-    `momentum_buffer`, or `step`, `exp_avg` and `exp_avg_sq`.
+    """Groups with `kind` "muon" or "adamw", each with its own `base_lr` and, unless it is 0, `weight_decay`. All state
+    exists from the start, as zeros: `momentum_buffer`, or `step`, `exp_avg` and `exp_avg_sq`.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], weight_decay: float) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float]) -> None:
         groups = [group for group in groups if group["params"]]
-        super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
         self._inner: list[Optimizer] = []
         for group in self.param_groups:
-            parameters, lr = group["params"], group["base_lr"]
+            parameters, lr, weight_decay = group["params"], group["base_lr"], group["weight_decay"]
             group["lr"] = lr
             inner: Optimizer
             if group["kind"] == "muon":

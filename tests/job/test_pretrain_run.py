@@ -296,9 +296,10 @@ def test_every_parameter_has_its_optimizer_and_rate() -> None:
     assert set(opt.state[module.blocks[0].ffn.up.weight]) == {"momentum_buffer"}  # type: ignore[union-attr,index]
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_the_combined_optimizer_steps_as_torchs_own_do(kind: str) -> None:
-    config = pretrain.config(optim={"kind": kind, "lr": 0.02, "weight_decay": 0.0})
+def test_the_combined_optimizer_steps_as_torchs_own_do(kind: str, decay: float) -> None:
+    config = pretrain.config(optim={"kind": kind, "lr": 0.02, "weight_decay": decay})
     torch.manual_seed(0)
     module = CharGpt(config.model)
     start = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
@@ -309,13 +310,13 @@ def test_the_combined_optimizer_steps_as_torchs_own_do(kind: str) -> None:
     plain = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in start.items()}
     tables = (32 / 768) ** -0.5
     hidden = [p for name, p in plain.items() if name.startswith("blocks.")]
-    adam: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    adam: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-10}
     theirs: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW([plain["embed.weight"]], lr=0.3 * tables, **adam),
-        torch.optim.AdamW([plain["head.weight"]], lr=0.004 * tables, **adam),
-        torch.optim.Muon(hidden, lr=0.02, weight_decay=0.0, momentum=0.85)
+        torch.optim.AdamW([plain["embed.weight"]], lr=0.3 * tables, weight_decay=0.0, **adam),
+        torch.optim.AdamW([plain["head.weight"]], lr=0.004 * tables, weight_decay=0.0, **adam),
+        torch.optim.Muon(hidden, lr=0.02, weight_decay=decay, momentum=0.85)
         if kind == "muon"
-        else torch.optim.AdamW(hidden, lr=0.02, **adam),
+        else torch.optim.AdamW(hidden, lr=0.02, weight_decay=decay, **adam),
     ]
     base = [one.param_groups[0]["lr"] for one in theirs]
     for step in range(8):
