@@ -14,24 +14,20 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import time
 from typing import Any
 
 import torch
 from torch import nn
 
 from job import sizing
-from job.config import KEEPS_BEST
 from job.dataset.prepare import read_manifest
 from job.train import device, identity, metrics, optimizer, rungs, step
+from job.train.cadence import Cadence
 from job.train.checkpoint import Commit, Found, Reason, Saved, State, all_finite
 from job.train.compile_cache import CompileCache
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
 from job.train.guard import SpikeGuard
 from job.train.journal import Journal
-from job.train.stall import Stall
-
-STALL = 0.01  # of the time since a save: what it may have cost when an improvement asks for the next one
 
 
 class Loop:
@@ -44,20 +40,17 @@ class Loop:
         self.world = session.world
         self.step = 0  # steps done
         self.val_loss: float | None = None  # the newest
-        self._best = math.inf  # lowest validation loss that has a checkpoint
-        self._to_beat = math.inf  # and that of earlier nodes, wherever its checkpoint is
         self._ended: str | None = None  # why this phase is over before its last step
         self._manifest = read_manifest(session.data)
         given = session.inputs if self.world.first else None
         self._base_weights = None if given is None else identity.of_weights(given)
         self._clock = metrics.StepClock(session.device.synchronize)
         self._journal = Journal(session, experiment.phases)
+        self._cadence = Cadence(session, improvements=experiment.saves_improvements, event=self._journal.event)
         self._guard = SpikeGuard()
         self._judged = False  # the guard has seen this step's loss
         self._look = False  # a save waits for the next step's
-        self._wished = False  # by the supervisor, and not begun yet
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
-        self._saved_at, self._stall = time.monotonic(), Stall()
         self._graphs: CompileCache | None = None  # of this phase, where anything is compiled
 
     def run(self) -> None:
@@ -94,13 +87,9 @@ class Loop:
 
     def _resume(self, found: Found) -> list[Phase]:
         """Takes over where the checkpoint stands; the phases that are left, its own included."""
-        self.step = found.step
-        best, self.val_loss = found.progress["best"], found.progress["val_loss"]
-        # What is exported must be on this disk; elsewhere the best that was ever saved is what is to be beaten.
-        if best is not None and not isinstance(self.config, KEEPS_BEST):
-            self._to_beat = best
-        self._best = self._best_on_disk()
+        self.step, self.val_loss = found.step, found.progress["val_loss"]
         self._ended = found.progress.get("ended")
+        self._cadence.resume(found.progress["best"])
         self.experiment.progress.update(found.progress["experiment"])
         self.session.say(f"resuming from step {self.step} ({found.commit['phase']}, {found.commit['reason']})")
         then = {**found.commit["determinism"], "ranks": found.commit["world_size"]}
@@ -133,7 +122,7 @@ class Loop:
         self.session.checkpoints.prepare(state)
         self.session.device.tidy()
         self._clock.restart()
-        self._saved_at, self._stall = time.monotonic(), Stall()
+        self._cadence.begin()
         self._guard = SpikeGuard(found.progress.get("guard") if found is not None else None)
         module.train()
         if hasattr(module, "checkpointing"):
@@ -152,12 +141,10 @@ class Loop:
                 self._look = due is not None and not self._judged
                 if due is not None and not self._look:
                     self._clock.settle()  # what the steps before it left the device to do is not the save's
-                    began = time.monotonic()
-                    self._save(phase, state, due, val_loss if due == "best" else None)
-                    if measures is not None and not measures.async_checkpoints:
-                        self._note(self.session.checkpoints.wait())
-                    self._saved_at, self._wished = time.monotonic(), False
-                    self._stall.begin(self._saved_at - began)
+                    with self._cadence.saving():
+                        self._save(phase, state, due, val_loss if due == "best" else None)
+                        if measures is not None and not measures.async_checkpoints:
+                            self._note(self.session.checkpoints.wait())
                 self._heed(phase, state, stop, val_loss)
                 if self.step == started + 1:
                     gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
@@ -196,7 +183,7 @@ class Loop:
             self._journal.event(compiled, aloud=True)
         if values is not None:
             steps, step_s = self._clock.steps, self._clock.read()
-            self._stall.see(step_s, steps, busy=self.session.checkpoints.busy)
+            self._cadence.stall.see(step_s, steps, busy=self.session.checkpoints.busy)
             values["val_loss"] = val_loss
             self._journal.write(phase, self.step, values, lr=lr, step_s=step_s, shown_val_loss=self.val_loss)
             self._guard.see(values["loss"], self.step)
@@ -213,30 +200,12 @@ class Loop:
         }
 
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
-        """An improvement, the cadence or a wish of the supervisor's. One save at a time. Rank 0's word counts. What no
-        loss was logged for waits for the next step, whose is: a save within a spike would push out those from before.
-
-        An improvement is saved at once, unless the last save cost more than STALL of the time since: then the next
-        improvement or the cadence has its turn, so that frequent evaluations never make a run that only saves.
+        """Why this step is to be saved. What no loss was logged for waits for the next step, whose is: a save within a
+        spike would push out those from before.
         """
         if not self.world.first or self._over(phase) or self._guard.suspicious:
             return None
-        since, interval = time.monotonic() - self._saved_at, self.config.checkpoint.interval_s
-        improved = self.experiment.saves_improvements and val_loss is not None and val_loss < self._best
-        self._wished |= self.session.requests.save()
-        if improved and isinstance(self.config, KEEPS_BEST):
-            return "best"  # what the run leaves are these very weights: worth waiting for a save under way
-        if self.session.checkpoints.busy:
-            if self._wished:
-                self._journal.event("a save is on its way already")
-            self._wished = False
-            return None
-        timed = self._wished or since >= interval
-        if improved and (timed or self._stall.seconds <= STALL * since):
-            return "best"
-        if improved:
-            self._journal.event(f"an improvement not saved: {self._stall.seconds:.2f} s of a save {since:.1f} s ago")
-        return "timed" if timed else None
+        return self._cadence.due(val_loss)
 
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
         """Starts a save of this step, unless it is saved already."""
@@ -246,7 +215,7 @@ class Loop:
         self._finite &= all_finite(state)  # the update of this very step: its loss was of the weights before
         self._require_finite()
         if val_loss is not None:
-            self._best = min(self._best, val_loss)
+            self._cadence.improve(val_loss)
         if self._over(phase):
             state = {"model": state["model"]}
         commit = Commit(
@@ -263,7 +232,7 @@ class Loop:
             world_size=self.world.size,
         )
         progress = {
-            "best": None if self._best == math.inf else self._best,
+            "best": self._cadence.best,
             "val_loss": self.val_loss,
             "ended": self._ended,
             "guard": self._guard.state,
@@ -279,11 +248,7 @@ class Loop:
                 self._journal.event(f"saved {saved.step} ({saved.reason}, {size}, blocked {saved.blocking_s:.3f} s)")
             else:
                 self._journal.event(f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}", aloud=True)
-                self._best = self._best_on_disk()  # not of weights that are nowhere
-
-    def _best_on_disk(self) -> float:
-        best = self.session.checkpoints.best()
-        return min(self._to_beat, math.inf if best is None or best.val_loss is None else best.val_loss)
+                self._cadence.recall()
 
     def _stop(self) -> tuple[str, bool, bool] | None:
         """The stop request, as rank 0 sees it."""

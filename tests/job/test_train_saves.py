@@ -61,7 +61,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> World:
         found.saves.append((commit.step, commit.reason))
         return save(self, state, commit, progress)
 
-    monkeypatch.setattr("job.train.loop.time", SimpleNamespace(monotonic=lambda: found.now))
+    monkeypatch.setattr("job.train.cadence.time", SimpleNamespace(monotonic=lambda: found.now))
     monkeypatch.setattr(metrics, "StepClock", partial(metrics.StepClock, clock=lambda: found.now))
     monkeypatch.setattr(step, "update", updated)
     monkeypatch.setattr(Checkpoints, "save", saving)

@@ -1,0 +1,84 @@
+"""When a checkpoint is saved before its phase ends: for an improvement, the interval, or a wish of the supervisor's."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from job.config import KEEPS_BEST
+from job.train.checkpoint import Reason
+from job.train.experiment import Session
+from job.train.stall import Stall
+
+STALL = 0.01  # of the time since a save: what it may have cost when an improvement asks for the next one
+
+
+class Cadence:
+    """Asked once per optimizer step; rank 0's word counts. One save at a time.
+
+    An improvement is saved at exactly its step, unless the last save cost more than STALL of the time since: then the
+    next improvement or the interval has its turn, so that frequent evaluations never make a run that only saves.
+    """
+
+    def __init__(self, session: Session, *, improvements: bool, event: Callable[[str], None]) -> None:
+        """`improvements`: whether they are a reason at all. `event`: told what is not saved, and why."""
+        self._session, self._improvements, self._event = session, improvements, event
+        self._keeps_best = isinstance(session.config, KEEPS_BEST)
+        self._best = math.inf  # lowest validation loss that has a checkpoint
+        self._to_beat = math.inf  # and that of earlier nodes, wherever its checkpoint is
+        self._wished = False  # by the supervisor, and not begun yet
+        self.begin()
+
+    def begin(self) -> None:
+        """A phase begins."""
+        self._saved_at, self.stall = time.monotonic(), Stall()
+
+    def resume(self, best: float | None) -> None:
+        """`best`: what was to be beaten when the checkpoint was saved."""
+        # What is exported must be on this disk; elsewhere the best that was ever saved is what is to be beaten.
+        if best is not None and not self._keeps_best:
+            self._to_beat = best
+        self.recall()
+
+    @property
+    def best(self) -> float | None:
+        """The validation loss to be beaten; None: any."""
+        return None if self._best == math.inf else self._best
+
+    def improve(self, val_loss: float) -> None:
+        """A checkpoint with this validation loss is on its way."""
+        self._best = min(self._best, val_loss)
+
+    def recall(self) -> None:
+        """Forgets what reached no disk."""
+        saved = self._session.checkpoints.best()
+        self._best = min(self._to_beat, math.inf if saved is None or saved.val_loss is None else saved.val_loss)
+
+    def due(self, val_loss: float | None) -> Reason | None:
+        """Why this step is to be saved. `val_loss`: of its evaluation, if there was one."""
+        since = time.monotonic() - self._saved_at
+        improved = self._improvements and val_loss is not None and val_loss < self._best
+        self._wished |= self._session.requests.save()
+        if improved and self._keeps_best:
+            return "best"  # what the run leaves are these very weights: worth waiting for a save under way
+        if self._session.checkpoints.busy:
+            if self._wished:
+                self._event("a save is on its way already")
+            self._wished = False
+            return None
+        timed = self._wished or since >= self._session.config.checkpoint.interval_s
+        if improved and (timed or self.stall.seconds <= STALL * since):
+            return "best"
+        if improved:
+            self._event(f"an improvement not saved: {self.stall.seconds:.2f} s of a save {since:.1f} s ago")
+        return "timed" if timed else None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What training waits for within it is the save's cost."""
+        began = time.monotonic()
+        yield
+        self._saved_at, self._wished = time.monotonic(), False
+        self.stall.begin(self._saved_at - began)
