@@ -20,7 +20,8 @@ from statistics import median
 import torch
 
 from job.train import device
-from job.train.checkpoint import Checkpoints, Commit
+from job.train.checkpoint import Checkpoints
+from job.train.committed import Commit
 
 CADENCE_S, SAVES, ALONE_S = 300.0, 5, 1.0
 TENSORS = 115  # of each kind, as in phase 1 of tinystories-growth, whose checkpoint is the 1.2 GB

@@ -32,7 +32,8 @@ from job.dataset import prepare, sources
 from job.models.growth import build
 from job.train import __main__ as trainer
 from job.train import device
-from job.train.checkpoint import Checkpoints, Commit
+from job.train.checkpoint import Checkpoints
+from job.train.committed import Commit
 from job.train.compile_cache import CompileCache
 from job.train.parallel import World
 from job.train.requests import Requests

@@ -143,7 +143,7 @@ class Pretrain(Experiment):
     def _best(self, at_hand: dict[str, Any] | None) -> dict[str, Any] | None:
         """Step and validation loss of the best weights there are: a checkpoint's or those at hand. Rank 0's counts."""
         session, evaluations = self.session, self.progress["evaluations"]
-        saved = session.checkpoints.best()
+        saved = session.checkpoints.committed.best()
         on_disk = None if saved is None else {"step": saved.step, "val_loss": saved.val_loss}
         best = min((one for one in (at_hand, on_disk) if one is not None), key=lambda e: e["val_loss"], default=None)
         if best is None:
@@ -160,7 +160,7 @@ class Pretrain(Experiment):
     def _read(self, step: int, module: nn.Module) -> None:
         """A checkpoint's weights into the module. All ranks."""
         checkpoints = self.session.checkpoints
-        found = next(one for one in checkpoints.committed() if one.step == step)
+        found = next(one for one in checkpoints.committed if one.step == step)
         checkpoints.load(found, {"model": module.state_dict()})
 
     def _export(self, weights: dict[str, Tensor], best: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from job.supervisor.staging import MANIFEST, manifest_key
 from job.supervisor.store import GivenUpError, Store, StoreError
 
 PARALLEL = 8
-HELD = ".uploading"  # in a checkpoint's folder while it is sent; job/train/checkpoint.py looks for it
+HELD = ".uploading"  # in a checkpoint's folder while it is sent; job/train/committed.py looks for it
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
 FOLDER = re.compile(r"step_(\d{8})")
 OWN = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from job.config import KEEPS_BEST
-from job.train.checkpoint import Reason
+from job.train.committed import Reason
 from job.train.experiment import Session
 from job.train.stall import Stall
 
@@ -53,7 +53,7 @@ class Cadence:
 
     def recall(self) -> None:
         """Forgets what reached no disk."""
-        saved = self._session.checkpoints.best()
+        saved = self._session.checkpoints.committed.best()
         self._best = min(self._to_beat, math.inf if saved is None or saved.val_loss is None else saved.val_loss)
 
     def due(self, val_loss: float | None) -> Reason | None:

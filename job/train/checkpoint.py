@@ -1,8 +1,7 @@
-"""Checkpoints on the local disk: written beside training, committed last, verified before they are believed.
+"""Checkpoints on the local disk: written beside training, committed last.
 
 A save copies the tensors to host memory (training waits for that alone), then one thread writes a
-torch.distributed.checkpoint folder, syncs it and writes `commit.json` by an atomic rename. A folder without it, or
-whose files have other sizes than it names, does not exist. Uploading is somebody else's work.
+torch.distributed.checkpoint folder, syncs it and commits it (committed.py). Uploading is somebody else's work.
 
 With several ranks each one's thread writes its own part (replicated tensors: one of them does), they meet on a gloo
 group of their own, and rank 0 writes the commit when all are done. What N ranks saved, M can read.
@@ -15,9 +14,9 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,56 +26,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from job import atomic
+from job.train.committed import Commit, Committed, Found, Reason
 from job.train.parallel import World, local, on_host
 
-Reason = Literal["timed", "best", "stop", "boundary", "final"]
 State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor
-COMMIT, PROGRESS = "commit.json", "progress.json"
-DAMAGED = "damaged.json"  # what commit.json becomes where the tensors cannot be read
 FREE_FACTOR = 1.2  # free space before a save, in sizes of the save
 KEEP = 2  # newest ones, beside the best
-HELD = ".uploading"  # the supervisor's mark in a checkpoint that it is sending
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Commit:
-    """commit.json but for the list of files. `val_loss` only where exactly this step was evaluated."""
-
-    step: int
-    phase: str
-    tokens: int
-    val_loss: float | None
-    config_sha256: str
-    determinism: dict[str, Any]
-    dataset: dict[str, Any]
-    requires: tuple[str, ...]  # what must be uploaded before this counts
-    reason: Reason
-    base_weights: str | None = None  # job/train/identity.py
-    torch: str = torch.__version__
-    world_size: int = 1
-    schema: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """A committed checkpoint whose files all have their sizes. `progress` is what the experiment carries along."""
-
-    path: Path
-    commit: dict[str, Any]
-    progress: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """After so many."""
-        step: int = self.commit["step"]
-        return step
-
-    @property
-    def val_loss(self) -> float | None:
-        """Of exactly this step; None: it was not evaluated."""
-        val_loss: float | None = self.commit["val_loss"]
-        return val_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,9 +59,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, config_sha256: str, world: World | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.committed = Committed(folder, config_sha256)
         self.saved_step = -1  # newest that is committed or on its way
-        self._config_sha256, self._world = config_sha256, world or World()
+        self._folder, self._world = folder, world or World()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[Saved] | None = None
         self._host: dict[str, dict[str, Tensor]] = {}  # kept from save to save: pinning memory is slow
@@ -114,34 +69,16 @@ class Checkpoints:
 
     def newest(self) -> Found | None:
         """The highest step that is whole."""
-        found = list(self.committed())
-        if not found:
-            return None
-        self.saved_step = found[-1].step
-        return found[-1]
-
-    def best(self) -> Found | None:
-        """The whole one on this disk with the lowest validation loss, the oldest of equals; None: none has any."""
-        evaluated = [found for found in self.committed() if found.val_loss is not None]
-        return min(evaluated, key=lambda found: found.commit["val_loss"], default=None)
-
-    def committed(self) -> Iterator[Found]:
-        """Whole checkpoints of this config, oldest first. Another's are left alone, until one of this step replaces
-        them.
-        """
-        for path in sorted(self.folder.glob("step_????????")):
-            commit = atomic.read_object(path / COMMIT)
-            if commit is None or commit.get("schema") != 1 or commit["config_sha256"] != self._config_sha256:
-                continue
-            if _whole(path, commit["files"]):
-                yield Found(path=path, commit=commit, progress=atomic.read_object(path / PROGRESS) or {})
+        found = self.committed.newest()
+        if found is not None:
+            self.saved_step = found.step
+        return found
 
     def load(self, found: Found, state: State) -> None:
         """Reads the tensors into `state`'s own: of each, this rank's part. However many ranks wrote them.
 
         Raises CheckpointDamagedError on every rank where one of them cannot, after which `newest` gives the one before
-        it, if there is one: what is alone stays, and no run begins again because of it. What is this node's fault
-        (memory, disk, GPU) is raised as it is.
+        it, if there is one. What is this node's fault (memory, disk, GPU) is raised as it is.
         """
         problem: str | None = None
         try:
@@ -158,8 +95,8 @@ class Checkpoints:
             problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:
-            if self._world.first and len(list(self.committed())) > 1:
-                (found.path / COMMIT).replace(found.path / DAMAGED)
+            if self._world.first:
+                self.committed.set_aside(found)
             self._world.barrier()
             raise CheckpointDamagedError(found.step, f"{found.path.name} cannot be read, {problems[0]}")
 
@@ -179,7 +116,7 @@ class Checkpoints:
         ended = self.wait()
         began = time.perf_counter()
         size = sum(t.numel() * t.element_size() for tensors in state.values() for t in tensors.values())
-        path = self.folder / f"step_{commit.step:08d}"
+        path = self._folder / f"step_{commit.step:08d}"
         problem = self._world.agree(self._make_way(path, size) if self._world.first else None)
         if problem is not None:
             return [
@@ -204,7 +141,8 @@ class Checkpoints:
         future, self._future = self._future, None
         saved = future.result()
         if saved.problem is not None:
-            self.saved_step = max((found.step for found in self.committed()), default=-1)
+            newest = self.committed.newest()
+            self.saved_step = -1 if newest is None else newest.step
         return [saved]
 
     def release(self) -> None:
@@ -256,7 +194,8 @@ class Checkpoints:
                     no_dist=self._world.size == 1,
                 )
             if self._world.first:
-                self._commit(path, commit, progress)
+                self.committed.add(path, commit, progress)
+                self.committed.prune(KEEP)
         except (OSError, CheckpointException) as error:
             shutil.rmtree(path, ignore_errors=True)
             cause = _cause(error) if isinstance(error, CheckpointException) else error
@@ -270,39 +209,20 @@ class Checkpoints:
             problem=problem,
         )
 
-    def _commit(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
-        """From here on it exists."""
-        atomic.write_json(path / PROGRESS, progress)
-        files = [{"name": file.name, "bytes": file.stat().st_size} for file in sorted(path.iterdir())]
-        atomic.write_json(path / COMMIT, {**asdict(commit), "files": files})
-        atomic.sync_folder(self.folder)
-        self._prune(KEEP)
-
     def _make_way(self, path: Path, size: int) -> str | None:
         """Why there is no room for a save of `size` bytes; None when there is, after pruning if need be. What an
         earlier attempt left torn at `path` goes now: later it would go under the feet of ranks that write.
         """
         shutil.rmtree(path, ignore_errors=True)
         for keep in (KEEP, 1):
-            free = shutil.disk_usage(self.folder).free
+            free = shutil.disk_usage(self._folder).free
             if free >= FREE_FACTOR * size:
                 return None
-            self._prune(keep)
-        free = shutil.disk_usage(self.folder).free
+            self.committed.prune(keep)
+        free = shutil.disk_usage(self._folder).free
         if free >= FREE_FACTOR * size:
             return None
-        return f"{free:,} bytes free in {self.folder}, {FREE_FACTOR * size:,.0f} needed"
-
-    def _prune(self, keep: int) -> None:
-        """Removes all but the newest `keep`, the best and one being uploaded, commit.json first so that none looks
-        whole on the way.
-        """
-        best = self.best()
-        for found in list(self.committed())[:-keep]:
-            if (best is None or found.path != best.path) and not (found.path / HELD).exists():
-                with suppress(FileNotFoundError):
-                    (found.path / COMMIT).unlink()
-                shutil.rmtree(found.path, ignore_errors=True)
+        return f"{free:,} bytes free in {self._folder}, {FREE_FACTOR * size:,.0f} needed"
 
 
 def all_finite(state: State) -> Tensor:
@@ -337,13 +257,3 @@ def _cause(error: CheckpointException) -> BaseException:
     """What one rank met; `error` itself is all ranks' tracebacks."""
     (cause, _), *_ = error.failures.values()
     return cause
-
-
-def _whole(path: Path, files: list[dict[str, Any]]) -> bool:
-    for file in files:
-        try:
-            if (path / file["name"]).stat().st_size != file["bytes"]:
-                return False
-        except OSError:
-            return False
-    return True

@@ -23,7 +23,8 @@ from job import sizing
 from job.dataset.prepare import read_manifest
 from job.train import device, identity, metrics, optimizer, rungs, step
 from job.train.cadence import Cadence
-from job.train.checkpoint import Commit, Found, Reason, Saved, State, all_finite
+from job.train.checkpoint import Saved, State, all_finite
+from job.train.committed import Commit, Found, Reason
 from job.train.compile_cache import CompileCache
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
 from job.train.guard import SpikeGuard

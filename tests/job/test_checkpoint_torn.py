@@ -15,8 +15,8 @@ import train_world as world
 from train_world import STEPS, StopAt
 
 from job import atomic
-from job.train import checkpoint
-from job.train.checkpoint import Checkpoints, Commit
+from job.train.checkpoint import Checkpoints
+from job.train.committed import Commit
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -135,7 +135,7 @@ def test_another_configs_checkpoints_push_out_none_of_ones_own(two: Path) -> Non
 def test_a_failed_save_falls_back_to_ones_own_newest_step(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(Checkpoints(two / "ckpt", config_sha256="another"), 9, config_sha256="another")
     checkpoints = opened(two)
-    monkeypatch.setattr(checkpoint.atomic, "write_json", failing)
+    monkeypatch.setattr(atomic, "write_json", failing)
     checkpoints.save(state(), commit(3), {})
     checkpoints.wait()
     assert checkpoints.saved_step == 2
@@ -145,7 +145,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(two: Path, monkeyp
     def die(path: Path, value: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.atomic, "write_json", die)
+    monkeypatch.setattr(atomic, "write_json", die)
     with pytest.raises(KeyboardInterrupt):
         save(opened(two), 3)
     assert (two / "ckpt" / "step_00000003" / "__0_0.distcp").exists()
@@ -155,9 +155,9 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(two: Path, monkeyp
     assert newest_step(two) == 3
 
 
-@pytest.mark.parametrize("where", ["atomic.write_json", "FileSystemWriter.write_data"])
+@pytest.mark.parametrize("where", ["committed.atomic.write_json", "checkpoint.FileSystemWriter.write_data"])
 def test_a_write_error_is_reported_and_leaves_no_rest(two: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"job.train.checkpoint.{where}", failing)
+    monkeypatch.setattr(f"job.train.{where}", failing)
     checkpoints = opened(two)
     checkpoints.save(state(), commit(3), {})
     (saved,) = checkpoints.wait()
@@ -171,6 +171,20 @@ def test_the_newest_two_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, val_loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, None)):
         save(checkpoints, step, val_loss=val_loss)
     assert world.committed(tmp_path) == [2, 4, 5]
+
+
+def test_a_checkpoint_that_cannot_be_removed_costs_no_new_one(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path, missing_ok: bool = False) -> None:
+        if self.parent.name == "step_00000001":
+            raise OSError(5, "Input/output error")
+        unlink(self, missing_ok)
+
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", refused)
+    checkpoints = opened(two)
+    checkpoints.save(state(), commit(3), {})
+    assert [saved.problem for saved in checkpoints.wait()] == [None]
+    assert newest_step(two) == 3
 
 
 def test_a_short_disk_is_pruned_before_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

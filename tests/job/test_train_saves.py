@@ -24,7 +24,8 @@ from job.experiments.pretrain import Pretrain
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.supervisor.publish import commits
 from job.train import metrics, step
-from job.train.checkpoint import Checkpoints, Commit, Saved, State
+from job.train.checkpoint import Checkpoints, Saved, State
+from job.train.committed import Commit
 from job.train.stall import Stall
 
 EVALUATION_S = 10.0  # on the world's clock

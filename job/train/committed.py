@@ -1,0 +1,123 @@
+"""Checkpoints as they lie in a folder of the local disk: which are whole, which is the best, which go.
+
+`commit.json` is written last, by an atomic rename. A folder without it, or whose files have other sizes than it names,
+does not exist.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from job import atomic
+
+Reason = Literal["timed", "best", "stop", "boundary", "final"]
+COMMIT, PROGRESS = "commit.json", "progress.json"
+DAMAGED = "damaged.json"  # what commit.json becomes where the tensors cannot be read
+HELD = ".uploading"  # the supervisor's mark in a checkpoint that it is sending
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """commit.json but for the list of files. `val_loss` only where exactly this step was evaluated."""
+
+    step: int
+    phase: str
+    tokens: int
+    val_loss: float | None
+    config_sha256: str
+    determinism: dict[str, Any]
+    dataset: dict[str, Any]
+    requires: tuple[str, ...]  # what must be uploaded before this counts
+    reason: Reason
+    base_weights: str | None = None  # job/train/identity.py
+    torch: str = torch.__version__
+    world_size: int = 1
+    schema: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A committed checkpoint whose files all have their sizes. `progress` is what the experiment carries along."""
+
+    path: Path
+    commit: dict[str, Any]
+    progress: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """After so many."""
+        step: int = self.commit["step"]
+        return step
+
+    @property
+    def val_loss(self) -> float | None:
+        """Of exactly this step; None: it was not evaluated."""
+        val_loss: float | None = self.commit["val_loss"]
+        return val_loss
+
+
+class Committed:
+    """The whole checkpoints of one config, oldest first. Another's are left alone, until one of this step replaces
+    them.
+    """
+
+    def __init__(self, folder: Path, config_sha256: str) -> None:
+        self._folder, self._config_sha256 = folder, config_sha256
+
+    def __iter__(self) -> Iterator[Found]:
+        for path in sorted(self._folder.glob("step_????????")):
+            commit = atomic.read_object(path / COMMIT)
+            if commit is None or commit.get("schema") != 1 or commit["config_sha256"] != self._config_sha256:
+                continue
+            if _whole(path, commit["files"]):
+                yield Found(path=path, commit=commit, progress=atomic.read_object(path / PROGRESS) or {})
+
+    def newest(self) -> Found | None:
+        """The highest step."""
+        return max(self, key=lambda found: found.step, default=None)
+
+    def best(self) -> Found | None:
+        """The lowest validation loss, the oldest of equals; None: none was evaluated."""
+        evaluated = [found for found in self if found.val_loss is not None]
+        return min(evaluated, key=lambda found: found.commit["val_loss"], default=None)
+
+    def add(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
+        """Its tensors are on the disk. From here on it exists."""
+        atomic.write_json(path / PROGRESS, progress)
+        files = [{"name": file.name, "bytes": file.stat().st_size} for file in sorted(path.iterdir())]
+        atomic.write_json(path / COMMIT, {**asdict(commit), "files": files})
+        atomic.sync_folder(self._folder)
+
+    def set_aside(self, found: Found) -> None:
+        """What cannot be read counts no more, unless it is all there is: no run begins again because of it."""
+        if len(list(self)) > 1:
+            (found.path / COMMIT).replace(found.path / DAMAGED)
+
+    def prune(self, keep: int) -> None:
+        """Removes all but the newest `keep`, the best and one being uploaded, commit.json first so that none looks
+        whole on the way. What the disk refuses to remove stays.
+        """
+        best = self.best()
+        for found in list(self)[:-keep]:
+            if (best is not None and found.path == best.path) or (found.path / HELD).exists():
+                continue
+            with suppress(OSError):
+                (found.path / COMMIT).unlink(missing_ok=True)
+                shutil.rmtree(found.path, ignore_errors=True)
+
+
+def _whole(path: Path, files: list[dict[str, Any]]) -> bool:
+    for file in files:
+        try:
+            if (path / file["name"]).stat().st_size != file["bytes"]:
+                return False
+        except OSError:
+            return False
+    return True
