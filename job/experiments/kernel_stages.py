@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ from job.train.device import NodeRefusedError
 from job.train.experiment import Phase, Session, Stopped
 
 SILENT_S = 60.0  # between two lines within a batch
+T = TypeVar("T")
 Pair = tuple[Task, int]  # what is asked for, and for the how-manieth time
 
 
@@ -70,9 +71,7 @@ def finish(kernel: KernelRun, module: Decoder) -> None:
     digest = tuning.deliver(session, kernel.manifest, kernel.config, tensors, torch.bfloat16, meta)
     session.world.barrier()
     made = {each.name: candidates(kernel, module if each is phase else None, each) for each in kernel.phases}
-    found = _verified(kernel, made) if session.world.first else None
-    if session.world.agree(session.world.first and found is None):
-        raise Stopped("in the funnel")
+    found = _by_the_first(session, partial(_verified, kernel, made))
     if found is not None:
         _report(kernel, found, digest)
 
@@ -123,26 +122,19 @@ def pass_rates(kernel: KernelRun, module: Decoder) -> dict[str, float]:
 
     wanted = [(task, number) for task in tasks for number in range(TRIED)]
     _generate_share(kernel, module, wanted, "curriculum", keep, "curriculum")
-    passed = [0] * len(tasks)
-    stopped: tuple[str, bool] | None = None
     written = [one for share in session.world.every(own) for one in share]
-    if session.world.first:
+
+    def judged() -> dict[str, float]:
         sources = [_candidate(f"tried-{task}-{number}", task, answers.program(text)) for task, number, text in written]
         verdicts: list[Verdict] = []
-        try:
-            with _workers(kernel) as workers, _able():
-                judge = _judge(kernel, workers)
-                judge.prove(session.say)
-                judge.all(sources, Switches(), "curriculum", verdicts.append, partial(_look, kernel))
-            correct = [verdict.task for verdict in verdicts if verdict.passed]  # however fast
-            passed = [correct.count(task.name) for task in tasks]
-        except Stopped as error:
-            stopped = str(error), error.ends
-    passed, stopped = session.world.agree((passed, stopped))
-    if stopped is not None:
-        reason, ends = stopped
-        raise Stopped(reason, ends=ends)
-    return {task.name: n / TRIED for task, n in zip(tasks, passed, strict=True)}
+        with _workers(kernel) as workers, _able():
+            judge = _judge(kernel, workers)
+            judge.prove(session.say)
+            judge.all(sources, Switches(), "curriculum", verdicts.append, partial(_look, kernel))
+        correct = [verdict.task for verdict in verdicts if verdict.passed]  # however fast
+        return {task.name: correct.count(task.name) / TRIED for task in tasks}
+
+    return session.world.agree(_by_the_first(session, judged) or {})
 
 
 def _known(folder: Path, weights: str) -> dict[str, Candidate]:
@@ -225,9 +217,25 @@ def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, 
     return [renderer.tokenizer.decode(ids) for ids in written]
 
 
-def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]] | None:
+def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
+    """What rank 0 finds alone, while the others wait; on those None. Raises Stopped on all when it heeds a stop."""
+    found: T | None = None
+    stopped: tuple[str, bool] | None = None
+    if session.world.first:
+        try:
+            found = act()
+        except Stopped as error:
+            stopped = str(error), error.ends
+    heeded = session.world.agree(stopped)
+    if heeded is not None:
+        reason, ends = heeded
+        raise Stopped(reason, ends=ends)
+    return found
+
+
+def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]]:
     """Verdicts of every row of the ablation, on the last phase's candidates and those that are known, and by the name
-    of an earlier phase the full funnel's on that one's. None when a stop was asked for.
+    of an earlier phase the full funnel's on that one's. Raises Stopped.
     """
     session, funnel, kept = kernel.session, kernel.config.funnel, kernel.phases[-1].name
     judged = [*made[kept], *planted.candidates(funnel.planted)]
@@ -248,7 +256,7 @@ def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, 
             others = [(name, verify(own, rows=[ablation.FULL])) for name, own in made.items() if name != kept]
         except Stopped as error:
             session.say(f"stopped in the funnel: {error}")
-            return None
+            raise
     return found | {name: verdicts[ablation.FULL] for name, verdicts in others}
 
 

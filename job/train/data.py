@@ -103,10 +103,10 @@ class Dataset:
             )
         self.train = Windows(read_tokens(folder, self.manifest.train), sequence, device)
         self.validation = Windows(read_tokens(folder, self.manifest.validation), sequence, device)
-        for split_name, own in (("train", self.train), ("validation", self.validation)):
+        for name, own in (("train", self.train), ("validation", self.validation)):
             if len(own) <= sequence:
                 raise ValueError(
-                    f"{folder}: {len(own)} {split_name} tokens, a window needs {sequence + 1}: "
+                    f"{folder}: {len(own)} {name} tokens, a window needs {sequence + 1}: "
                     "prepare more text or lower data.sequence"
                 )
         self.tokenizer: Tokenizer = open_tokenizer(self.manifest.tokenizer, folder)
