@@ -144,10 +144,12 @@ class Pretrain(Experiment):
         """Step and validation loss of the best weights there are: a checkpoint's or those at hand. Rank 0's counts."""
         session, evaluations = self.session, self.progress["evaluations"]
         saved = session.checkpoints.committed.best()
-        on_disk = None if saved is None else {"step": saved.step, "val_loss": saved.val_loss}
-        best = min((one for one in (at_hand, on_disk) if one is not None), key=lambda e: e["val_loss"], default=None)
-        if best is None:
+        known = [] if at_hand is None else [at_hand]
+        if saved is not None:
+            known.append({"step": saved.step, "val_loss": saved.val_loss})
+        if not known:
             return None
+        best = min(known, key=lambda e: e["val_loss"])
         recorded = min(evaluations, key=lambda e: e["val_loss"])
         if recorded["val_loss"] < best["val_loss"]:
             session.say(
