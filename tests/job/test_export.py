@@ -16,16 +16,16 @@ def lost(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def lost_at_meta(source: Path, path: Path) -> None:
-    if path.name == export.META:
-        raise KeyboardInterrupt
+def lost_behind(source: Path, path: Path) -> None:
+    path.write_bytes(source.read_bytes())
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
     ("where", "how", "again"),
     [
         (export, ("describe", lost), lambda made, folder: export.export(folder, nn.Linear(2, 2), {})),
-        (os, ("link", lost_at_meta), lambda made, folder: export.copy(made, folder)),
+        (os, ("link", lost_behind), lambda made, folder: export.copy(made, folder)),
     ],
     ids=["exported", "copied"],
 )
