@@ -246,13 +246,13 @@ def test_the_trainer_does_not_prune_what_is_being_uploaded(tmp_path: Path) -> No
 
     def prune(_: int, key: str) -> None:
         if key == "ckpt/step_00000003/.metadata":  # in the middle of its upload
-            checkpoints._prune(2)
+            checkpoints.committed.prune(2)
 
     made = publisher(bench, FaultyStore(bench.store, prune))
     made.publish(commits(tmp_path / "w")[0])
     assert bench.manifests() == [3]
     assert "ckpt/step_00000003/.uploading" not in {entry.key for entry in bench.store.entries("")}
-    checkpoints._prune(2)
+    checkpoints.committed.prune(2)
     assert [found.step for found in commits(tmp_path / "w")] == [6, 9]
 
 
