@@ -27,6 +27,7 @@ from job.experiments.two_tower_data import Indices, fold_of, members, watched
 from job.experiments.two_tower_members import Members
 from job.sizing import Rung
 from job.sizing.two_tower import REFIT
+from job.train import metrics
 
 CONFIG = world.config()
 TABLES = generate(23, 31, 12, 16, seed=3)
@@ -293,6 +294,7 @@ def test_a_phase_is_measured_by_its_own_steps_their_median_and_the_most_memory()
     own = [(8, None, 1.0), (9, 2.0, 3.0), (10, 3.0, 2.0), (11, 7.0, 2.0)]
     records: list[dict[str, Any]] = [{"phase": "folds", "step": 6, "step_ms": 9.0, "mem_gb": 9.0}]
     records += [{"phase": "refit", "step": step, "step_ms": ms, "mem_gb": gb} for step, ms, gb in own]
+    records = [{**dict.fromkeys(metrics.KEYS), **record} for record in records]
     (found,) = results.measured([phase("refit", first=6)], records)
     assert found == {"phase": "refit", "steps": 5, "step_ms": 3.0, "memory_gb": 3.0}
 
