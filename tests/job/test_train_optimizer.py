@@ -79,6 +79,29 @@ def test_the_bf16_optimizer_follows_torchs_fp32_one() -> None:
     assert (narrow.float() - wide).abs().mean() < 0.05 * moved.abs().mean()
 
 
+def test_one_bf16_step_is_torchs_from_the_same_state_but_for_the_last_bit() -> None:
+    """Weights and moments; with an eps that counts, so that it must stand where torch has it."""
+    generator = torch.Generator().manual_seed(5)
+    numbers = [torch.rand(4000, generator=generator).bfloat16() - 0.5 for _ in range(4)]
+    numbers[3] = numbers[3].square()  # exp_avg_sq
+    config = AdamW(weight_decay=0.1, eps=1e-2)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter, gradient, *moments = (number.to(dtype) for number in numbers)
+        parameter = nn.Parameter(parameter)
+        opt = optimizer.make(groups(parameter), config, seed=1)
+        for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+            opt.state[parameter][kind].copy_(moment)
+        optimizer.set_step(opt, 3)
+        optimizer.set_lr(opt, 0.05)
+        parameter.grad = gradient
+        opt.step()
+        found.append([parameter.detach(), opt.state[parameter]["exp_avg"], opt.state[parameter]["exp_avg_sq"]])
+    for wide, narrow in zip(*found, strict=True):
+        spacing = torch.exp2(wide.abs().log2().floor() - 7)  # of bf16's numbers there
+        assert ((narrow.float() - wide).abs() <= 1.001 * spacing).all()
+
+
 def test_fp32_weights_get_torchs_fused_adamw_and_bf16_ones_ours() -> None:
     fused = optimizer.make(groups(nn.Parameter(torch.ones(2))), CONFIG, seed=1)
     assert isinstance(fused, torch.optim.AdamW)
