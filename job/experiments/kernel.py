@@ -100,8 +100,10 @@ class Kernel(Experiment):
         """Of the global batch. Before the phase's first evaluation every row is as likely as another."""
         done = step - phase.first
         places = np.arange(done * self.per_step, min((done + 1) * self.per_step, self.config.epochs * self.rows))
-        known = [rates for at, rates in self.progress["evaluations"] if phase.first < at <= step]
-        return in_epochs(places, self.rows, lambda epoch: self._epoch(epoch, known[-1] if known else {}))
+        known = [(at, rates) for at, rates in self.progress["evaluations"] if phase.first < at <= step]
+        at, rates = known[-1] if known else (phase.first, {})
+        over = (at - phase.first) * self.per_step  # rows drawn when they were known; a step holds rows of two epochs
+        return in_epochs(places, self.rows, lambda epoch: self._epoch(epoch, rates, max(0, over - epoch * self.rows)))
 
     def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
         """All rows held out."""
@@ -156,11 +158,13 @@ class Kernel(Experiment):
         half = sorted(task for task, rate in rates.items() if curriculum.LOW <= rate <= curriculum.HIGH)
         self.session.say(f"curriculum after step {done}: {', '.join(half) or 'no task'} between 20 and 80 %")
 
-    def _epoch(self, epoch: int, rates: dict[str, float]) -> Ids:
+    def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:
+        """The epoch's rows in order; with pass rates known when `begun` of them were over, those after them."""
         weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]
         if not rates or len(set(weight)) == 1:  # nothing to choose: as without a curriculum
             return order(self.config.seed, epoch, self.rows)
-        return np.array(curriculum.order(weight, seed=self.config.seed, epoch=epoch), dtype=np.int64)
+        drawn = curriculum.order(weight, seed=self.config.seed, epoch=epoch, begun=begun)
+        return np.array([-1] * begun + drawn, dtype=np.int64)
 
     def _row_tasks(self) -> list[list[frozenset[str]]]:
         """The tasks of each example of each row. Raises ValueError where a curriculum has nothing to weigh."""

@@ -50,9 +50,11 @@ def weights(tasks: Sequence[Collection[str]], pass_rates: Mapping[str, float]) -
     return [WEIGHT if any(LOW <= pass_rates.get(task, -1.0) <= HIGH for task in own) else 1.0 for own in tasks]
 
 
-def order(weight: Sequence[float], *, seed: int, epoch: int) -> list[int]:
-    """As many sample indices as there are weights, for one epoch, drawn in proportion to them, with replacement,
-    hardest-to-place (the heavier) first. A pure function of its arguments.
+def order(weight: Sequence[float], *, seed: int, epoch: int, begun: int = 0) -> list[int]:
+    """As many sample indices as there are weights, less the `begun` that the epoch had drawn before these were known,
+    drawn in proportion to them, with replacement, hardest-to-place (the heavier) first. A pure function of its
+    arguments.
     """
-    drawn = random.Random(f"{seed} {epoch}").choices(range(len(weight)), weights=weight, k=len(weight))
+    count = len(weight) - begun
+    drawn = random.Random(f"{seed} {epoch}").choices(range(len(weight)), weights=weight, k=count)
     return sorted(drawn, key=lambda index: -weight[index])

@@ -16,7 +16,9 @@ from train_world import StopAt
 
 from job import atomic, sizing
 from job.config import from_json
+from job.dataset.packing import order
 from job.experiments import kernel_stages
+from job.experiments.kernel import Kernel
 from job.kernels import curriculum
 from job.kernels.catalog import BY_NAME, TASKS
 from job.kernels.planted import Candidate
@@ -200,11 +202,11 @@ def test_on_a_rank_that_stops_within_a_batch_all_stop_and_keep_what_is_finished(
 
 
 def test_the_second_epoch_draws_more_of_what_is_half_mastered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order, seen = curriculum.order, list[list[float]]()
+    drawn, seen = curriculum.order, list[list[float]]()
 
-    def watched(weight: list[float], *, seed: int, epoch: int) -> list[int]:
+    def watched(weight: list[float], *, seed: int, epoch: int, begun: int) -> list[int]:
         seen.append(weight)
-        return order(weight, seed=seed, epoch=epoch)
+        return drawn(weight, seed=seed, epoch=epoch, begun=begun)
 
     monkeypatch.setattr(curriculum, "order", watched)
     monkeypatch.setattr(kernel_stages, "pass_rates", lambda kernel, module: RATES)
@@ -215,6 +217,22 @@ def test_the_second_epoch_draws_more_of_what_is_half_mastered(tmp_path: Path, mo
     assert len(seen) > 1
     assert all(weight == seen[0] for weight in seen)  # also after the restart
     assert sorted(seen[0]) == [1.0] * 10 + [3.0]  # one of eleven rows holds that task
+
+
+def test_a_step_that_holds_rows_of_two_epochs_costs_the_second_none_of_its_heavy_ones() -> None:
+    """980 rows in steps of 64: of the second epoch 44 were over when the pass rates were known."""
+    run = object.__new__(Kernel)
+    run.per_step, run.rows, run.config = 64, 980, kernel.typed(epochs=2)
+    run.row_tasks = [[frozenset({"relu"} if row % 98 == 0 else ())] for row in range(run.rows)]
+    run.progress = {"evaluations": [[116, {"relu": 0.5}]]}
+    phase: Any = SimpleNamespace(first=100)  # that before it had no curriculum
+    rows = [row for step in range(116, 131) for row in run.step_rows(phase, step).tolist()]
+    weight = [3.0 if row % 98 == 0 else 1.0 for row in range(run.rows)]
+    assert rows == curriculum.order(weight, seed=run.config.seed, epoch=1, begun=44)
+    heavy = [row % 98 == 0 for row in rows]
+    assert (len(rows), heavy[0]) == (2 * 980 - 16 * 64, True)  # about 28 are drawn, fewer than were over
+    assert heavy == sorted(heavy, reverse=True)
+    assert run.step_rows(phase, 115).tolist()[-44:] == order(run.config.seed, 1, 980)[:44].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
