@@ -12,6 +12,7 @@ from pathlib import Path
 from infra.definition import StackDefinition
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import packed, ranking
+from job.dataset.packing import held_out_of
 from job.dataset.prepare import DatasetManifest, read_manifest
 from job.dataset.rendering import FileTokenizer, file_id
 from job.models import hf_config
@@ -27,7 +28,6 @@ _KEYS = {  # of the run config, by the fact of packed rows
     "row": "data.row",
     "longest": "data.longest",
     "loss_on": "data.loss_on",
-    "held_out_examples": "examples held out (data.held_out)",
     "packing": "measures.packing",
     "template": "the chat template",
 }
@@ -47,6 +47,9 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
         problems = ranking.mismatches(config, (queries, width), (queries, models))
         return f"is of other settings ({'; '.join(problems)})" if problems else ""
     if isinstance(config, PretrainConfig):
+        held = manifest.facts.get("held_out", config.data.held_out)
+        if held != config.data.held_out:
+            return f"was prepared with data.held_out {held:g}, the file says {config.data.held_out:g}"
         return _short(manifest, "characters", 2 * config.data.sequence + 1, config.data.sequence)
     windows = isinstance(config, GrowthConfig)
     ids = manifest.vocab if windows else manifest.facts.get("vocab", 0)
@@ -82,12 +85,17 @@ def weights_differ(definition: StackDefinition, root: Path) -> str:
 
 def _packed(config: SftConfig | KernelConfig, manifest: DatasetManifest) -> Iterator[str]:
     """What prepared rows are of, and what the file says."""
-    for fact, wanted in packed.wanted(config, manifest.facts).items():
+    for fact, wanted in packed.wanted(config).items():
         there = manifest.facts.get(fact, "unknown")
         if fact == "texts" and there is not wanted:
             yield "measures.pretokenised true, the file says false"
         elif there != wanted:
             yield f"{_KEYS[fact]} {_yaml(there)}, the file says {_yaml(wanted)}"
+    held = manifest.facts.get("held_out_examples", 0)
+    if isinstance(config, SftConfig) and held:  # rows to train on they are, though not those that are asked for
+        share = held_out_of(held + manifest.facts.get("examples", 0), config.data.held_out)
+        if held != share:
+            yield f"{held:,} examples held out, data.held_out in the file says {share:,}"
 
 
 def _too_short_for_a_curriculum(config: KernelConfig, manifest: DatasetManifest) -> str:

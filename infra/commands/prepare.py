@@ -93,8 +93,8 @@ def predict(definition: StackDefinition, root: Path) -> None:
         f" {hours.p50:.2f} node-hours and {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90;"
         f" see gpufleet cost {definition.argument}"
     )
-    if long := doubts.warmup(definition.job.parameters, bill.chosen.runtime):
-        _say(f"warning: {long}")
+    for doubt in doubts.schedule(definition.job.parameters, bill.chosen.runtime):
+        _say(f"warning: {doubt}")
     cap, metered = definition.limits.max_usd, bill.chosen.metered_usd
     if metered.p50 <= cap < metered.p90:
         between = f"lies between p50 {metered.p50:.2f} and p90 {metered.p90:.2f} {AS_COUNTED}"

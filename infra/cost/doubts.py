@@ -16,6 +16,7 @@ from infra.cost.text import counted
 from infra.definition import StackDefinition
 from job import sizing
 from job.config import GrowthConfig, JobConfig, KernelConfig, SftConfig, TwoTowerConfig
+from job.config.common import CosineAdamW
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
 _FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise
@@ -31,8 +32,7 @@ def warnings(
     for type_, calibration in calibrations.items():
         if isinstance(calibration, Refused):
             yield f"{type_}: {calibration.why}"
-    if long := warmup(definition.job.parameters, bill.chosen.runtime):
-        yield long
+    yield from schedule(definition.job.parameters, bill.chosen.runtime)
     yield from _limits(bill)
     yield from _free_hours(bill)
     yield from _types(definition, bill)
@@ -72,7 +72,15 @@ def _limits(bill: Bill) -> Iterator[str]:
         )
 
 
-def warmup(config: JobConfig, runtime: Runtime) -> str:
+def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
+    """What of the learning rate makes a paid run worthless."""
+    if long := _warmup(config, runtime):
+        yield long
+    if isinstance(config, SftConfig) and config.method == "full" and config.optim.lr == CosineAdamW().lr:
+        yield f"method: full at an adapter's optim.lr, {_rate(config.optim.lr)}, the default: set it, 1e-5 for instance"
+
+
+def _warmup(config: JobConfig, runtime: Runtime) -> str:
     """A warm-up longer than what it warms up for, or nothing."""
     steps = max(phase.steps for phase in runtime.phases)
     key, whole, instead = "warmup", "the whole run", "raise steps"

@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,14 +165,12 @@ def prepare_packed(
     return manifest
 
 
-def wanted(config: SftConfig | KernelConfig, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that dataset.json must state of rows that this run config may train on; `found`: those it states."""
+def wanted(config: SftConfig | KernelConfig) -> dict[str, Any]:
+    """The facts that dataset.json must state of rows that this run config may train on."""
     data = config.data
     facts: dict[str, Any] = {"row": data.row, "longest": min(getattr(data, "longest", data.row), data.row)}
     if isinstance(config, SftConfig):
-        count = found.get("examples", 0) + found.get("held_out_examples", 0)
         facts |= {"loss_on": config.data.loss_on, "packing": config.measures.packing}
-        facts["held_out_examples"] = held_out_of(count, config.data.held_out)
         facts |= {} if config.measures.pretokenised else {"texts": True}
     return facts | {"template": TEMPLATES[config.model.family].name}
 

@@ -56,7 +56,7 @@ def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig
             f"{session.data} was prepared with {facts['tokenizer_id']}, and {beside} is the tokenizer beside the base "
             "weights, to which the dataset's ids mean other words; prepare it again, without --tokenizer"
         )
-    wanted = packed.wanted(config, facts).items()
+    wanted = packed.wanted(config).items()
     differing = [f"{key} {facts[key]}, the run config {value}" for key, value in wanted if facts[key] != value]
     if differing:
         raise ValueError(f"{session.data} was prepared with {'; '.join(differing)}: prepare it again")

@@ -1,4 +1,4 @@
-"""A warm-up that the run ends in: said by cost and prepare, for every experiment that has one."""
+"""A learning rate that a run would be wasted with: said by cost and prepare."""
 
 from __future__ import annotations
 
@@ -68,3 +68,15 @@ def test_prepare_warns_too_and_counts_one_step_as_one(tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     assert re.search(r"on-demand: 1 optimizer step, ", printed)
     assert "warning: optim.warmup is 100 steps, the whole run 1: the learning rate never reaches 2e-4." in printed
+
+
+def test_all_weights_at_the_rate_of_an_adapter_are_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "method: full at an adapter's optim.lr, 2e-4, the default: set it, 1e-5 for instance"
+    plan = stack("sft-h100", method="full")
+    assert words in price(plan, load_catalog(), runs=50).warnings
+    prepare.predict(stack("sft-h100", method="full", model={"layers": 2}), tmp_path)
+    assert f"warning: {words}" in capsys.readouterr().out
+    for other in (stack("sft-h100"), stack("sft-h100", method="full", optim={"lr": 1e-5})):
+        assert not [warning for warning in price(other, load_catalog(), runs=50).warnings if "adapter" in warning]

@@ -57,7 +57,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("row", "256", "was prepared with data.row 128, the file says 256"),
         ("held_out", "0.05\n      loss_on: all", "was prepared with data.loss_on response, the file says all"),
-        ("held_out", "0.5", "was prepared with examples held out (data.held_out) 2, the file says 20"),
+        ("held_out", "0.5", "was prepared with 2 examples held out, data.held_out in the file says 20"),
         ("family", "qwen3", "was prepared with the chat template llama-3, the file says chatml"),
         ("vocab", "64", "ids, model.vocab is 64: raise it to "),
     ],
@@ -73,6 +73,15 @@ def test_rows_of_other_settings_are_said(chats: Path, tmp_path: Path, key: str, 
     assert sentence.startswith("storage.dataset, data/generated-pairs, ")
     assert words in sentence
     assert sentence.endswith(": run `gpufleet prepare sft-h100`.")
+
+
+def test_another_share_of_the_characters_to_hold_out_is_said(tmp_path: Path) -> None:
+    file = project(tmp_path, "pretrain-d64")
+    prepared(load(file, now=NOW), tmp_path)
+    assert said(file, tmp_path) == []
+    edit(file, "sequence", "64\n      held_out: 0.2")
+    (sentence,) = said(file, tmp_path)
+    assert "was prepared with data.held_out 0.05, the file says 0.2: run `gpufleet prepare pretrain-d64`." in sentence
 
 
 def test_epochs_in_which_a_curriculum_would_never_act_are_said(tmp_path: Path) -> None:

@@ -316,7 +316,6 @@ def test_published_base_weights_are_what_training_starts_from(tmp_path: Path) ->
         ({"data": {"row": 64, "longest": 64}}, "was prepared with row 128, the run config 64"),
         ({"data": {"loss_on": "all"}}, "loss_on response, the run config all"),
         ({"data": {"longest": 32}}, "longest 128, the run config 32"),
-        ({"data": {"held_out": 0.5}}, "held_out_examples 12, the run config 60"),
         ({"model": {"family": "qwen3"}}, "template llama-3, the run config chatml"),
         ({"measures": {"pretokenised": False}}, "texts False, the run config True"),
         ({"measures": {"packing": False}}, "packing True, the run config False"),
