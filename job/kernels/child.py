@@ -89,17 +89,21 @@ class Harness:
         return {"problem": problem}, []
 
     def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
-        """New inputs."""
+        """New inputs; with `as_timed` where those of the trials are, if they can be: else an address would tell."""
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
-        self.given, self.fences = [_placed(tensor, self.device, Fences()) for tensor in given], Fences()
-        self.inputs = [_placed(tensor, self.device, self.fences) for tensor in given]
-        self.shifts = [0] * len(given)
+        self.given, self.shifts = [_placed(tensor, self.device, Fences()) for tensor in given], [0] * len(given)
+        if head.get("as_timed") and list(map(_layout, given)) == list(map(_layout, self.inputs)):
+            for tensor, content in zip(self.inputs, self.given, strict=True):
+                tensor.copy_(content)
+        else:
+            self.fences = Fences()
+            self.inputs = [_placed(tensor, self.device, self.fences) for tensor in given]
         self._sync()
         return {}, []
 
     def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
         """One call on inputs of its own, and its output. With `as_timed` nothing tells that it is not timed.
-        What was given before, for trials, stays where it is.
+        What was given before, for trials, stays where it is, and is there again when one is made ready.
         """
         kept = self.given, self.inputs, self.fences, self.shifts
         self._give(head, blobs)
@@ -197,6 +201,10 @@ def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
 
 def _events() -> tuple[Any, Any]:
     return _Event(enable_timing=True), _Event(enable_timing=True)
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -277,6 +277,28 @@ def test_no_address_tells_a_trial_that_is_listed_from_another(workers: Workers) 
     assert (watched["error"], trials) == (f"ValueError: {WIDTH}", ["ValueError: 0"] * 2)
 
 
+def test_no_address_tells_a_checked_call_among_the_trials_from_a_timed_one(workers: Workers) -> None:
+    """Where a kernel is tuned, what it has seen of addresses may outlive a call."""
+    source = "import torch\ndef kernel_function(x):\n    return torch.tensor([x.data_ptr() % 2**20, x.sum()])"
+    with workers.start(memory_bytes=2e9) as process:
+
+        def asked(act: str, *given: torch.Tensor, **how: Any) -> list[float]:
+            packed = [wire.pack(tensor) for tensor in given]
+            head = {"do": act, "inputs": [spec for spec, _ in packed], **how}
+            _, blobs = process.ask(head, [blob for _, blob in packed], limit_s=60, most_bytes=8)
+            return [number for blob in blobs for number in torch.frombuffer(blob, dtype=torch.float32).tolist()]
+
+        process.ask({"do": "load"}, [source.encode()], limit_s=60)
+        for act in ("give", "trial"):
+            asked(act, torch.ones(8, 8))
+        place, total = asked("collect")
+        assert asked("run", torch.zeros(8, 8), as_timed=True) == [place, 0.0]
+        assert asked("run", torch.zeros(8, 16)[:, ::2], as_timed=True)[0] != place
+        asked("ready", flush=False)
+        asked("trial")
+        assert asked("collect") == [place, total] == [place, 64.0]
+
+
 def test_one_that_waits_for_memory_that_is_not_filled_is_rejected_before_it_is_timed(workers: Workers) -> None:
     def waits(text: str) -> str:
         text = text.replace("out_ptr, n,", "out_ptr, new_ptr, n,").replace("x, out, n,", "x, out, torch.empty(1), n,")
