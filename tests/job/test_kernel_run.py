@@ -18,6 +18,7 @@ from train_world import StopAt
 from job import atomic
 from job.experiments import kernel_stages
 from job.kernels import funnel
+from job.kernels.worker import Workers
 from job.ledger import Ledger
 
 pytestmark = pytest.mark.usefixtures("one_judge")
@@ -238,9 +239,10 @@ def test_two_ranks_train_share_the_generation_and_judge_once(finished: Path, tmp
 
 
 def test_a_machine_that_cannot_judge_gives_no_verdict(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workdir = kernel.make(tmp_path)
+    monkeypatch.setattr(workers, "confines", workers.confines)  # given up here, and not for the tests that follow
     (workdir / "stages").mkdir()
     (workdir / "stages" / "candidates.jsonl").write_bytes((finished / "stages" / "candidates.jsonl").read_bytes())
     monkeypatch.setattr(funnel.Judge, "_failure", lambda judge, gpu: "CUDA error 304")
