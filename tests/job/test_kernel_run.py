@@ -225,6 +225,7 @@ def _some_planted(everyone: list[Any]) -> Any:
     return lambda count: chosen
 
 
+@pytest.mark.slow  # rank 0 starts servers of its own; the stack's rehearsal has two ranks too
 def test_two_ranks_train_share_the_generation_and_judge_once(finished: Path, tmp_path: Path) -> None:
     workdir = kernel.make(tmp_path, gpus=2)
     assert rank_world.train(2, workdir, others=None) == 0
