@@ -184,9 +184,8 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "")
 def _interfaces(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
     by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
     for vpc in aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=by_tag):
-        inside = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}]  # a fleet cannot tag those of its nodes
-        for found in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=inside):
-            owner = _other_owner(vpc, definition)
+        inside, owner = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}], _other_owner(vpc, definition)
+        for found in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=inside):  # without tags
             yield Left(kind="network interface", id=found["NetworkInterfaceId"], note=found["Status"], owner=owner)
     for address in ec2.describe_addresses(Filters=by_tag)["Addresses"]:
         yield Left(
