@@ -12,7 +12,7 @@ and eps from the run config; amsgrad and maximize off. Moments start at 0 with e
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from job.config import AdamW
 from job.config.common import CosineAdamW
 from job.train import parallel
 
-KEYS = (1 << 62) - 1  # a sum of two of them still fits int64
+KEYS = (1 << 62) - 1  # with an element's number added it still fits int64
+Tensors = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, first and second moments
 
 
 def make(groups: Iterable[dict[str, Any]], config: AdamW | CosineAdamW, *, seed: int) -> Optimizer:
@@ -90,72 +91,75 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
 
 
 class NarrowAdamW(Optimizer):
-    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA one compiled kernel per parameter; all
-    that the host sends there for a step goes before the first of them. A checkpoint is read into these very tensors:
-    others put in their place would not be seen.
+    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA a launch per group (narrow_kernel.py),
+    which knows where the tensors lie: a checkpoint is read into these very tensors, others put in their place would not
+    be seen.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, seed: int) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.seed = seed
         self._step = torch.zeros((), dtype=torch.int64)  # every parameter's
-        # Of each: where its counters begin, on its device; and the same memory as its weight and moments, flat.
-        self._own: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-        for index, parameter in enumerate(_parameters(self)):
-            moments = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            self.state[parameter] = {"step": self._step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
-            place = torch.tensor(_key(0, 0, index), device=parameter.device)
-            self._own[parameter] = place, _flat(parameter), _flat(moments[0]), _flat(moments[1])
+        for parameter in _parameters(self):
+            moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
+            self.state[parameter] = {"step": self._step, **moments}
+        self._updates = [_updater(self._tensors(group)) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update. Gradients are bf16, clipped already."""
         self._step += 1
-        step = int(self._step)
-        for group in self.param_groups:
+        step, index = int(self._step), 0
+        for group, update in zip(self.param_groups, self._updates, strict=True):
             beta1, beta2 = group["betas"]
-            device = group["params"][0].device
-            # Tensors, not numbers: a changing number would be compiled anew at every step.
-            lr, decay = group["lr"], group["weight_decay"]
-            found = [1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** -0.5]
-            scalars = torch.tensor(found, dtype=torch.float32).to(device, non_blocking=True)
-            key = torch.tensor(_key(self.seed, step, 0)).to(device, non_blocking=True)
-            update = _compiled() if device.type == "cuda" else _update
-            for parameter in group["params"]:
-                place, weight, average, square = self._own[parameter]
-                update(weight, _flat(parameter.grad), average, square, scalars, key, place, beta1, beta2, group["eps"])
+            gradients = [parameter.grad for parameter in group["params"]]
+            update(
+                gradients,
+                [_key(self.seed, step, index + place) for place in range(len(gradients))],
+                decay=1 - group["lr"] * group["weight_decay"],
+                rate=group["lr"] / (1 - beta1**step),
+                root=(1 - beta2**step) ** -0.5,
+                betas=(beta1, beta2),
+                eps=group["eps"],
+            )
+            index += len(gradients)
+
+    def _tensors(self, group: dict[str, Any]) -> Tensors:
+        """Of a group, the weights and both moments."""
+        states = [self.state[parameter] for parameter in group["params"]]
+        return group["params"], [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
 
 
-@torch.no_grad()
-def _flat(tensor: Tensor) -> Tensor:
-    """The same numbers in one dimension, yet no view: the compiler looks at what a view is of, and would compile anew
-    for matrices, squares, stacks and vectors.
-    """
-    assert tensor.is_contiguous()
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
+def _updater(tensors: Tensors) -> Callable[..., None]:
+    """One update of all of them."""
+    if tensors[0][0].device.type == "cuda":
+        from job.train.narrow_kernel import Launch  # Triton is there for Linux alone
+
+        return Launch(*tensors)
+    return functools.partial(update_plainly, tensors)
 
 
-def _update(
-    weight: Tensor,
-    gradient: Tensor,
-    average: Tensor,
-    square: Tensor,
-    scalars: Tensor,  # decay factor, lr / bias correction 1, 1 / sqrt(bias correction 2)
-    key: Tensor,
-    place: Tensor,
-    beta1: float,
-    beta2: float,
+def update_plainly(
+    tensors: Tensors,
+    gradients: Sequence[Tensor],
+    counters: Sequence[int],
+    *,
+    decay: float,
+    rate: float,
+    root: float,
+    betas: tuple[float, float],
     eps: float,
 ) -> None:
-    g = gradient.float()
-    m = torch.lerp(average.float(), g, 1 - beta1)
-    v = torch.lerp(square.float(), g * g, 1 - beta2)
-    w = weight.float() * scalars[0] - scalars[1] * m / (v.sqrt() * scalars[2] + eps)
-    bits = _hash(torch.arange(weight.numel(), device=weight.device) + ((key + place) & KEYS))
-    weight.copy_(stochastic_bf16(w, bits))
-    average.copy_(stochastic_bf16(m, bits >> 16))
-    square.copy_(stochastic_bf16(v, bits >> 32))
+    """narrow_kernel.Launch in torch operations, one parameter after the other."""
+    for weight, average, square, gradient, counter in zip(*tensors, gradients, counters, strict=True):
+        g = gradient.float()
+        m = torch.lerp(average.float(), g, 1 - betas[0])
+        v = torch.lerp(square.float(), g * g, 1 - betas[1])
+        w = weight.float() * decay - rate * m / (v.sqrt() * root + eps)
+        bits = _hash(torch.arange(counter, counter + weight.numel(), device=weight.device).view_as(weight))
+        weight.copy_(stochastic_bf16(w, bits))
+        average.copy_(stochastic_bf16(m, bits >> 16))
+        square.copy_(stochastic_bf16(v, bits >> 32))
 
 
 def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
@@ -180,16 +184,8 @@ def _shift(x: Tensor, by: int) -> Tensor:
 
 
 def _key(seed: int, step: int, index: int) -> int:
-    """Where this parameter's counters begin at this step: far apart, positive, within int64. The key of (seed, step, 0)
-    and that of (0, 0, index) add up to it, modulo 2 ** 62.
-    """
+    """Where this parameter's counters begin at this step: far apart, positive, within int64."""
     return (((seed * 1_000_003 + step) * 1_000_003 + index) * 0x9E3779B97F4A7C15) & KEYS
-
-
-@functools.cache
-def _compiled() -> Callable[..., None]:
-    compiled: Callable[..., None] = torch.compile(_update, dynamic=True, fullgraph=True)
-    return compiled
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -1,0 +1,110 @@
+"""The update of NarrowAdamW on a GPU: one launch for all parameters of a group, however many and however small.
+
+A row of the table says where a parameter and its tensors lie; each program takes TILE elements of one of them.
+`optimizer.update_plainly` is the same arithmetic in torch operations, and draws the same random bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048
+COLUMNS = tl.constexpr(7)  # of the table, int64: four addresses, elements, the parameter's first tile and counter
+AT_ONCE = 8  # numbers, 16 bytes, that a thread reads where every address and size is a multiple
+
+
+class Launch:
+    """For these tensors of one device, contiguous bf16: weights, first and second moments."""
+
+    def __init__(self, weights: Sequence[Tensor], averages: Sequence[Tensor], squares: Sequence[Tensor]) -> None:
+        assert all(tensor.is_contiguous() for tensor in (*weights, *averages, *squares))
+        self.device = weights[0].device
+        tiles = [triton.cdiv(weight.numel(), TILE) for weight in weights]
+        ends = torch.tensor(tiles).cumsum(0)
+        self.tiles, first = int(ends[-1]), (ends - torch.tensor(tiles)).tolist()
+        self.owner = torch.arange(len(tiles)).repeat_interleave(torch.tensor(tiles)).to(self.device)
+        self.fixed = [
+            (w.data_ptr(), m.data_ptr(), v.data_ptr(), w.numel(), at)
+            for w, m, v, at in zip(weights, averages, squares, first, strict=True)
+        ]
+
+    def __call__(
+        self,
+        gradients: Sequence[Tensor],
+        counters: Sequence[int],
+        *,
+        decay: float,  # the weight's factor
+        rate: float,  # learning rate / bias correction of the first moment
+        root: float,  # 1 / square root of the second's
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        """One update. `counters`: where the random bits of each parameter begin."""
+        assert all(gradient.is_contiguous() for gradient in gradients)
+        rows = [
+            (weight, gradient.data_ptr(), average, square, count, first, counter)
+            for (weight, average, square, count, first), gradient, counter in zip(
+                self.fixed, gradients, counters, strict=True
+            )
+        ]
+        aligned = not any(row[4] % AT_ONCE or any(address % (2 * AT_ONCE) for address in row[:4]) for row in rows)
+        table = torch.tensor(rows).to(self.device, non_blocking=True)
+        _update[(self.tiles,)](
+            table,
+            self.owner,
+            decay,
+            rate,
+            root,
+            1 - betas[0],
+            1 - betas[1],
+            eps,
+            ALIGNED=aligned,
+            TILE=TILE,
+            num_warps=8,
+        )
+
+
+@triton.jit
+def _update(table, owner, decay, rate, root, toward1, toward2, eps, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    row = table + tl.load(owner + tile) * COLUMNS
+    count = tl.multiple_of(tl.load(row + 4), 8) if ALIGNED else tl.load(row + 4)  # else the mask forbids it
+    at = (tile - tl.load(row + 5)) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    weights = _tensor(row, ALIGNED) + at
+    averages = _tensor(row + 2, ALIGNED) + at
+    squares = _tensor(row + 3, ALIGNED) + at
+    g = tl.load(_tensor(row + 1, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(averages, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(squares, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weights, mask=inside, other=0.0).to(tl.float32)
+    m = m + toward1 * (g - m)
+    v = v + toward2 * (g * g - v)
+    w = w * decay - rate * m / (tl.sqrt(v) * root + eps)
+    bits = (at + tl.load(row + 6)).to(tl.uint64)  # MurmurHash3's finaliser
+    bits = (bits ^ (bits >> 33)) * 0xFF51AFD7ED558CCD
+    bits = (bits ^ (bits >> 33)) * 0xC4CEB9FE1A85EC53
+    bits = bits ^ (bits >> 33)
+    tl.store(weights, _rounded(w, bits), mask=inside)
+    tl.store(averages, _rounded(m, bits >> 16), mask=inside)
+    tl.store(squares, _rounded(v, bits >> 32), mask=inside)
+
+
+@triton.jit
+def _tensor(address, ALIGNED: tl.constexpr):
+    """The bf16 tensor whose address stands there."""
+    found = tl.load(address).to(tl.pointer_type(tl.bfloat16))
+    return tl.multiple_of(found, 16) if ALIGNED else found
+
+
+@triton.jit
+def _rounded(x, bits):
+    """Stochastically to bf16; infinities and NaN stay."""
+    raw = x.to(tl.int32, bitcast=True)
+    up = ((raw + (bits & 0xFFFF).to(tl.int32)) & -0x10000).to(tl.float32, bitcast=True)
+    return tl.where((raw & 0x7F800000) != 0x7F800000, up, x).to(tl.bfloat16)
