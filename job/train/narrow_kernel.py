@@ -15,7 +15,6 @@ from torch import Tensor
 
 TILE = 2048
 COLUMNS = tl.constexpr(7)  # of the table, int64: four addresses, elements, the parameter's first tile and counter
-AT_ONCE = 8  # numbers, 16 bytes, that a thread reads where every address and size is a multiple
 
 
 class Launch:
@@ -28,10 +27,13 @@ class Launch:
         ends = torch.tensor(tiles).cumsum(0)
         self.tiles, first = int(ends[-1]), (ends - torch.tensor(tiles)).tolist()
         self.owner = torch.arange(len(tiles)).repeat_interleave(torch.tensor(tiles)).to(self.device)
-        self.fixed = [
-            (w.data_ptr(), m.data_ptr(), v.data_ptr(), w.numel(), at)
-            for w, m, v, at in zip(weights, averages, squares, first, strict=True)
-        ]
+        self.table = torch.tensor(
+            [
+                (weight.data_ptr(), 0, average.data_ptr(), square.data_ptr(), weight.numel(), at, 0)
+                for weight, average, square, at in zip(weights, averages, squares, first, strict=True)
+            ]
+        )
+        self.aligned = all(_aligned(tensor) for tensor in (*weights, *averages, *squares))
 
     def __call__(
         self,
@@ -46,14 +48,9 @@ class Launch:
     ) -> None:
         """One update. `counters`: where the random bits of each parameter begin."""
         assert all(gradient.is_contiguous() for gradient in gradients)
-        rows = [
-            (weight, gradient.data_ptr(), average, square, count, first, counter)
-            for (weight, average, square, count, first), gradient, counter in zip(
-                self.fixed, gradients, counters, strict=True
-            )
-        ]
-        aligned = not any(row[4] % AT_ONCE or any(address % (2 * AT_ONCE) for address in row[:4]) for row in rows)
-        table = torch.tensor(rows).to(self.device, non_blocking=True)
+        self.table[:, 1] = torch.tensor([gradient.data_ptr() for gradient in gradients])
+        self.table[:, 6] = torch.tensor(counters)
+        table = self.table.to(self.device, non_blocking=True)
         _update[(self.tiles,)](
             table,
             self.owner,
@@ -63,10 +60,15 @@ class Launch:
             1 - betas[0],
             1 - betas[1],
             eps,
-            ALIGNED=aligned,
+            ALIGNED=self.aligned and all(_aligned(gradient) for gradient in gradients),
             TILE=TILE,
             num_warps=8,
         )
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether a thread may read eight of its numbers, 16 bytes, at once."""
+    return tensor.data_ptr() % 16 == 0 and tensor.numel() % 8 == 0
 
 
 @triton.jit
