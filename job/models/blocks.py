@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, separate q, k, v and o."""
+    """Causal self-attention; q, k, v and o are separate parameters."""
 
     def __init__(self, s: sizing.Shape) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (Linear(s.width, s.width) for _ in range(4))
 
     def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
-        q, k, v = (p(x_BTd).unflatten(-1, (self.heads, -1)) for p in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in together(x_BTd, self.q, self.k, self.v))
         # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
         cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
         q, k = rotate(q, cos_T1P, sin_T1P), rotate(k, cos_T1P, sin_T1P)
@@ -119,6 +119,13 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+def together(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
+    """What each layer makes of the same x, as one product: larger ones run nearer to a machine's speed."""
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    product = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+    return product.split([layer.out_features for layer in layers], dim=-1)
 
 
 class Stacked(nn.Module):

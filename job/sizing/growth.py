@@ -139,7 +139,8 @@ def memory(
     micro = min(micro_batch, config.batch.sequences)
     tokens = micro * config.data.sequence
 
-    weights = total * (state + (compute if compute < state else 0))
+    beside = 3 * s.layers * s.width * (s.width + 1)  # q, k and v of all layers, put together for each product
+    weights = total * state + (total if compute < state else beside) * compute
     gradients = total * state
     moments = 2 * total * state
     layer = tokens * _layer_bytes(s, compute, checkpointing=checkpointing)
@@ -232,7 +233,7 @@ def _layer_bytes(s: Shape, compute: int, *, checkpointing: bool) -> float:
         products += s.top_k * d  # the experts' results, weighted per token
     if checkpointing:
         return compute * (d + products) + 4 * s.heads
-    rest = 4 * d + rows * h  # two norms' inputs and outputs; after GELU
+    rest = 6 * d + rows * h  # two norms' inputs and outputs; q and k turned; after GELU
     if s.experts:
         rest += rows * d  # rows gathered by expert
     wide = 4 * d if s.experts and compute < 4 else 0  # the router's input in fp32
