@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (Linear(s.width, s.width) for _ in range(4))
 
     def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in together(x_BTd, self.q, self.k, self.v))
+        q, k, v = (torch.unflatten(y, -1, (self.heads, -1)) for y in together(x_BTd, self.q, self.k, self.v))
         # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
         cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
         q, k = rotate(q, cos_T1P, sin_T1P), rotate(k, cos_T1P, sin_T1P)
@@ -125,7 +125,7 @@ def together(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
     """What each layer makes of the same x, as one product: larger ones run nearer to a machine's speed."""
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     product = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
-    return product.split([layer.out_features for layer in layers], dim=-1)
+    return torch.split(product, [layer.out_features for layer in layers], dim=-1)
 
 
 class Stacked(nn.Module):

@@ -72,6 +72,14 @@ class Device:
         """
         return min(self.memory_gb, DATA_SHEETS[self.name][2] if self.name in DATA_SHEETS else self.memory_gb)
 
+    def seed(self, seed: int) -> None:
+        """Where the random numbers that a model draws begin. torch.manual_seed says it to every kind of device there
+        might be, and takes 0.4 ms of a step for it.
+        """
+        torch.default_generator.manual_seed(seed)
+        if self.is_cuda:
+            torch.cuda.default_generators[self.torch.index].manual_seed(seed)
+
     def synchronize(self) -> None:
         """Waits for all that was queued."""
         if self.is_cuda:

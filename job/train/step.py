@@ -39,7 +39,7 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
     loss: Tensor | None = None
     aux: dict[str, Tensor] = {}
     for micro in work.micros:
-        torch.manual_seed(mix(experiment.session.config.seed, step, micro.place))
+        experiment.session.device.seed(mix(experiment.session.config.seed, step, micro.place))
         output: Output = module(*micro.inputs)
         assert output.loss_sum is not None
         share = micro.tokens / work.total

@@ -135,3 +135,18 @@ def test_no_number_of_shapes_over_all_phases_is_too_many_to_compile(monkeypatch:
         with step.compiled(model := Model(), torch.device("cuda")):
             for rows in (next(shapes) for _ in range(4)):  # 12 + 4 windows, in training and evaluation
                 assert model.blocks[0](torch.zeros(rows)).sum() == rows
+
+
+def test_random_numbers_begin_on_the_cpu_and_on_this_ranks_gpu_where_they_are_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = [torch.Generator(), torch.Generator()]
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    found = Device(torch=torch.device("cuda", 1), name="", count=2, memory_gb=24, driver=None, peak_tflops=None)
+    found.seed(5)
+    drawn = torch.rand(3), torch.rand(3, generator=gpus[1])
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    assert torch.equal(drawn[0], expected)
+    assert torch.equal(drawn[1], expected)
+    assert not torch.equal(torch.rand(3, generator=gpus[0]), expected)
