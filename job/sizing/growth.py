@@ -15,7 +15,7 @@ LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabi
 # Of the host, launching a compiled step: a layer of each micro-batch, dense and with experts; embedding, loss, clipping
 # and AdamW; each tensor of the bf16 AdamW. Kernels that do nothing, torch 2.13.0, 2 shared cores of a Xeon at 2.8 GHz,
 # 2026-11-23: 10 to 18, 15 to 28 and 56 to 89 ms in the three phases of 7, 7 and 11 layers; the middle.
-LAYER_LAUNCH_MS, LAUNCH_MS, NARROW_LAUNCH_MS = (1.6, 2.4), 3.0, 0.17
+LAYER_LAUNCH_MS, LAUNCH_MS = (1.3, 2.1), 3.0
 BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
 _PHASES = ("dense", "moe", "grown")
 
@@ -120,7 +120,7 @@ def phases(config: GrowthConfig) -> tuple[PhaseSize, ...]:
                 evaluations=-(-config.steps_per_phase // config.eval.every),
                 evaluation_tokens=config.eval.windows * config.data.sequence,
                 decode_steps=len(config.eval.prompts) * config.eval.sample_tokens,
-                launch_ms=_launch_ms(config, s, narrow=narrow),
+                launch_ms=_launch_ms(config, s),
             )
         )
     return tuple(sizes)
@@ -216,12 +216,10 @@ def ranks(config: GrowthConfig, gpu_count: int) -> int:
     return 1
 
 
-def _launch_ms(config: GrowthConfig, s: Shape, *, narrow: bool) -> float:
+def _launch_ms(config: GrowthConfig, s: Shape) -> float:
     """Milliseconds of the host for one step; with `batch.micro` unset the whole batch is one micro-batch."""
     micros = -(-config.batch.sequences // (config.batch.micro or config.batch.sequences))
-    tensors = 3 + s.layers * (17 if s.experts else 16)  # the table and the last norm; the router has no bias
-    layers = micros * s.layers * LAYER_LAUNCH_MS[1 if s.experts else 0]
-    return layers + LAUNCH_MS + (tensors * NARROW_LAUNCH_MS if narrow else 0.0)
+    return micros * s.layers * LAYER_LAUNCH_MS[1 if s.experts else 0] + LAUNCH_MS
 
 
 def _layer_bytes(s: Shape, compute: int, *, checkpointing: bool) -> float:

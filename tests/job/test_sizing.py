@@ -17,7 +17,6 @@ from job.config import (
     TextData,
 )
 from job.config.pretrain import CharModel, MuonAdamW
-from job.models.growth import build
 from job.sizing import decoder
 
 FULL = GrowthConfig()
@@ -70,16 +69,13 @@ def test_state_and_traffic_follow_the_phase_3_key_only() -> None:
     assert round(16 * sizing.phases(wide)[2].params_total / 1e9, 1) == 34.5
 
 
-def test_the_host_launches_each_micro_batch_and_each_tensor_of_the_bf16_adamw() -> None:
+def test_the_host_launches_each_micro_batch() -> None:
     whole = [size.launch_ms for size in sizing.phases(FULL)]
     cut = [size.launch_ms for size in sizing.phases(replace(FULL, batch=replace(FULL.batch, micro=4)))]
     micros = -(-FULL.batch.sequences // 4)
     assert [b - a for a, b in zip(whole, cut, strict=True)] == pytest.approx(
-        [(micros - 1) * ms for ms in (7 * 1.6, 7 * 2.4, 11 * 2.4)]
+        [(micros - 1) * ms for ms in (7 * 1.3, 7 * 2.1, 11 * 2.1)]
     )
-    fp32 = sizing.phases(replace(FULL, precision=Precision(compute="bf16", phase3_state="fp32")))
-    tensors = len(list(build(FULL, 2, device="meta").parameters()))
-    assert whole[2] - fp32[2].launch_ms == pytest.approx(0.17 * tensors)
 
 
 @pytest.mark.parametrize(("state", "gigabytes"), [("bf16", [1.2, 4.5, 12.9]), ("fp32", [1.2, 4.5, 25.9])])
@@ -162,7 +158,7 @@ def test_accumulating_keeps_gradients_beside_activations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("micro", "measured"), [(16, (4.67, 9.31, 20.48)), (12, (3.85, 8.29, 19.15)), (8, (3.44, 8.75, 21.03))]
+    ("micro", "measured"), [(16, (4.76, 9.40, 20.97)), (12, (3.93, 8.36, 19.41)), (8, (3.49, 8.80, 21.37))]
 )
 def test_memory_is_what_torchs_allocator_counts(micro: int, measured: tuple[float, ...]) -> None:
     """On a pretended A10G, eager (docs/decisions, cuda-without-a-gpu). Of 12 + 4 windows only the 4 meet gradients."""
