@@ -51,8 +51,12 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     if not sizing.cut_bytes(config, 0):
         left = later = f"leaves no result ({name} has none before its end)"
     ends = "then ends the run and the fleet, and writes the receipt"
+    wanted = any(fleet["TargetCapacitySpecification"]["TotalTargetCapacity"] for fleet in alive)
     if nodes:
         print(f"{nodes[0]} {looks}, finishes its step, saves, {left}, {ends}.")
+    elif not wanted:
+        how = f"`gpufleet wait {definition.argument}` says how one does"
+        print(f"No node runs and the fleet is at 0: none comes to heed it. {how}.")
     else:
         print(f"No node runs. The next one {looks}: it {later}, {ends}.")
         print("Where that is not worth a node, `pulumi destroy` keeps what is in the bucket, if the file says so.")

@@ -66,8 +66,7 @@ class Watch:
                 self.say(f"A new run.id and `pulumi up` start a new one. {self._status()}")
                 return 1
             if stopped:
-                self.say(f"somebody has set fleet {fleet['FleetId']} to 0, and the run left no done marker.")
-                self.say("A new run.id and `pulumi up` start a new run, from nothing.")
+                self._resting(fleet)
                 return 1
             if self._node(fleet):
                 return 0
@@ -145,6 +144,16 @@ class Watch:
         if reason and reason not in self.reasons:
             self.reasons.append(reason)
             self.say(f"  That means {reason.cause}.\n  {reason.remedy}")
+
+    def _resting(self, fleet: dict[str, Any]) -> None:
+        self.say(
+            f"fleet {fleet['FleetId']} is at 0, and the run left no done marker: somebody has put it aside, or a node "
+            "could not reach the bucket. With this it goes on from its last checkpoint; a new run.id begins anew."
+        )
+        self.say(
+            f"  aws ec2 modify-fleet --region {self.definition.fleet.region} --fleet-id {fleet['FleetId']} "
+            "--target-capacity-specification TotalTargetCapacity=1"
+        )
 
     def _timed_out(self, timeout_s: float) -> int:
         self.say(f"No node after {timeout_s:g} s.")

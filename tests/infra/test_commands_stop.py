@@ -49,6 +49,18 @@ def test_where_no_node_runs_it_says_what_the_request_will_cost(
     assert "Where that is not worth a node, `pulumi destroy` keeps what is in the bucket" in said
 
 
+def test_of_a_fleet_at_zero_no_node_is_promised(
+    cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = declare_fleet(cloud)
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    put(cloud, declare_bucket(cloud), "run.json", {})
+    assert asked(stack) == 0
+    said = capsys.readouterr().out
+    assert "the fleet is at 0: none comes to heed it. `gpufleet wait small-growth` says how one does." in said
+    assert "The next one" not in said
+
+
 def test_a_run_that_is_over_is_not_asked(
     cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,6 +137,11 @@ def test_a_fleet_at_zero_without_a_done_marker_is_a_failure(cloud: Cloud, stack:
     code, said = waited(cloud, stack)
     assert code == 1
     assert "no done marker" in said
+    *_, fleet_id, _, capacity = said.splitlines()[-1].split()
+    assert fleet_id == fleet
+    _, _, wanted = capacity.partition("=")
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": int(wanted)})
+    assert waited(cloud, stack)[0] == 0
 
 
 def test_a_deleted_fleet_launches_nothing_more(cloud: Cloud, stack: StackDefinition) -> None:
