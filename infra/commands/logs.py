@@ -15,6 +15,7 @@ from infra.errors import AwsRefused
 from infra.resources.tags import STACK_TAG
 
 POLL_S = 3.0
+LAST_S = 10.0  # after the end: docker's log driver sends every 5 s, and CloudWatch shows an event some seconds later
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,12 +56,15 @@ class Reader:
         """Prints as it comes, until the run's done marker is there. Raises AwsRefused where there is no such run, or
         its stack is destroyed: nothing would ever come.
         """
-        said = False
+        said = followed = False
         while True:
             folder, group = self._folder(), self._group()
             over = folder.document("done.json") if folder else None
             self._cloudwatch(group)
             if over:
+                if followed:  # the last lines, the receipt among them, are still on their way
+                    self.sleep(LAST_S)
+                    self._cloudwatch(group)
                 if not self.seen:
                     self._bucket("job.log")
                 self.say(f"-- the run is done: {over.get('reason')}")
@@ -70,6 +74,7 @@ class Reader:
             if not self.seen and not said:
                 said = True
                 self.say(f"-- {self._silence()} Ctrl-C ends the waiting.")
+            followed = True
             self.sleep(POLL_S)
 
     def _silence(self) -> str:

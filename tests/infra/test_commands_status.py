@@ -168,7 +168,8 @@ def test_follow_prints_each_line_once_and_ends_with_the_run(cloud: Cloud, stack:
     log_group(cloud, "r1/i-1", "step 1")
     more = functools.partial(write, cloud, "r1/i-1", "step 2")
     end = functools.partial(put, cloud, bucket, "done.json", {"reason": "finished"})
-    rounds = [more, end]
+    last = functools.partial(write, cloud, "r1/i-1", "receipt")  # the log driver is behind the done marker
+    rounds = [more, end, last]
     said: list[str] = []
     reader = Reader(
         definition=stack,
@@ -178,7 +179,7 @@ def test_follow_prints_each_line_once_and_ends_with_the_run(cloud: Cloud, stack:
         say=said.append,
     )
     assert reader.follow() == 0
-    assert [line[9:] for line in said[:-1]] == ["step 1", "step 2"]
+    assert [line[9:] for line in said[:-1]] == ["step 1", "step 2", "receipt"]
     assert said[-1] == "-- the run is done: finished"
 
 
@@ -211,7 +212,7 @@ def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     assert "--boot` what ended nodes did" in said  # no other has left a boot log
     said: list[str] = []
     end = functools.partial(put, cloud, bucket, "done.json", {"reason": "failed"})
-    rounds = [lambda: None, end]
+    rounds = [lambda: None, end, lambda: None]
     logs, s3 = aws.client("logs", "us-east-2"), aws.client("s3", "us-east-2")
     reader = Reader(definition=stack, logs=logs, s3=s3, sleep=lambda _: rounds.pop(0)(), say=said.append)
     assert reader.follow() == 0
