@@ -13,6 +13,7 @@ from infra.definition import StackDefinition
 from job.run_file import ASKED
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
+GONE = ("shutting-down", "terminated")  # states of an instance
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +41,15 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
         if other["FleetState"] not in aws.ENDED:
             theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner(other) or 'unknown'}"
             yield f"            also {theirs}; shown is the one of run.owner, {definition.run.owner}"
-    yield from _nodes(aws.nodes(ec2, definition), definition.run.owner)
+    nodes = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] not in GONE]
+    yield from _nodes(nodes, definition.run.owner)
     if folder is None:
         yield "bucket      nothing written yet"
         return
     yield f"bucket      s3://{folder.bucket}/{run_id}/"
     if folder.others:
         yield f"            also {folder.others}, {definition.run.owner}"
-    yield from _attempts(folder)
+    yield from _attempts(folder, {node["InstanceId"] for node in nodes})
     ended = not fleets or fleets[0]["FleetState"] in aws.ENDED
     yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
@@ -76,21 +78,22 @@ def _fleet(fleets: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:
-    alive = [node for node in nodes if node["State"]["Name"] not in ("terminated", "shutting-down")]
-    for node in alive:
+    for node in nodes:
         kind = f"{node['InstanceType']} {node.get('InstanceLifecycle', 'on-demand')}"
         where = f"{node['InstanceId']}, {kind} in {node['Placement']['AvailabilityZone']}"
         whose = "" if aws.owner(node) in ("", owner) else f", owner {aws.owner(node)}"
         yield f"node        {where}, {node['State']['Name']} since {node['LaunchTime']:%Y-%m-%d %H:%M:%S} UTC{whose}"
-    if not alive:
+    if not nodes:
         yield "node        none"
 
 
-def _attempts(folder: aws.RunFolder) -> Iterator[str]:
+def _attempts(folder: aws.RunFolder, alive: set[str]) -> Iterator[str]:
     found = [document for each in folder.objects("attempts/") if (document := folder.document(each.name))]
     for attempt in sorted(found, key=lambda attempt: str(attempt.get("booted_at", ""))):
         end = attempt.get("exit")
-        how = f"ended: {end.get('reason')} at {end.get('at')}" if isinstance(end, dict) else "running"
+        how = "running" if attempt.get("instance") in alive else "gone without notice"
+        if isinstance(end, dict):
+            how = f"ended: {end.get('reason')} at {end.get('at')}"
         where = f"{attempt.get('instance')}, {attempt.get('type')} in {attempt.get('zone')}"
         yield f"attempt     {where}, booted {attempt.get('booted_at')}, {how}"
 
@@ -109,7 +112,11 @@ def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime,
         late = f"that is more than {STALE_HEARTBEATS} intervals of {interval:g} s"
         yield f"            {late}: see `gpufleet logs {stack.again(definition)}`"
     where = f"phase {beat.get('phase')}, step {beat.get('step')}"
-    yield f"progress    {where}, loss {beat.get('loss')}, {beat.get('tok_s')} tokens/s"
+    if beat.get("phase") is None:
+        on = f"; it goes on from step {beat['step']}" if beat.get("step") else ""
+        yield f"progress    nothing logged by this node yet{on}"
+    else:
+        yield f"progress    {where}, loss {beat.get('loss')}, {beat.get('tok_s')} tokens/s"
     yield f"spent       ${float(beat.get('spent_usd') or 0):.4f} of ${definition.limits.max_usd}"
 
 

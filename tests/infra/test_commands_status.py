@@ -13,6 +13,7 @@ from infra.cli import main
 from infra.commands import aws, status
 from infra.commands.logs import Reader
 from infra.definition import StackDefinition
+from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
@@ -60,6 +61,32 @@ def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDe
     assert told["spent"] == "$0.4200 of $3.00"
     assert told["checkpoint"] == "steps 90, 100, best 90"
     assert "done" not in told
+
+
+def test_status_tells_a_node_that_was_lost_from_the_one_that_took_its_place(
+    cloud: Cloud, stack: StackDefinition
+) -> None:
+    declare_fleet(cloud)
+    bucket = declare_bucket(cloud)
+    cloud.tick()
+    cloud.kill(cloud.instances()[0].id)
+    assert isinstance(cloud.clock, ManualClock)
+    cloud.clock.advance(60)
+    cloud.tick()
+    lost, node = cloud.instances()
+    for number, each in enumerate((lost, node)):
+        put(cloud, bucket, f"attempts/{each.id}.json", {"instance": each.id, "booted_at": f"12:0{number}"})
+    put(cloud, bucket, f"heartbeat/{lost.id}.jsonl", BEAT)
+    beat = {"ts": "2026-11-21T12:09:00Z", "step": 0, "phase": None, "loss": None, "tok_s": None, "spent_usd": "0.5"}
+    put(cloud, bucket, f"heartbeat/{node.id}.jsonl", beat)
+    lines = list(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW))
+    assert [line.rpartition(", ")[2] for line in lines if line.startswith("attempt")] == [
+        "gone without notice",
+        "running",
+    ]
+    assert "progress    nothing logged by this node yet" in lines
+    put(cloud, bucket, f"heartbeat/{node.id}.jsonl", {**beat, "step": 100})
+    assert stated(stack)["progress"] == "nothing logged by this node yet; it goes on from step 100"
 
 
 def test_status_says_when_the_heartbeat_has_stopped(cloud: Cloud, stack: StackDefinition) -> None:
