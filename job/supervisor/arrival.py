@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar
 
 from job import atomic, sizing
 from job.supervisor import attempts, endings, machine, stages, staging
@@ -14,14 +15,24 @@ from job.supervisor.underway import Underway, iso
 
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
 WRONG = "node refused, bytes arrived wrong"
+T = TypeVar("T")
 
 
 class InterruptedEarlyError(Exception):
     """The machine goes away before training began."""
 
 
+def over(this: Underway) -> dict[str, Any] | None:
+    """done.json, where the run has ended already. Raises StoreError."""
+    return atomic.parse_object(_patiently(this, lambda: this.store.get_bytes("done.json"), "done.json"))
+
+
 def register(this: Underway) -> None:
     """What earlier attempts did and cost, and this one's record beside theirs. Raises StoreError, OSError."""
+    _patiently(this, lambda: _register(this), "what earlier attempts left")
+
+
+def _register(this: Underway) -> None:
     staging.clear(this.workdir)
     log = this.store.get_bytes("job.log")
     if log:
@@ -82,7 +93,7 @@ def stage(this: Underway) -> None:
     """
     staging.inputs(_staging(this))
     _resume(this)
-    if lines := stages.restore(this.store, this.workdir):
+    if lines := _patiently(this, lambda: stages.restore(this.store, this.workdir), stages.FOLDER):
         this.say(f"{lines} results of the stages after training are there already")
     this.graphs.restore(lambda: _check(this))
     _check(this)
@@ -103,14 +114,19 @@ def _resume(this: Underway) -> None:
     manifest = staging.checkpoint(_staging(this))
     this.resumed_step = 0 if manifest is None else manifest["step"]
     if manifest is not None:
-        this.publisher.resumed(manifest)  # before anything may end this attempt: it prunes what it does not know of
+        # Before anything may end this attempt: it prunes what it does not know of.
+        _patiently(this, lambda: this.publisher.resumed(manifest), staging.BEST)
         if not staging.best_too(_staging(this), this.resumed_step):
             this.publisher.forget_best(manifest)
-        metrics = this.store.get_bytes("metrics.jsonl")
+        metrics = _patiently(this, lambda: this.store.get_bytes("metrics.jsonl"), "metrics.jsonl")
         if metrics:
             atomic.write_bytes(this.workdir / "metrics.jsonl", metrics)
     this.progress.skip(this.resumed_step)
     this.record.update(resumed_step=this.resumed_step)
+
+
+def _patiently(this: Underway, act: Callable[[], T], what: str) -> T:
+    return staging.retried(_staging(this), act, what)
 
 
 def _staging(this: Underway) -> staging.Stage:

@@ -82,7 +82,7 @@ def _fill(
     files = wanted.files
     try:
         if not files:
-            files = _retried(stage, lambda: _listed(place, folder / manifest, wanted, what), f"{place.uri}/{manifest}")
+            files = retried(stage, lambda: _listed(place, folder / manifest, wanted, what), f"{place.uri}/{manifest}")
         stage.say(f"{what}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
         _download(stage, place, "", files, folder)
     except MissingError as error:
@@ -106,7 +106,7 @@ def checkpoint(stage: Stage) -> dict[str, Any] | None:
     """
     sizes = _sizes(stage)
     for key in sorted((key for key in sizes if MANIFEST.fullmatch(key)), reverse=True):
-        manifest = atomic.parse_object(_retried(stage, partial(stage.store.get_bytes, key), key))
+        manifest = atomic.parse_object(retried(stage, partial(stage.store.get_bytes, key), key))
         why = unfit(manifest, key, sizes, stage.run) or _restored(stage, key, manifest or {}, "resuming from")
         if why is None:
             return manifest
@@ -149,7 +149,7 @@ def best_too(stage: Stage, newest: int) -> bool:
     sizes = _sizes(stage)
     if key not in sizes:
         return False
-    manifest = atomic.parse_object(_retried(stage, lambda: stage.store.get_bytes(key), key))
+    manifest = atomic.parse_object(retried(stage, lambda: stage.store.get_bytes(key), key))
     why = unfit(manifest, key, sizes, stage.run) or _restored(stage, key, manifest or {}, "the best so far, of")
     if why is not None:
         stage.say(f"{key}, the best so far, does not verify: {why}")
@@ -157,11 +157,11 @@ def best_too(stage: Stage, newest: int) -> bool:
 
 
 def _sizes(stage: Stage) -> dict[str, int]:
-    return {entry.key: entry.bytes for entry in _retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
+    return {entry.key: entry.bytes for entry in retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
 
 
 def _there(stage: Stage, key: str) -> bool:
-    return any(entry.key == key for entry in _retried(stage, lambda: stage.store.entries(key), key))
+    return any(entry.key == key for entry in retried(stage, lambda: stage.store.entries(key), key))
 
 
 def unfit(manifest: dict[str, Any] | None, key: str, sizes: dict[str, int], run: RunFile) -> str | None:
@@ -227,7 +227,7 @@ def _restore(stage: Stage, key: str, manifest: dict[str, Any], what: str) -> Non
 
 def _download(stage: Stage, store: Store, prefix: str, files: Sequence[InputFile], folder: Path) -> None:
     def one(file: InputFile) -> None:
-        _retried(stage, lambda: _verified(store, prefix + file.name, file, folder / file.name), prefix + file.name)
+        retried(stage, lambda: _verified(store, prefix + file.name, file, folder / file.name), prefix + file.name)
 
     with ThreadPoolExecutor(PARALLEL) as pool:
         waiting: set[Future[None]] = {pool.submit(one, file) for file in files}
@@ -254,7 +254,8 @@ def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
         raise MismatchError(key, found, file.sha256)
 
 
-def _retried(stage: Stage, act: Callable[[], T], what: str) -> T:
+def retried(stage: Stage, act: Callable[[], T], what: str) -> T:
+    """What `act` gives, tried again a moment later where the store refuses: a node that gives up costs a boot."""
     for attempt in range(1, TRIES + 1):
         try:
             return act()

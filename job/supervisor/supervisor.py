@@ -43,8 +43,7 @@ class Supervisor(Underway):
     def run(self) -> int:
         """Until the attempt has ended, whatever way."""
         try:
-            over = atomic.parse_object(self.store.get_bytes("done.json"))
-            if over is not None:
+            if (over := arrival.over(self)) is not None:
                 self.say(f"the run is over already: {over.get('reason')}")
                 return FAILED if over.get("reason") in ("failed", "boot-loop") else FINISHED
             arrival.register(self)

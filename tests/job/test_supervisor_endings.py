@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,23 @@ def test_an_outage_delays_uploads_and_stops_nothing(tmp_path: Path) -> None:
     assert bench.attempt(store=FaultyStore(bench.store, outage(3, 12))).run() == 0
     assert bench.manifests()[-1] == STEPS
     assert "again in 2 s" in bench.said
+
+
+def test_a_store_that_stutters_while_a_node_arrives_costs_no_node(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.attempt(script={5: notice_at(bench, 120)}).run()
+    bench.answers.clear()
+    asked: Counter[str] = Counter()
+
+    class Stuttering(FaultyStore):
+        def get_bytes(self, key: str) -> bytes | None:
+            asked[key] += 1
+            if asked[key] == 1 and "/" not in key:
+                raise StoreError("503 slow down")
+            return self.inner.get_bytes(key)
+
+    assert bench.attempt("i-2", store=Stuttering(bench.store, lambda _, key: None)).run() == 0
+    assert {"done.json", "job.log", "best.json", "metrics.jsonl"} <= asked.keys()
 
 
 def test_a_store_that_refuses_the_end_is_a_crash_not_a_finish(tmp_path: Path) -> None:
