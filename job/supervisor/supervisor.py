@@ -127,11 +127,11 @@ class Supervisor(Underway):
         if self.cause is None and self.uploader.idle:
             self.graphs.poll(self.world.uploads)
         self.forecast.learn(self.publisher.measured)
-        self.beat_when_due()
         if now >= self._spent_at + SPENT_S:
             self._spent_at = now
             self._tell("spent.json", {"spent_usd": str(self.meter.spent(now).usd), "at": now})
         self._look()
+        self.between()
         advice = self.world.metadata.save_wanted
         if advice is not None and advice != self._advised:
             self._advised = advice

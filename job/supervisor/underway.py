@@ -71,9 +71,12 @@ class Underway:
         }
 
     def between(self) -> None:
-        """While anything but training takes its time: heartbeats, and a notice noted at once, as while it trains."""
+        """While anything takes its time: heartbeats, and a notice noted at once that is not the cause: the run may be
+        ending anyway.
+        """
         now, notice = self.clock(), self.world.metadata.notice
-        if notice is not None and self.cause is None and "exit" not in self.record.fields:
+        ending = self.cause is not None and self.cause.deadline is not None
+        if notice is not None and not ending and "exit" not in self.record.fields:
             self.note(Cause(reason="notice", deadline=notice.at), now)
         else:
             self.beat_when_due()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import Bench, Death, FaultyStore
+from supervisor_world import Bench, Death, FakeTrainer, FaultyStore
 
 from job.run_file import Node
 from job.supervisor import attempts, staging
@@ -94,6 +94,33 @@ def test_a_notice_while_the_end_is_uploaded_is_recorded_although_the_store_refus
     with pytest.raises(Death):
         bench.attempt(store=FaultyStore(bench.store, fault)).run()
     assert bench.json("attempts/i-1.json")["exit"]["notice"] is True
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["its trainer stops", "it uploads"])
+def test_a_notice_of_a_node_that_ends_the_run_anyway_is_recorded(tmp_path: Path, hangs: bool) -> None:
+    bench = Bench(tmp_path)
+
+    def ask(trainer: FakeTrainer) -> None:
+        bench.store.put_bytes(b"{}", "stop.json")
+        bench.clock.sleep(61)  # one heartbeat
+        trainer.hangs = hangs
+
+    def asleep(seconds: float) -> None:
+        bench.clock.sleep(seconds)
+        if supervisor.cause is not None and bench.metadata.notice is None:
+            notice(bench, 110)
+        if bench.metadata.notice is not None and bench.clock.now > bench.metadata.notice.at:
+            raise Death
+
+    refusing = FaultyStore(bench.store, lambda _, key: StoreError("503") if key.startswith("ckpt/") else None)
+    supervisor = bench.attempt(store=refusing, script={4: ask})
+    object.__setattr__(supervisor.world, "sleep", asleep)
+    with pytest.raises(Death):
+        supervisor.run()
+    assert supervisor.cause is not None
+    assert supervisor.cause.reason == "stopped"
+    ended = bench.json("attempts/i-1.json")["exit"]
+    assert (ended["reason"], ended["notice"]) == ("notice", True)
 
 
 def test_the_newest_record_of_an_attempt_is_put_last(tmp_path: Path) -> None:
