@@ -14,6 +14,7 @@ from typing import Any
 from job import atomic, sizing
 from job.run_file import Node, RunFile
 from job.supervisor import arrival, endings, staging
+from job.supervisor.child import FIRST_SIGN_S
 from job.supervisor.endings import FAILED, FINISHED, TICK_S
 from job.supervisor.forecast import RESERVE_S
 from job.supervisor.store import StoreError
@@ -25,7 +26,7 @@ STOPPED_BY_HAND = "stopped"
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
-PATIENCE_S = 120.0  # at least, for a trainer asked to stop without a deadline
+PATIENCE_S = 120.0  # at least, for a trainer asked to stop at a limit
 LINES = 3  # that must be missing before a trainer told to write few is taken for stuck
 
 
@@ -139,10 +140,12 @@ class Supervisor(Underway):
         self._end_if_stuck(now)
 
     def _look(self) -> None:
-        """Is there a cause to stop? The first one decides."""
-        if self.cause is not None:
-            return
+        """Is there a cause to stop? The first one decides, and a stop by hand is waited for until a limit."""
         now, notice, terminated = self.clock(), self.world.metadata.notice, self.world.terminated()
+        if self.cause is not None:
+            if self.cause.reason == STOPPED_BY_HAND and self.meter.limit(now, self.run_file.limits, RESERVE_S):
+                self._kill_at = now
+            return
         if notice is not None:
             self.cause = Cause(reason="notice", deadline=notice.at)
         elif terminated is not None:
@@ -171,7 +174,9 @@ class Supervisor(Underway):
         self.graphs.cancel()
         if save and cause.deadline is not None:
             self.uploader.hurry(cause.deadline)
-        self._kill_at = now + max(PATIENCE_S, 3 * needed) if cause.deadline is None else cause.deadline
+        # By hand nothing presses, and it may still be starting, compiling or growing: only then does it look.
+        patience = max(FIRST_SIGN_S if cause.reason == STOPPED_BY_HAND else PATIENCE_S, 3 * needed)
+        self._kill_at = now + patience if cause.deadline is None else cause.deadline
         if not self._tell("stop.json", {"reason": cause.reason, "deadline": cause.deadline, "save": save}):
             self._kill_at = now  # it cannot be asked
 

@@ -319,6 +319,36 @@ def test_a_node_that_comes_after_the_request_leaves_what_the_checkpoint_holds(tm
     assert bench.json("done.json")["reason"] == "stopped"
 
 
+def test_a_trainer_asked_to_stop_while_it_starts_is_given_the_time_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    bench.attempt(script={5: notice_at(bench, 120)}).run()
+    bench.answers.clear()
+    bench.store.put_bytes(b"{}", "stop.json")
+    ready_at = bench.clock.now + 300  # imports, pre-flight, weights
+    poll = FakeTrainer.poll
+    monkeypatch.setattr(
+        FakeTrainer, "poll", lambda self: None if self.clock.now < ready_at and not self.killed else poll(self)
+    )
+    assert bench.attempt("i-2").run() == 0
+    assert "did not stop in time" not in bench.said
+    assert bench.json("done.json")["reason"] == "stopped"
+
+
+def test_a_trainer_deaf_to_a_stop_by_hand_is_killed_before_a_limit(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, limits={"max_usd": "3.00", "max_hours": "0.2", "deadline": None})
+
+    def deaf(trainer: FakeTrainer) -> None:
+        bench.store.put_bytes(b"{}", "stop.json")
+        bench.clock.sleep(61)
+        trainer.hangs = True
+
+    assert bench.attempt(script={4: deaf}).run() == 0
+    assert "did not stop in time" in bench.said
+    assert float(bench.json("receipt.json")["hours"]["actual"]) <= 0.2
+
+
 def test_a_request_before_anything_is_saved_starts_no_trainer(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.store.put_bytes(b"{}", "stop.json")
