@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infra.cost.text import table
 from infra.errors import GpufleetError
-from infra.loader import load, project_root
+from infra.loader import load, names_of, project_root
 from rehearsal.rehearse import rehearse
 from rehearsal.timeline import say
 
@@ -19,7 +19,9 @@ def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say) 
     """Every stack in turn, then one table. 0 when all of them held, 1 otherwise, 130 on Ctrl-C."""
     root = root or project_root(Path.cwd())
     rows, failed = [], False
-    for path in sorted((root / "stacks").glob("*.yaml")):
+    if not (names := names_of(root)):
+        raise GpufleetError(f"there is no stacks/ folder with definition files in {root}; run this inside the project")
+    for path in (root / "stacks" / f"{name}.yaml" for name in names):
         began = time.monotonic()
         try:
             code = rehearse(str(path), root=root, out=out)
@@ -38,9 +40,10 @@ def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say) 
 
 
 def _row(root: Path, path: Path, code: int, seconds: float) -> tuple[str, ...]:
-    found = root / "rehearsals" / path.stem / load(path, now=datetime.now(UTC), rehearsal=True).run.id / "summary.json"
-    if code or not found.exists():
+    if code:  # the file itself may be what is wrong, so it is not read again
         return (path.stem, "NO", f"{seconds:.0f}", "", "", "", "", "", "", "")
+    run = load(path, now=datetime.now(UTC), rehearsal=True).run.id
+    found = root / "rehearsals" / path.stem / run / "summary.json"
     told = json.loads(found.read_text(encoding="utf-8"))
     loss = told["val_loss"]
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from infra.errors import GpufleetError
 from infra.loader import load
 from rehearsal import every, report
 from rehearsal.evidence import Check, Evidence
@@ -104,3 +106,21 @@ def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow:
     (folder / "summary.json").write_text(json.dumps(report.summary(evidence.rehearsal, evidence, checks)))
     row = every._row(tmp_path, STACKS / "two-tower.yaml", 0, 75.0)
     assert (row[1], row[3], row[8]) == (held, "260", "1-nDCG@10 0.3392")
+
+
+def test_a_file_that_cannot_be_read_does_not_keep_the_next_stack_from_its_rehearsal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "broken.yaml").write_text("run: {id: r1}\n")
+    shutil.copy(STACKS / "two-tower.yaml", tmp_path / "stacks")
+    monkeypatch.setattr(every, "rehearse", lambda name, **_: load(Path(name), now=datetime.now(UTC)) and 1)
+    said: list[str] = []
+    assert every.rehearse_all(root=tmp_path, out=said.append) == 1
+    assert said[0].startswith(f"{tmp_path}/stacks/broken.yaml: ")
+    assert [line.split()[:2] for line in said[-2:]] == [["broken", "NO"], ["two-tower", "NO"]]
+
+
+def test_where_there_is_no_stack_none_is_said_to_have_held(tmp_path: Path) -> None:
+    with pytest.raises(GpufleetError, match="no stacks/ folder"):
+        every.rehearse_all(root=tmp_path)
