@@ -21,9 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the table; files that are no receipts are named on standard error. 1 when there is no receipt at all."""
     root = project_root(Path.cwd())
-    found, damaged = receipts.read(root, args.stack)
-    if args.stack and not found and not damaged:
-        selected(args.stack, root)  # raises for a name that is no stack's; one that was removed keeps its receipts
+    found, damaged = receipts.read(root, _name(args.stack, root) if args.stack else None)
     for sentence in damaged:
         print(f"gpufleet: {sentence}", file=sys.stderr)
     if not found:
@@ -35,6 +33,15 @@ def run(args: argparse.Namespace) -> int:
     print()
     print("\n".join(summary(total)) if total else "None of them counts: none is of a real run that came to its end.")
     return 0
+
+
+def _name(stack: str, root: Path) -> str:
+    """Under which receipts are kept: the name of the file that STACK leads to. Raises GpufleetError for no stack's; one
+    whose file was removed keeps its receipts.
+    """
+    if (root / receipts.FOLDER / stack).is_dir() and not (root / "stacks" / f"{stack}.yaml").is_file():
+        return stack
+    return selected(stack, root).path.stem
 
 
 def table(found: Sequence[Receipt]) -> Iterator[str]:

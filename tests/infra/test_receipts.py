@@ -286,3 +286,14 @@ def test_a_name_that_is_no_stacks_is_said_as_other_commands_say_it(
     )
     place(tmp_path / "project", receipt(stack="gone"), stack="gone")
     assert main(["receipts", "gone"]) == 0  # its file was removed, its runs were not
+
+
+@pytest.mark.parametrize("stack", ["small-growth", "stacks/small-growth.yaml", "night"])
+def test_a_stack_is_named_as_for_every_other_command(
+    stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = project(tmp_path, monkeypatch).parents[1]
+    place(root, receipt("1.10"))
+    (root / "Pulumi.night.yaml").write_text("config:\n  gpufleet:definition: small-growth\n")
+    assert main(["receipts", stack]) == 0
+    assert "small-growth  r1" in capsys.readouterr().out
