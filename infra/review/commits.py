@@ -22,7 +22,8 @@ _REGULAR = ("100644", "100755")  # no links, no submodules
 
 
 def resolve(project: Path, name: str) -> str:
-    """The full hash of a commit. Raises GpufleetError when this clone does not have it."""
+    """The full hash of a commit. Raises GpufleetError when this clone does not have it, or git cannot say."""
+    _git(project, "rev-parse", "--git-dir")  # no git, no repository, one of somebody else's: git's own words say which
     try:
         return (
             _git(project, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}").decode().strip()

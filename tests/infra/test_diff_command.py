@@ -284,8 +284,13 @@ def test_an_unknown_commit_is_an_error_that_says_how_to_get_it(project: Project)
             diff.make(project.folder, *words)
 
 
-def test_outside_a_repository_it_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(GpufleetError, match="is not a commit of the git repository"):
+def test_outside_a_repository_and_without_git_that_is_what_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(GpufleetError, match="not a git repository"):
+        diff.make(tmp_path, "HEAD", "HEAD")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(GpufleetError, match="git is not installed"):
         diff.make(tmp_path, "HEAD", "HEAD")
 
 
