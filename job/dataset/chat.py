@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from job import atomic
+from job.dataset.encodings import foreign, not_utf8
 
 ROLES = ("system", "user", "assistant")
 SHOWN = 20  # problems of a file, at most
@@ -152,13 +153,16 @@ def require_characters(text: str, path: str) -> None:
 def object_of(line: bytes, wanted: str = "instruction and response, or messages") -> dict[str, Any]:
     """One line's object. Raises ValueError."""
     try:
-        text = line.decode("utf-8-sig")
+        text = line.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise FormError(f"not UTF-8 (byte {error.start}); convert the file first, e.g. iconv -t UTF-8") from error
+        raise FormError(not_utf8(line, error)) from error
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error}); wanted is one object a line with {wanted}") from error
+        if todo := foreign(line):
+            raise FormError(f"not JSON; {todo}") from error
+        why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ValueError(f"not JSON ({why}); wanted is one object a line with {wanted}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"not an object; give {wanted}")
     return tree
@@ -182,11 +186,16 @@ def _left_out(tree: dict[str, Any]) -> list[str]:
 
 
 def _other_keys(tree: dict[str, Any]) -> None:
-    """Raises FormError for ShareGPT's and Alpaca's, with what they are called here."""
+    """Raises FormError for ShareGPT's, Alpaca's and TRL's, with what they are called here."""
     if "conversations" in tree and "instruction" not in tree:
         raise FormError(
             "conversations is called messages here: a list of role (for human: user, for gpt: assistant) and content"
             " (for value); or give instruction and response"
+        )
+    if {"prompt", "completion"} <= tree.keys() and "instruction" not in tree:
+        raise FormError(
+            "prompt and completion are called instruction and response here: rename them; or give messages, a list of"
+            " role and content"
         )
     if "output" in tree and "response" not in tree:
         joined = ", and write what is in input at the end of instruction" if tree.get("input") else ""

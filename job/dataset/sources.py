@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from job.dataset import fetch
+from job.dataset.encodings import not_utf8
 from job.dataset.stories import stories
 from job.dataset.tokenizer import BYTES_VOCAB, END_OF_TEXT, GPT2_VOCAB, Bytes, Gpt2, Tokenizer, Words
 
@@ -107,12 +108,11 @@ class TextFile:
         return f"{OWN_TEXT}{hashlib.sha256(self._content()).hexdigest()}"
 
     def stories(self) -> list[str]:
+        content = self._content()
         try:
-            text = self._content().decode("utf-8-sig").replace("\r\n", "\n")  # a model need not learn line ends twice
+            text = content.decode("utf-8-sig").replace("\r\n", "\n")  # a model need not learn line ends twice
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self.path}: not UTF-8 (byte {error.start}); convert it first, e.g. iconv -t UTF-8"
-            ) from error
+            raise ValueError(f"{self.path}: {not_utf8(content, error)}") from error
         found = split(text)
         if not found:
             raise ValueError(f"{self.path}: empty; give a text with stories separated by blank lines or {END_OF_TEXT}")

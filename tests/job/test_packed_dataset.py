@@ -278,13 +278,14 @@ def test_mistakes_in_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
     assert r"messages[0].content: \ude00 at character 0 is half" in lines[10]
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_another_encoding_is_said_once_with_what_to_do(tmp_path: Path, encoding: str) -> None:
+@pytest.mark.parametrize(("encoding", "named"), [("latin-1", "LATIN1"), ("utf-16", "UTF-16")])
+def test_another_encoding_is_said_once_with_what_to_do(tmp_path: Path, encoding: str, named: str) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_bytes(('{"instruction": "Grüße", "response": "b"}\n' * 3).encode(encoding))
     with pytest.raises(ValueError, match=r"chats\.jsonl:1: not UTF-8 \(byte \d+\); convert the file first") as error:
         list(JsonlChats(path).conversations())
     assert len(str(error.value).splitlines()) == 1
+    assert f"iconv -f {named} -t UTF-8 OLD > NEW" in str(error.value)
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -305,6 +306,7 @@ def test_a_json_array_is_said_once_with_what_makes_lines_of_it(tmp_path: Path, i
     [
         ({"conversations": [{"from": "human", "value": "a"}]}, "conversations is called messages here: a list of role"),
         ({"instruction": "a", "output": "b"}, "output is called response here: rename it; or give messages"),
+        ({"prompt": "a", "completion": "b"}, "prompt and completion are called instruction and response here: rename"),
         ({"instruction": "a", "input": "c", "output": "b"}, "and write what is in input at the end of instruction"),
     ],
 )

@@ -146,7 +146,8 @@ def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path, monkeypatch:
     [
         (b"", "empty; give a text with stories"),
         (b" \n\n\t\n", "empty; give a text with stories"),
-        ("Füchse".encode("latin-1"), r"not UTF-8 \(byte 1\); convert it first"),
+        ("Füchse".encode("latin-1"), r"not UTF-8 \(byte 1\); convert the file first.* iconv -f LATIN1 "),
+        (b"\x1f\x8b\x08\x00", r"not UTF-8 \(byte 1\); it is compressed; unpack it first: gunzip"),
         (b"Only one story.", "stories.txt: 1 story; at least 2 are needed"),
     ],
 )
