@@ -32,6 +32,7 @@ from job.config.two_tower import TwoTowerConfig, variants
 from job.dataset import prepare
 from job.dataset.arrays import Floats, Labels, unit_rows
 from job.dataset.chat import require_characters, require_lines
+from job.dataset.encodings import not_utf8
 from job.dataset.sentences import Encoder, choose
 
 QUERIES, DISCOVERY, LABELS, NAMES = "queries.npy", "discovery.npy", "labels.npy", "names.json"
@@ -78,6 +79,9 @@ def prepare_ranking(
             f"queries, {width} wide, from seed {config.seed}"
         )
     elif text is not None:
+        prepare.already(
+            folder
+        )  # raises where it is no dataset: before minutes of encoding
         chosen = encoder or choose(width, say)
         made = read_folder(text, chosen, config, say)
         source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {chosen.name}"
@@ -209,9 +213,12 @@ def _sentences(path: Path) -> dict[str, str]:
             continue
         try:
             entry: Any = json.loads(line)
-            name, text = str(entry["id"]), entry["text"]
+            name, text = entry["id"], entry["text"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f'{path}:{number}: not {{"id": "...", "text": "..."}} ({line[:60]!r})') from error
+        if type(name) is not int and not (isinstance(name, str) and name.strip()):
+            raise ValueError(f"{path}:{number}: id {name!r:.60}; it must be a text or a whole number, as in labels.csv")
+        name = str(name)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{path}:{number}: query {name} has no text")
         require_characters(name, f"{path}:{number}: id")
@@ -269,11 +276,13 @@ def _lines(reader: csv.DictReader[str], path: Path) -> Iterator[tuple[str, dict[
 
 def _open(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); docs/two-tower.md says what it holds") from error
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 (byte {error.start}); convert it first, e.g. iconv -t UTF-8") from error
+        raise ValueError(f"{path}: {not_utf8(content, error)}") from error
 
 
 def _folder_hash(folder: Path) -> str:

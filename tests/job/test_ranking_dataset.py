@@ -162,6 +162,9 @@ def test_a_header_whose_quote_is_never_closed_is_said(tmp_path: Path) -> None:
         ("not json", r"queries\.jsonl:4: not"),
         ("[" * 100_000, r"queries\.jsonl:4: not"),
         ('{"id": "q3"}', r"queries\.jsonl:4: not"),
+        ('{"id": null, "text": "x"}', r"queries\.jsonl:4: id None; it must be a text or a whole number"),
+        ('{"id": true, "text": "x"}', r"queries\.jsonl:4: id True; it must be"),
+        ('{"id": " ", "text": "x"}', r"queries\.jsonl:4: id ' '; it must be"),
         ('{"id": "q3", "text": " "}', r"queries\.jsonl:4: query q3 has no text"),
         (r'{"id": "q3", "text": "half \ud83d"}', r"queries\.jsonl:4: text: .ud83d at character 5 is half"),
         ('{"id": "q0", "text": "again"}', r"queries\.jsonl:4: query q0 is there twice"),
@@ -179,6 +182,21 @@ def test_queries_in_one_array_are_told_how_to_become_lines(tmp_path: Path) -> No
     text = folder_of_text(tmp_path / "text")
     (text / "queries.jsonl").write_text('[\n {"id": "q0", "text": "one"}\n]\n')
     with pytest.raises(ValueError, match=r"queries\.jsonl: a JSON array; one object a line is wanted: `jq -c"):
+        ranking.read_folder(text, Hashed(width=8), of_text(8))
+
+
+def test_a_dataset_folder_that_holds_the_users_own_files_is_refused_before_anything_is_encoded(tmp_path: Path) -> None:
+    text, said = folder_of_text(tmp_path / "text"), list[str]()
+    with pytest.raises(ValueError, match="text: exists and is not a prepared dataset; move it away or name another"):
+        ranking.prepare_ranking(text, of_text(), text=text, say=said.append)
+    assert said == []
+
+
+@pytest.mark.parametrize("name", ["queries.jsonl", "labels.csv"])
+def test_another_encoding_is_said_with_what_to_do(name: str, tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text")
+    (text / name).write_bytes((text / name).read_text().encode("utf-16"))
+    with pytest.raises(ValueError, match=rf"{name}: not UTF-8 \(byte 0\); convert .* iconv -f UTF-16 -t UTF-8"):
         ranking.read_folder(text, Hashed(width=8), of_text(8))
 
 
