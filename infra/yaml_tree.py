@@ -104,6 +104,8 @@ def read(text: str) -> Mapping:
             hint = (
                 f"A {'{' if 'mapping' in bracket else '['} opens here and is not closed, or a comma is missing in it."
             )
+        elif "mapping values" in (error.problem or "") and mark and re.search(r":\s", lines[mark.line][: mark.column]):
+            hint = "A value with a colon and a space in it stands in quotes."
         elif no_colon:
             hint = "This is no `key: value`: a colon and a space are missing."
         elif "block" in (error.problem or "") or "mapping values" in (error.problem or ""):
@@ -146,8 +148,14 @@ def _indentation(lines: list[str], number: int) -> str:
     )
     if not before or number > len(lines):
         return ""
-    if not re.search(r":(\s|$)", lines[before - 1]) and spaces(before) == spaces(number):
+    item = lines[before - 1].lstrip().startswith("- ")
+    bare = not item and not re.search(r":(\s|$)", lines[before - 1])
+    if bare and spaces(before) < spaces(number):
+        return f"Line {before}, `{lines[before - 1].strip()}`, is no section: a colon is missing at its end."
+    if bare and spaces(before) == spaces(number):
         return f"Line {before}, `{lines[before - 1].strip()}`, is no `key: value`: a colon and a space are missing."
+    if item and spaces(before) == spaces(number):
+        return f"Line {before} is an item of a list, line {number} a key: they do not stand under each other."
     if spaces(before) == spaces(number):
         return ""
     return (

@@ -44,6 +44,10 @@ def stack(folder: Path, raw: bytes) -> Path:
         pytest.param(b"run: {id: r1 owner: me}\n", 1, "or a comma is missing in it", id="no comma"),
         pytest.param(b"run:\n  id r1\n  owner: me\n", 3, "Line 2, `id r1`, is no `key: value`", id="no colon"),
         pytest.param(b"run:\n  id:r1\n  owner: me\n", 3, "a colon and a space are missing", id="no space"),
+        pytest.param(b"a:\n  note: two: three\n", 2, "stands in quotes", id="a second colon"),
+        pytest.param(b"run\n  id: r1\n", 2, "Line 1, `run`, is no section: a colon is missing", id="no colon above"),
+        pytest.param(b"a:\n  - b\n    c: d\n", 3, "Line 2 is indented by 2, line 3 by 4", id="a key under an item"),
+        pytest.param(b"a:\n  - b: c\n  d: e\n", 3, "Line 2 is an item of a list, line 3 a key", id="items and keys"),
         pytest.param(
             b"run:\n  owner: me\n  id r1\n\n# where\nfleet:\n  ami: x\n",
             3,
