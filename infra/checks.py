@@ -58,31 +58,37 @@ def check(
     """Adds every contradiction in the file to `findings`. Without `launchable` the types need only be known: a scenario
     may ask for one that EC2 has retired or that is too small, and is then shown with the reason.
     """
-    _model(s.job.parameters, findings)
+    impossible = _model(s.job.parameters, findings)
     _placement(s.fleet, findings, catalog)
-    # What cannot be read says nothing about memory; the types are judged all the same.
-    unreadable = findings.bad & {"job.experiment", "job.parameters"}
+    # Of what cannot be read, or built, nobody knows phases, memory or weights; the types are judged all the same.
+    unknown = impossible or bool(findings.bad & {"job.experiment", "job.parameters"})
     _count("fleet.instance_types", s.fleet.instance_types, MAX_TYPES, findings)
-    instance_types(s.fleet, None if unreadable else s.job.parameters, findings, catalog, launchable=launchable)
-    if launchable and not unreadable:
+    instance_types(s.fleet, None if unknown else s.job.parameters, findings, catalog, launchable=launchable)
+    if launchable and not unknown:
         gpus_asked(s.fleet, s.job.parameters, findings, catalog)
     _storage(s.storage, findings)
-    _base_weights(s, findings, unreadable=bool(unreadable))
     _limits(s.limits, findings, now, past_deadline)
     _kept(s, findings, now)
-    _estimate(s, findings)
+    if not unknown:
+        _base_weights(s, findings)
+        _estimate(s, findings)
 
 
-def _model(config: JobConfig, findings: Findings) -> None:
-    for path, sentence in sizing.problems(config):
+def _model(config: JobConfig, findings: Findings) -> bool:
+    """Whether there is anything: no model of such a run config can be built."""
+    found = sizing.problems(config)
+    for path, sentence in found:
         findings.add(f"job.parameters.{path}", sentence, default=_standing(config, path))
+    return bool(found)
 
 
 def _standing(config: JobConfig, path: str) -> str:
-    """The plain value at `model.heads` of the run config, as text; nothing for any other."""
+    """The value at `model.heads` of the run config, as the file would have it; nothing for a section or none."""
     value: object = config
     for name in path.split("."):
         value = getattr(value, name, None)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
     return str(value) if isinstance(value, int | float | str) else ""
 
 
@@ -121,9 +127,7 @@ def _storage(storage: Storage, findings: Findings) -> None:
             findings.add(f"storage.{name}", PLACE, problem)
 
 
-def _base_weights(s: Sections, findings: Findings, *, unreadable: bool) -> None:
-    if unreadable:
-        return
+def _base_weights(s: Sections, findings: Findings) -> None:
     named, config = s.storage.base_weights is not None, s.job.parameters
     if not sizing.weights_bytes(config):
         if named:
@@ -197,8 +201,6 @@ def _kept(s: Sections, findings: Findings, now: datetime) -> None:
 
 def _estimate(s: Sections, findings: Findings) -> None:
     steps = s.estimate.step_ms
-    if "job.experiment" in findings.bad or "job.parameters" in findings.bad:
-        return
     phases = sum(1 for phase in sizing.phases(s.job.parameters) if phase.steps)
     if steps is not None and len(steps) != phases:
         findings.add(

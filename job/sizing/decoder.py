@@ -105,9 +105,9 @@ def problems(m: Decoder) -> list[tuple[str, str]]:
     """Shapes that cannot be built, as (path, sentence)."""
     found = []
     if m.heads % m.kv_heads:
-        found.append(("model.kv_heads", f"must divide the number of heads, {m.heads}"))
+        found.append(("model.kv_heads", f"a divisor of the number of heads, {m.heads}"))
     if m.head_dim % 2:
-        found.append(("model.head_dim", f"must be even (rotary positions turn pairs), not {m.head_dim}"))
+        found.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
     return found
 
 

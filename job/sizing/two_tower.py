@@ -31,10 +31,11 @@ def problems(config: TwoTowerConfig) -> list[tuple[str, str]]:
     if unknown := [name for name in config.sweep if name not in VARIANTS]:
         return [("sweep", f"{', '.join(unknown)}: not among {', '.join(VARIANTS)}")]
     if len(set(config.sweep)) < len(config.sweep):
-        found.append(("sweep", "names a variant twice"))
+        found.append(("sweep", "each variant once"))
     t = config.towers
-    if not t.query or not t.model or t.query[-1] != t.model[-1]:
-        found.append(("towers.query", "must end at the width of towers.model, where both towers meet"))
+    found += [(f"towers.{name}", "at least one width") for name in ("query", "model") if not getattr(t, name)]
+    if t.query and t.model and t.query[-1] != t.model[-1]:
+        found.append(("towers.query", f"widths that end with {t.model[-1]}, as towers.model does: there both meet"))
     if config.data.folds > config.data.queries:
         found.append(("data.folds", f"at most the number of queries, {config.data.queries}"))
     if config.data.folds < 3:

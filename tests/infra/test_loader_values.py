@@ -195,6 +195,7 @@ REFUSED = [
     ("job", "parameters: {eval: {prompts: []}}", "job.parameters.eval.prompts", "at least one", "", "no prompt"),
     ("job", "experiment: tinystory-growth", "job.experiment", "tinystories-growth", "Nearest", "experiment"),
     ("job", "image: pytorch:2.13", "job.image", "registry/repository:tag", "registry", "no registry"),
+    ("job", "image: pytorch/pytorch:2.13", "job.image", "registry/repository:tag", "docker.io", "Docker Hub unsaid"),
     ("job", "image: registry.example/a/b", "job.image", "registry/repository:tag", "tag", "no tag"),
     ("job", "image: registry.example/a/b:1@sha256:12", "job.image", "64 hexadecimal", "", "short digest"),
     ("fleet", "region: us-east2", "fleet.region", "us-east-2", "Nearest: us-east-2.", "unknown region"),
@@ -324,6 +325,23 @@ def test_where_no_type_fits_the_phase_that_needs_most_is_named(write: Write) -> 
 def test_a_default_that_another_key_forbids_is_shown_and_not_called_missing(write: Write) -> None:
     (problem,) = problems(write(changed("job", "parameters: {model: {width: 833}}")))
     assert "job.parameters.model.heads: '8 (the default)' is not accepted; allowed: a divisor of" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("towers", "said"),
+    [
+        ("{query: []}", "job.parameters.towers.query: 'a list' is not accepted; allowed: at least one width."),
+        (
+            "{model: [512, 100]}",
+            "towers.query: '[256, 192, 128] (the default)' is not accepted; allowed: widths that end",
+        ),
+    ],
+)
+def test_towers_that_cannot_be_built_are_a_problem_and_no_traceback(write: Write, towers: str, said: str) -> None:
+    text = changed("job", f"parameters: {{towers: {towers}}}").replace(
+        "experiment: tinystories-growth", "experiment: two-tower"
+    )
+    assert said in str(problems(write(text))[0])
 
 
 def test_a_value_that_several_forms_refuse_is_one_problem_and_one_that_only_a_form_refuses_names_it(
