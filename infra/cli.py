@@ -51,6 +51,9 @@ Exit codes: 0 done, 1 the answer is no, 2 something has to be put right first.""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and gives its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever runs this: gpufleet cost STACK >&-
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -113,6 +116,8 @@ def _of_the_machine(error: OSError) -> GpufleetError:
     """A disk, folder or connection that does not do what was asked, with the path where the system names one."""
     said = error.strerror or str(error) or type(error).__name__
     path = error.filename
+    if "temporary directory" in said:  # tempfile's: none of the usual folders takes a file, a full disk's neither
+        return GpufleetError(f"{said}: free some space there, or name a folder with room in TMPDIR, then run it again")
     if path is None and error.errno == errno.ENOENT:  # os.getcwd: `gpufleet cloud` removes its project when it ends
         return GpufleetError(
             "the folder in which this was run is not there any more: cd into a project, then run it again"

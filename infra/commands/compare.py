@@ -36,14 +36,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--within", metavar="HOURS", type=float, help="hours from now by which it must end; default: limits.deadline"
     )
-    parser.add_argument("--matrix", action="store_true", help="the scenarios by measured criteria")
-    parser.add_argument("--all", action="store_true", help="every option on a line of its own")
+    view = parser.add_mutually_exclusive_group()
+    view.add_argument("--matrix", action="store_true", help="the scenarios by measured criteria")
+    view.add_argument("--all", action="store_true", help="every option on a line of its own")
+    view.add_argument("--json", action="store_true", help="the same for programs; keys in docs/compare.md")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cost against time: .png or .svg")
-    parser.add_argument("--json", action="store_true", help="the same for programs; keys in docs/compare.md")
 
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 when nothing could be run in time."""
+    if args.matrix and args.scenario is not None:
+        raise GpufleetError("--matrix shows every scenario, --scenario ranks the options of one: give one of the two")
     if args.plot and not args.plot.parent.is_dir():
         raise GpufleetError(f"--plot {args.plot}: there is no folder {args.plot.parent}; make it, or draw elsewhere")
     now, catalog, path = datetime.now(UTC), load_catalog(), stack.path_of(args)
@@ -82,15 +85,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         tree = _tree(definition, listed, rows, edge, switched[0] if switched else None)
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
-    elif args.matrix:
-        sys.stdout.write(compare_table.matrix(listed, default))
     else:
-        parts = [
-            compare_table.scenarios(listed),
-            compare_table.ranked(rows, shown=None if args.all else SHOWN, frontier=edge),
-        ]
-        if switched is not None:
-            parts.append(compare_table.policy(*switched))
+        if args.matrix:
+            parts = [compare_table.matrix(listed, default)]
+        else:
+            ranked = compare_table.ranked(rows, shown=None if args.all else SHOWN, frontier=edge)
+            parts = [compare_table.scenarios(listed), ranked]
+            if switched is not None:
+                parts.append(compare_table.policy(*switched))
         sys.stdout.write("\n".join(parts))
         if args.plot:
             sys.stdout.write(f"\ndrawn: {args.plot}\n")

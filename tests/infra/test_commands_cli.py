@@ -68,6 +68,8 @@ def test_a_word_too_many_shows_the_usage_of_its_own_command(capsys: pytest.Captu
         (["logs", "two-tower", "--follow", "--boot"], "--boot: not allowed with argument --follow"),
         (["wait", "two-tower", "--timeout", "nan"], "--timeout nan: allowed are seconds, 0 or more"),
         (["wait", "two-tower", "--timeout", "-5"], "--timeout -5: allowed are seconds, 0 or more"),
+        (["compare", "two-tower", "--matrix", "--json"], "--json: not allowed with argument --matrix"),
+        (["compare", "two-tower", "--matrix", "--scenario", "o"], "ranks the options of one: give one of the two"),
         (["cost", "two-tower", "--scenario", ""], "two-tower.yaml has no scenario ''"),
     ],
 )
@@ -178,6 +180,10 @@ def test_an_endpoint_that_is_not_there_ends_in_a_sentence(
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "rehearsals/x"), "rehearsals/x: .* move it away"),
         (OSError(errno.ENOSPC, "No space left on device"), f"{ROOT}: No space left on device. Free some space"),
         (OSError("the peer is gone"), "gpufleet: the peer is gone."),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/']"),
+            r"found in \['/tmp', '/'\]: free some space there, or name a folder with room in TMPDIR",
+        ),
         (OSError(errno.ENOENT, "No such file or directory"), "the folder in which this was run is not there any more"),
     ],
 )
@@ -202,3 +208,10 @@ def test_ctrl_c_while_a_command_is_still_being_loaded_prints_no_traceback(
     monkeypatch.setattr(cli.importlib, "import_module", interrupted)
     assert cli.main(["cost", "tinystories-growth"]) == 130
     assert capsys.readouterr().err == "\n"
+
+
+def test_a_closed_standard_output_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["prices", "--json"]) == 0
+    sys.stdout.close()
