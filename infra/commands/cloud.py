@@ -40,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"the embedded AWS is not installed ({error}): pip install -e '.[rehearsal]'") from error
 
     root = project_root(Path.cwd())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folder goes, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a polite end, a closed terminal: so that the folder goes, too
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
+            signal.signal(number, lambda *_: sys.exit(0))
     try:
         with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
             project = scratch.make(Path(folder) / "project", {})

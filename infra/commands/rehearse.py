@@ -29,5 +29,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install -e '.[job,rehearsal]'") from error
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite end cleans up as Ctrl-C does
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a polite end and a closed terminal clean up as Ctrl-C does
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
+            signal.signal(number, signal.default_int_handler)
     return rehearse_all() if args.all else rehearse(args.stack)

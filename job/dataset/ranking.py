@@ -79,9 +79,7 @@ def prepare_ranking(
             f"queries, {width} wide, from seed {config.seed}"
         )
     elif text is not None:
-        prepare.already(
-            folder
-        )  # raises where it is no dataset: before minutes of encoding
+        prepare.already(folder)  # raises where it is no dataset: before minutes of encoding
         chosen = encoder or choose(width, say)
         made = read_folder(text, chosen, config, say)
         source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {chosen.name}"

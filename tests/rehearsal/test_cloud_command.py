@@ -70,7 +70,9 @@ def test_the_printed_lines_lead_to_a_scratch_backend_and_dummy_credentials(
     assert not project.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_a_signal_ends_it_and_removes_the_folder(cloud: subprocess.Popen[str], number: signal.Signals) -> None:
     _, project = printed(cloud.stdout)
     assert project.exists()

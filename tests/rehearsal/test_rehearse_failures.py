@@ -8,12 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from declared import fleet, template
 
+from infra.commands import rehearse as command
 from infra.errors import GpufleetError
 from rehearsal import scratch
 from rehearsal.cloud import Cloud
@@ -138,6 +141,20 @@ def test_ctrl_c_leaves_no_process_and_no_scratch(tmp_path: Path) -> None:
     assert "Every process of the rehearsal has ended" in rest
     assert [path.name for path in (tmp_path / "rehearsals" / "tinystories-growth").iterdir()] == [".lock"]
     assert not [p for p in Path("/proc").glob("[0-9]*/environ") if _names(p, tmp_path)]
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_ends_a_rehearsal_as_ctrl_c_does(nohup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its nodes have sessions of their own, and would run on without it."""
+    monkeypatch.setattr("rehearsal.rehearse.rehearse", lambda _: signal.raise_signal(signal.SIGHUP) or 0)
+    kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        with nullcontext() if nohup else pytest.raises(KeyboardInterrupt):
+            assert command.run(Namespace(stack="two-tower", all=False)) == 0
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def _names(environ: Path, folder: Path) -> bool:
