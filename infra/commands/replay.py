@@ -16,7 +16,7 @@ from infra.commands import stack
 from infra.cost import hazard, replay
 from infra.cost.replay import Replayed
 from infra.cost.risk import Exposure
-from infra.cost.text import counted, wrap
+from infra.cost.text import counted, hours, wrap
 from infra.errors import GpufleetError
 from infra.loader import project_root
 from infra.pricing import bill_of
@@ -73,7 +73,7 @@ def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
 def _text(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed], held: bool) -> str:
     chance, stated = exposure.chance, found[0].scores[0]
     lines = [
-        f"{name}: {exposure.phase_ends_h[-1]:.1f} h of work, stated ${stated.p10_usd:.2f} to ${stated.p90_usd:.2f} "
+        f"{name}: {hours(exposure.phase_ends_h[-1])} h of work, stated ${stated.p10_usd:.2f} to ${stated.p90_usd:.2f} "
         f"(p10 to p90; p50 ${stated.p50_usd:.2f})",
         f"hazard {chance.median:.2g} per node-hour: {chance.source}",
         "",

@@ -94,6 +94,8 @@ class Replayed:
 
 def read(path: Path) -> Trace:
     """The trace in a .csv or .json file. Raises GpufleetError."""
+    if path.suffix not in (".csv", ".json"):
+        raise GpufleetError(f"{path}: a trace is a .csv or a .json file, as in docs/risk.md; STACK comes after it")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -102,7 +104,8 @@ def read(path: Path) -> Trace:
     try:
         found = _csv(text, path) if path.suffix == ".csv" else _json(text, path)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise GpufleetError(f"{path}: no trace: {_why(error)}. The formats are in docs/risk.md.") from None
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise GpufleetError(f"{path}: no trace: {why}. The formats are in docs/risk.md.") from None
     if not found.up_from_h.size:
         raise GpufleetError(f"{path}: no node could be had in any of its {found.hours:.0f} h; nothing can be replayed")
     return found
@@ -207,23 +210,21 @@ _EDGE_H = (
 # falls short of it by as much: the node was gone at that sample, so it was taken before.
 
 
-def _why(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
-
-
 def _json(text: str, path: Path) -> Trace:
     tree: Any = json.loads(text)
     if not isinstance(tree, dict):
         raise ValueError("not a JSON object")
     public = "metadata" in tree and "gap_s" not in tree  # as in github.com/skypilot-org/spot-traces
-    gap_s = float(tree["metadata"]["gap_seconds"] if public else tree["gap_s"])
+    gap_s = tree["metadata"]["gap_seconds"] if public else tree["gap_s"]
     samples = tree["data" if public else "available"]
-    if not (gap_s > 0 and math.isfinite(gap_s)):
-        raise ValueError(f"gap_s is {gap_s:g}; allowed: seconds above 0")
-    counts = np.asarray(samples, dtype=np.float64)
+    if type(gap_s) not in (int, float) or not (gap_s > 0 and math.isfinite(gap_s)):
+        raise ValueError(f"gap_s is {gap_s!r}; allowed: seconds above 0")
+    try:
+        counts = np.asarray(samples, dtype=np.float64)
+    except (ValueError, TypeError):
+        counts = np.array([])
     if counts.ndim != 1 or not counts.size or not np.isfinite(counts).all() or (counts < 0).any():
         raise ValueError("available is not a list of numbers of nodes, 0 or more, at least one")
-    start = tree.get("start")
     return _trace(
         np.arange(len(counts)) * gap_s / 3600,
         counts > 0,
@@ -231,7 +232,7 @@ def _json(text: str, path: Path) -> Trace:
         path,
         type=str(tree.get("type", "")),
         zone=str(tree["zone"]) if tree.get("zone") else None,
-        start=None if start is None else datetime.fromisoformat(str(start)).date(),
+        start=_day(tree.get("start")),
     )
 
 
@@ -242,13 +243,11 @@ def _csv(text: str, path: Path) -> Trace:
     rows = list(csv.DictReader(lines))
     if len(rows) < 2 or {"at_h", "available"} - set(rows[0]):
         raise ValueError("needs the columns at_h and available, and two rows at least (the last one ends the trace)")
-    at_h = np.array([float(row["at_h"]) for row in rows])
+    at_h, counts = _column(rows, "at_h"), _column(rows, "available")
     if not np.isfinite(at_h).all() or at_h[0] != 0 or (np.diff(at_h) <= 0).any():
         raise ValueError("at_h has to begin at 0 and grow from row to row")
-    counts = np.array([float(row["available"]) for row in rows])
     if not np.isfinite(counts).all() or (counts < 0).any():
         raise ValueError("available is a number of nodes, 0 or more")
-    start = about.get("start")
     return _trace(
         at_h[:-1],
         counts[:-1] > 0,
@@ -256,8 +255,26 @@ def _csv(text: str, path: Path) -> Trace:
         path,
         type=about.get("type", ""),
         zone=about.get("zone"),
-        start=None if start is None else datetime.fromisoformat(start).date(),
+        start=_day(about.get("start")),
     )
+
+
+def _column(rows: Sequence[dict[str, str | Any]], key: str) -> Floats:
+    """The numbers below a name of the first line. Raises ValueError with the row of what is none."""
+    found = np.zeros(len(rows))
+    for number, row in enumerate(rows):
+        try:
+            found[number] = float(row[key] or "")
+        except ValueError:
+            raise ValueError(f"row {number + 1} below the names: {key} is {row[key] or ''!r}, no number") from None
+    return found
+
+
+def _day(start: object) -> date | None:
+    try:
+        return None if start is None else datetime.fromisoformat(str(start)).date()
+    except ValueError:
+        raise ValueError(f"start is {start!r}; allowed: a date such as 2026-11-01") from None
 
 
 def _trace(

@@ -37,7 +37,7 @@ def test_a_usual_zone_holds_and_a_terrible_one_does_not(tmp_path: Path, capsys: 
     said = " ".join(capsys.readouterr().out.split())
     assert "The stated interval held" in said
     assert "Plan with the bill's p90." in said
-    assert "8.0 h of work" in said
+    assert "8.00 h of work" in said
     terrible = written(tmp_path, markov(3.0, seed=1, zone="terrible"))
     assert main(["replay", terrible, STACK, "--work-hours", "8"]) == 1
     said = " ".join(capsys.readouterr().out.split())
