@@ -10,7 +10,7 @@ the keys above it.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from decimal import Decimal
@@ -231,10 +231,21 @@ def _step(keys: tuple[str, ...], before: str, after: str, old: Bill, new: Bill) 
 
 
 def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Node | None]]:
-    """(path, before, after) of every value that differs: HEAD's order, then what HEAD has no more."""
+    """(path, before, after) of every value that differs: HEAD's order, then what HEAD has no more. A section without
+    keys (`estimate:`) is nothing of its own where the other side has keys in it: these come or go instead.
+    """
     old, new = dict(_leaves(base)), dict(_leaves(head))
-    found = [(path, old.get(path), node) for path, node in new.items() if _plain(old.get(path)) != _plain(node)]
-    return found + [(path, node, None) for path, node in old.items() if path not in new]
+    found = [
+        (path, old.get(path), node)
+        for path, node in new.items()
+        if _plain(old.get(path)) != _plain(node) and not _above(path, old)
+    ]
+    return found + [(path, node, None) for path, node in old.items() if path not in new and not _above(path, new)]
+
+
+def _above(path: Path_, others: Iterable[Path_]) -> bool:
+    """Whether one of them lies below `path`."""
+    return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
 def _leaves(tree: Mapping, above: Path_ = ()) -> Iterator[tuple[Path_, Node]]:

@@ -85,6 +85,23 @@ def test_a_section_that_goes_is_taken_out_whole(project: Project, capsys: pytest
     assert (step["keys"], step["before"], step["after"]) == (["estimate.hazard_per_hour"], "0.5", "")
 
 
+@pytest.mark.parametrize("empty", ["estimate:", "estimate: {}"])
+def test_a_section_that_was_empty_is_filled_key_by_key_and_emptied_alike(
+    project: Project, capsys: pytest.CaptureFixture[str], empty: str
+) -> None:
+    """Taking the empty section away after its keys had come would take them with it, and the rows would sum to 0."""
+    without = project.stack(("limits:", f"{empty}\nlimits:"))
+    filled = project.stack(("limits:", "estimate:\n  efficiency: 0.25\nlimits:"))
+    for base, head, sign in ((without, filled, 1), (filled, without, -1)):
+        _, stacks = reviewed(capsys, base, head)
+        growth = stacks["growth"]
+        (step,) = growth["steps"]
+        moved = Decimal(growth["head"]["p50"]) - Decimal(growth["base"]["p50"])
+        assert step["keys"] == ["estimate.efficiency"]
+        assert Decimal(step["p50"]) == moved
+        assert moved * sign > 0
+
+
 def test_new_prices_are_a_row_of_their_own(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     base = project.stack()
     prices = files.read(SHIPPED)
