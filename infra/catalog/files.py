@@ -196,7 +196,7 @@ def _write(path: Path, rows: Iterable[list[object]]) -> None:
 
 def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)  # spreadsheets write a mark
     except (OSError, UnicodeDecodeError) as error:
         raise GpufleetError(f"{path} cannot be read ({error}); a price folder has {', '.join(_HEADS)}") from None
     reader = csv.DictReader(lines, restval="")
@@ -207,8 +207,8 @@ def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
             if None in row:
                 raise ValueError("more cells than columns")
             take(row)
-        except (ValueError, InvalidOperation) as error:
-            raise GpufleetError(f"{path}, line {reader.line_num}: not a price ({error or 'not a number'})") from None
+        except ValueError as error:
+            raise GpufleetError(f"{path}, line {reader.line_num}: not a price ({error})") from None
 
 
 def _price(row: dict[str, str], amount: str, unit: str) -> Price:
@@ -220,9 +220,13 @@ def _price(row: dict[str, str], amount: str, unit: str) -> Price:
 
 
 def _usd(text: str, *, above_0: bool) -> Decimal:
-    usd = Decimal(text)
+    allowed = f"allowed: {'above 0' if above_0 else '0 or more'}, up to {_MOST_USD:,}"
+    try:
+        usd = Decimal(text)
+    except InvalidOperation:
+        raise ValueError(f"{text!r} is no number of USD; {allowed}") from None
     if not usd.is_finite() or usd < 0 or (above_0 and not usd) or usd > _MOST_USD:
-        raise ValueError(f"{text} USD")
+        raise ValueError(f"{text} USD; {allowed}")
     return usd
 
 

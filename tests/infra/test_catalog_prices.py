@@ -139,10 +139,11 @@ def test_spot_zones_come_cheapest_first_whatever_their_order_in_the_file(project
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("0.526,", "free,", r"on_demand\.csv, line 2: not a price"),
-        ("0.526,", "-1,", r"on_demand\.csv, line 2: not a price \(-1 USD\)"),
-        ("0.526,", "0,", r"on_demand\.csv, line 2: not a price \(0 USD\)"),
-        ("0.526,", "1e99,", r"line 2: not a price \(1e99 USD\)"),
+        ("0.526,", "free,", r"on_demand\.csv, line 2: not a price \('free' is no number of USD; allowed: above 0"),
+        ("0.526,", ",", r"on_demand\.csv, line 2: not a price \('' is no number of USD"),
+        ("0.526,", "-1,", r"on_demand\.csv, line 2: not a price \(-1 USD; allowed: above 0"),
+        ("0.526,", "0,", r"on_demand\.csv, line 2: not a price \(0 USD; allowed"),
+        ("0.526,", "1e99,", r"line 2: not a price \(1e99 USD; allowed"),
         ("us-east-1,", "us-east-9,", "line 2: not a price .region 'us-east-9' is none of us-east-1, us-east-2"),
         ("us-east-1,", "us-east-1 us-east-1,", "g4dn.xlarge in us-east-1 is there twice"),
         ("g4dn.xlarge,", ",", "it names nothing"),
@@ -162,6 +163,13 @@ def test_a_broken_price_file_is_an_error_with_its_line(project: Path, old: str, 
     path.write_text("\n".join(lines).replace(old, new))
     with pytest.raises(GpufleetError, match=said):
         load_catalog(project)
+
+
+def test_a_price_file_that_a_spreadsheet_wrote_is_read(project: Path) -> None:
+    folder = files.write(files.read(SHIPPED), project / "prices", date(2026, 11, 21))
+    for name in ("on_demand.csv", "spot.csv", "services.csv"):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes().replace(b"\n", b"\r\n"))
+    assert files.read(folder) == files.read(SHIPPED)
 
 
 @pytest.mark.parametrize(
