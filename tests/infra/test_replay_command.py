@@ -88,6 +88,8 @@ def test_the_runs_own_hours_are_replayed_unless_others_are_asked_for(
     assert own["work_hours"] < 5
     assert asked["work_hours"] == 20
     assert asked["traces"][0]["usd"]["p50"] > own["traces"][0]["usd"]["p50"]
+    main(["replay", path, STACK, "--work-hours", "0.02"])
+    assert ": 0.02 h of work, stated" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_same_traces_give_the_same_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
