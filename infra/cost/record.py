@@ -19,6 +19,7 @@ SCHEMA = 1
 
 def to_json(bill: Bill) -> dict[str, Any]:
     """Keys as documented in docs/bill.md."""
+    nodes = bill.chosen.exposure.nodes
     return {
         "schema": SCHEMA,
         "stack": bill.stack,
@@ -43,9 +44,12 @@ def to_json(bill: Bill) -> dict[str, Any]:
             for line in bill.lines
         ],
         "usd": _quantiles(bill.usd),
-        "hours": _quantiles(bill.hours),
+        "hours": _quantiles(bill.hours.times(nodes)),
         "wall_hours": _quantiles(bill.chosen.wall_hours),
-        "needed": {"usd": _quantiles(bill.chosen.needed_usd), "hours": _quantiles(bill.chosen.needed_hours)},
+        "needed": {
+            "usd": _quantiles(bill.chosen.needed_usd),
+            "hours": _quantiles(bill.chosen.needed_hours.times(nodes)),
+        },
         "metered": {"usd": _quantiles(bill.chosen.metered_usd)},
         "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.lines[0].quantity)},
         "spot": _side(bill.spot),
@@ -216,6 +220,6 @@ def _side(side: Side | None) -> dict[str, Any] | None:
         "zone": side.zone,
         "usd_per_hour": str(side.price.amount),
         "usd": _quantiles(side.usd),
-        "hours": _quantiles(side.hours),
+        "hours": _quantiles(side.hours.times(side.exposure.nodes)),
         "uninterrupted_usd": str(side.total),
     }

@@ -34,6 +34,10 @@ class Quantiles:
     p90: Decimal
     mean: Decimal
 
+    def times(self, count: int) -> Quantiles:
+        """Of so many nodes, of one's."""
+        return Quantiles(p10=self.p10 * count, p50=self.p50 * count, p90=self.p90 * count, mean=self.mean * count)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
@@ -45,7 +49,7 @@ class Side:
     lines: tuple[Line, ...]
     runtime: Runtime
     usd: Quantiles  # as the limits of the definition cut it
-    hours: Quantiles  # node-hours, as limits.max_hours counts them
+    hours: Quantiles  # of each node
     wall_hours: Quantiles  # with the waits for capacity
     needed_usd: Quantiles  # without the limits: what it takes to finish
     needed_hours: Quantiles

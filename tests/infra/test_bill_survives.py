@@ -121,6 +121,9 @@ def test_two_nodes_are_priced_and_pay_for_both() -> None:
     # The same job on twice the GPUs of which it uses one: as long, and twice the node-hours.
     assert two.lines[compute].quantity >= one.lines[compute].quantity
     assert sum(line.amount for line in two.lines) == two.usd.p50
+    tree = record.to_json(two)
+    for hours in (tree["hours"], tree["needed"]["hours"], tree["spot"]["hours"], tree["on_demand"]["hours"]):
+        assert float(hours["p50"]) == pytest.approx(float(tree["uninterrupted"]["hours"]), abs=2e-4)
 
 
 def test_two_nodes_in_a_comparison_are_marked_not_launchable() -> None:
