@@ -20,6 +20,7 @@ from infra.cost.compare_rows import Draft, Row, again, draft, filled, rate
 from infra.cost.options import Capacity, Footing
 from infra.cost.side import UNBOUND, Hazards
 from infra.definition import StackDefinition
+from job import sizing
 
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
@@ -63,7 +64,7 @@ def scenarios(
                 reference=True,
                 basis="claim",
             )
-            drafts.append(Draft(row=row, prepared=None, limits=variant.limits))
+            drafts.append(Draft(row=row, prepared=None))
             continue
         footing = found(_of(variant, fleet.instance_types[:1]))
         option = options.type_costs(_unbound(footing.definition), catalog, footing.calibrations)[0]
@@ -90,9 +91,12 @@ def every_option(
         listed = tuple(types or catalog.instance_types())
         footing = found(_of(work, listed))
         unbound, measured = _unbound(footing.definition), footing.calibrations
+        elsewhere = replace(unbound, estimate=replace(unbound.estimate, step_ms=None))
+        own = {_device(unbound, type_, catalog) for type_ in work.fleet.instance_types}
         holder = fit.cheapest_holder(unbound.job.parameters, catalog, work.fleet.region)
         for type_ in listed:
-            option = options.type_cost(unbound, catalog, type_, nearest=holder, calibrations=measured)
+            asked = unbound if _device(unbound, type_, catalog) in own else elsewhere
+            option = options.type_cost(asked, catalog, type_, nearest=holder, calibrations=measured)
             if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                 option = replace(option, why="")
             drafts += [draft(footing, name, option, capacity, catalog, hazards or {}) for capacity in CAPACITIES]
@@ -162,6 +166,14 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
         (replace(work, fleet=replace(work.fleet, region=definition.fleet.region)), ", ".join(names))
         for work, names in found.values()
     ]
+
+
+def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[str, float, int] | None:
+    """What estimate.step_ms is of: the GPUs of the fleet's own types, as many as work on a step."""
+    instance = catalog.instance(type_)
+    if instance is None:
+        return None
+    return instance.gpu.name, instance.gpu_share, sizing.ranks(definition.job.parameters, instance.gpu_count)
 
 
 def _of(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:

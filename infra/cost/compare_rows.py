@@ -82,6 +82,7 @@ class Row:
     launchable: bool = False
     why: str = ""  # does not fit, has no price, has left EC2, is several nodes
     nearest: str = ""  # change that would make it fit
+    limits: Limits | None = None  # of the file; None: nothing is priced
     over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
     late: float = 0.0  # probability of missing the deadline, before which the job stops as before any limit
     basis: str = ""  # claim, target (roofline and an efficiency), measured
@@ -103,7 +104,6 @@ class Draft:
 
     row: Row
     prepared: Prepared | None
-    limits: Limits
 
 
 def draft(
@@ -142,13 +142,14 @@ def draft(
         nearest=unfit.nearest if unfit else "",
         basis="measured" if runtime and runtime.measured else "target",
         sharded=any(phase.sharded for phase in sizing.phases(config)),
+        limits=definition.limits,
     )
     prepared = None
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:
         unbound = replace(definition, limits=UNBOUND)
         size = footing.dataset_bytes
         prepared = side.prepare(unbound, catalog, [option], capacity, dataset_bytes=size, hazards=hazards)
-    return Draft(row=row, prepared=prepared, limits=definition.limits)
+    return Draft(row=row, prepared=prepared)
 
 
 def filled(drafts: Sequence[Draft], hours_left: float | None, *, runs: int, attempts: int) -> list[Row]:
@@ -159,11 +160,7 @@ def filled(drafts: Sequence[Draft], hours_left: float | None, *, runs: int, atte
         row = each.row
         if each.prepared is not None:
             outcome = outcomes[each.prepared.unlimited]
-            found = side.settle(each.prepared, outcome, outcome)
-            stop_usd, stop_h = found.reserve
-            over = found.metered_usd.p90 + stop_usd > each.limits.max_usd
-            over = over or (found.hours.p90 + stop_h) * row.nodes > each.limits.max_hours
-            row = _figures(replace(row, over_limit=over), found, hours_left)
+            row = _figures(row, side.settle(each.prepared, outcome, outcome), hours_left)
         rows.append(row)
     return rows
 
@@ -191,10 +188,13 @@ def _simulated(exposures: Sequence[risk.Exposure], *, runs: int, attempts: int) 
 
 def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
     """What the simulated runs say."""
-    outcome = found.needed
+    outcome, (stop_usd, stop_h) = found.needed, found.reserve
+    assert row.limits is not None
+    over = found.metered_usd.p90 + stop_usd > row.limits.max_usd
     return replace(
         row,
-        hours=_times(found.hours, row.nodes),
+        over_limit=over or (found.hours.p90 + stop_h) * row.nodes > row.limits.max_hours,
+        hours=found.hours.times(row.nodes),
         billed_gpu_h=float(found.hours.p50) * row.nodes * row.gpu_count,
         wall_hours=found.wall_hours,
         usd=found.usd,
@@ -254,7 +254,3 @@ def _free(found: Side, outcome: risk.Outcome) -> Decimal:
     exposure = found.exposure
     metered = exposure.fixed_usd + outcome.hours * (exposure.compute_usd_h + exposure.extras_usd_h)
     return side.exact(float(np.mean(metered - outcome.usd)))
-
-
-def _times(values: Quantiles, nodes: int) -> Quantiles:
-    return Quantiles(p10=values.p10 * nodes, p50=values.p50 * nodes, p90=values.p90 * nodes, mean=values.mean * nodes)

@@ -188,8 +188,11 @@ def test_a_row_beyond_the_limits_is_marked_and_still_priced() -> None:
 def test_a_row_that_a_limit_leaves_too_little_to_stop_in_is_beyond_it() -> None:
     row = rows("sft-h100")["p5-8xh100"]
     assert row.side is not None
-    assert row.side.needed_usd.p90 < 120 < row.side.needed_usd.p90 + row.side.reserve[0]
-    assert row.over_limit
+    assert row.limits is not None
+    needed, reserve = row.side.needed_usd.p90, row.side.reserve[0]
+    for usd, beyond in ((needed + reserve / 2, True), (needed + reserve, False)):
+        (found,) = compare_rows.again([replace(row, limits=replace(row.limits, max_usd=usd))], None, runs=1)
+        assert found.over_limit is beyond
 
 
 def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_nodes_at_p90() -> None:
@@ -199,7 +202,7 @@ def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_n
     drafted = compare_rows.draft(footing, "own", option, "spot", load_catalog(), {})
 
     def filled(nodes: int = 1, **limits: Decimal) -> Row:
-        made = replace(drafted, row=replace(drafted.row, nodes=nodes), limits=replace(UNBOUND, **limits))
+        made = replace(drafted, row=replace(drafted.row, nodes=nodes, limits=replace(UNBOUND, **limits)))
         return compare_rows.filled([made], 1.0, runs=500, attempts=200)[0]
 
     row = filled()
@@ -216,6 +219,12 @@ def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_n
     cent = Decimal("0.001")
     assert [filled(max_usd=usd + step).over_limit for step in (-cent, cent)] == [True, False]
     assert [filled(2, max_hours=2 * hours + step).over_limit for step in (-cent, cent)] == [True, False]
+    (better,) = compare_rows.again([row], 1.0, runs=5000)  # what is marked is what is shown, simulated anew
+    assert better.side is not None
+    between = (usd + better.side.metered_usd.p90 + better.side.reserve[0]) / 2
+    bound = filled(max_usd=between)
+    (again,) = compare_rows.again([bound], 1.0, runs=5000)
+    assert {bound.over_limit, again.over_limit} == {True, False}
 
 
 def test_a_node_is_held_for_its_hours_or_for_its_work_where_that_is_longer() -> None:
@@ -315,6 +324,20 @@ def test_an_unfit_type_names_the_nearest_change_that_fits() -> None:
     wide = [variant for variant in variants if variant.scenario == "g6e-1000-b16"]
     found = compare.every_option(definition, wide, load_catalog(), types=["g5.2xlarge"])
     assert all("nearest: job.parameters.precision.phase3_state: bf16" in row.lost for row in found)
+
+
+def test_step_times_of_the_file_are_of_its_own_gpus_alone() -> None:
+    """Taken for every type, the slowest GPU would be as fast as the fastest, and the cheapest would win."""
+    plan, _ = stack("tinystories-growth")
+    timed = replace(plan, estimate=replace(plan.estimate, step_ms=(Decimal(50), Decimal(100), Decimal(400))))
+    types = ["g5.xlarge", "g5.2xlarge", "g6.2xlarge", "g6e.2xlarge"]
+    plain, found = (
+        {row.type: row for row in compare.every_option(each, [each], load_catalog(), types=types, runs=10)}
+        for each in (plan, timed)
+    )
+    assert {type_ for type_, row in found.items() if row.basis == "measured"} == {"g5.xlarge", "g5.2xlarge"}
+    assert [found[type_].compute_h for type_ in types[:2]] == [pytest.approx(550 / 3600)] * 2
+    assert [found[type_].compute_h for type_ in types[2:]] == [plain[type_].compute_h for type_ in types[2:]]
 
 
 def test_what_misses_the_deadline_comes_after_what_meets_it() -> None:
