@@ -63,6 +63,8 @@ def _limits(bill: Bill) -> Iterator[str]:
         )
     elif cap.probability >= 0.01:
         yield f"{cap.probability:.0%} of runs stop at {cap.first} before they are done"
+    if late := limits.expiry_warning(bill):
+        yield late
     slowest = limits.slowest(bill.chosen)
     if not bill.calibrated and 0.5 < slowest < 1:
         drawn = ", even uninterrupted" if bill.capacity == "spot" else ""

@@ -18,6 +18,7 @@ from infra.cost.risk import MINIMUM_H
 from infra.cost.side import Side, reserve_h
 from infra.definition import StackDefinition
 from infra.errors import Problem
+from infra.run_guard import WAITING_TIME
 
 AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
 
@@ -90,6 +91,23 @@ def deadline_warning(definition: StackDefinition, bill: Bill, now: datetime) -> 
     return (
         f"{late:.0%} of runs miss limits.deadline, {left_h:.1f} h from now: p50 is {bill.chosen.wall_hours.p50:.2f} h,"
         f" waits for capacity included; `gpufleet compare {definition.argument}` says when to switch to on demand"
+    )
+
+
+def expiry_warning(bill: Bill) -> str:
+    """Which share of the simulated runs their fleet does not outlive where no deadline says for how long; nothing below
+    1 %. Only waits take a run there: what a node works, max_hours stops before.
+    """
+    cap, needed = bill.cap, bill.chosen.needed
+    if cap is None or cap.deadline is not None:
+        return ""
+    unstopped = needed.hours <= min(bill.chosen.exposure.hours_at_cap())
+    late = float((unstopped & (needed.wall_hours > float(cap.max_hours) + _hours(WAITING_TIME))).mean())
+    if late < 0.01:
+        return ""
+    return (
+        f"{late:.0%} of runs wait so long for capacity that they are not done when their fleet expires,"
+        f" limits.max_hours + {_hours(WAITING_TIME):.0f} h after `up`; limits.deadline sets another time"
     )
 
 

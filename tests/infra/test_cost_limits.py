@@ -284,6 +284,20 @@ def test_the_share_of_runs_that_miss_the_deadline_is_a_warning_waits_counted() -
     assert deadline_warning(definition(**TWO), found, NOW) == ""
 
 
+def test_runs_that_wait_until_their_fleet_expires_are_a_warning_where_no_deadline_says_when() -> None:
+    """Waits of 20 h on average, a node that is never taken: the first wait alone may take 24 h + max_hours less the run."""
+    waits = {"capacity_wait_minutes": "1200", "hazard_per_hour": "0.000001"}
+    found = bill(**waits)
+    share = np.exp(-(26 - found.chosen.exposure.uninterrupted_h) / 20)
+    (said,) = [text for text in found.warnings if "expires" in text]
+    assert int(said.split("%")[0]) / 100 == pytest.approx(share, abs=0.03)
+    assert "limits.max_hours + 24 h after `up`; limits.deadline sets another time" in said
+    plan = definition(**waits)
+    later = replace(plan, limits=replace(plan.limits, deadline=NOW + timedelta(days=90)))
+    for each in (bill(), bill(**waits, capacity="on-demand"), price(later, CATALOG, runs=2000)):
+        assert not any("expires" in text for text in each.warnings)
+
+
 def test_the_bill_says_that_a_deadline_is_in_none_of_its_figures() -> None:
     plan, plain = due(0.40), definition(**TWO)
     found = price(plan, CATALOG, runs=100)
