@@ -250,15 +250,16 @@ def _beside_s(
     *,
     ended: bool,
 ) -> float:
-    """Work beside the steps: evaluations and passes (forward only, a third of a step per token), decoding, the node's
-    cores and GPUs at work on something else. `ended`: all but evaluations is in what was measured after the last step.
+    """Work beside the steps: evaluations and passes, which are forward only, decoding, the node's cores and GPUs at
+    work on something else. `ended`: all but evaluations is in what was measured after the last step.
     """
-    evaluation_s = step_ms / 1e3 * size.evaluation_tokens / size.tokens_per_step / 3
+    token_s = step_ms / 1e3 / size.tokens_per_step * size.forward_share
+    evaluation_s = token_s * size.evaluation_tokens
     if seen is not None and seen.evaluation_s is not None:
         evaluation_s = seen.evaluation_s
     if ended:
         return size.evaluations * evaluation_s
-    forward_s = size.evaluations * evaluation_s + step_ms / 1e3 * size.forward_tokens / size.tokens_per_step / 3
+    forward_s = size.evaluations * evaluation_s + token_s * size.forward_tokens
     decode_s = DECODE_S
     if instance.gpu.bandwidth_gb_s is not None and config.device != "cpu":
         width = 2 if config.precision.compute == "bf16" else 4

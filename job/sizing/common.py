@@ -31,6 +31,7 @@ class PhaseSize:
     evaluations: int = 0
     evaluation_tokens: int = 0
     forward_tokens: int = 0
+    forward_share: float = 1 / 3  # of flops_per_token: what a token costs that is only passed forward
     decode_steps: int = 0
     decode_sequences: int = 1
     decode_at_once: int = 1

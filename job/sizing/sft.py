@@ -45,6 +45,15 @@ def flops_per_token(config: SftConfig) -> int:
     return 4 * matmul + 6 * trained(config) + attention
 
 
+def forward_share(config: SftConfig) -> float:
+    """Of a token's work in training. Nearly half with a frozen base, whose weights get no gradients."""
+    matmul, own, whole = decoder.matmul_parameters(config.model), trained(config), flops_per_token(config)
+    if config.method == "full":
+        return 1 / 3
+    attention = whole - 4 * matmul - 6 * own
+    return (2 * (matmul + own) + attention / 3) / whole
+
+
 def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
     """`train`, then `merge`: five validation losses and the stored answers."""
     m, rows = config.model, config.batch.tokens // config.data.row
@@ -64,6 +73,7 @@ def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
         "state_bytes_per_param": 16,
         "optimizer_traffic_bytes_per_param": 28,
         "tokens_per_step": config.batch.tokens,
+        "forward_share": forward_share(config),
         "sharded": sharded,
     }
     train = PhaseSize(
@@ -73,12 +83,11 @@ def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
         evaluation_tokens=evaluation,
         **sizes,  # type: ignore[arg-type]
     )
-    passes = 3 if config.method == "lora" else 1
-    exact = 2 * min(VALIDATION_ROWS, config.eval.rows) * FP32_COST if config.method == "lora" else 0
+    exact = 2 * min(VALIDATION_ROWS, config.eval.rows) * FP32_COST * config.data.row
     merge = PhaseSize(
         name="merge",
         steps=0,
-        forward_tokens=passes * evaluation + exact * config.data.row,
+        forward_tokens=0 if sharded else 3 * evaluation + exact,  # all weights: the last evaluation was the one loss
         decode_steps=config.eval.sample_tokens * -(-config.eval.prompts // answers_at_once(config)),
         **sizes,  # type: ignore[arg-type]
     )

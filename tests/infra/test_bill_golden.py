@@ -160,17 +160,19 @@ ADAPTERS = 32 * 64 * (2 * 8192 + 2 * 5120 + 3 * 18432)  # rank 64 x (in + out) o
 def sft_lines(*, nodes: int, efficiency: float, usd_per_hour: str) -> dict[str, Decimal]:
     """LoRA on `nodes` nodes of one H100 each."""
     # 4 FLOP per frozen parameter that multiplies a token, 6 per adapter's, attention within examples of 361 tokens
-    flops = 4 * (32 * LLAMA_LAYER + 128_256 * 4096) + 6 * ADAPTERS + 6 * 32 * 4096 * 361
+    frozen = 32 * LLAMA_LAYER + 128_256 * 4096
+    flops = 4 * frozen + 6 * ADAPTERS + 6 * 32 * 4096 * 361
+    forward = (2 * frozen + 2 * ADAPTERS + 2 * 32 * 4096 * 361) / flops  # nearly half: the frozen have no gradients
     steps = ceil(3 * 600_000 * 0.99 * 361 / (16_384 * 0.98))  # 40,066: rows are 98 % full, 1 % of examples held out
     step_s = (16_384 * flops / (H100_TFLOPS * nodes) + ADAPTERS * 28 / H100_GB_S) / efficiency
     evaluations = ceil(steps / 1500)
-    evaluation_s = evaluations * step_s * 512 * 4096 / 16_384 / 3
+    evaluation_s = evaluations * step_s * 512 * 4096 / 16_384 * forward
     checkpoint_gb, end_gb = 12 * ADAPTERS / 1e9, 4 * ADAPTERS / 1e9
     saves = (steps * step_s + evaluation_s) / 300 + evaluations + 1
     stalls_s = saves * (0.1 + checkpoint_gb / 4 / nodes)
     # three losses over the held-out rows, 2 x 32 rows in fp32 (15 times the work), 100 answers of 128 tokens at 20 ms,
     # 20 at once
-    merge_s = step_s * (3 * 512 * 4096 + 2 * 32 * 15 * 4096) / 16_384 / 3 + 5 * 128 * 0.02
+    merge_s = step_s * (3 * 512 * 4096 + 2 * 32 * 15 * 4096) / 16_384 * forward + 5 * 128 * 0.02
     merged_gb = 4 * LLAMA / 1e9
     seconds = 900 + steps * step_s + evaluation_s + stalls_s + merge_s
     final_gb = 2 * ADAPTERS / 1e9 + merged_gb  # the adapter in bf16 lies beside the merged weights

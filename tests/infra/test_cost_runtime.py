@@ -13,7 +13,7 @@ from infra.cost import runtime
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
 from job import sizing
-from job.config import GrowthConfig, KernelConfig
+from job.config import GrowthConfig, KernelConfig, SftConfig
 
 ROOT = Disk(size_gib=100)
 
@@ -174,3 +174,14 @@ def test_a_rank_generates_its_share_of_the_candidates_32_at_once(gpus: int, roun
     config = KernelConfig(gpus=gpus)  # 200 candidates of at most 2,048 tokens, 20 ms each
     _, generate, _ = runtime.hours(config, instance("p5.48xlarge"), Estimate(), ROOT).phases
     assert generate.seconds == pytest.approx(rounds * 2048 * 0.02)
+
+
+def test_with_a_frozen_base_an_evaluation_takes_nearly_half_of_a_step_per_token() -> None:
+    """Its weights get no gradients: of 4 FLOP per parameter and token 2 are forward, not a third."""
+    config = SftConfig()
+    once = replace(config, eval=replace(config.eval, every=10_000_000))
+    found, other = (runtime.hours(each, instance("p5.4xlarge"), Estimate(), ROOT) for each in (config, once))
+    evaluations, tokens = -(-found.phases[0].steps // config.eval.every), config.eval.rows * config.data.row
+    forward = 2 * (7_504_658_432 + 167_772_160) + 2 * 32 * 4096 * 361  # matrices, adapters, attention in an example
+    seconds = (evaluations - 1) * tokens * forward / (0.45 * 989.5e12)
+    assert found.evaluation_s - other.evaluation_s == pytest.approx(seconds, rel=0.01)

@@ -202,6 +202,8 @@ def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
     train, merge = sizing.phases(counted)  # nothing is evaluated that is not there
     assert (train.evaluation_tokens, merge.forward_tokens) == (9 * 128, (3 + 2 * 15) * 9 * 128)
     assert merge.decode_steps == 2 * 128
+    whole = sizing.phases(replace(counted, method="full"))  # nothing to merge: its last evaluation is the one loss
+    assert (whole[1].forward_tokens, whole[0].forward_share) == (0, 1 / 3)
     kernel = KernelConfig()
     rows = {"examples": 100, "rows": 150, "row": 8192}
     assert sizing.phases(sizing.with_facts(kernel, rows))[0].steps == -(-150 * 8192 // kernel.batch.tokens)
