@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import signal
 import socket
 import sys
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{served.name} on http://{host!s}:{port} (GET /health, GET /info, POST /generate)\n")
         sys.stdout.flush()
         server.serve_forever(poll_interval=0.1)
+    if not server.idle:
+        os._exit(0)  # the interpreter's own end would take threads out of torch's C++, which aborts (SIGABRT)
     return 0
 
 

@@ -28,7 +28,7 @@ from job.serving.request import Refused, parse
 AT_ONCE = 4
 CONNECTIONS = 64
 PATIENCE_S = 30.0
-CLOSING_S = 2.0
+CLOSING_S = 8.0  # for all generations under way; a large model may take longer for a long prompt on a CPU
 BODY_BYTES = 64 * 1024  # the longest prompt is a few thousand characters
 LENGTH_DIGITS = 20  # of Content-Length; int() refuses thousands of them
 DRAINED_BYTES = 1024 * 1024
@@ -46,6 +46,7 @@ class Server(ThreadingHTTPServer):
         self.free = threading.BoundedSemaphore(AT_ONCE)
         self.room = threading.BoundedSemaphore(CONNECTIONS)
         self.ending = threading.Event()
+        self.idle = True
         super().__init__(address, Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -65,10 +66,13 @@ class Server(ThreadingHTTPServer):
         super().shutdown()
 
     def server_close(self) -> None:
-        """Closes the port and waits until the generations under way have said that they end."""
+        """Closes the port and waits up to CLOSING_S until the generations under way have said that they end. `idle`
+        says whether they have, or one still computes its next character.
+        """
         super().server_close()
-        for _ in range(AT_ONCE):
-            self.free.acquire(timeout=CLOSING_S)
+        deadline = time.monotonic() + CLOSING_S
+        ended = [self.free.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(AT_ONCE)]
+        self.idle = all(ended)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of ours; anything else is printed as usual."""

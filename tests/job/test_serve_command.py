@@ -53,6 +53,47 @@ def test_the_command_serves_from_the_folder_alone_and_ends_at_sigterm(tmp_path: 
         process.communicate()
 
 
+COMPUTING = """
+import sys
+import torch
+from job import serve
+from job.serving import model, server
+
+def computing(*args, **settings):  # its next character is far away, as behind a long prompt
+    print("begun", flush=True)
+    while True:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+
+model.generate, server.CLOSING_S = computing, 0.1
+sys.exit(serve.main(sys.argv[1:]))
+"""
+
+
+def test_sigterm_ends_it_in_good_order_while_a_generation_computes(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMPUTING, str(exported(tmp_path / "final")), "--port", "0", "--device", "cpu"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().split("127.0.0.1:")[1].split()[0])
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        client.request("POST", "/generate", json.dumps({"prompt": "1"}))
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        client.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_help_and_wrong_words_wait_for_no_torch() -> None:
     code = "import sys, job.serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -174,3 +215,4 @@ def test_the_page_names_every_option_route_field_and_limit() -> None:
     assert f"when {serving.AT_ONCE} generations" in page
     assert f"{serving.CONNECTIONS} connections" in page
     assert f"{serving.PATIENCE_S:g} s after the connection" in page
+    assert f"cut off after {serving.CLOSING_S:g} s" in page
