@@ -129,8 +129,8 @@ def image(definition: StackDefinition) -> Iterator[Check]:
 
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
-    """What else `up` needs of the project itself; it refuses aloud without. AMI and image have checks of their own."""
+    """What else `up` needs of the project itself, and refuses without. AMI and image have checks of their own."""
     for sentence in not_ready(definition, root):
         if sentence.startswith("storage."):
             found, _, fix = sentence.partition(": ")
-            yield Check(name="inputs", state="warning", found=found, fix=fix[0].upper() + fix[1:])
+            yield Check(name="inputs", state="problem", found=found, fix=fix[0].upper() + fix[1:])

@@ -51,6 +51,16 @@ def test_pin_writes_ami_and_digest_and_then_everything_is_in_place(
     assert stack.read_text() == before.replace("unpinned", loaded.fleet.ami).replace(IMAGE, loaded.job.image)
 
 
+def test_a_dataset_that_is_not_there_is_a_problem_since_up_refuses(
+    cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack.write_text(stack.read_text().replace("s3://elsewhere/tokens", "data/mine"))
+    assert main(["doctor", "small-growth", "--pin"]) == 1
+    said = capsys.readouterr().out
+    assert "PROBLEM inputs: storage.dataset, data/mine, is not prepared\n          Run `gpufleet prepare " in said
+    assert said.endswith("with them `pulumi up` would leave you without a node.\n")
+
+
 def test_unpinned_files_are_a_problem_with_the_command_that_solves_it(
     cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
