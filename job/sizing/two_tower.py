@@ -17,7 +17,7 @@ from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
 LAUNCH_MS = 10.0
 GROUP_SCORES = 1 << 23  # that the loss holds at once, or one member's (job/models/two_tower.py's GROUP)
-SCORE_TENSORS = 4  # of those: scores (exponentials in place), weighted targets, their gradient, one temporary
+SCORE_TENSORS = 3  # of those: a group's gradient until the next group's products and their logarithms stand beside it
 # LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU; trees and features go
 # through every query and model of each fold.
 BASELINES_CORE_S, BASELINES_OF = 190.0, 342 * 1131 * 10
@@ -118,7 +118,10 @@ def phases(config: TwoTowerConfig) -> tuple[PhaseSize, ...]:
 def memory(
     config: TwoTowerConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
 ) -> Memory:
-    """The scores of a few members at a time (the loss frees each group), everything else of all members at once."""
+    """The scores of a few members at a time (the loss frees each group), everything else of all members at once. When
+    the scores are gone, the model tower's widest layer takes its gradient twice; a batch that is not cut makes the
+    weights' gradients only as its activations go.
+    """
     family, count, whole = _of_phase(config, phase_index)
     step = batch(family, whole)
     weights, chunk = count * parameters(family) * 4, min(micro_batch, step)
@@ -130,6 +133,7 @@ def memory(
         activations += count * 2 * (step * units[0] + models * units[1])
     group = max(1, min(count, GROUP_SCORES // (chunk * models)))
     scores = SCORE_TENSORS * group * chunk * models * 4
+    widest = 2 * count * models * max(t.model) * 4
     held = count * whole * (models + t.sentence) * 4  # every member's own targets and sentence vectors
     best = weights if count > 1 else 0
     return Memory(
@@ -138,7 +142,7 @@ def memory(
         moments_gb=2 * weights / GB,
         activations_gb=activations / GB,
         logits_gb=scores / GB,
-        total_gb=(4 * weights + best + held + activations + scores) / GB,
+        total_gb=((3 + (chunk < step)) * weights + best + held + activations + max(scores, widest)) / GB,
     )
 
 

@@ -102,6 +102,20 @@ def test_memory_is_predicted_within_a_tenth_where_a_large_batch_is_cut() -> None
     assert alive.peak == pytest.approx(memory.total_gb * 1e9 - 4 * state, rel=0.1)  # weights, best ones, two moments
 
 
+@pytest.mark.parametrize(
+    ("dropout", "counted"),
+    [(0.18, {443: 0.965, 256: 1.004, 128: 0.999, 64: 0.986}), (0.0, {443: 0.698, 256: 0.719, 128: 0.714, 64: 0.702})],
+)
+def test_memory_is_what_torchs_allocator_counts(dropout: float, counted: dict[int, float]) -> None:
+    """GB of a step of both protocols' folds on a pretended A10G (docs/decisions, cuda-without-a-gpu)."""
+    towers = replace(FULL.towers, dropout=dropout)
+    if not dropout:  # counted with other towers
+        towers = replace(towers, query=(256, 128, 64), model=(384, 256, 128, 64))
+    config = replace(FULL, towers=towers)
+    for micro, gigabytes in counted.items():
+        assert sizing.memory(config, 0, micro).total_gb == pytest.approx(gigabytes, rel=0.08)
+
+
 def test_full_fits_a_24_gb_card_at_once_with_both_protocols() -> None:
     full = variant(FULL, "full")
     rung = sizing.choose_rung(full, 24.0)
