@@ -285,7 +285,7 @@ def test_the_share_of_runs_that_miss_the_deadline_is_a_warning_waits_counted() -
 
 
 def test_runs_that_wait_until_their_fleet_expires_are_a_warning_where_no_deadline_says_when() -> None:
-    """Waits of 20 h on average, a node that is never taken: the first wait alone may take 24 h + max_hours less the run."""
+    """Waits of 20 h on average, a node that is never taken: the first wait alone has 24 h + max_hours less the run."""
     waits = {"capacity_wait_minutes": "1200", "hazard_per_hour": "0.000001"}
     found = bill(**waits)
     share = np.exp(-(26 - found.chosen.exposure.uninterrupted_h) / 20)
