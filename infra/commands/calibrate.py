@@ -45,11 +45,12 @@ def run(args: argparse.Namespace) -> int:
     if args.rehearsal:
         definition = load(plain.source, now=datetime.now(UTC), rehearsal=True, past_deadline=True)
     root = project_root(Path.cwd())
+    _require_place(root / calibration.FOLDER / definition.name)
     tree = calibrate(definition, root, steps=args.steps, gpus=machine.gpus())
+    print("\n".join(summary(tree)))
     path = calibration.path_for(root, definition.name, tree["device"]["name"])
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
-    print("\n".join(summary(tree)))
     if lacks := calibration.unmeasured(definition.job.parameters):
         print(f"  not measured, and priced as before: {', '.join(lacks)} (no optimizer steps)")
     written, bill = f"Written to {path.relative_to(root)}", f"the bill of {definition.name}"
@@ -60,6 +61,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{written}: commit it, and {bill} stands on it.")
     return 0
+
+
+def _require_place(folder: Path) -> None:
+    """Raises GpufleetError where nothing can be written: before minutes of a rented GPU are measured in vain."""
+    near = next(each for each in (folder, *folder.parents) if each.exists())
+    if not near.is_dir() or not os.access(near, os.W_OK):
+        raise GpufleetError(
+            f"{folder}: the measurement is written there, and {near} is no folder, or must not be written to; put that"
+            " right, or measure in another checkout"
+        )
 
 
 def _ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -> str:

@@ -38,7 +38,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
         others = ", ".join(sorted({aws.owner(fleet) or "nobody" for fleet in alive}))
         whose = f"; there is one of {others}, whose file has to ask" if alive else ""
         raise AwsRefused(
-            f"there is no fleet of {owner}'s for run {run} of {name} in {definition.fleet.region}{whose}. "
+            f"there is no fleet of owner {owner} for run {run} of {name} in {definition.fleet.region}{whose}. "
             f"`gpufleet status {again}` says what there is; `--run ID` names an earlier run."
         )
     asked = {"by": owner, "at": now.isoformat(timespec="seconds")}

@@ -168,6 +168,16 @@ def test_a_probe_of_the_rehearsal_promises_no_bill(
     assert "commit it" not in said
 
 
+def test_a_place_where_the_measurement_cannot_be_kept_is_said_before_the_probe(
+    path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
+    (project_root(path.parent) / "calibrations").write_text("")
+    assert main(["calibrate", "small-growth", "--steps", "90"]) == 2
+    assert "/calibrations is no folder, or must not be written to; put that right" in capsys.readouterr().err
+    assert probed == []
+
+
 def test_a_run_with_too_few_steps_is_told_that_no_probe_can_measure_it(
     path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
