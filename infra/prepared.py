@@ -113,7 +113,8 @@ def _short(manifest: DatasetManifest, unit: str, least: int, sequence: int) -> s
     for split in ("train", "validation"):
         count = manifest.tokens.get(split) if unit == "tokens" else manifest.facts.get(f"{split}_{unit}")
         if count is not None and count < least:
-            return f"has {count} {unit} for {split}, data.sequence {sequence} needs at least {least}"
+            share = " (1 % of the stories)" if (unit, split) == ("tokens", "validation") else ""
+            return f"has {count} {unit} for {split}{share}, data.sequence {sequence} needs at least {least}"
     return ""
 
 

@@ -112,7 +112,7 @@ def test_more_ids_than_the_model_has_are_said(tmp_path: Path) -> None:
     assert "has 257 ids, model.vocab is 128: raise it to 257 or more" in said(file, tmp_path)[0]
     edit(file, "vocab", "300")
     edit(file, "sequence", "4096")
-    assert "data.sequence 4096 needs at least 4097" in said(file, tmp_path)[0]
+    assert "for validation (1 % of the stories), data.sequence 4096 needs at least 4097" in said(file, tmp_path)[0]
 
 
 def test_base_weights_and_their_tokenizer_are_held_against_the_file(chats: Path, tmp_path: Path) -> None:
