@@ -35,7 +35,7 @@ def main() -> None:
             scenario=pulumi.Config().get("scenario") or "",
         )
     except GpufleetError as error:
-        pulumi.log.error(str(error))
+        pulumi.log.error(f"{error}\nNothing was declared.")
         sys.exit(SHOWN)
     pulumi.log.info(render(plan.bill, today=now.date(), accuracy=score(root)))
     for warning in plan.warnings:

@@ -58,7 +58,7 @@ class DefinitionError(GpufleetError):
         self.source = source
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n".join([f"{source}: {count}, nothing was declared", *(f"  - {p}" for p in self.problems)]))
+        super().__init__("\n".join([f"{source}: {count}", *(f"  - {p}" for p in self.problems)]))
 
 
 class PriceMissing(GpufleetError):

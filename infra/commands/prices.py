@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Shows, or refreshes. A refresh gives 1 when a question to AWS failed, and raises AwsRefused when all did."""
     catalog = load_catalog()
-    regions = args.region or list(catalog.regions())
+    regions = list(dict.fromkeys(args.region or catalog.regions()))
     if unknown := [region for region in regions if region not in catalog.regions()]:
         raise GpufleetError(f"--region {unknown[0]}: the catalog covers {', '.join(catalog.regions())}")
     now = datetime.now(UTC)

@@ -102,7 +102,7 @@ def test_a_wrong_definition_is_reported_in_full(tmp_path: Path, capsys: pytest.C
     path.write_text("run: {id: R}\n")
     assert cli.main(["status", str(path)]) == 2
     said = capsys.readouterr().err
-    assert "problems, nothing was declared" in said
+    assert "broken.yaml: 10 problems\n" in said
     assert "line 1, run.id: 'R' is not accepted" in said
     assert "Traceback" not in said
 

@@ -422,7 +422,7 @@ def test_the_message_is_one_line_per_problem(write: Write) -> None:
     with pytest.raises(DefinitionError) as caught:
         load(write(changed("limits", "max_hours: 0")), now=NOW)
     first, second = str(caught.value).splitlines()
-    assert first.endswith("growth-test.yaml: 1 problem, nothing was declared")
+    assert first.endswith("growth-test.yaml: 1 problem")
     assert second == ("  - line 6, limits.max_hours: '0' is not accepted; allowed: a number from 0.01 to 720 (hours).")
 
 

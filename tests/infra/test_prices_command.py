@@ -118,6 +118,11 @@ def test_a_place_that_no_folder_can_have_is_an_error_before_anything_is_asked(pr
         prices.refresh(load_catalog(), ["us-east-2"], project / "file", pricing=None, ec2_in=None, now=NOW)
 
 
+def test_a_region_that_is_named_twice_is_one_region(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--region", "us-east-2", "--region", "us-east-2", "--json") == 0
+    assert [each["region"] for each in json.loads(capsys.readouterr().out)["regions"]] == ["us-east-2"]
+
+
 def test_two_refreshes_of_a_day_are_two_folders_and_the_second_counts(refresh: Refresh, project: Path) -> None:
     first = listed()
     first.nodes["g5.2xlarge", "us-east-2"] = "1.30"
