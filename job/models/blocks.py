@@ -122,7 +122,7 @@ class Linear(nn.Linear):
 
 
 def together(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
-    """What each layer makes of the same x, as one product: larger ones run nearer to a machine's speed."""
+    """What each layer makes of the same x, as one product: fewer kernels for the host to launch."""
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     product = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
     return torch.split(product, [layer.out_features for layer in layers], dim=-1)
