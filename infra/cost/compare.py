@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from infra.catalog import Catalog
-from infra.cost import fit, options, risk
+from infra.cost import fit, options, risk, text
 from infra.cost.compare_rows import Draft, Row, again, draft, filled, rate
 from infra.cost.options import Capacity, Footing
 from infra.cost.side import UNBOUND, Hazards
@@ -208,7 +208,7 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
         change = f"; nearest: {row.nearest}" if row.nearest else ""
         return (row.why or f"no {row.capacity} price in {row.region}") + change
     if row.late > SURE:
-        return f"misses the deadline, {hours_left:.1f} h from now, in {row.late:.0%} of runs"
+        return f"misses the deadline, {text.hours(hours_left or 0.0)} h from now, in {row.late:.0%} of runs"
     if best is None or row is best or best.usd is None or row.usd is None:
         return ""
     assert row.side is not None

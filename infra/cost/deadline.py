@@ -16,6 +16,7 @@ import numpy as np
 
 from infra.cost.hazard import Floats
 from infra.cost.risk import MINIMUM_H, SEED, Exposure, Leave, Outcome, simulate
+from infra.cost.text import hours
 
 ON_TIME = 0.95
 RUNS = 2_000
@@ -39,18 +40,18 @@ class Policy:
 
     def sentence(self) -> str:
         """For people."""
-        deadline, cost = f"{self.hours_left:.1f} h", f"${self.usd[1]:.2f} p50, ${self.usd[2]:.2f} p90"
+        deadline, cost = f"{hours(self.hours_left)} h", f"${self.usd[1]:.2f} p50, ${self.usd[2]:.2f} p90"
         if self.switch_h is None:
             return f"spot alone is done in {deadline} in {self.on_time:.0%} of runs: no switch needed; {cost}"
         if not self.on_time:
-            takes = f"{self.wall_hours[1]:.1f} h, and {60 * self.stop_h:.0f} min to stop in"
+            takes = f"{hours(self.wall_hours[1])} h, and {60 * self.stop_h:.0f} min to stop in"
             return f"the deadline in {deadline} cannot be met: on demand from the first hour takes {takes}"
         if not self.switch_h:
-            return f"spot leaves no slack for a deadline in {deadline}: begin on demand; {cost}"
-        typical = "" if self.typical_switch_h is None else f", typically at {self.typical_switch_h:.1f} h"
+            return f"a deadline in {deadline} leaves too little slack for spot: begin on demand; {cost}"
+        typical = "" if self.typical_switch_h is None else f", typically at {hours(self.typical_switch_h)} h"
         return (
-            f"begin on spot and switch to on demand {self.switch_h:.1f} h after the start if nothing is done by then, "
-            f"later by the hours of work that are done ({self.switched:.0%} of runs switch{typical}); "
+            f"begin on spot and switch to on demand {hours(self.switch_h)} h after the start if nothing is done by"
+            f" then, later by the hours of work that are done ({self.switched:.0%} of runs switch{typical}); "
             f"no fleet switches by itself; {self.on_time:.0%} are done in {deadline}; {cost}"
         )
 
@@ -83,15 +84,24 @@ def switch(
     switch_h: float | None = None
     margin_h, met, begun, usd, wall = 0.0, on_time_spot, alone, alone.usd, alone.wall_hours
     if on_time_spot < on_time:
+
+        def leaving(at_h: float) -> tuple[Outcome, Floats, Floats]:
+            leave = Leave(by_h=at_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
+            found = simulate(replace(spot, leave=leave), runs=runs, seed=seed)
+            return found, *_finished(found, spot, on_demand)
+
         # Finer where it is small: what has to be made up for is mostly one lost checkpoint interval.
         for margin_h in max(slack_h, 0.0) * np.linspace(0, 1, _MARGINS) ** 2:
             switch_h = max(0.0, slack_h - margin_h)
-            leave = Leave(by_h=switch_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
-            begun = simulate(replace(spot, leave=leave), runs=runs, seed=seed)
-            usd, wall = _finished(begun, spot, on_demand)
-            met = float((wall <= by_h + 1e-6).mean())
-            if met >= on_time:
+            begun, usd, wall = leaving(switch_h)
+            if (wall <= by_h + 1e-6).mean() >= on_time:
                 break
+        sure = leaving(0.0)
+        if (
+            sure[1].mean() < usd.mean() - 1e-9
+        ):  # too little slack to get anything done on spot: its nodes are paid in vain
+            margin_h, switch_h, (begun, usd, wall) = max(slack_h, 0.0), 0.0, sure
+        met = float((wall <= by_h + 1e-6).mean())
     left_at_h = begun.wall_hours[begun.stopped]
     return Policy(
         hours_left=hours_left,

@@ -346,7 +346,7 @@ def test_what_misses_the_deadline_comes_after_what_meets_it() -> None:
     late = [row.late > compare.SURE for row in found if row.ranked]
     assert any(late)
     assert late == sorted(late)
-    assert any("misses the deadline, 0.5 h from now" in row.lost for row in found)
+    assert any("misses the deadline, 0.50 h from now" in row.lost for row in found)
 
 
 def test_a_slice_of_a_gpu_is_not_no_gpu() -> None:
