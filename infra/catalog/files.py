@@ -118,7 +118,9 @@ def cheapest_first(zones: Iterable[SpotPrice]) -> tuple[SpotPrice, ...]:
 
 
 def newer(base: Prices, over: Prices) -> Prices:
-    """Each figure with the newer date of the two; of the same date, that of `over`. What only one has, stays."""
+    """Each figure with the newer date of the two; of the same date, that of `over`. What only one has, stays. Raises
+    GpufleetError for an item that they count in different units: a bill counts in those of `base`.
+    """
 
     def spot_date(zones: tuple[SpotPrice, ...]) -> date:
         return max(zone.price.as_of for zone in zones)
@@ -133,6 +135,9 @@ def newer(base: Prices, over: Prices) -> Prices:
         if key not in base.spot or spot_date(zones) >= spot_date(base.spot[key]):
             merged.spot[key] = zones
     for key, price in over.services.items():
+        if key in base.services and price.unit != base.services[key].unit:
+            counted = f"{key[0]} in {key[1]}: its price is for one {price.unit!r}"
+            raise GpufleetError(f"services.csv: {counted}; allowed: {base.services[key].unit}, in which bills count it")
         if key not in base.services or price.as_of >= base.services[key].as_of:
             merged.services[key], merged.notes[key] = price, over.notes.get(key, "")
     return merged
@@ -216,7 +221,11 @@ def _price(row: dict[str, str], amount: str, unit: str) -> Price:
     if row["status"] not in ("verified", "inferred"):
         raise ValueError(f"status {row['status']!r} is neither verified nor inferred")
     status: Status = "verified" if row["status"] == "verified" else "inferred"
-    return Price(amount=usd, unit=unit, source=row["source"], as_of=date.fromisoformat(row["as_of"]), status=status)
+    try:
+        as_of = date.fromisoformat(row["as_of"])
+    except ValueError:
+        raise ValueError(f"as_of {row['as_of']!r} is no date; allowed: year-month-day, such as 2026-11-21") from None
+    return Price(amount=usd, unit=unit, source=row["source"], as_of=as_of, status=status)
 
 
 def _usd(text: str, *, above_0: bool) -> Decimal:

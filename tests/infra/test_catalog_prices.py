@@ -149,7 +149,7 @@ def test_spot_zones_come_cheapest_first_whatever_their_order_in_the_file(project
         ("g4dn.xlarge,", ",", "it names nothing"),
         ("verified", "verified,more", "more cells than columns"),
         ("2026-07-20,verified", "2026-07-20,sure", "neither verified nor inferred"),
-        ("2026-07-20,verified", "July,verified", "line 2: not a price"),
+        ("2026-07-20,verified", "July,verified", r"line 2: not a price \(as_of 'July' is no date; allowed: year"),
         ("type,regions", "type,region", r"on_demand\.csv, line 1: the columns"),
     ],
 )
@@ -162,6 +162,14 @@ def test_a_broken_price_file_is_an_error_with_its_line(project: Path, old: str, 
     ]
     path.write_text("\n".join(lines).replace(old, new))
     with pytest.raises(GpufleetError, match=said):
+        load_catalog(project)
+
+
+def test_a_service_priced_in_another_unit_than_bills_count_in_is_an_error(project: Path) -> None:
+    folder = files.write(files.read(SHIPPED), project / "prices", date(2026, 11, 21))
+    path = folder / "services.csv"
+    path.write_text(path.read_text().replace("GB-month,infracost", "TB-month,infracost", 1))
+    with pytest.raises(GpufleetError, match=r"services\.csv: \S+ in us-east-1: its price is for one 'TB-month'"):
         load_catalog(project)
 
 
