@@ -129,13 +129,13 @@ class Reader:
         return bool(self.seen)
 
     def _group(self) -> str | None:
-        prefix = f"gpufleet-{self.definition.name}"
+        """The stack's log group, of the file's owner where several people have it up."""
+        prefix, found = f"gpufleet-{self.definition.name}", []
         for group in aws.pages(self.logs, "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
-            name = str(group["logGroupName"])
-            tags = self.logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*")).get("tags", {})
-            if tags.get(STACK_TAG) == self.definition.name:
-                return name
-        return None
+            tagged = self.logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*"))
+            if aws.tags_of(tagged).get(STACK_TAG) == self.definition.name:
+                found.append((aws.owner(tagged) != self.definition.run.owner, str(group["logGroupName"])))
+        return min(found)[1] if found else None
 
     def _folder(self) -> aws.RunFolder | None:
         return aws.run_folder(self.s3, self.definition)

@@ -44,7 +44,8 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     asked = {"by": owner, "at": now.isoformat(timespec="seconds")}
     s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=(json.dumps(asked) + "\n").encode())
     print(f"asked: s3://{folder.bucket}/{run}/{ASKED}")
-    nodes = [node["InstanceId"] for node in aws.nodes(ec2, definition) if node["State"]["Name"] == "running"]
+    running = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] == "running"]
+    nodes = [node["InstanceId"] for node in running if aws.owner(node) == owner]
     config = definition.job.parameters
     looks = f"looks every {config.checkpoint.heartbeat_s:g} s"
     left, later = "leaves final/", "leaves what the last checkpoint has"

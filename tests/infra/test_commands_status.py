@@ -184,6 +184,19 @@ def test_logs_come_from_the_stacks_own_group_and_run(
     assert [line[9:] for line in capsys.readouterr().out.splitlines()] == ["step 1", "step 2"]
 
 
+def test_logs_are_the_owners_where_two_have_the_same_stack_up(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_group(cloud, "r1/i-1", "mine")
+    logs, theirs = cloud.client("logs"), "gpufleet-small-growth-0000000"
+    logs.create_log_group(logGroupName=theirs, tags={**TAGS, "gpufleet:owner": "bob"})
+    logs.create_log_stream(logGroupName=theirs, logStreamName="r1/i-2")
+    event = {"timestamp": int(datetime.now(UTC).timestamp() * 1000), "message": "bob's"}
+    logs.put_log_events(logGroupName=theirs, logStreamName="r1/i-2", logEvents=[event])
+    assert main(["logs", "small-growth"]) == 0
+    assert [line[9:] for line in capsys.readouterr().out.splitlines()] == ["mine"]
+
+
 def test_logs_fall_back_to_the_bucket(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(cloud, declare_bucket(cloud), "job.log", b"step 1\nstep 2\n")
     assert main(["logs", "small-growth"]) == 0

@@ -49,6 +49,18 @@ def test_where_no_node_runs_it_says_what_the_request_will_cost(
     assert "Where that is not worth a node, `pulumi destroy` keeps what is in the bucket" in said
 
 
+def test_somebody_elses_node_is_not_said_to_heed_it(
+    cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare_fleet(cloud, owner="somebody")
+    cloud.tick()
+    cloud.no_capacity()
+    declare_fleet(cloud)
+    put(cloud, declare_bucket(cloud), "run.json", {})
+    assert asked(stack) == 0
+    assert "No node runs. The next one looks" in capsys.readouterr().out
+
+
 def test_of_a_fleet_at_zero_no_node_is_promised(
     cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
 ) -> None:
