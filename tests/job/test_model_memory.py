@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from growth_models import CONFIG, PROBE, dense, moe
+from memory_count import Alive
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -90,3 +91,26 @@ def test_predicted_activations_are_what_autograd_keeps(phase: int, compute: str)
         )
     config = replace(config, data=replace(config.data, sequence=63))
     assert sizing.memory(config, phase, 8).activations_gb * 1e9 == pytest.approx(kept, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("compute", "state", "checkpointing"),
+    [("fp32", "bf16", False), ("bf16", "fp32", False), ("bf16", "fp32", True), ("bf16", "bf16", False)],
+)
+def test_a_steps_peak_has_the_weights_that_products_cast_to_their_own_dtype(
+    compute: str, state: str, checkpointing: bool
+) -> None:
+    config = replace(
+        CONFIG,
+        precision=Precision(compute=compute, phase3_state=state),  # type: ignore[arg-type]
+        data=replace(CONFIG.data, sequence=TOKENS.shape[1]),
+    )
+    module = build(config, 2)
+    module.set_dispatch("padded")
+    module.checkpointing = checkpointing
+    parameters = list(module.parameters())
+    with Alive(parameters) as alive:
+        (module(TOKENS, TARGETS).loss_sum / TARGETS.numel()).backward()
+    found = alive.peak + sum(parameter.nbytes for parameter in parameters)
+    predicted = sizing.memory(config, 2, len(TOKENS), checkpointing=checkpointing)
+    assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.05)
