@@ -141,10 +141,10 @@ def memory(
 
     # Products cast the weights to their own dtype, wider or narrower, and put q, k and v together in any case; what they
     # make they keep until backward. With checkpointing it goes with its layer and is made again.
-    table = s.vocab * s.width
-    made = total - table if compute != state else 3 * s.layers * s.width * (s.width + 1)
-    made = (made / s.layers if checkpointing else made) + (table if compute != state else 0)
-    weights = total * state + made * compute
+    table, cast = s.vocab * s.width, compute != state
+    made = total - table if cast else 3 * s.layers * s.width * (s.width + 1)
+    made = made / s.layers if checkpointing else made
+    weights = total * state + (made + cast * table) * compute
     gradients = total * state
     moments = 2 * total * state
     layer = tokens * _layer_bytes(s, compute, checkpointing=checkpointing)
