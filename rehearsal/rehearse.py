@@ -18,8 +18,9 @@ from typing import get_args, get_type_hints
 
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
-from infra.loader import find, load, project_root, rehearsal_text
+from infra.loader import load, project_root, rehearsal_text
 from infra.pricing import as_prepared
+from infra.selected import selected
 from job import sizing
 from rehearsal import evidence, report, scratch
 from rehearsal.cloud import Cloud
@@ -45,7 +46,7 @@ class StepFailedError(GpufleetError):
 def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str], None] = say) -> int:
     """0 when all of it held. Otherwise says which step did not and why, and keeps the scratch project."""
     root = root or project_root(Path.cwd())
-    path = find(name_or_path, root)
+    path = selected(name_or_path, root).path
     now = datetime.now(UTC)
     definition = load(path, now=now, rehearsal=True)
     if lacking := _lacking(definition):

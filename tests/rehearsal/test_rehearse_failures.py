@@ -36,6 +36,14 @@ def test_a_stack_that_is_not_there_is_named(tmp_path: Path) -> None:
         rehearse("no-such-stack", root=tmp_path)
 
 
+def test_a_stack_that_names_its_file_in_its_configuration_is_found(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "small.yaml").write_text("run: {}\n")
+    (tmp_path / "Pulumi.night.yaml").write_text("config: {gpufleet:definition: small}\n")
+    with pytest.raises(GpufleetError, match=r"stacks/small\.yaml: \d+ problems"):
+        rehearse("night", root=tmp_path)
+
+
 def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsal_before(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
     text = (REPOSITORY / "stacks" / "tinystories-growth.yaml").read_text()
