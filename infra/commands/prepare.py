@@ -155,6 +155,8 @@ def prepared(
         return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=_say)
     except ValueError as error:
         raise GpufleetError(str(error)) from error
+    except ImportError as error:
+        raise GpufleetError(f"this data needs a package that is missing ({error}): pip install -e '.[job]'") from error
 
 
 def _of_a_file(folder: Path, config: JobConfig) -> bool:

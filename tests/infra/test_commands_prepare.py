@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,6 +58,17 @@ OWN_DATA = {  # by stack: what is given, a key of the rehearsal's that it has to
     "pretrain-d64": ("1+1\n2\n\n" * 1000, "text", "sequence", "4000"),
     "sft-h100": ('{"instruction": "what is 2", "response": "2"}\n' * 9, "jsonl", "row", "256"),
 }
+
+
+def test_a_package_that_bills_do_without_is_named_with_how_it_comes(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    shutil.copy(ROOT / "stacks" / "kernel-sft.yaml", project / "stacks")
+    assert main(["prepare", "kernel-sft", "--rehearsal"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("gpufleet: this data needs a package that is missing (import of tokenizers")
+    assert said.endswith("pip install -e '.[job]'\n")
 
 
 @pytest.mark.parametrize("stack", OWN_DATA)
