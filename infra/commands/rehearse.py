@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 from infra.errors import GpufleetError
 from infra.loader import names_of, project_root
+
+TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` that no experiment does without
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.all and not args.stack:
         names = ", ".join(names_of(project_root(Path.cwd()))) or "none in stacks/ here"
         raise GpufleetError(f"which stack is to be rehearsed? There are {names}; --all rehearses each in turn")
+    if lacking := [name for name in TRAINS_WITH if find_spec(name) is None]:  # found out by a node a minute later
+        raise GpufleetError(f"a rehearsal trains, and lacks {', '.join(lacking)}: pip install -e '.[job,rehearsal]'")
     try:
         from rehearsal.every import rehearse_all
         from rehearsal.rehearse import rehearse

@@ -165,6 +165,12 @@ def test_a_closed_terminal_ends_a_rehearsal_as_ctrl_c_does(nohup: bool, monkeypa
             signal.signal(number, handler)
 
 
+def test_a_package_that_training_needs_is_missed_before_anything_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(GpufleetError, match=r"lacks tokenizers: pip install -e '\.\[job,rehearsal\]'"):
+        command.run(Namespace(stack="two-tower", all=False))
+
+
 def _names(environ: Path, folder: Path) -> bool:
     """Whether the process works in the folder, by its environment."""
     try:
