@@ -140,10 +140,10 @@ def memory(
     tokens = micro * config.data.sequence
 
     # Products cast the weights to their own dtype, wider or narrower, and put q, k and v together anyway; what they make
-    # they keep until backward. With checkpointing it goes with its layer and is made again.
+    # stays until backward. With checkpointing it goes with its layer and is made again.
     table, cast = s.vocab * s.width, compute != state
-    made = total - table if cast else 3 * s.layers * s.width * (s.width + 1)
-    made = made / s.layers if checkpointing else made
+    made = (total - table) / s.layers if cast else 3 * s.width * (s.width + 1)
+    made *= 1 if checkpointing else s.layers
     weights = total * state + (made + cast * table) * compute
     gradients = total * state
     moments = 2 * total * state
