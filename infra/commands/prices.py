@@ -60,8 +60,10 @@ def refresh(catalog: Catalog, regions: list[str], to: Path, *, pricing: Any, ec2
     from infra.prices.refresh import refresh as read_anew  # here: showing prices needs no boto3
 
     types = [name for name, each in catalog.instances.items() if each.left_ec2 is None or each.left_ec2 >= now.date()]
-    found = files.folders(to)
-    old = files.newer(files.read(SHIPPED), files.read(found[-1])) if found else files.read(SHIPPED)
+    old = files.read(SHIPPED)
+    for known in dict.fromkeys((project_prices(Path.cwd()), to)):  # what bills stand on now, wherever the new ones go
+        if found := files.folders(known):
+            old = files.newer(old, files.read(found[-1]))
     near = next(path for path in (to.absolute(), *to.absolute().parents) if path.exists())
     if not near.is_dir() or not os.access(near, os.W_OK):  # before hundreds of questions
         raise GpufleetError(

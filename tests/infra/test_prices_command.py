@@ -144,6 +144,18 @@ def test_a_failed_question_after_a_good_day_keeps_the_good_days_figure(refresh: 
     assert kept.source == "AWS Price List, published 2026-11-19"
 
 
+def test_a_failed_question_keeps_the_projects_figure_wherever_the_new_ones_go(refresh: Refresh, project: Path) -> None:
+    pricing = listed()
+    pricing.nodes["g5.2xlarge", "us-east-2"] = "1.30"
+    assert refresh(pricing, Ec2()) == 0
+    failing = listed(errors={"g5.2xlarge": refused("ThrottlingException")})
+    beside = project / "elsewhere"
+    later = NOW + timedelta(days=1)
+    code = prices.refresh(load_catalog(), ["us-east-2"], beside, pricing=failing, ec2_in=lambda _: Ec2(), now=later)
+    kept = files.read(beside / "2026-11-22").on_demand["g5.2xlarge", "us-east-2"]
+    assert (code, kept.amount, kept.as_of) == (1, Decimal("1.30"), TODAY)
+
+
 def test_moves_and_zones_that_are_gone_are_printed(refresh: Refresh, capsys: pytest.CaptureFixture[str]) -> None:
     pricing = listed()
     pricing.nodes["g5.2xlarge", "us-east-2"] = "9.99"
