@@ -463,3 +463,12 @@ def test_more_gpus_than_a_listed_type_has_are_refused_and_a_cpu_has_as_many_proc
     load(write(few.replace("gpus: 4", "gpus: 4, device: cpu")), now=NOW)
     scenario = few.replace("p5.4xlarge, ", "") + "\nscenarios: {one: {fleet: {instance_types: [p5.4xlarge]}}}\n"
     load(write(scenario), now=NOW)  # shown beside the others; refused once it is to be run
+
+
+@pytest.mark.parametrize("parameters", ["data: {row: 32768}", "batch: {tokens: 100}"])
+def test_a_step_of_no_whole_row_is_a_mistake_and_no_crash(write: Write, parameters: str) -> None:
+    text = changed("job", f"experiment: sft-h100, parameters: {{{parameters}}}").replace("[g5.2xlarge]", "[p5.4xlarge]")
+    text = text.replace("dataset: data/x", "dataset: data/x, base_weights: data/y")
+    found = [problem for problem in problems(write(text)) if problem.path.startswith("job.")]
+    assert [problem.path for problem in found] == ["job.parameters.batch.tokens"]
+    assert "a multiple of data.row" in found[0].allowed
