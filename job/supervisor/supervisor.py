@@ -112,8 +112,11 @@ class Supervisor(Underway):
         """Stopped by hand before this node trained: the trainer starts to leave what the checkpoint holds. At a limit
         it does not: there is no money for it.
         """
-        by_hand = self.cause is not None and self.cause.reason == STOPPED_BY_HAND
-        return by_hand and self._child is None and self.resumed_step > 0
+        return self._by_hand and self._child is None and self.resumed_step > 0
+
+    @property
+    def _by_hand(self) -> bool:
+        return self.cause is not None and self.cause.reason == STOPPED_BY_HAND
 
     @property
     def _unreadable(self) -> dict[str, Any]:
@@ -143,7 +146,7 @@ class Supervisor(Underway):
         """Is there a cause to stop? The first one decides, and a stop by hand is waited for until a limit."""
         now, notice, terminated = self.clock(), self.world.metadata.notice, self.world.terminated()
         if self.cause is not None:
-            if self.cause.reason == STOPPED_BY_HAND and self.meter.limit(now, self.run_file.limits, RESERVE_S):
+            if self._by_hand and self.meter.limit(now, self.run_file.limits, RESERVE_S):
                 self._kill_at = now
             return
         if notice is not None:
@@ -175,7 +178,7 @@ class Supervisor(Underway):
         if save and cause.deadline is not None:
             self.uploader.hurry(cause.deadline)
         # By hand nothing presses, and it may still be starting, compiling or growing: only then does it look.
-        patience = max(FIRST_SIGN_S if cause.reason == STOPPED_BY_HAND else PATIENCE_S, 3 * needed)
+        patience = max(FIRST_SIGN_S if self._by_hand else PATIENCE_S, 3 * needed)
         self._kill_at = now + patience if cause.deadline is None else cause.deadline
         if not self._tell("stop.json", {"reason": cause.reason, "deadline": cause.deadline, "save": save}):
             self._kill_at = now  # it cannot be asked
@@ -200,11 +203,13 @@ class Supervisor(Underway):
         if code == FATAL:
             fatal = atomic.read_object(self.workdir / "fatal.json") or {}
             return endings.finish(self, "failed", f"{fatal.get('error')}: {fatal.get('detail')}")
-        if self.cause is not None and self.cause.deadline is None:
-            return endings.finish(self, self.cause.reason)
-        if self.cause is not None:
+        refused = code == REFUSED and (self.cause is None or self._by_hand)  # another node may do
+        if self.cause is not None and self.cause.deadline is None and not refused:
+            detail = "" if code == STOPPED else self.killed or f"the trainer ended with {code}"
+            return endings.finish(self, self.cause.reason, detail)
+        if self.cause is not None and not refused:
             return endings.interrupted(self)
-        if code == REFUSED:
+        if refused:
             problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
             return endings.crashed(self, f"node refused: {'; '.join(problems)}", code=endings.REFUSED)
         if code == UNREADABLE:

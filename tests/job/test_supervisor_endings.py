@@ -336,6 +336,21 @@ def test_a_trainer_asked_to_stop_while_it_starts_is_given_the_time_to_start(
     assert bench.json("done.json")["reason"] == "stopped"
 
 
+def test_a_bad_node_that_comes_after_the_request_leaves_it_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    bench.attempt(script={5: notice_at(bench, 120)}).run()
+    bench.answers.clear()
+    bench.store.put_bytes(b"{}", "stop.json")
+    with monkeypatch.context() as bad:
+        bad.setattr(FakeTrainer, "poll", lambda self: 71)
+        assert bench.attempt("i-2").run() == 71
+    assert bench.store.get_bytes("done.json") is None
+    assert bench.attempt("i-3").run() == 0
+    assert (bench.json("done.json")["reason"], bench.json("done.json")["detail"]) == ("stopped", "")
+
+
 def test_a_trainer_deaf_to_a_stop_by_hand_is_killed_before_a_limit(tmp_path: Path) -> None:
     bench = Bench(tmp_path, limits={"max_usd": "3.00", "max_hours": "0.2", "deadline": None})
 
@@ -345,7 +360,7 @@ def test_a_trainer_deaf_to_a_stop_by_hand_is_killed_before_a_limit(tmp_path: Pat
         trainer.hangs = True
 
     assert bench.attempt(script={4: deaf}).run() == 0
-    assert "did not stop in time" in bench.said
+    assert bench.json("done.json")["detail"] == "the trainer did not stop in time"
     assert float(bench.json("receipt.json")["hours"]["actual"]) <= 0.2
 
 
