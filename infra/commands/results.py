@@ -18,6 +18,7 @@ from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.loader import project_root
+from job import sizing
 
 CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
 RECEIPT = "receipt.json"
@@ -87,6 +88,9 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
     reason = (folder.document("done.json") or {}).get("reason") if lacking else None
     if lacking == ["results.json"] and reason in EARLY:
+        if sizing.cut_bytes(definition.job.parameters, 0) and not any(each.name.startswith(FINAL) for each in objects):
+            kept = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"
+            print(f"It left no {FINAL} either: what it has trained, if anything, is in {kept}")
         print(f"Complete for a run that ended with {reason}, which left no results.json. Its cost: {target / RECEIPT}")
         return 0
     if lacking:

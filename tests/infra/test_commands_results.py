@@ -149,7 +149,12 @@ def test_a_run_ended_early_is_complete_without_results_json_and_a_failed_one_is_
     put(cloud, bucket, "receipt.json", {"usd": "0.42"})
     put(cloud, bucket, "done.json", {"reason": reason})
     assert main(["results", "small-growth"]) == code
-    assert f"ended with {reason}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"ended with {reason}" in said
+    assert ("It left no final/ either" in said) is (code == 0)
+    put(cloud, bucket, "final/model.safetensors", b"m")
+    assert main(["results", "small-growth"]) == code
+    assert "no final/" not in capsys.readouterr().out
 
 
 def test_no_object_can_be_written_outside_the_folder(
