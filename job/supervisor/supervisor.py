@@ -145,9 +145,10 @@ class Supervisor(Underway):
     def _look(self) -> None:
         """Is there a cause to stop? The first one decides, and a stop by hand is waited for until a limit."""
         now, notice, terminated = self.clock(), self.world.metadata.notice, self.world.terminated()
+        end_s = self.forecast.end_s(self.progress.step, self.progress.step_s)
         if self.cause is not None:
-            if self._by_hand and self.meter.limit(now, self.run_file.limits, RESERVE_S):
-                self._kill_at = now
+            if self._by_hand and self._kill_at is not None and self._limit(now, end_s):
+                self._kill_at = min(self._kill_at, now + max(PATIENCE_S, 3 * end_s))
             return
         if notice is not None:
             self.cause = Cause(reason="notice", deadline=notice.at)
@@ -156,13 +157,15 @@ class Supervisor(Underway):
         elif self.asked:
             self.cause = Cause(reason=STOPPED_BY_HAND)
         else:
-            reserve = self.forecast.end_s(self.progress.step, self.progress.step_s) + RESERVE_S
-            limit = self.meter.limit(now, self.run_file.limits, reserve)
+            limit = self._limit(now, end_s)
             self.cause = None if limit is None else Cause(reason=limit)
         if self.cause is not None:
             self._stop(self.cause, now)
             if self.cause.deadline is not None:
                 self.note(self.cause, now)
+
+    def _limit(self, now: float, end_s: float) -> str | None:
+        return self.meter.limit(now, self.run_file.limits, end_s + RESERVE_S)
 
     def _stop(self, cause: Cause, now: float) -> None:
         forecast = self.forecast.end_s if cause.deadline is None else self.forecast.stop_s
