@@ -57,6 +57,9 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     asked = folder.document(ASKED)
     if asked and not done:
         yield f"asked       to end, by {asked.get('by')} at {asked.get('at')}"
+    resting = not ended and not fleets[0]["TargetCapacitySpecification"]["TotalTargetCapacity"]
+    if resting and not done:
+        yield f"next        the fleet is at 0: gpufleet wait {definition.argument} says how the run goes on"
     if done:
         yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()
         after = "" if stack.is_earlier(definition) else f"; pulumi destroy; gpufleet sweep {definition.argument}"

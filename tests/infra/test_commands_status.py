@@ -136,6 +136,16 @@ def test_status_of_a_deleted_fleet_promises_no_node(cloud: Cloud, stack: StackDe
     assert told["heartbeat"] == "none"
 
 
+def test_status_of_a_run_put_aside_says_where_to_learn_how_it_goes_on(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet, bucket = declare_fleet(cloud), declare_bucket(cloud)
+    put(cloud, bucket, "run.json", {})
+    assert "next" not in stated(stack)
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    assert stated(stack)["next"] == "the fleet is at 0: gpufleet wait small-growth says how the run goes on"
+    put(cloud, bucket, "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
+    assert stated(stack)["next"].startswith("gpufleet results small-growth")
+
+
 def test_status_says_what_else_answers_to_this_run_and_whose_it_is(cloud: Cloud, stack: StackDefinition) -> None:
     mine, theirs = declare_fleet(cloud), declare_fleet(cloud, owner="bob")
     put(cloud, declare_bucket(cloud), "run.json", {})
