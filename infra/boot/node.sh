@@ -69,7 +69,7 @@ look() { # one listing answers: is the run over, which manifest is the newest, w
 }
 is_done() { grep -qxF "$RUN_ID/done.json" <<<"$KEYS"; }
 noticed() { [[ $(imds meta-data/spot/instance-action) == *'"action"'* ]] && echo true || echo false; }
-futile_boots() { # in a row without a newer manifest, those that AWS gave notice apart
+futile_boots() { # in a row without a newer manifest, noticed ones apart
   rm -rf "$DIR/attempts" && mkdir "$DIR/attempts" &&
     aws s3 cp "$RUN_URI/attempts/" "$DIR/attempts/" --recursive --only-show-errors && python3 -c '
 import glob, json, sys
@@ -82,7 +82,7 @@ for boot in sorted(boots, key=lambda b: b.get("booted_at", ""), reverse=True):
     count += not (boot.get("exit") or {}).get("notice")
 print(count)' "$DIR/attempts" "$MANIFEST"
 }
-record_exit() { # CODE REASON, into attempts/<instance>.json; what the supervisor wrote there stays
+record_exit() { # CODE REASON, into attempts/<instance>.json; what the supervisor wrote stays
   aws s3 cp "$RUN_URI/attempts/$INSTANCE_ID.json" "$DIR/attempt.json" --only-show-errors
   add "$DIR/attempt.json" instance "$INSTANCE_ID" booted_at "$BOOTED_AT" exit \
     "{\"code\": $1, \"reason\": \"$2\", \"notice\": $(noticed), \"at\": \"$(now)\"}" &&
@@ -161,7 +161,7 @@ interrupted() { # AWS charges a first hour that we end, not one that it interrup
 import datetime as d, sys
 print(int((d.datetime.now(d.timezone.utc) - d.datetime.fromisoformat(sys.argv[1].replace("Z", "+00:00"))).total_seconds()))' \
     "$LAUNCHED_AT")
-  if [[ $(noticed) == true ]] && ((${age:-3600} < 3600)); then
+  if grep -q '"notice": true' "$DIR/attempt.json" && ((${age:-3600} < 3600)); then
     say "interrupted $age s after launch: waiting for AWS to end this machine"
     for ((i = 0; i < 180; i++)); do sleep 5; done
   fi
@@ -188,7 +188,7 @@ timer() { # this machine's own stop, whatever job and supervisor do
   bounded 180 docker stop -t 115 "gpufleet-$INSTANCE_ID" >/dev/null # a docker that hangs must not keep the machine
   over timer "$TIMER_SECONDS s after boot"
 }
-watch_notice() { # until the job looks out itself: a boot that AWS interrupts is no failed attempt
+watch_notice() { # until the job looks itself: a boot that AWS interrupts is no failed attempt
   local sleeper=''
   trap 'kill_quietly "$sleeper"; exit' TERM
   until [[ $(noticed) == true ]]; do

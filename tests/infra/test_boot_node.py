@@ -97,6 +97,14 @@ def test_an_interrupted_node_in_its_first_hour_waits_for_aws_but_not_for_ever(no
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["notice"] is True
 
 
+def test_a_notice_that_the_job_has_seen_counts_although_the_metadata_service_does_not_answer(node: Node) -> None:
+    written = node.s3 / f"r1/attempts/{INSTANCE}.json"
+    node.launched(minutes_ago=10)
+    node.job_ends_with(75, f"""echo '{{"exit": {{"code": 75, "notice": true}}}}' > {written}""")
+
+    assert "waiting for AWS" in node.boot().log  # AWS would charge an hour that the receipt calls free
+
+
 def test_a_job_stopped_without_a_notice_is_replaced_at_once_even_in_the_first_hour(node: Node) -> None:
     node.launched(minutes_ago=10)
     node.job_ends_with(75)
