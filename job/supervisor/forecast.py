@@ -56,7 +56,8 @@ class Forecast:
         slower = max(0.0, (step_s or 0.0) - predicted_s)
         if self._upload_s_per_byte is None:
             return found + slower
-        return max(found + slower, predicted_s + slower + self.upload_s(size))
+        save_s, sent_s = size / 1e9 * (GB_S - UPLOAD_GB_S), size * self._upload_s_per_byte
+        return max(found, predicted_s + LATENCY_S + save_s + sent_s) + slower
 
     def end_s(self, step: int, step_s: float | None) -> float:
         """The same where a limit ends the run: what it then exports comes on top."""

@@ -465,6 +465,15 @@ def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> 
     assert forecast.stop_s(25, None) < 10  # nothing is left to save
 
 
+def test_a_stop_takes_a_save_besides_an_upload_that_was_measured_to_be_slow() -> None:
+    forecast, size = Forecast(KernelConfig(), {}, "p5.48xlarge"), 98.3  # GB
+    billed = forecast.stop_s(0, None)
+    forecast.learn((10**9, 1.5))  # as billed
+    assert forecast.stop_s(0, None) == billed
+    forecast.learn((10**9, 2.0))
+    assert forecast.stop_s(0, None) == pytest.approx(2 + 1.0 * size + 2.0 * size, abs=0.5)
+
+
 def test_an_upload_takes_as_long_as_the_last_one_that_could_be_measured() -> None:
     forecast = Forecast(KernelConfig(), {}, "p5.48xlarge")
     forecast.learn((49_999_999, 100.0))  # all latency
