@@ -72,13 +72,8 @@ class Combined(Optimizer):
 
 
 def owned(parameters: Sequence[Tensor]) -> bool:
-    """Whether ranks can own these: all cut by rows into equal parts over one mesh."""
-    return all(
-        isinstance(parameter, DTensor)
-        and parameter.placements == (Shard(0),)
-        and parameter.shape[0] % parameter.device_mesh.size() == 0
-        for parameter in parameters
-    )
+    """Whether ranks can own these: all cut by rows over one mesh."""
+    return all(isinstance(parameter, DTensor) and parameter.placements == (Shard(0),) for parameter in parameters)
 
 
 class OwnedMuon(torch.optim.Muon):
@@ -95,22 +90,28 @@ class OwnedMuon(torch.optim.Muon):
 
     def _together(self, parameters: Sequence[DTensor], group: dict[str, Any], rank: int, ranks: int) -> None:
         """At most one matrix per rank. Every rank calls it with the same ones."""
-        parts = torch.zeros(
-            ranks, *parameters[0].to_local().shape, dtype=torch.bfloat16, device=parameters[0].to_local().device
-        )
-        for part, parameter in zip(parts, parameters, strict=False):
+        updates = []
+        for parameter in parameters:
             assert parameter.grad is not None
             gradient = cast(DTensor, parameter.grad).to_local()
             average = self.state[parameter]["momentum_buffer"].to_local()
             average.lerp_(gradient, 1 - group["momentum"])
-            part.copy_(gradient.lerp(average, group["momentum"]) if group["nesterov"] else average)
+            update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
+            updates.append(update.to(torch.bfloat16))
+        parts = torch.cat(updates)
+        rows, columns = parameters[0].shape
+        # Of the rows each rank has as torch.chunk cuts them: equally many but for the last ranks, which may have none.
+        each = -(-rows // ranks)
+        shares = [max(0, min(each, rows - each * other)) for other in range(ranks)]
+        given = [shares[rank] if other < len(parameters) else 0 for other in range(ranks)]
+        taken = shares if rank < len(parameters) else [0] * ranks
         mesh = parameters[0].device_mesh.get_group()
-        whole = torch.empty_like(parts)
-        dist.all_to_all_single(whole, parts, group=mesh)
+        whole = parts.new_empty(sum(taken), columns)
+        dist.all_to_all_single(whole, parts, taken, given, group=mesh)
         if rank < len(parameters):
-            whole = _orthogonal(whole.flatten(0, 1)).view_as(parts)
-        dist.all_to_all_single(parts, whole, group=mesh)
-        for part, parameter in zip(parts, parameters, strict=False):
+            whole = _orthogonal(whole)
+        dist.all_to_all_single(parts, whole, given, taken, group=mesh)
+        for part, parameter in zip(parts.view(len(parameters), shares[rank], columns), parameters, strict=True):
             weights = parameter.to_local()
             weights.mul_(1 - group["lr"] * group["weight_decay"])
             weights.add_(part, alpha=group["lr"])

@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from job import atomic, sizing
 from job.experiments.pretrain import Pretrain
 from job.train import __main__ as trainer
+from job.train import muon, parallel
 from job.train.experiment import Phase
 
 OPTIM = {"muon": {"kind": "muon", "lr": 0.02, "momentum_steps": 10}, "adamw": {"kind": "adamw", "lr": 0.003}}
@@ -43,6 +45,33 @@ def rank(number: int, size: int, port: int, works: list[tuple[Path, int | None]]
             trainer.EXPERIMENTS["pretrain-d64"] = "test_pretrain_ranks:Rising"
         code = trainer.train(folder, 0, world.StopAt(folder, look))
         assert code == 0, code
+
+
+def updated(number: int, size: int, port: int) -> None:
+    """A rank's process: Muon over matrices that the ranks do not share evenly, against torch's own over whole ones."""
+    torch.set_num_threads(1)
+    rank_world.environment(number, size, port)
+    ranks = parallel.join("cpu")
+    drawn = torch.Generator().manual_seed(0)
+    whole = [nn.Parameter(torch.randn(shape, generator=drawn)) for shape in [(7, 4)] * 4 + [(2, 6)]]
+    start = [parameter.detach().clone() for parameter in whole]
+    cut = [nn.Parameter(distribute_tensor(tensor, ranks.mesh, [Shard(0)])) for tensor in start]
+    group = {"kind": "muon", "base_lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
+    both = [muon.Combined([{"params": parameters, **group}], betas=(0.8, 0.95)) for parameters in (whole, cut)]
+    for _ in range(3):
+        for one, part in zip(whole, cut, strict=True):
+            one.grad = torch.randn(one.shape, generator=drawn)
+            part.grad = distribute_tensor(one.grad, ranks.mesh, [Shard(0)])
+        for opt in both:
+            opt.step()
+    for before, one, part in zip(start, whole, cut, strict=True):
+        assert (one - before).abs().max() > 0.1
+        assert (parallel.whole(part) - one).abs().max() < 2e-3  # a rate of 0.1 times what bf16 rounds off
+    ranks.close()
+
+
+def test_matrices_that_ranks_do_not_share_evenly_are_updated_as_whole_ones() -> None:
+    assert rank_world.launched(updated, 3, limit_s=60) == [0, 0, 0]
 
 
 @pytest.fixture(scope="module")
