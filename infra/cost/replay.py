@@ -104,7 +104,7 @@ def read(path: Path) -> Trace:
     try:
         found = _csv(text, path) if path.suffix == ".csv" else _json(text, path)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise GpufleetError(f"{path}: no trace: {why}. The formats are in docs/risk.md.") from None
     if not found.up_from_h.size:
         raise GpufleetError(f"{path}: no node could be had in any of its {found.hours:.0f} h; nothing can be replayed")
