@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infra.definition import Claim, Disk, Estimate, Fleet, Interruptions, Job, Keep, Limits, Run, Variant
+from infra.definition import Claim, Disk, Estimate, Fleet, Interruptions, Job, Keep, Limits, Run, Storage, Variant
+from job.config import EXPERIMENTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,4 +71,13 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Interruptions, "without_notice"): Rule(minimum=0, maximum=10),
     (Interruptions, "stage_results"): Rule(minimum=1, maximum=100_000),
     (Interruptions, "notice_s"): Rule(minimum=1, maximum=120, unit="seconds"),
+}
+
+# What is allowed under a required key that is missing, where its type alone (text, a list) would not say it.
+REQUIRED: dict[tuple[type[Any], str], str] = {
+    (Job, "experiment"): "one of " + ", ".join(sorted(EXPERIMENTS)),
+    (Fleet, "region"): "a region with prices in the catalog, such as us-east-2",
+    (Fleet, "zones"): "a list of the region's zones, such as [us-east-2a, us-east-2b]",
+    (Fleet, "instance_types"): "a list of GPU instance types, such as [g5.2xlarge]",
+    (Storage, "dataset"): "a folder inside the project, or s3://bucket/prefix",
 }

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from infra.definition import Estimate, Fleet, Job, Limits, Run, Storage
 from infra.errors import Problem
-from infra.rules import RULES, Rule
+from infra.rules import REQUIRED, RULES, Rule
 from infra.yaml_tree import Items, Mapping, Node, Scalar, at
 from job import sizing
 from job.config import EXPERIMENTS, JobConfig
@@ -107,11 +107,14 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
             continue
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
         kept = spec.default if default is None else getattr(default, spec.name)
-        value = _convert(hint, entries[spec.name], where, rule, findings, kept) if spec.name in entries else _BAD
+        allowed = REQUIRED.get((cls, spec.name), "")
+        written = entries.get(spec.name)
+        value = _BAD if written is None else _convert(hint, written, where, rule, findings, kept, allowed)
         if value is not _BAD:
             values[spec.name] = value
         elif required and default is None:
-            findings.add(where, describe(hint, rule))
+            if written is None:
+                findings.add(where, allowed or describe(hint, rule))
             values[spec.name] = _placeholder(hint)
     return cls(**values) if default is None else dataclasses.replace(default, **values)
 
@@ -204,7 +207,9 @@ def _unwrap(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def _convert(hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None) -> Any:
+def _convert(
+    hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None, allowed: str = ""
+) -> Any:
     """The typed value, or _BAD after reporting why not. A section keeps of `default` what is not written."""
     inner, optional = _unwrap(hint)
     null = isinstance(node, Scalar) and node.is_null
@@ -212,7 +217,7 @@ def _convert(hint: Any, node: Node, path: str, rule: Rule, findings: Findings, d
         return None
     if is_dataclass(inner) and isinstance(inner, type):
         return build(inner, node, path, findings, default if isinstance(default, inner) else None)
-    allowed = describe(hint, rule)
+    allowed = allowed or describe(hint, rule)
     if typing.get_origin(inner) is tuple:
         if not isinstance(node, Items):
             hint_text = _as_list(path, node.text, findings) if isinstance(node, Scalar) and node.text else ""

@@ -202,6 +202,7 @@ REFUSED = [
     ("fleet", "zones: [us-east-1a]", "fleet.zones[0]", "zones of us-east-2", "us-east-1", "another region's zone"),
     ("fleet", "zones: [us-east-2a, us-east-2a]", "fleet.zones[1]", "each zone once", "", "a zone twice"),
     ("fleet", "zones: []", "fleet.zones", "a list of 1 to 6", "", "no zone"),
+    ("fleet", "zones: [~]", "fleet.zones[0]", "text", "", "a zone that says nothing"),
     ("fleet", "zones: us-east-2a", "fleet.zones", "a list", "Write [us-east-2a].", "a zone that is no list"),
     ("fleet", "instance_types: [p3.2xlarge]", "fleet.instance_types[0]", "still offers", "Use g5.2xlarge", "p3"),
     ("fleet", "instance_types: [p3dn.24xlarge]", "fleet.instance_types[0]", "can use", "capability 7.0", "V100"),
@@ -384,8 +385,12 @@ def test_one_phase_takes_one_number(write: Write) -> None:
 
 
 def test_missing_sections_are_named_with_every_required_key(write: Write) -> None:
-    paths = {problem.path for problem in problems(write("run: {id: r1}\n"))}
-    assert paths == {
+    found = {problem.path: problem.allowed for problem in problems(write("run: {id: r1}\n"))}
+    again = {problem.path: problem.allowed for problem in problems(write("run: {id: r1}\njob:\n  experiment:\n"))}
+    assert found["job.experiment"] == again["job.experiment"]
+    assert "two-tower" in found["job.experiment"]
+    assert "[g5.2xlarge]" in found["fleet.instance_types"]
+    assert found.keys() == {
         "run.owner",
         "job.experiment",
         "job.image",
