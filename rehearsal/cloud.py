@@ -40,6 +40,15 @@ _ACCOUNTS = itertools.count(111_122_223_333)
 TICK_S = 0.1
 
 
+def past_proxies(environment: Mapping[str, str]) -> dict[str, str]:
+    """What keeps a user's HTTP_PROXY, which cannot reach a loopback address here, out of the way; else nothing."""
+    if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in environment):
+        return {}
+    said = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    hosts = ",".join(dict.fromkeys([*filter(None, said.split(",")), "127.0.0.1", "localhost"]))
+    return {"NO_PROXY": hosts, "no_proxy": hosts}  # each tool reads the one or the other
+
+
 class Cloud:
     """One embedded AWS account, from __enter__ to __exit__."""
 
@@ -56,6 +65,7 @@ class Cloud:
         region: str = "us-east-2",
         port: int = 0,
     ) -> None:
+        os.environ.update(past_proxies(os.environ))  # of this process's own clients, too
         self.root = root
         self.clock: Clock = clock or SystemClock()
         self.region = region
@@ -138,6 +148,7 @@ class Cloud:
             "AWS_CONFIG_FILE": os.devnull,
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
             "GPUFLEET_REGISTRY_ENDPOINT": self.endpoint,
+            **past_proxies(os.environ),
         }
 
     def client(self, service: str, region: str | None = None) -> Any:

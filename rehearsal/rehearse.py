@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from botocore.exceptions import BotoCoreError, ClientError
+
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root, rehearsal_text
@@ -111,7 +113,10 @@ def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, 
             try:
                 run_steps(rehearsal, out)
             except BaseException:
-                report.save_bucket(cloud, project / "bucket")
+                try:
+                    report.save_bucket(cloud, project / "bucket")
+                except (OSError, BotoCoreError, ClientError) as error:  # must not stand for what went wrong before
+                    out(f"The bucket's objects could not be kept: {error}")
                 raise
     except GpufleetError as error:
         out(f"\nFAILED after {timeline.seconds:.0f} s, at {error}\nEverything it left is in {_shown(project, root)}")

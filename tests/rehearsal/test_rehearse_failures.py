@@ -19,7 +19,8 @@ from declared import fleet, template
 from infra.commands import rehearse as command
 from infra.errors import GpufleetError
 from rehearsal import scratch
-from rehearsal.cloud import Cloud
+from rehearsal.clock import ManualClock
+from rehearsal.cloud import Cloud, past_proxies
 from rehearsal.interruptions import Planned
 from rehearsal.node import NodeRunner
 from rehearsal.rehearse import rehearse, unchanged
@@ -44,7 +45,13 @@ def test_a_stack_that_names_its_file_in_its_configuration_is_found(tmp_path: Pat
         rehearse("night", root=tmp_path)
 
 
-def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsal_before(tmp_path: Path) -> None:
+def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsal_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rehearsal.report.save_bucket", full)  # which must not stand for the step
     (tmp_path / "stacks").mkdir()
     text = (REPOSITORY / "stacks" / "tinystories-growth.yaml").read_text()
     assert "vocab: 512" in text
@@ -54,6 +61,7 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
     earlier.parent.mkdir(parents=True)
     earlier.write_text("{}")
     assert rehearse("small", root=tmp_path, out=said.append) == 1
+    assert "The bucket's objects could not be kept: [Errno 28] No space left on device" in said
     assert "FAILED" in said[-1]
     assert "at prepare: gpufleet prepare small gave 2" in said[-1]
     assert "rehearsals/small/r1.unfinished/scratch" in said[-1]
@@ -169,6 +177,19 @@ def test_a_package_that_training_needs_is_missed_before_anything_is_rehearsed(mo
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(GpufleetError, match=r"lacks tokenizers: pip install -e '\.\[job,rehearsal\]'"):
         command.run(Namespace(stack="two-tower", all=False))
+
+
+def test_a_proxy_of_the_users_is_not_asked_for_the_embedded_aws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("no_proxy", "example.org")
+    with Cloud(tmp_path, clock=ManualClock()) as cloud:
+        assert cloud.client("s3").list_buckets()["Buckets"] == []
+        assert cloud.environment()["no_proxy"] == cloud.environment()["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert past_proxies({"NO_PROXY": "example.org"}) == {}
 
 
 def _names(environ: Path, folder: Path) -> bool:
