@@ -139,8 +139,8 @@ def memory(
     micro = min(micro_batch, config.batch.sequences)
     tokens = micro * config.data.sequence
 
-    # Products cast the weights to their own dtype, wider or narrower, and put q, k and v together anyway; what they make
-    # stays until backward. With checkpointing it goes with its layer and is made again.
+    # Products cast the weights to their own dtype, wider or narrower, and put q, k and v together anyway; that stays
+    # until backward. With checkpointing it goes with its layer and is made again.
     table, cast = s.vocab * s.width, compute != state
     made = (total - table) / s.layers if cast else 3 * s.width * (s.width + 1)
     made *= 1 if checkpointing else s.layers
