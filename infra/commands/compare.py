@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     now, catalog, path = datetime.now(UTC), load_catalog(), stack.path_of(args)
     definition = load(path, now=now, past_deadline=True)
     variants = scenarios(path, now=now)
-    left = _hours_left(args.within, definition, now)
+    asked = _chosen(variants, args.scenario, path)
+    left = _hours_left(args.within, asked[0] if args.scenario else definition, now)
     root = project_root(Path.cwd())
     hazards = learn(observations(root))
 
@@ -62,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
     listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=found)
     ended = outcomes.read(root, definition.name)
     listed = [replace(row, outcome=outcomes.of(row, ended)) for row in listed]
-    asked = _chosen(variants, args.scenario, path)
     rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards, found=found)
     rows = compare.refined(rows, hours_left=left)
     edge = compare.frontier(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,16 @@ def test_a_picture_in_a_folder_that_is_not_there_is_refused(project: Path, capsy
 def test_the_sentence_about_the_deadline_names_its_type(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["compare", "two-tower", "--scenario", "o", "--within", "6"])
     assert "With the deadline, on g4dn.xlarge: " in capsys.readouterr().out
+
+
+def test_a_scenarios_own_deadline_counts_where_it_alone_is_asked_for(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, soon = project / "stacks" / "two-tower.yaml", datetime.now(UTC) + timedelta(hours=6)
+    path.write_text(f"{path.read_text()}  soon:\n    limits: {{deadline: {soon:%Y-%m-%dT%H:%M:%SZ}}}\n")
+    assert printed(capsys, "compare", "two-tower")["deadline_policy"] is None
+    policy = printed(capsys, "compare", "two-tower", "--scenario", "soon")["deadline_policy"]
+    assert policy["hours_left"] == pytest.approx(6, abs=0.1)
 
 
 def test_an_unknown_scenario_is_named_as_cost_names_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
