@@ -152,19 +152,30 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
     """The distinct (parameters, estimate, what it is held, storage) among the scenarios on one node, each with its
-    names.
+    names and the widest of their limits.
     """
-    found: dict[tuple[object, ...], tuple[StackDefinition, list[str]]] = {}
+    found: dict[tuple[object, ...], list[StackDefinition]] = {}
     for variant in variants or (definition,):
         if variant.variant.reference or variant.nodes > 1:
             continue
         held = variant.variant.hold_hours, variant.variant.buffer
         key = (variant.job.parameters, variant.estimate, held, variant.storage, variant.own_data)
-        found.setdefault(key, (variant, []))[1].append(variant.scenario or definition.name)
+        found.setdefault(key, []).append(variant)
     # Where a scenario asks for another region, the stack's own is what is compared.
     return [
-        (replace(work, fleet=replace(work.fleet, region=definition.fleet.region)), ", ".join(names))
-        for work, names in found.values()
+        (
+            replace(
+                works[0],
+                fleet=replace(works[0].fleet, region=definition.fleet.region),
+                limits=replace(
+                    works[0].limits,
+                    max_usd=max(work.limits.max_usd for work in works),
+                    max_hours=max(work.limits.max_hours for work in works),
+                ),
+            ),
+            ", ".join(work.scenario or definition.name for work in works),
+        )
+        for works in found.values()
     ]
 
 

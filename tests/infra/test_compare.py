@@ -340,6 +340,18 @@ def test_step_times_of_the_file_are_of_its_own_gpus_alone() -> None:
     assert [found[type_].compute_h for type_ in types[2:]] == [plain[type_].compute_h for type_ in types[2:]]
 
 
+def test_scenarios_that_share_their_work_share_the_widest_of_their_limits() -> None:
+    plan, _ = stack("tinystories-growth")
+    dear = replace(plan, scenario="dear", limits=replace(plan.limits, max_usd=Decimal(9)))
+    long = replace(plan, scenario="long", limits=replace(plan.limits, max_hours=Decimal(20)))
+    found = compare.every_option(plan, [plan, dear, long], load_catalog(), types=["g5.48xlarge"], runs=10)
+    assert {row.scenario for row in found} == {"tinystories-growth, dear, long"}
+    assert {(row.limits.max_usd, row.limits.max_hours) for row in found if row.limits} == {(Decimal(9), Decimal(20))}
+    assert not any(row.over_limit for row in found)
+    alone = compare.every_option(plan, [plan], load_catalog(), types=["g5.48xlarge"], runs=10)
+    assert all(row.over_limit for row in alone)
+
+
 def test_what_misses_the_deadline_comes_after_what_meets_it() -> None:
     within = 0.5
     found = options(within)
