@@ -46,6 +46,7 @@ case "$1 $2" in
       [[ ! -d $(path "$3") ]] || cp "$(path "$3")"* "$4"
     elif [[ $3 == s3://* ]]; then
       fails read && exit 1
+      fails read-once && rm "$WORLD/fails/read-once" && exit 1
       cp "$(path "$3")" "$4"
     else
       fails write && exit 1

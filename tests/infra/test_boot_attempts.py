@@ -36,7 +36,10 @@ def test_a_crash_is_recorded_with_the_job_s_last_lines_and_leaves_the_fleet_alon
 
 def test_what_the_supervisor_wrote_into_the_attempt_stays(node: Node) -> None:
     written = node.s3 / f"r1/attempts/{INSTANCE}.json"
-    node.job_ends_with(75, f"""echo '{{"gpu": "A10G", "exit": {{"code": 75, "notice": true}}}}' > {written}""")
+    stutters = f"touch {node.world / 'fails' / 'read-once'}"  # S3, for a moment
+    node.job_ends_with(
+        75, f"""{stutters}; echo '{{"gpu": "A10G", "exit": {{"code": 75, "notice": true}}}}' > {written}"""
+    )
 
     node.boot()
 

@@ -95,7 +95,7 @@ for boot in sorted(boots, key=lambda b: b.get("booted_at", ""), reverse=True):
 print(count)' "$DIR/attempts" "$MANIFEST"
 }
 record_exit() { # CODE REASON, into attempts/<instance>.json; what the supervisor wrote stays
-  aws s3 cp "$RUN_URI/attempts/$INSTANCE_ID.json" "$DIR/attempt.json" --only-show-errors
+  retry 3 aws s3 cp "$RUN_URI/attempts/$INSTANCE_ID.json" "$DIR/attempt.json" --only-show-errors
   add "$DIR/attempt.json" instance "$INSTANCE_ID" booted_at "$BOOTED_AT" exit \
     "{\"code\": $1, \"reason\": \"$2\", \"notice\": $(noticed), \"at\": \"$(now)\"}" &&
     retry 3 put attempt.json "attempts/$INSTANCE_ID.json"
@@ -165,7 +165,7 @@ crash() { # REASON [CODE]: this attempt failed; the fleet makes the next one, un
   fi
   leave "$1"
 }
-interrupted() { # AWS charges a first hour that we end, not one that it interrupts
+interrupted() { # AWS charges a first hour we end, not one it interrupts
   local age i
   record_exit 75 interrupted
   upload_log
