@@ -108,6 +108,8 @@ def _download(folder: aws.RunFolder, each: aws.Stored, target: Path) -> None:
     part = target.with_name(target.name + ".part")
     folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part))
     found = part.stat().st_size
+    if found != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
+        each = next((now for now in folder.objects(each.name) if now.name == each.name), each)
     if found != each.bytes:
         part.unlink()
         raise AwsRefused(

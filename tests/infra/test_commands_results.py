@@ -157,6 +157,29 @@ def test_a_run_ended_early_is_complete_without_results_json_and_a_failed_one_is_
     assert "no final/" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_log_that_grew_since_it_was_listed_comes_as_it_is_now(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    bucket, listed = declare_bucket(cloud), aws.RunFolder.objects
+    put(cloud, bucket, "job.log", b"step 1\n")
+
+    def objects(folder: aws.RunFolder, prefix: str = "") -> list[aws.Stored]:
+        if prefix:
+            return listed(folder, prefix) if again else []
+        found = listed(folder)
+        put(cloud, bucket, "job.log", b"step 1\nstep 2\n")
+        return found
+
+    monkeypatch.setattr(aws.RunFolder, "objects", objects)
+    if again:
+        assert main(["results", "small-growth"]) == 1  # the run is not done
+        assert (path.parents[1] / "results/small-growth/r1/job.log").read_text() == "step 1\nstep 2\n"
+    else:
+        assert main(["results", "small-growth"]) == 2
+        assert "came with 14 bytes instead of 7: it changed meanwhile" in capsys.readouterr().err
+
+
 def test_no_object_can_be_written_outside_the_folder(
     cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
