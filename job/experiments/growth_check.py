@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from job import sizing
 from job.config import GrowthConfig
 from job.experiments.growth_routing import flipped, routed, tied
-from job.models.blocks import at_least_fp32
+from job.models.blocks import Experts, at_least_fp32
 from job.models.growth import Growth, load, state_dtype
 
 PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # x max(1, largest logit)
@@ -70,7 +70,7 @@ class BoundaryReport:
     after_round_trip: Difference
     experts_used: tuple[int, ...]  # per layer, on the probe
     load_max_over_mean: tuple[float, ...]
-    capacity: float | None  # of the padded product from here on; None where nothing is ever dropped
+    capacity: float | None  # of the padded product from here on, on GPUs where it runs
     padded_loss_difference: float | None
     cast_loss_difference: float | None  # bf16 weights against fp32; None without a cast
     problems: tuple[str, ...]
@@ -120,7 +120,8 @@ def check_boundary(
         problems.append("the saved file does not hold the weights that were saved")
     if phase_index == 1 and min(used) * 2 < config.model.experts:
         problems.append(f"only {min(used)} of {config.model.experts} experts are used in a layer")
-    if padded is not None and not abs(padded) <= LOSS_LIMIT:  # nor where it is not a number
+    # Of what is padded here; nor may either difference be no number.
+    if new.capacity is not None and padded is not None and not abs(padded) <= LOSS_LIMIT:
         problems.append(f"padding moves the loss by {padded:.4f} at capacity {capacity}, limit {LOSS_LIMIT}")
     if cast is not None and not abs(cast) <= LOSS_LIMIT:
         problems.append(f"the cast to bf16 moves the loss by {cast:.4f}, limit {LOSS_LIMIT}")
@@ -209,20 +210,24 @@ def expert_load(module: Growth, probe_BT: Tensor) -> tuple[tuple[int, ...], tupl
 
 def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float | None]:
     """(capacity, loss difference padded - dropless), the capacity raised in steps until the difference is within
-    LOSS_LIMIT. (None, None) where the expert product drops nothing.
+    LOSS_LIMIT. Also where the expert product drops nothing: the next node of the run may have a GPU where it does.
+    (None, None) for a dense model.
     """
-    if module.capacity is None:
+    ffn = module.blocks[0].ffn
+    if not isinstance(ffn, Experts):
         return None, None
+    dispatch, least = ffn.dispatch, ffn.capacity
     with exact(module):
         dropless = _loss(module(probe_BT).logits, probe_BT)
-        for capacity in [c for c in CAPACITIES if c >= module.capacity]:
+        for capacity in [c for c in CAPACITIES if c >= least]:
             module.set_dispatch("padded", capacity)
             module.train()  # only training drops
             difference = _loss(module(probe_BT).logits, probe_BT) - dropless
             module.eval()
             if abs(difference) <= LOSS_LIMIT:
                 break
-    return module.capacity, difference
+    module.set_dispatch(dispatch, capacity)
+    return capacity, difference
 
 
 def cast_difference(config: GrowthConfig, phase_index: int, module: Growth, probe_BT: Tensor) -> float | None:

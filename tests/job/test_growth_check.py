@@ -178,11 +178,13 @@ def test_a_cast_or_a_padding_that_gives_no_number_stops_the_run(monkeypatch: pyt
     monkeypatch.setattr(growth_check, "cast_difference", lambda *_: float("nan"))
     monkeypatch.setattr(growth_check, "fit_capacity", lambda *_: (8.0, float("nan")))
     monkeypatch.setattr(growth_check, "expert_load", lambda *_: ((5, 3), (1.0, 1.0)))
+    old, new = boundary(1)
+    new.set_dispatch("padded")
     with pytest.raises(
         GrowthCheckFailed,
         match=r"only 3 of 8 experts are used.*padding moves the loss by nan.*the cast to bf16.* by nan",
     ) as found:
-        check_boundary(CONFIG, 1, *boundary(1), PROBE)
+        check_boundary(CONFIG, 1, old, new, PROBE)
     json.dumps(written := found.value.report.to_json(), allow_nan=False)  # growth_report.json is JSON whatever happens
     assert written["cast_loss_difference"] == "NaN"
 
@@ -221,5 +223,30 @@ def test_what_a_cast_costs_is_the_mean_over_windows(monkeypatch: pytest.MonkeyPa
     assert cast_difference(config, 2, boundary(2)[1], PROBE) == pytest.approx(0.5)
 
 
-def test_grouped_products_have_no_capacity_to_raise() -> None:
-    assert fit_capacity(boundary(1)[1], PROBE) == (None, None)
+def test_where_nothing_is_dropped_a_capacity_is_found_for_the_nodes_where_something_is() -> None:
+    found = []
+    for dispatch in ("padded", "grouped"):
+        _, new = boundary(1)
+        with torch.no_grad():
+            for block in new.blocks:
+                block.ffn.router.weight *= 20
+                block.ffn.up.weight *= torch.linspace(0.2, 2, 8)[:, None, None]
+        new.set_dispatch(dispatch)  # type: ignore[arg-type]
+        found.append(fit_capacity(new, PROBE))
+        assert {block.ffn.dispatch for block in new.blocks} == {dispatch}
+    assert found[0] == pytest.approx(found[1])
+    assert fit_capacity(boundary(1)[0], PROBE) == (None, None)  # dense
+
+
+def test_what_padding_would_cost_elsewhere_is_no_reason_to_stop_where_nothing_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(growth_check, "CAPACITIES", (1.25,))
+    monkeypatch.setattr(growth_check, "LOSS_LIMIT", 1e-9)
+    old, new = boundary(1)
+    report = check_boundary(CONFIG, 1, old, new, PROBE)
+    assert report.padded_loss_difference is not None
+    assert abs(report.padded_loss_difference) > 1e-9
+    new.set_dispatch("padded")
+    with pytest.raises(GrowthCheckFailed, match="padding moves the loss by"):
+        check_boundary(CONFIG, 1, old, new, PROBE)

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import train_world as world
+from torch import nn
 from train_world import STEPS, StopAt
 
-from job import atomic
+from job import atomic, sizing
 from job.dataset import prepare, sources
+from job.experiments.tinystories_growth import TinystoriesGrowth
+from job.models import growth
 from job.train import identity
 from job.train.checkpoint import Checkpoints
+from job.train.experiment import Phase
 from job.train.export import META
 
 TOTAL = 3 * STEPS
@@ -107,6 +111,25 @@ def test_a_resume_on_a_work_folder_with_nothing_but_the_checkpoint_reports_both_
     assert world.train(second) == 0
     for name in ("growth_report.json", "loss.csv"):
         assert (second / name).read_bytes() == (uninterrupted / name).read_bytes()
+
+
+def test_a_run_that_goes_on_where_experts_are_padded_has_the_capacity_that_its_boundary_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = world.make(tmp_path, model={"experts": 8, "router_std": 0.5})
+    assert world.train(workdir, StopAt(workdir, STEPS + 2 + 2)) == 75
+    real, seen = TinystoriesGrowth.blank, []
+
+    def blank(self: TinystoriesGrowth, phase: Phase) -> nn.Module:
+        seen.append(real(self, phase))
+        return seen[0]
+
+    monkeypatch.setattr(growth, "_choose_dispatch", lambda module, device: module.set_dispatch("padded"))
+    monkeypatch.setattr(TinystoriesGrowth, "blank", blank)
+    assert world.train(workdir) == 0
+    report = atomic.read_object(workdir / "growth_report.json") or {}
+    assert isinstance(seen[0], growth.Growth)
+    assert seen[0].capacity == report["boundaries"][0]["capacity"] > sizing.CAPACITY
 
 
 def test_a_resume_says_which_of_its_inputs_are_others_than_before(
