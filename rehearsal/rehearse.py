@@ -75,6 +75,7 @@ def _lacking(definition: StackDefinition) -> list[str]:
     return [
         *(["job.parameters.device: cpu"] if definition.job.parameters.device != "cpu" else []),
         *([f"job.parameters.data.source: {generated}"] if data.source not in (generated, "tinystories") else []),
+        *(["storage.dataset: a folder"] if definition.storage.dataset.startswith("s3://") else []),
         *(["storage.base_weights: null"] if definition.storage.base_weights else []),
         *([f"estimate.step_ms: a list of {phases}"] if definition.estimate.step_ms is None else []),
     ]
@@ -136,10 +137,9 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
     """The rehearsal itself. Raises StepFailedError at the first thing that does not hold."""
     before = _git_status(rehearsal.root)
     name, timeline = rehearsal.name, rehearsal.timeline
-    if not rehearsal.definition.storage.dataset.startswith("s3://"):
-        with step(rehearsal, "prepare"):
-            for line in command(rehearsal, "prepare", name).strip().splitlines()[-2:]:  # the dataset, the prediction
-                timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
+    with step(rehearsal, "prepare"):
+        for line in command(rehearsal, "prepare", name).strip().splitlines()[-2:]:  # the dataset, the prediction
+            timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
         said = command(rehearsal, "doctor", name, "--pin")
         for line in said.splitlines():

@@ -47,11 +47,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepares, or says that it is prepared already."""
+    root = project_root(Path.cwd())
     if args.rehearsal:
         definition = load(stack.path_of(args), now=datetime.now(UTC), rehearsal=True, past_deadline=True)
+        _require_another_folder(load(definition.source, now=datetime.now(UTC), past_deadline=True), definition, root)
     else:
         definition = stack.definition_of(args)
-    root = project_root(Path.cwd())
     try:
         _checked(definition, root)  # before an hour of tokenising is spent on a run that lacks its base weights
     except ValueError as error:
@@ -157,6 +158,18 @@ def prepared(
         raise GpufleetError(str(error)) from error
     except ImportError as error:
         raise GpufleetError(f"this data needs a package that is missing ({error}): pip install -e '.[job]'") from error
+
+
+def _require_another_folder(plain: StackDefinition, rehearsal: StackDefinition, root: Path) -> None:
+    """Raises GpufleetError where generated data would replace what was made from a file of the user's."""
+    folder = root / plain.storage.dataset
+    if plain.storage.dataset != rehearsal.storage.dataset or not _of_a_file(folder, plain.job.parameters):
+        return
+    if not str((atomic.read_object(folder / prepare.MANIFEST) or {}).get("source")).startswith("generated "):
+        raise GpufleetError(
+            f"{folder} holds the data of the file itself, and the rehearsal's would replace it: give `rehearsal`"
+            " a storage.dataset of its own"
+        )
 
 
 def _of_a_file(folder: Path, config: JobConfig) -> bool:

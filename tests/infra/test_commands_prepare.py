@@ -71,6 +71,21 @@ def test_a_package_that_bills_do_without_is_named_with_how_it_comes(
     assert said.endswith("pip install -e '.[job]'\n")
 
 
+def test_a_rehearsal_that_shares_the_files_folder_does_not_replace_its_data(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "stacks" / "pretrain-d64.yaml").read_text().replace("data/generated-sums", "data/numbers")
+    (project / "stacks" / "pretrain-d64.yaml").write_text(text)
+    assert main(["prepare", "pretrain-d64", "--rehearsal"]) == 0
+    assert main(["prepare", "pretrain-d64", "--rehearsal"]) == 0  # nobody's data but its own
+    (project / "mine").write_text("1+1\n2\n\n" * 20_000)
+    assert main(["prepare", "pretrain-d64", "mine"]) == 0
+    made = read_manifest(project / "data" / "numbers")
+    assert main(["prepare", "pretrain-d64", "--rehearsal"]) == 2
+    assert "give `rehearsal` a storage.dataset of its own" in capsys.readouterr().err
+    assert read_manifest(project / "data" / "numbers") == made
+
+
 @pytest.mark.parametrize("stack", OWN_DATA)
 def test_data_of_ones_own_are_named_once_and_stay_until_the_settings_want_others(
     project: Path, capsys: pytest.CaptureFixture[str], stack: str

@@ -80,10 +80,11 @@ def test_a_failure_names_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest
 def test_a_stack_without_a_rehearsal_is_refused_with_all_that_it_has_to_say(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
     text = (REPOSITORY / "stacks" / "sft-h100.yaml").read_text()
+    text = text.replace("dataset: data/sft", "dataset: s3://mine/sft")  # the embedded AWS has no bucket of the user's
     (tmp_path / "stacks" / "big.yaml").write_text(text.partition("\nrehearsal:")[0] + "\n")
     keys = (
-        "job.parameters.device: cpu, job.parameters.data.source: generated-pairs, storage.base_weights: null, "
-        "estimate.step_ms: a list of 1"
+        "job.parameters.device: cpu, job.parameters.data.source: generated-pairs, storage.dataset: a folder, "
+        "storage.base_weights: null, estimate.step_ms: a list of 1"
     )
     with pytest.raises(GpufleetError, match=re.escape(keys)):
         rehearse("big", root=tmp_path)
