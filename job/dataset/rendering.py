@@ -113,7 +113,7 @@ class FileTokenizer:
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self.file = file
-        self.vocab: int = max(self._bpe.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab: int = max(self._bpe.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.id = file_id(self._content)
 
     @property
