@@ -71,6 +71,8 @@ def find(name_or_path: str, root: Path) -> Path:
         return path
     if path.exists():
         raise GpufleetError(f"{path} is a folder or device, not a file; a stack is one file: move it away")
+    if path.with_suffix(".yml").is_file():
+        raise GpufleetError(f"stacks/{name_or_path}.yml is there: give it the ending .yaml, by which stacks are found")
     names = names_of(root)
     if not names:
         raise GpufleetError(f"there is no stacks/ folder with definition files in {root}; run this inside the project")

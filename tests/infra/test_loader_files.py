@@ -175,6 +175,13 @@ def test_a_path_that_misses_a_stack_that_is_there_says_its_name(written: str) ->
         find(written, ROOT)
 
 
+def test_a_stack_with_the_other_ending_is_told_to_take_this_one(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "mine.yml").touch()
+    with pytest.raises(GpufleetError, match=r"stacks/mine\.yml is there: give it the ending \.yaml"):
+        find("mine", tmp_path)
+
+
 def test_a_folder_called_like_a_stack_is_not_offered_as_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "stacks" / "foo.yaml").mkdir(parents=True)
     with pytest.raises(GpufleetError, match=r"foo.yaml is a folder or device"):
