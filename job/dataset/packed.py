@@ -46,6 +46,7 @@ from job.dataset.shards import write_shard
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once
+PROGRESS = 50_000  # said whenever so many more are: half a minute of silence
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ def prepare_packed(
         report(kept, say)
         return kept
     renderer = Renderer(template, tokenizer)
-    read = _read(chats, renderer, how)
+    read = _read(chats, renderer, how, say)
     held = _held_out(len(read.examples), how)
     splits: dict[Split, list[Example]] = {
         "train": [example for i, example in enumerate(read.examples) if i not in held],
@@ -183,7 +184,7 @@ def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
     return Example(tokens, counted)
 
 
-def _read(chats: Chats, renderer: Renderer, how: Packing) -> _Counts:
+def _read(chats: Chats, renderer: Renderer, how: Packing, say: Callable[[str], None]) -> _Counts:
     read = _Counts()
     stream = enumerate(chats.conversations())
     while batch := list(itertools.islice(stream, BATCH)):
@@ -195,6 +196,8 @@ def _read(chats: Chats, renderer: Renderer, how: Packing) -> _Counts:
                 continue
             read.examples.append(example)
             read.conversations.append(number)
+        if (number + 1) % PROGRESS == 0:
+            say(f"  {number + 1:,} tokenised")
     if len(read.examples) < 2:
         raise ValueError(
             f"{getattr(chats, 'path', chats.name)}: examples with an answer within data.longest, {how.longest} tokens: "
