@@ -32,21 +32,13 @@ from rehearsal import account
 from rehearsal.actions import CLOUDS
 from rehearsal.clock import Clock, SystemClock
 from rehearsal.controller import FleetController
+from rehearsal.environment import past_proxies
 from rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
 from rehearsal.imds import Imds
 from rehearsal.launch import Instance, Launcher
 
 _ACCOUNTS = itertools.count(111_122_223_333)
 TICK_S = 0.1
-
-
-def past_proxies(environment: Mapping[str, str]) -> dict[str, str]:
-    """What keeps a user's HTTP_PROXY, which cannot reach a loopback address here, out of the way; else nothing."""
-    if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in environment):
-        return {}
-    said = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    hosts = ",".join(dict.fromkeys([*filter(None, said.split(",")), "127.0.0.1", "localhost"]))
-    return {"NO_PROXY": hosts, "no_proxy": hosts}  # each tool reads the one or the other
 
 
 class Cloud:

@@ -19,6 +19,7 @@ from pathlib import Path
 from infra.catalog import load_catalog
 from infra.errors import GpufleetError
 from infra.loader import names_of, project_root
+from rehearsal import environment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the lines to paste, and serves until Ctrl-C, the end of a piped standard input, or --timeout."""
     _check(args)
+    environment.forget_account()
     try:
         from rehearsal import engine, provider, scratch
         from rehearsal.cloud import Cloud

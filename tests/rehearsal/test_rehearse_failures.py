@@ -18,9 +18,9 @@ from declared import fleet, template
 
 from infra.commands import rehearse as command
 from infra.errors import GpufleetError
-from rehearsal import scratch
+from rehearsal import environment, scratch
 from rehearsal.clock import ManualClock
-from rehearsal.cloud import Cloud, past_proxies
+from rehearsal.cloud import Cloud
 from rehearsal.interruptions import Planned
 from rehearsal.node import NodeRunner
 from rehearsal.rehearse import rehearse, unchanged
@@ -164,6 +164,7 @@ def test_ctrl_c_leaves_no_process_and_no_scratch(tmp_path: Path) -> None:
 def test_a_closed_terminal_ends_a_rehearsal_as_ctrl_c_does(nohup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its nodes have sessions of their own, and would run on without it."""
     monkeypatch.setattr("rehearsal.rehearse.rehearse", lambda _: signal.raise_signal(signal.SIGHUP) or 0)
+    monkeypatch.setattr(environment, "forget_account", lambda: None)
     kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
     signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
@@ -180,6 +181,17 @@ def test_a_package_that_training_needs_is_missed_before_anything_is_rehearsed(mo
         command.run(Namespace(stack="two-tower", all=False))
 
 
+def test_a_profile_that_is_not_there_is_no_matter_of_a_rehearsal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "AWS_PROFILE": "nowhere", "AWS_ENDPOINT_URL": "http://x"})
+    environment.forget_account()
+    assert {name: value for name, value in os.environ.items() if name.startswith("AWS_")} == {
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }
+
+
 def test_a_proxy_of_the_users_is_not_asked_for_the_embedded_aws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +202,7 @@ def test_a_proxy_of_the_users_is_not_asked_for_the_embedded_aws(
     with Cloud(tmp_path, clock=ManualClock()) as cloud:
         assert cloud.client("s3").list_buckets()["Buckets"] == []
         assert cloud.environment()["no_proxy"] == cloud.environment()["NO_PROXY"] == "example.org,127.0.0.1,localhost"
-    assert past_proxies({"NO_PROXY": "example.org"}) == {}
+    assert environment.past_proxies({"NO_PROXY": "example.org"}) == {}
 
 
 def _names(environ: Path, folder: Path) -> bool:
