@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -10,9 +11,15 @@ from typing import Any
 
 import pytest
 
+from rehearsal.environment import forget_account
+
 # A shell starts what it puts in the background with Ctrl-C ignored, and every process started from there inherits it.
 # The tests press Ctrl-C themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# With an AWS_PROFILE that is not there moto cannot be imported, and through a user's proxy no server here be reached.
+forget_account()
+for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+    del os.environ[name]
 
 # Files that share what takes 3 to 8 s to make once (the funnel's servers, a server of ranks, trained models): each of
 # these goes to one worker as if it were one file.
