@@ -296,6 +296,14 @@ def test_another_encoding_is_said_once_with_what_to_do(tmp_path: Path, encoding:
     assert f"iconv -f {named} -t UTF-8 OLD > NEW" in str(error.value)
 
 
+def test_parquet_is_said_once_where_its_first_line_happens_to_be_text(tmp_path: Path) -> None:
+    path = tmp_path / "chats.parquet"
+    path.write_bytes(b"PAR1\x15\x04\n\x15\n\x00")
+    with pytest.raises(ValueError, match=r"chats\.parquet:1: not JSON; it is Parquet; write it as text first") as error:
+        list(JsonlChats(path).conversations())
+    assert len(str(error.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_json_array_is_said_once_with_what_makes_lines_of_it(tmp_path: Path, indent: int | None) -> None:
     for name, command in (
