@@ -13,9 +13,9 @@ from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
 # Of the host, launching a compiled step: a layer of each micro-batch, dense and with experts; embedding, loss, clipping
-# and AdamW; each tensor of the bf16 AdamW. Kernels that do nothing, torch 2.13.0, 2 shared cores of a Xeon at 2.8 GHz,
-# 2026-11-23: 10 to 18, 15 to 28 and 56 to 89 ms in the three phases of 7, 7 and 11 layers; the middle.
-LAYER_LAUNCH_MS, LAUNCH_MS = (1.3, 2.1), 3.0
+# and AdamW. Kernels that do nothing, torch 2.13.0, 2 shared cores of a Xeon at 2.8 GHz, 2026-11-23: 9 to 20, 14 to 29
+# and 20 to 32 ms in the three phases of 7, 7 and 11 layers, as the neighbours let it; nearer the lower ends.
+LAYER_LAUNCH_MS, LAUNCH_MS = (1.3, 2.2), 3.0
 BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
 _PHASES = ("dense", "moe", "grown")
 

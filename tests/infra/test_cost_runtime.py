@@ -82,11 +82,12 @@ def test_a_fast_gpu_waits_for_its_host_and_a_slow_one_does_not() -> None:
     assert [each.basis for each in found] == [
         "roofline at efficiency 0.5",
         f"roofline at efficiency 1, but for dense: {host}",
-        f"roofline at efficiency 0.5, but for dense, moe, grown: {host}",
+        f"roofline at efficiency 0.5, but for dense, moe: {host}",
     ]
     assert [phase.step_ms / (phase.limit_ms or 0) for phase in slow] == pytest.approx([2, 2, 2])
-    assert [phase.step_ms for phase in fast] == pytest.approx([14.2, 19.8, 61.7])
-    assert all(phase.step_ms > 2 * (phase.limit_ms or 0) for phase in fast)
+    assert [phase.step_ms for phase in fast[:2]] == pytest.approx([12.1, 18.4])
+    assert all(phase.step_ms > 2 * (phase.limit_ms or 0) for phase in fast[:2])
+    assert fast[2].step_ms == pytest.approx(2 * (fast[2].limit_ms or 0))
 
 
 def test_measured_step_times_replace_the_roofline_and_are_named_as_the_basis() -> None:

@@ -74,7 +74,7 @@ def test_the_host_launches_each_micro_batch() -> None:
     cut = [size.launch_ms for size in sizing.phases(replace(FULL, batch=replace(FULL.batch, micro=4)))]
     micros = -(-FULL.batch.sequences // 4)
     assert [b - a for a, b in zip(whole, cut, strict=True)] == pytest.approx(
-        [(micros - 1) * ms for ms in (7 * 1.3, 7 * 2.1, 11 * 2.1)]
+        [(micros - 1) * ms for ms in (7 * 1.3, 7 * 2.2, 11 * 2.2)]
     )
 
 
