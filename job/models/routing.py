@@ -37,10 +37,9 @@ def grouped_experts(x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E:
     order_S, place_S = _sort(chosen_NK)
     rows_Sd = rearrange(_repeat(x_Nd, chosen_NK), order_S, None, place_S, None)
     ends_E = load_E.cumsum(0).to(torch.int32)
-    # the bias of each row's expert as a product with 0/1: exact, and its gradient is a product too
-    one_SE = F.one_hot(chosen_NK.flatten().index_select(0, order_S), load_E.numel()).to(x_Nd.dtype)
-    hidden_Sh = F.gelu(F.grouped_mm(rows_Sd, w[0].transpose(-2, -1), offs=ends_E) + one_SE @ w[1])
-    result_Sd = F.grouped_mm(hidden_Sh, w[2].transpose(-2, -1), offs=ends_E) + one_SE @ w[3]
+    expert_S = chosen_NK.flatten().index_select(0, order_S)
+    hidden_Sh = F.gelu(grouped_linear(rows_Sd, w[0], w[1], expert_S, ends_E))
+    result_Sd = grouped_linear(hidden_Sh, w[2], w[3], expert_S, ends_E)
     return _combine(rearrange(result_Sd, place_S, None, order_S, None), weights_NK)
 
 
@@ -91,6 +90,30 @@ def rearrange(x: Tensor, there: Tensor, there_mask: Tensor | None, back: Tensor,
     where each row of x went, and `back_mask` whether it went anywhere.
     """
     y: Tensor = _Rearrange.apply(x, there, there_mask, back, back_mask)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_Si: Tensor, w_Eoi: Tensor, b_Eo: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_Si, w_Eoi, expert_S, ends_E)
+        return F.grouped_mm(x_Si, w_Eoi.mT, offs=ends_E) + b_Eo.index_select(0, expert_S)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x_Si, w_Eoi, expert_S, ends_E = ctx.saved_tensors
+        (g_So,) = gradients
+        one_SE = F.one_hot(expert_S, len(w_Eoi)).to(g_So.dtype)
+        g_Eoi = F.grouped_mm(g_So.mT, x_Si, offs=ends_E)
+        return F.grouped_mm(g_So, w_Eoi, offs=ends_E), g_Eoi, one_SE.mT @ g_So, None, None
+
+
+def grouped_linear(x_Si: Tensor, w_Eoi: Tensor, b_Eo: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+    """Each row, sorted by expert, through its own expert's Linear: [S, o]. The bias is a gather, which compiled becomes
+    part of what reads the result, and its gradient a product with 0/1, deterministic on every device. Saves the weights
+    as they are given: of grouped_mm's own gradient, which saves a view, inductor 2.13 makes a second copy of the cast.
+    """
+    y: Tensor = _GroupedLinear.apply(x_Si, w_Eoi, b_Eo, expert_S, ends_E)  # type: ignore[no-untyped-call]
     return y
 
 
