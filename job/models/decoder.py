@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from job.config.common import Decoder as Shape
 from job.models.blocks import Linear, at_least_fp32, rotate
 from job.models.hf_config import LLAMA3_CONTEXT, LLAMA3_FACTOR, LLAMA3_HIGH, LLAMA3_LOW
-from job.models.linear_loss import linear_loss
+from job.models.linear_loss import chunk_loss, linear_loss
 from job.models.selective import Checkpointed, keep_products
 
 INIT_STD = 0.02
@@ -168,7 +168,12 @@ class Decoder(Checkpointed):
         weight_Vd = (self.embed if self.head is None else self.head).weight.to(x_RTd.dtype)
         if targets_RT is None:
             return Output(F.linear(x_RTd, weight_Vd), None, None, {})
-        return Output(None, linear_loss(x_RTd.flatten(0, 1), weight_Vd, targets_RT.flatten()), None, {})
+        loss_sum = linear_loss(x_RTd.flatten(0, 1), weight_Vd, targets_RT.flatten(), self.loss)
+        return Output(None, loss_sum, None, {})
+
+    def loss(self, logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
+        """`chunk_loss`, where a trainer can compile it."""
+        return chunk_loss(logits_CV, targets_C, grad)
 
     def _packed(
         self, tokens_RT: Tensor, documents_RT: Tensor | None, starts_K: Tensor | None, longest: int | None

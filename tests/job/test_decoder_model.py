@@ -219,7 +219,7 @@ def test_the_chunked_loss_passes_over_its_logits_no_more_often_than_it_must() ->
     with Passes(50 * 70) as passes:
         linear_loss(x, weight, torch.arange(50)).backward()
     assert passes.names == [
-        "_to_copy.default", "_log_softmax.default", "exp_.default", "scatter_add_.default", "_to_copy.default",
+        "_to_copy.default", "_log_softmax.default", "exp_.default", "eq.Tensor", "add_.Tensor", "_to_copy.default",
     ]  # fmt: skip
 
 

@@ -46,8 +46,8 @@ def fine_tuned(adapter: bool) -> nn.Module:
     return lora.attach(module, Lora(rank=2, dropout=0.1), drawn) if adapter else module
 
 
-# And how many graphs: one for each size, in training and evaluation, and as many of growth's loss; with an adapter the
-# first block's input needs no gradient in training, the others' does.
+# And how many graphs: one for each size, in training and evaluation, and as many of a loss where there is one; with an
+# adapter the first block's input needs no gradient in training, the others' does.
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "dense": (lambda: growth.build(GROWTH, 0), 8),
     "grouped experts": (lambda: experts("grouped"), 8),
@@ -56,8 +56,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
         lambda: char_gpt.CharGpt(CharModel(vocab=32, layers=2, width=16, head_dim=8, kv_heads=1), torch.bfloat16),
         4,
     ),
-    "all weights": (lambda: fine_tuned(adapter=False), 4),
-    "adapter": (lambda: fine_tuned(adapter=True), 6),
+    "all weights": (lambda: fine_tuned(adapter=False), 8),
+    "adapter": (lambda: fine_tuned(adapter=True), 10),
 }
 
 LONG = ("padded experts", "all weights")  # each is like another, and takes seconds
