@@ -127,7 +127,9 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         dataset_folder=folder,
         weights=weights,
         weights_folder=weights_folder,
-        run_config=run_config.encode(run_config.run_config(definition, bill, inputs)).decode(),
+        run_config=run_config.encode(
+            run_config.run_config(definition, bill, inputs, expires=verdict.run.valid_until)
+        ).decode(),
         warnings=(*missing, *map(str, found), *filter(None, [late]), *verdict.warnings),
     )
 

@@ -18,11 +18,12 @@ ASKED = "stop.json"  # beside run.json in the bucket: `gpufleet stop` asks the r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """`deadline` in epoch seconds."""
+    """`deadline`, and `expires`, when AWS ends the fleet, in epoch seconds."""
 
     max_usd: Decimal
     max_hours: Decimal
     deadline: float | None
+    expires: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +139,6 @@ def load(path: Path) -> RunFile:
     try:
         limits, job, dataset = tree["limits"], tree["job"], tree["inputs"]["dataset"]
         weights = tree["inputs"].get("base_weights")
-        deadline = limits.get("deadline")
         run = RunFile(
             run=tree["run"]["id"],
             config=from_json(job["experiment"], job["parameters"]),
@@ -146,7 +146,8 @@ def load(path: Path) -> RunFile:
             limits=Limits(
                 max_usd=Decimal(limits["max_usd"]),
                 max_hours=Decimal(limits["max_hours"]),
-                deadline=None if deadline is None else epoch(deadline),
+                deadline=epoch(limits.get("deadline")),
+                expires=epoch(limits.get("expires")),
             ),
             fixed_usd=Decimal(tree["extras"]["fixed_usd"]),
             dataset=_inputs(dataset),

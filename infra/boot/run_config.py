@@ -1,4 +1,4 @@
-"""run.json: all that the job is told, known before anything exists and the same bytes on every machine.
+"""run.json: all that the job is told, known before the first resource and the same bytes on every machine.
 
 It holds no bucket name: the node script gives the container its own address. The program alone writes it, once per run.
 """
@@ -18,11 +18,11 @@ from infra.definition import StackDefinition
 SCHEMA = 1
 
 
-def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any], *, expires: str) -> dict[str, Any]:
     """The object of run.json; money and hours are decimal strings.
 
     `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}; a `uri` of None means that the
-    files lie under inputs/<sha256>/ of the run's own bucket.
+    files lie under inputs/<sha256>/ of the run's own bucket. `expires`: when AWS ends the fleet (UTC, ISO).
     """
     limits = definition.limits
     return {
@@ -39,6 +39,7 @@ def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any
             "max_usd": str(limits.max_usd),
             "max_hours": str(limits.max_hours),
             "deadline": None if limits.deadline is None else _stamp(limits.deadline),
+            "expires": expires,
         },
         "capacity": definition.fleet.capacity,
         "rates": record.rates(bill),

@@ -23,7 +23,7 @@ from job import sizing
 CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
 RECEIPT = "receipt.json"
 EXPORTS, FINAL = "exports/", "final/"  # models: at each phase's start and end, and the last one
-EARLY = ("max_usd", "max_hours", "deadline", "stopped")  # ends before the plan's that are no failure
+EARLY = ("max_usd", "max_hours", "deadline", "expiry", "stopped")  # ends before the plan's that are no failure
 WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
 
 

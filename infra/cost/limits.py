@@ -98,11 +98,11 @@ def expiry_warning(bill: Bill) -> str:
     """Which share of the simulated runs their fleet does not outlive where no deadline says for how long; nothing below
     1 %. Only waits take a run there: what a node works, max_hours stops before.
     """
-    cap, needed = bill.cap, bill.chosen.needed
+    cap, needed, stop_h = bill.cap, bill.chosen.needed, bill.chosen.exposure.reserve_h
     if cap is None or cap.deadline is not None:
         return ""
     unstopped = needed.hours <= min(bill.chosen.exposure.hours_at_cap())
-    late = float((unstopped & (needed.wall_hours > float(cap.max_hours) + _hours(WAITING_TIME))).mean())
+    late = float((unstopped & (needed.wall_hours + stop_h > float(cap.max_hours) + _hours(WAITING_TIME))).mean())
     if late < 0.01:
         return ""
     return (

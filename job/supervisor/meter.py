@@ -95,7 +95,7 @@ class Meter:
         )
 
     def limit(self, now: float, limits: Limits, reserve_s: float) -> str | None:
-        """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline or None."""
+        """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline, expiry or None."""
         spent, reserve = self.spent(now), Decimal(f"{reserve_s:.3f}")
         if spent.usd + hours(reserve) * (spent.usd_per_hour + self.rates.extras) >= limits.max_usd:
             return "max_usd"
@@ -103,6 +103,8 @@ class Meter:
             return "max_hours"
         if limits.deadline is not None and now + reserve_s >= limits.deadline:
             return "deadline"
+        if limits.expires is not None and now + reserve_s >= limits.expires:
+            return "expiry"  # of the fleet: AWS ends the node then, with or without a notice
         return None
 
     def _rate(self, hour: int) -> Decimal:

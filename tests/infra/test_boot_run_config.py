@@ -25,6 +25,7 @@ INPUTS: dict[str, Any] = {
     "archive": {"sha256": "a" * 64, "bytes": 1000},
     "dataset": {"uri": None, "sha256": "d" * 64, "files": [{"name": "train.bin", "bytes": 5, "sha256": "e" * 64}]},
 }
+EXPIRES = "2026-11-22T14:00:00Z"
 DATASET_BYTES = sum(file["bytes"] for file in INPUTS["dataset"]["files"])
 
 
@@ -39,7 +40,7 @@ def bill(definition: StackDefinition) -> Bill:
 
 
 def written(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(encode(run_config(definition, bill, INPUTS)))
+    found: dict[str, Any] = json.loads(encode(run_config(definition, bill, INPUTS, expires=EXPIRES)))
     return found
 
 
@@ -52,7 +53,7 @@ def test_the_job_reads_back_the_parameters_of_the_definition(definition: StackDe
 def test_money_and_hours_are_decimal_strings(definition: StackDefinition, bill: Bill) -> None:
     read = written(definition, bill)
 
-    assert read["limits"] == {"max_usd": "3.00", "max_hours": "2", "deadline": None}
+    assert read["limits"] == {"max_usd": "3.00", "max_hours": "2", "deadline": None, "expires": EXPIRES}
     rates = read["rates"]["g5.2xlarge"]
     assert Decimal(rates["on_demand"]) > Decimal(rates["spot"]["us-east-2a"]) > 0
     assert set(read["extras"]) == {"disk_usd_per_hour", "ipv4_usd_per_hour", "fixed_usd"}
@@ -88,4 +89,6 @@ def test_the_same_run_is_the_same_bytes(definition: StackDefinition, bill: Bill)
     again = price(definition, load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
     reordered = {"dataset": INPUTS["dataset"], "archive": INPUTS["archive"]}
 
-    assert encode(run_config(definition, again, reordered)) == encode(run_config(definition, bill, INPUTS))
+    first, second = (run_config(definition, *each, expires=EXPIRES) for each in ((bill, INPUTS), (again, reordered)))
+
+    assert encode(first) == encode(second)

@@ -62,13 +62,18 @@ def test_the_definition_is_found_by_a_path_in_the_project_too(ready: Path) -> No
     assert make(ready, f"stacks/{NAME}.yaml", now=NOW, previous=NEW, preview=True).definition.name == NAME
 
 
-def test_run_json_names_what_the_node_fetches_and_is_the_same_every_time(ready: Path) -> None:
+def test_run_json_names_what_the_node_fetches_and_changes_with_its_fleet_s_expiry_alone(ready: Path) -> None:
     plan, again = (make(ready, NAME, now=NOW + timedelta(hours=h), previous=NEW, preview=True) for h in (0, 1))
     assert plan.dataset is not None
     found = json.loads(plan.run_config)["inputs"]
     assert found["archive"]["sha256"] == plan.archive.sha256
     assert {file["name"] for file in found["dataset"]["files"]} == {file.name for file in plan.dataset.files}
-    assert plan.run_config == again.run_config
+    expires = [each.verdict.run.valid_until for each in (plan, again)]
+    assert expires[0] != expires[1]
+    assert json.loads(plan.run_config)["limits"]["expires"] == expires[0]
+    assert plan.run_config.replace(*expires) == again.run_config
+    continued = make(ready, NAME, now=NOW + timedelta(hours=1), previous=begun(plan), preview=True)
+    assert continued.run_config == plan.run_config
 
 
 def test_user_data_holds_the_names_that_aws_gave(ready: Path) -> None:

@@ -49,7 +49,7 @@ def stack() -> StackDefinition:
 def resources() -> list[SimpleNamespace]:
     """Some of a run on two types, as the engine spells them."""
     bill = price(stack(), load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
-    content = run_config.encode(run_config.run_config(stack(), bill, INPUTS)).decode()
+    content = run_config.encode(run_config.run_config(stack(), bill, INPUTS, expires="2026-12-01T00:00:00Z")).decode()
     found = [
         ("aws:s3/bucket:Bucket", "gpufleet-growth", Properties(bucket=None)),
         (declared.OBJECT, "job-archive", Properties(content=None, contentBase64=None, bucket=None)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -105,6 +106,9 @@ def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> No
         (Limits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 36.0, "max_hours"),
         (Limits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3661), 60.0, None),
         (Limits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3660), 60.0, "deadline"),
+        (replace(NO_LIMITS, expires=T0 + 3661), 60.0, None),
+        (replace(NO_LIMITS, expires=T0 + 3660), 60.0, "expiry"),
+        (replace(NO_LIMITS, deadline=T0 + 3660, expires=T0 + 3660), 60.0, "deadline"),
         (NO_LIMITS, 10.0**6, None),
     ],
 )

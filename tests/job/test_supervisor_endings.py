@@ -280,6 +280,7 @@ def test_output_alone_is_a_sign_of_life(tmp_path: Path) -> None:
         ({"max_usd": "0.0300", "max_hours": "2", "deadline": None}, "max_usd"),
         ({"max_usd": "3.00", "max_hours": "0.055", "deadline": None}, "max_hours"),
         ({"max_usd": "3.00", "max_hours": "2", "deadline": "2027-01-15T08:03:10Z"}, "deadline"),
+        ({"max_usd": "3.00", "max_hours": "2", "deadline": None, "expires": "2027-01-15T08:03:10Z"}, "expiry"),
     ],
 )
 def test_a_limit_ends_the_run_with_everything_saved(tmp_path: Path, limits: dict[str, Any], reason: str) -> None:
