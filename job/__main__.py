@@ -50,7 +50,7 @@ def supervise(run_json: Path) -> int:
 
     from job import sizing
     from job.run_file import Node, load
-    from job.supervisor import machine
+    from job.supervisor import fleet, machine
     from job.supervisor.child import Child, Log, trainer
     from job.supervisor.endings import FAILED
     from job.supervisor.metadata import Metadata, Watch, http_fetch
@@ -86,6 +86,7 @@ def supervise(run_json: Path) -> int:
             log=log,
             spot_price=spot_history(node.type, node.zone),
             ranks=ranks,
+            fleet_changes=fleet.of_node(node.instance),
             gpus=lambda: gpus,
         )
         return Supervisor(run, node, workdir, world).run()

@@ -51,7 +51,7 @@ def asked(request: Request, tags: Callable[[str], Mapping[str, str]]) -> list[As
         return [Asked(action=action, resource=f"arn:aws:logs:{place}:{stream}")]
     fields = parse_qs(request.body.decode("utf-8", "replace"))
     fleets = [values[0] for name, values in fields.items() if re.fullmatch(r"FleetId(\.\d+)?", name)]
-    if request.service == "ec2" and fleets and not request.action.startswith("Describe"):
+    if request.service == "ec2" and fleets and request.action != "DescribeFleets":  # that one knows no resource
         return [
             Asked(
                 action=action,

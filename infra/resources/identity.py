@@ -143,9 +143,9 @@ def node_statements(
             "Resource": pulumi.Output.concat(log_group_arn, ":*"),
         },
         {
-            "Sid": "EndOwnFleet",
+            "Sid": "OwnFleet",  # its history tells AWS's hand from the owner's, which are charged otherwise
             "Effect": "Allow",
-            "Action": ["ec2:ModifyFleet", "ec2:DeleteFleets"],
+            "Action": ["ec2:ModifyFleet", "ec2:DeleteFleets", "ec2:DescribeFleetHistory"],
             "Resource": f"arn:aws:ec2:{definition.fleet.region}:*:fleet/*",
             "Condition": {"StringEquals": {f"aws:ResourceTag/{key}": value for key, value in own_tags.items()}},
         },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -15,17 +16,21 @@ from typing import Any
 
 from job import atomic
 from job.run_file import Node, RunFile
+from job.supervisor import fleet
 from job.supervisor.metadata import epoch
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 from job.supervisor.store import Store, StoreError
 
 LOST_BOOT_S = 480.0  # what the bills take for a small node's set-up, about half of a large one's
-FREE_S = 3600  # AWS does not charge compute when it interrupts a spot instance in its first hour (EC2 User Guide)
+FREE_S = 3600  # AWS does not charge compute when it takes a spot instance back in its first hour (EC2 User Guide)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One node of the run. `usd` is compute, disks and address; `free_usd` the compute that AWS does not charge."""
+    """One node of the run. `usd` is compute, disks and address; `free_usd` the compute that AWS does not charge.
+
+    `reclaimed`: AWS took it, or its owner did (fleet.py); None: it had no notice, or nobody knows.
+    """
 
     instance: str
     type: str
@@ -44,11 +49,17 @@ class Attempt:
     rung: int | None
     floor: int  # rung of the ladder to begin at: above it memory ran out
     exit: dict[str, Any] | None
+    reclaimed: bool | None = None
 
     @property
     def noticed(self) -> bool:
         """AWS said that it would take the node away."""
         return bool((self.exit or {}).get("notice"))
+
+    @property
+    def interrupted(self) -> bool:
+        """With a notice, and not by the owner's own hand as far as anybody knows."""
+        return self.noticed and self.reclaimed is not False
 
 
 class Record:
@@ -78,8 +89,10 @@ class Record:
                     raise
 
 
-def read(store: Store, run: RunFile, *, but: Node) -> list[Attempt]:
-    """Every attempt, oldest first, except that of the node `but`, which came after them."""
+def read(store: Store, run: RunFile, *, but: Node, changes: fleet.Changes = fleet.unknown) -> list[Attempt]:
+    """Every attempt, oldest first, except that of the node `but`, which came after them. `changes` of the fleet tell
+    who took those that no attempt has asked about yet.
+    """
     keys = [entry.key for prefix in ("attempts/", "heartbeat/") for entry in store.entries(prefix)]
     with ThreadPoolExecutor(8) as pool:
         texts = dict(zip(keys, pool.map(store.get_bytes, keys), strict=True))
@@ -87,10 +100,33 @@ def read(store: Store, run: RunFile, *, but: Node) -> list[Attempt]:
     records = {name: atomic.parse_object(texts.get(f"attempts/{name}.json")) or {} for name in names}
     ordered = sorted(names, key=lambda name: _launched(records[name]))
     launches = [*(_launched(records[name]) for name in ordered), but.launched_at]
+    reclaimed = _reclaimed(records, changes, since=but.launched_at - fleet.KEPT_S)
     return [
-        _attempt(run, name, records[name], _last(texts, name), until)
+        _attempt(run, name, records[name], _last(texts, name), until, reclaimed.get(name))
         for name, until in zip(ordered, launches[1:], strict=True)
     ]
+
+
+def _reclaimed(records: Mapping[str, dict[str, Any]], changes: fleet.Changes, *, since: float) -> dict[str, bool]:
+    """Of each node that got a notice, whether AWS took it, as far as that is known. Changes of the fleet during a
+    node's life are what took it: whoever made them pays for it.
+    """
+    found: dict[str, bool] = {}
+    for record in records.values():  # what an attempt has found out, while AWS still knew
+        found.update(record.get("reclaimed") or {})
+    ends = {
+        name: epoch(ended.get("ends_at")) or epoch(ended.get("at")) or 0.0
+        for name, record in records.items()
+        if name not in found and _launched(record) >= since and (ended := _exit(record) or {}).get("notice")
+    }
+    if ends and (at := changes(min(_launched(records[name]) for name in ends))) is not None:
+        found |= {n: not any(_launched(records[n]) <= each <= end for each in at) for n, end in ends.items()}
+    return found
+
+
+def _exit(record: dict[str, Any]) -> dict[str, Any] | None:
+    ended = record.get("exit")
+    return ended if isinstance(ended, dict) else None
 
 
 def _launched(record: dict[str, Any]) -> float:
@@ -102,12 +138,14 @@ def _last(texts: dict[str, bytes | None], name: str) -> dict[str, Any]:
     return next((beat for line in reversed(lines) if (beat := atomic.parse_object(line)) is not None), {})
 
 
-def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], until: float) -> Attempt:
+def _attempt(
+    run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], until: float, reclaimed: bool | None
+) -> Attempt:
     """`until`: the launch of the node after it."""
     kind, zone = str(record.get("type", "")), str(record.get("zone", ""))
     rates = run.rates(kind, zone)
     launched = _launched(record)
-    ended = record.get("exit") if isinstance(record.get("exit"), dict) else None
+    ended = _exit(record)
     seen = Decimal(str(beat.get("attempt_s", 0)))
     lived = Decimal(str(beat.get("lived_s", seen)))
     for key in ("at", "ends_at"):
@@ -121,7 +159,7 @@ def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, An
     compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.assumed)))
     told, gone = epoch((ended or {}).get("at")), epoch((ended or {}).get("ends_at"))
     free = Decimal(0)
-    if ended and ended.get("notice") and seconds < FREE_S and rates.capacity == "spot":
+    if reclaimed and seconds < FREE_S and rates.capacity == "spot":
         free = compute
     started = record.get("started_s")
     return Attempt(
@@ -142,4 +180,5 @@ def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, An
         rung=record.get("rung"),
         floor=int(record.get("floor") or 0),
         exit=ended,
+        reclaimed=reclaimed,
     )

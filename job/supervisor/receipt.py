@@ -1,7 +1,8 @@
 """The receipt: what the run cost, line by line against its bill, and why the two differ.
 
 Actual money is metered time at the hour's prices; S3, logs and transfer are as in the bill, because AWS reports them a
-day later. A first hour that AWS interrupted is not charged for compute; the receipt credits it and says so.
+day later. A first hour that AWS interrupted is not charged for compute; the receipt credits it and says so. One that
+the owner ended, by a change of the fleet, is charged; where nobody knows whose hand it was, it is counted too.
 
 Causes, which add up to the difference exactly: *price*, the hours used at another price than estimated;
 *interruptions*, restarts, repeated steps, idling for AWS and the minute that each start costs at least, less what was
@@ -22,7 +23,7 @@ from typing import Any
 
 from job import atomic, measured, sizing
 from job.run_file import RunFile
-from job.supervisor.attempts import Attempt
+from job.supervisor.attempts import FREE_S, Attempt
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 
 SCHEMA = 1
@@ -62,7 +63,7 @@ def build(
         "free_first_hour_usd": _money(sum((attempt.free_usd for attempt in attempts), Decimal(0))),
         "interruptions": {
             "expected": estimate.get("interruptions_expected"),
-            "with_notice": sum(attempt.noticed for attempt in attempts),
+            "with_notice": sum(attempt.interrupted for attempt in attempts),
             "without_notice": sum(attempt.exit is None for attempt in attempts[:-1]),
         },
         "attempts": [_attempt(attempt, last=attempt is attempts[-1]) for attempt in attempts],
@@ -152,6 +153,8 @@ def text(receipt: dict[str, Any]) -> str:
     said.append(f"  difference {Decimal(usd['difference']):+} = {named}")
     for attempt in receipt["attempts"]:
         end = attempt["exit"]["reason"] if attempt["exit"] else "gone without notice"
+        if attempt["reclaimed"] is False:
+            end += ", as the fleet was changed, deleted or expired"
         said.append(f"  {attempt['instance']} {attempt['type']} {attempt['seconds']} s ${attempt['usd']}: {end}")
     return "\n".join(said)
 
@@ -185,6 +188,9 @@ def _rows(run: RunFile, attempts: Sequence[Attempt]) -> list[_Row]:
             fixed.append(_Row(name, amount, amount, "as in the bill"))
     rows = [_Row(name, estimate[name], actual[name]) for name in actual]
     note = "first hours that AWS does not charge; the rest is in compute"
+    doubtful = sum(attempt.noticed and attempt.reclaimed is None and attempt.seconds < FREE_S for attempt in attempts)
+    if doubtful:
+        note += f"; {doubtful} more counted: the fleet's history did not say that AWS took the node"
     return [*rows, *fixed, _Row("interruptions", interruptions, -free, note)]
 
 
@@ -212,7 +218,8 @@ def _attempt(attempt: Attempt, *, last: bool) -> dict[str, Any]:
         "seconds": f"{attempt.seconds:.3f}",
         "lived_s": f"{attempt.lived_s:.3f}",
         "started_s": None if attempt.started_s is None else f"{attempt.started_s:.3f}",
-        "interrupted": attempt.noticed or (attempt.exit is None and not last),
+        "interrupted": attempt.interrupted or (attempt.exit is None and not last),
+        "reclaimed": attempt.reclaimed,
         "usd": _money(attempt.usd),
         "free_usd": _money(attempt.free_usd),
         "resumed_step": attempt.resumed_step,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from job.supervisor import machine
 from job.supervisor.child import Log
+from job.supervisor.fleet import Changes, unknown
 from job.supervisor.metadata import Metadata
 from job.supervisor.meter import SpotPrice
 from job.supervisor.store import Store
@@ -37,6 +38,7 @@ class World:
     log: Log
     spot_price: SpotPrice
     ranks: int = 1  # processes that train
+    fleet_changes: Changes = unknown
     gpus: Callable[[], tuple[machine.Gpu, ...]] = machine.gpus
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep

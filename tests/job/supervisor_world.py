@@ -185,6 +185,7 @@ class Bench:
         self.output = BytesIO()
         self.trainers: list[FakeTrainer] = []
         self.terminated: float | None = None
+        self.changes: list[float] | None = []  # of the fleet, by its owner
         self.answers: dict[str, bytes] = {}  # of the metadata service, by the end of the path
 
     def attempt(
@@ -215,6 +216,7 @@ class Bench:
             log=log,
             spot_price=lambda at: Decimal("0.36"),
             gpus=lambda: (),
+            fleet_changes=lambda since: self.changes,
             clock=self.clock,
             sleep=self._sleep,
         )

@@ -13,7 +13,7 @@ import pytest
 import runs
 
 from job.run_file import Limits, Node, Rates, load
-from job.supervisor import attempts
+from job.supervisor import attempts, fleet
 from job.supervisor.meter import Meter, spot_history
 from job.supervisor.store import FolderStore
 
@@ -193,7 +193,7 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     record(store, "i-silent-too", 9700, None, None)
     record(store, "i-me", 19900, None, None)
     me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=1_800_019_900)
-    found = {attempt.instance: attempt for attempt in attempts.read(store, run, but=me)}
+    found = {attempt.instance: attempt for attempt in attempts.read(store, run, but=me, changes=lambda _: [])}
     assert list(found) == ["i-killed", "i-noticed", "i-old", "i-crashed", "i-silent", "i-silent-too"]
 
     killed = found["i-killed"]
@@ -213,3 +213,31 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     assert found["i-silent"].seconds == 200  # until the next one came
     assert found["i-silent"].compute_usd == Decimal("0.0200")
     assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
+
+
+@pytest.mark.parametrize(
+    ("changes", "reclaimed"),
+    [([], True), ([T0 + 999, T0 + 1721], True), ([T0 + 1590], False), (None, None)],
+    ids=["none", "before and after", "set to 0", "nobody knows"],
+)
+def test_a_first_hour_is_free_where_the_fleet_s_history_says_that_aws_took_the_node(
+    tmp_path: Path, changes: list[float] | None, reclaimed: bool | None
+) -> None:
+    run, store = load(runs.place(tmp_path, runs.tree())), FolderStore(tmp_path / "r1")
+    record(store, "i-noticed", 1000, {"code": 75, "notice": True, "at": iso(1600), "ends_at": iso(1720)}, None)
+    me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 2000)
+    asked: list[float] = []
+
+    def history(since: float) -> list[float] | None:
+        asked.append(since)
+        return changes
+
+    (found,) = attempts.read(store, run, but=me, changes=history)
+    assert found.reclaimed is reclaimed
+    assert found.free_usd == (found.compute_usd if reclaimed else 0)
+    assert found.interrupted is (reclaimed is not False)
+    assert asked == [T0 + 1000]
+    late = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 1001 + fleet.KEPT_S)
+    (forgotten,) = attempts.read(store, run, but=late, changes=history)
+    assert forgotten.reclaimed is None  # AWS does not know any more
+    assert len(asked) == 1

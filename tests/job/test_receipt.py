@@ -114,6 +114,22 @@ def test_an_interruption_is_restart_repeated_steps_and_idling_less_what_was_free
     assert made["interruptions"] == {"expected": 0.4, "with_notice": 1, "without_notice": 0}
 
 
+@pytest.mark.parametrize(
+    ("reclaimed", "noticed", "said"),
+    [
+        (True, 1, "the rest is in compute\n"),
+        (False, 0, ": notice, as the fleet was changed, deleted or expired\n"),
+        (None, 1, "; 1 more counted: the fleet's history did not say that AWS took the node\n"),
+    ],
+)
+def test_a_receipt_says_whose_hand_took_a_node(run: RunFile, reclaimed: bool | None, noticed: int, said: str) -> None:
+    exit_ = {"code": 75, "reason": "notice", "notice": True}
+    made = build(run, attempt(900, exit=exit_, reclaimed=reclaimed), attempt(1500, resumed_step=1000))
+    assert made["interruptions"]["with_notice"] == noticed
+    assert made["attempts"][0]["interrupted"] is bool(noticed)  # what teaches later bills' hazard
+    assert said in receipt.text(made) + "\n"
+
+
 def test_the_minimum_of_a_short_start_is_an_interruptions_cost(run: RunFile) -> None:
     short = {"lived_s": Decimal(20), "started_s": Decimal(5), "last_step": 10}
     made = build(run, attempt(60, exit=None, **short), attempt(60, resumed_step=10, **short))

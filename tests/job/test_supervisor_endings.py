@@ -394,6 +394,21 @@ def test_earlier_attempts_count_towards_the_limit(tmp_path: Path) -> None:
     assert bench.trainers[1].step < STEPS
 
 
+def test_what_the_fleet_s_history_said_of_a_node_is_kept_for_later_attempts(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for instance, step in (("i-1", 3), ("i-2", 6)):
+        assert bench.attempt(instance, script={step: notice_at(bench, 120)}).run() == 75
+        bench.answers.clear()
+        bench.clock.sleep(300)
+    bench.changes = None  # AWS forgets after two days, or does not answer
+    assert bench.attempt("i-3").run() == 0
+    assert bench.json("attempts/i-3.json")["reclaimed"] == {"i-1": True}
+    first, second, _ = bench.json("receipt.json")["attempts"]
+    assert (first["reclaimed"], second["reclaimed"]) == (True, None)
+    assert float(first["free_usd"]) > 0
+    assert float(second["free_usd"]) == 0
+
+
 def test_a_missing_dataset_fails_for_good(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     (bench.bucket / "inputs" / bench.tree["inputs"]["dataset"]["sha256"] / "dataset.json").unlink()

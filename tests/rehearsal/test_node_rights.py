@@ -15,6 +15,7 @@ from declared import as_node, fleet, role, template
 from infra.loader import load
 from infra.resources.identity import node_statements
 from infra.resources.tags import tags
+from job.supervisor.fleet import changes, of_node
 from job.supervisor.store import MissingError, RefusedError, S3Store
 from rehearsal import rights
 from rehearsal.clock import ManualClock
@@ -135,3 +136,26 @@ def test_a_denial_counts_for_more_than_a_permission() -> None:
     statements = [{"Effect": effect, "Action": "s3:Get*", "Resource": "*"} for effect in ("Allow", "Deny")]
     assert rights.allowed(statements[:1], rights.Asked(action="s3:GetObject"))
     assert not rights.allowed(statements, rights.Asked(action="s3:GetObject"))
+
+
+def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_path: Path) -> None:
+    with Cloud(tmp_path, clock=ManualClock()) as cloud:
+        role(cloud, asyncio.run(_statements(cloud.account)))
+        owned = [{"Key": key, "Value": value} for key, value in tags(RUN).items()]
+        own = fleet(
+            cloud,
+            template(cloud, IamInstanceProfile={"Name": "node"}),
+            TagSpecifications=[{"ResourceType": "fleet", "Tags": owned}],
+        )
+        theirs = fleet(cloud)
+        cloud.tick()
+        node = next(each for each in cloud.instances() if each.fleet_id == own)
+        ec2, began = as_node(cloud, "ec2"), cloud.clock.now().timestamp()
+        with pytest.raises(ClientError, match="UnauthorizedOperation"):
+            changes(ec2, theirs, began)
+        cloud.fleets.notice(node.id, 120)
+        assert of_node(node.id, ec2)(began) == []  # AWS's hand
+        cloud.clock.advance(60)
+        cloud.client("ec2").modify_fleet(FleetId=own, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+        assert of_node(node.id, ec2)(began) == [began + 60]
+        assert of_node("i-0123456789abcdef0", ec2)(began) is None

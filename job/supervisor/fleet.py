@@ -1,0 +1,60 @@
+"""Whose hand took a node away: AWS's, or that of the run's owner.
+
+The notice is the same for both, the charge is not: AWS charges no first hour that it interrupts itself (EC2 User Guide,
+billing for interrupted Spot Instances, read 2026-11-23). What an owner does, setting the fleet to 0, deleting it,
+letting it expire, is an event of the fleet's history. That AWS takes a node back is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from job.supervisor.store import session
+
+KEPT_S = 48 * 3600  # AWS keeps a fleet's events so long (EC2 API reference, DescribeFleetHistory)
+# EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, its sub-type in one.
+CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "deleted_terminating")
+
+Changes = Callable[[float], list[float] | None]  # since (epoch seconds) -> when; None: not known
+
+
+def unknown(since: float) -> list[float] | None:
+    """Where there is nobody to ask."""
+    return None
+
+
+def changes(ec2: Any, fleet: str, since: float) -> list[float]:
+    """When its owner changed the fleet. Raises botocore's errors."""
+    asked: dict[str, Any] = {"FleetId": fleet, "StartTime": datetime.fromtimestamp(since, UTC)}
+    found: list[float] = []
+    while True:
+        answer = ec2.describe_fleet_history(**asked)
+        for each in answer["HistoryRecords"]:
+            if each["EventInformation"].get("EventSubType") in CHANGES:
+                found.append(each["Timestamp"].timestamp())
+        if not answer.get("NextToken"):
+            return found
+        asked["NextToken"] = answer["NextToken"]
+
+
+def of_node(instance: str, client: Any = None) -> Changes:
+    """Of the fleet that the node belongs to, with short timeouts. None whenever AWS does not answer as it should."""
+
+    def ask(since: float) -> list[float] | None:
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        nonlocal client
+        try:
+            if client is None:
+                retries = {"mode": "standard", "total_max_attempts": 2}
+                client = session().client("ec2", config=Config(connect_timeout=3, read_timeout=5, retries=retries))
+            (node,) = client.describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"]
+            tags = {tag["Key"]: tag["Value"] for tag in node["Tags"]}
+            return changes(client, tags["aws:ec2:fleet-id"], since)
+        except (BotoCoreError, ClientError, OSError, LookupError, ValueError):
+            return None
+
+    return ask
