@@ -7,6 +7,7 @@ Transfer out of AWS has a price, so it is printed first.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
@@ -14,16 +15,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from infra import receipts
-from infra.commands import aws, stack
+from infra.commands import aws, late_receipt, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.loader import project_root
 from job import sizing
+from job.supervisor.receipt import text as receipt_text
 
 CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
 RECEIPT = "receipt.json"
 EXPORTS, FINAL = "exports/", "final/"  # models: at each phase's start and end, and the last one
 EARLY = ("max_usd", "max_hours", "deadline", "expiry", "stopped")  # ends before the plan's that are no failure
+SCRIPTS = ("boot-loop", "timer")  # ends that the node's script writes
 WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
 
 
@@ -38,8 +41,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     definition, root = stack.definition_of(args), project_root(Path.cwd())
     target = args.to or root / "results" / definition.name / definition.run.id
-    s3 = aws.client("s3", definition.fleet.region)
-    code = fetch(definition, s3, target, light=args.light, exports=args.exports)
+    s3, ec2 = (aws.client(service, definition.fleet.region) for service in ("s3", "ec2"))
+    code = fetch(definition, s3, ec2, target, light=args.light, exports=args.exports)
     if (target / RECEIPT).is_file():
         print(keep(definition, s3, target / RECEIPT, root))
     return code
@@ -57,10 +60,11 @@ def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str
     return f"Kept for later bills, to be committed: {path.relative_to(root)}"
 
 
-def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, exports: bool) -> int:
+def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light: bool, exports: bool) -> int:
     """Downloads, checks sizes, and says what is missing: 0 when the run left what its end leaves, else 1.
 
-    Every end leaves a receipt; one by a limit or by `gpufleet stop` need not leave results.json.
+    Every end leaves a receipt, or what it is made of here; one by a limit or by `gpufleet stop` need not leave
+    results.json.
 
     What it brings unasked is what the bill's `transfer of results` prices.
     """
@@ -86,7 +90,18 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
         print(f"  {each.name}  {_readable(each.bytes)}")
     names = {each.name for each in wanted}
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
-    reason = (folder.document("done.json") or {}).get("reason") if lacking else None
+    done = (folder.document("done.json") or {}) if lacking else {}
+    reason, detail = done.get("reason"), done.get("detail")
+    if RECEIPT in lacking:
+        (target / RECEIPT).unlink(missing_ok=True)  # of an earlier life of this run's id
+    if RECEIPT in lacking and reason:
+        try:
+            made = late_receipt.make(definition, folder, ec2, target / "run.json", done)
+            (target / RECEIPT).write_bytes(made)
+            lacking.remove(RECEIPT)
+            print(receipt_text(json.loads(made)))
+        except ValueError as error:
+            print(f"No receipt can be made of what the run left: {error}.")
     if lacking == ["results.json"] and reason in EARLY:
         if sizing.cut_bytes(definition.job.parameters, 0) and not any(each.name.startswith(FINAL) for each in objects):
             kept = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"
@@ -94,9 +109,12 @@ def fetch(definition: StackDefinition, s3: Any, target: Path, *, light: bool, ex
         print(f"Complete for a run that ended with {reason}, which left no results.json. Its cost: {target / RECEIPT}")
         return 0
     if lacking:
-        state = f"it ended with {reason}" if reason else "it is not done"
+        state = f"it ended with {reason}{f' ({detail})' if detail else ''}" if reason else "it is not done"
         again = stack.again(definition)
-        print(f"The run has no {' and no '.join(lacking)}: {state}. `gpufleet status {again}` says more.")
+        more = f"`gpufleet status {again}` says more"
+        if reason in SCRIPTS:
+            more = f"`gpufleet logs {again} --boot` says what its nodes did. Mend that; a new run.id begins anew"
+        print(f"The run has no {' and no '.join(lacking)}: {state}. {more}.")
         return 1
     print(f"Complete. What it cost against the estimate: {target / RECEIPT}")
     return 0

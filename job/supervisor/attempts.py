@@ -89,18 +89,30 @@ class Record:
                     raise
 
 
-def read(store: Store, run: RunFile, *, but: Node, changes: fleet.Changes = fleet.unknown) -> list[Attempt]:
-    """Every attempt, oldest first, except that of the node `but`, which came after them. `changes` of the fleet tell
-    who took those that no attempt has asked about yet.
+def read(
+    store: Store,
+    run: RunFile,
+    *,
+    but: Node | None = None,
+    done: Mapping[str, Any] | None = None,
+    changes: fleet.Changes = fleet.unknown,
+) -> list[Attempt]:
+    """Every attempt, oldest first, except that of the node `but`, which came after them; or all of a run that is over,
+    `done.json` given: its node was there until then. `changes` of the fleet tell who took those that no attempt has
+    asked about yet.
     """
     keys = [entry.key for prefix in ("attempts/", "heartbeat/") for entry in store.entries(prefix)]
     with ThreadPoolExecutor(8) as pool:
         texts = dict(zip(keys, pool.map(store.get_bytes, keys), strict=True))
-    names = {key.split("/", 1)[1].rsplit(".", 1)[0] for key in keys} - {but.instance}
+    names = {key.split("/", 1)[1].rsplit(".", 1)[0] for key in keys} - {but.instance if but else ""}
     records = {name: atomic.parse_object(texts.get(f"attempts/{name}.json")) or {} for name in names}
+    if done and (last := records.get(str(done.get("instance")))) is not None:
+        exit_ = {"code": 1, "reason": done.get("reason"), "notice": False, **(_exit(last) or {})}
+        last["exit"] = {**exit_, "at": done.get("at")}
     ordered = sorted(names, key=lambda name: _launched(records[name]))
-    launches = [*(_launched(records[name]) for name in ordered), but.launched_at]
-    reclaimed = _reclaimed(records, changes, since=but.launched_at - fleet.KEPT_S)
+    end = but.launched_at if but else epoch((done or {}).get("at")) or 0.0
+    launches = [*(_launched(records[name]) for name in ordered), end]
+    reclaimed = _reclaimed(records, changes, since=end - fleet.KEPT_S)
     return [
         _attempt(run, name, records[name], _last(texts, name), until, reclaimed.get(name))
         for name, until in zip(ordered, launches[1:], strict=True)

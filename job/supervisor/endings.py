@@ -33,7 +33,7 @@ def finish(this: Underway, reason: str, detail: str = "") -> int:
         at = iso(this.clock())
         this.record.update(exit={"code": code, "reason": reason, "notice": False, "at": at})
         _insist(this, until, lambda: this.pulse.last(this.heartbeat()))
-        _insist(this, until, lambda: _receipt(this, reason, at))
+        _insist(this, until, lambda: _receipt(this, reason, detail, at))
         _insist(this, until, this.record.flush)
         _insist(this, until, lambda: this.store.put_bytes(this.world.log.path.read_bytes(), "job.log"))
         done = {"schema": 1, "reason": reason, "detail": detail, "instance": this.node.instance, "at": at}
@@ -117,12 +117,12 @@ def _insist(this: Underway, until: float, act: Callable[[], Any]) -> None:
             pause = min(2 * pause, 60.0)
 
 
-def _receipt(this: Underway, reason: str, at: str) -> None:
+def _receipt(this: Underway, reason: str, detail: str, at: str) -> None:
     """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
     try:
         attempts = [*this.earlier, _present(this)]
         measurement = receipt.measure(this.run_file, attempts, this.workdir, this.record.fields, at=at)
-        made = receipt.build(this.run_file, attempts, reason=reason, at=at, measurement=measurement)
+        made = receipt.build(this.run_file, attempts, reason=reason, detail=detail, at=at, measurement=measurement)
         text = receipt.text(made)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         this.say(f"no receipt: {type(error).__name__}: {error}")

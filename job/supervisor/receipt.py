@@ -30,10 +30,16 @@ SCHEMA = 1
 
 
 def build(
-    run: RunFile, attempts: Sequence[Attempt], *, reason: str, at: str, measurement: Mapping[str, Any] | None = None
+    run: RunFile,
+    attempts: Sequence[Attempt],
+    *,
+    reason: str,
+    at: str,
+    detail: str = "",
+    measurement: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """receipt.json; money and hours as decimal strings. `attempts` oldest first, the one that ends the run last.
-    `measurement` as `measure` gives it.
+    `detail` of the reason, as in done.json; `measurement` as `measure` gives it.
     """
     estimate = run.estimate
     usd = {key: Decimal(value) for key, value in estimate["usd"].items()}
@@ -46,6 +52,7 @@ def build(
         "run": run.run,
         "stack": run.tree["run"]["stack"],
         "reason": reason,
+        "detail": detail,
         "counted_until": at,
         "device": run.config.device,
         "capacity": run.tree["capacity"],
@@ -141,7 +148,8 @@ def text(receipt: dict[str, Any]) -> str:
     usd, used = receipt["usd"], receipt["hours"]
     error = "" if receipt["error_percent"] is None else f" ({float(receipt['error_percent']):+.1f} %)"
     said = [
-        f"receipt of {receipt['stack']} {receipt['run']}: {receipt['reason']}",
+        f"receipt of {receipt['stack']} {receipt['run']}: {receipt['reason']}"
+        + (f", {receipt['detail']}" if receipt["detail"] else ""),
         f"  ${usd['actual']} against ${usd['estimate']} estimated{error}, {receipt['grade']} "
         f"(${receipt['range_usd']['p10']} to ${receipt['range_usd']['p90']}); "
         f"{used['actual']} h against {used['estimate']} h",

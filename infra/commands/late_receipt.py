@@ -1,0 +1,50 @@
+"""The receipt of a run whose end its node's script has written: the timer, the third failed boot in a row.
+
+The supervisor, which writes every other, was hung, or never began; and what a bare node has (Python 3.9, no container)
+does not run the job's code. So it is made here, of the same records and by the same code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from infra.commands import aws
+from infra.definition import StackDefinition
+from job.run_file import load
+from job.supervisor import attempts, fleet, receipt
+from job.supervisor.store import S3Store
+
+
+def make(
+    definition: StackDefinition, folder: aws.RunFolder, ec2: Any, run_json: Path, done: Mapping[str, Any]
+) -> bytes:
+    """receipt.json. Raises ValueError with what keeps it from being made."""
+    try:
+        run, store = load(run_json), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
+        found = attempts.read(store, run, done=done, changes=_changes(definition, ec2))
+        if not found:
+            raise ValueError("no node has left a record")
+        made = receipt.build(
+            run, found, reason=str(done.get("reason")), detail=str(done.get("detail") or ""), at=str(done.get("at"))
+        )
+    except (OSError, KeyError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return (json.dumps(made, sort_keys=True) + "\n").encode()
+
+
+def _changes(definition: StackDefinition, ec2: Any) -> fleet.Changes:
+    """Of the run's fleet, while AWS shows it: two days after it was deleted."""
+
+    def ask(since: float) -> list[float] | None:
+        try:
+            found = aws.fleets(ec2, definition)
+            return fleet.changes(ec2, found[0]["FleetId"], since) if found else None
+        except (BotoCoreError, ClientError):
+            return None
+
+    return ask

@@ -1,0 +1,98 @@
+"""The receipt of a run whose end its node's script has written: made by `gpufleet results` of what the run left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands_world import declare_bucket, declare_fleet, definition, project, put
+
+from infra import receipts
+from infra.boot.run_config import encode, run_config
+from infra.catalog import load_catalog
+from infra.cli import main
+from infra.cost.estimate import price
+from infra.definition import StackDefinition
+from rehearsal.cloud import Cloud
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return project(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def stack(path: Path) -> StackDefinition:
+    return definition(path)
+
+
+def boot_loop(cloud: Cloud, stack: StackDefinition, *, notice: bool = False) -> str:
+    """A run whose third node in a row failed before its supervisor wrote anything, as the node script leaves it."""
+    bucket = declare_bucket(cloud)
+    inputs: dict[str, Any] = {"archive": None, "dataset": {"uri": "s3://elsewhere/tokens", "sha256": None, "files": []}}
+    told = run_config(stack, price(stack, load_catalog(), runs=200), inputs, expires="2026-11-22T13:00:00Z")
+    put(cloud, bucket, "run.json", encode(told))
+    for number in range(3):
+        began = {"type": "g5.2xlarge", "zone": "us-east-2a", "launched_at": f"2026-11-21T12:{number}0:00Z"}
+        end = {"code": 1, "reason": "no working GPU", "notice": notice, "at": f"2026-11-21T12:{number}6:00Z"}
+        put(cloud, bucket, f"attempts/i-{number}.json", {"instance": f"i-{number}", **began, "exit": end})
+    detail = "3 boots in a row without a newer checkpoint; the last: no working GPU"
+    done = {"reason": "boot-loop", "detail": detail, "instance": "i-2", "at": "2026-11-21T12:27:00Z"}
+    put(cloud, bucket, "done.json", done)
+    return bucket
+
+
+def test_of_a_run_that_its_node_s_script_ended_the_receipt_is_made_of_what_it_left(
+    cloud: Cloud, path: Path, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    boot_loop(cloud, stack)
+    assert main(["results", "small-growth"]) == 1
+    receipt = json.loads((path.parents[1] / "results/small-growth/r1/receipt.json").read_text())
+    assert (receipt["reason"], receipt["detail"][:7]) == ("boot-loop", "3 boots")
+    assert [each["seconds"] for each in receipt["attempts"]] == ["360.000", "360.000", "420.000"]
+    assert receipt["hours"]["actual"] == "0.3167"
+    said = capsys.readouterr().out
+    assert "receipt of small-growth r1: boot-loop, 3 boots in a row without a newer checkpoint; the last: " in said
+    assert "The run has no results.json: it ended with boot-loop (3 boots in a row" in said
+    assert "`gpufleet logs small-growth --boot` says what its nodes did. Mend that; a new run.id begins anew." in said
+    receipts.keep(json.dumps(receipt).encode(), path.parents[1], "small-growth", "r1")  # it adds up
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_such_a_receipt_asks_the_fleet_who_took_its_nodes(
+    cloud: Cloud, path: Path, stack: StackDefinition, zero: bool
+) -> None:
+    boot_loop(cloud, stack, notice=True)
+    fleet = declare_fleet(cloud)
+    cloud.tick()
+    cloud.clock.advance(15 * 60)  # the second node is there
+    if zero:
+        cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    main(["results", "small-growth"])
+    receipt = json.loads((path.parents[1] / "results/small-growth/r1/receipt.json").read_text())
+    assert [each["reclaimed"] for each in receipt["attempts"]] == [True, not zero, True]
+
+
+def test_what_a_timer_ended_is_counted_until_then(cloud: Cloud, path: Path, stack: StackDefinition) -> None:
+    bucket = boot_loop(cloud, stack)
+    put(cloud, bucket, "attempts/i-2.json", {"instance": "i-2", "launched_at": "2026-11-21T12:20:00Z"})  # hung
+    put(cloud, bucket, "heartbeat/i-2.jsonl", b'{"attempt_s": "60", "lived_s": "60"}\n')
+    put(cloud, bucket, "done.json", {"reason": "timer", "instance": "i-2", "at": "2026-11-21T14:20:00Z"})
+    assert main(["results", "small-growth"]) == 1
+    receipt = json.loads((path.parents[1] / "results/small-growth/r1/receipt.json").read_text())
+    assert receipt["attempts"][2]["seconds"] == "7200.000"
+    assert receipt["attempts"][2]["exit"]["reason"] == "timer"
+
+
+def test_a_run_that_left_too_little_for_a_receipt_says_so_and_keeps_no_old_one(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = path.parents[1] / "results/small-growth/r1/receipt.json"
+    old.parent.mkdir(parents=True)
+    old.write_text("{}")
+    put(cloud, declare_bucket(cloud), "done.json", {"reason": "failed"})
+    assert main(["results", "small-growth"]) == 1
+    assert not old.exists()
+    assert "No receipt can be made of what the run left: " in capsys.readouterr().out
