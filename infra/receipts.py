@@ -169,7 +169,7 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
     """What is known of interruptions, for infra.cost.hazard.learn: one observation per spot run, type and zone, and one
     per trace in `traces/` (docs/risk.md), except those of the files `but`.
 
-    Raises GpufleetError for a file in traces/ that is no trace, or one that names no type.
+    Raises GpufleetError for a file in traces/ that is no trace, or one that names no type of the catalog.
     """
     from infra.cost.hazard import Observation  # here: numpy, for those who learn only
 
@@ -199,11 +199,14 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
     for path in sorted(path for path in folder.glob("*") if path.suffix in (".csv", ".json")):
         if path.resolve() in but:
             continue
-        from infra.cost.replay import read as read_trace  # here: most projects have no traces
+        from infra.catalog import load_catalog  # here: most projects have no traces
+        from infra.cost.replay import read as read_trace
 
-        trace = read_trace(path)
+        trace, catalog = read_trace(path), load_catalog(folder.parent)
         if not trace.type:
             raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
+        if trace.type not in catalog.instances:  # no bill would ever ask for it
+            raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
         found.append(trace.observation())
     return found
 

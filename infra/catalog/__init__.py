@@ -163,10 +163,14 @@ class Catalog:
         close = difflib.get_close_matches(written, names, n=1)
         return close[0] if close else None
 
+    def unknown_type(self, type_: str) -> str:
+        """The sentence for a type that is none."""
+        near = self.nearest_type(type_)
+        return f"{type_} is not a GPU instance type of the catalog" + (f"; nearest: {near}" if near else "")
+
     def _missing(self, kind: str, type_: str, region: str, known: Mapping[tuple[str, str], object]) -> str:
         if type_ not in self.instances:
-            near = self.nearest_type(type_)
-            return f"{type_} is not a GPU instance type of the catalog" + (f"; nearest: {near}" if near else "")
+            return self.unknown_type(type_)
         elsewhere = [known_region for known_type, known_region in known if known_type == type_]
         where = f"; known in: {', '.join(elsewhere)}" if elsewhere else ", nor in any other region"
         return f"{type_} has no {kind} price in {region}{where}"

@@ -187,7 +187,12 @@ def test_traces_of_the_project_teach_the_hazard_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("at_h,available\n0,1\n5,0\n", "names no type"), ("at_h\n", "needs the columns at_h")]
+    ("text", "words"),
+    [
+        ("at_h,available\n0,1\n5,0\n", "names no type"),
+        ("# type=g5.2xlrage\nat_h,available\n0,1\n5,0\n", r"a\.csv: g5\.2xlrage is not .*; nearest: g5\.2xlarge"),
+        ("at_h\n", "needs the columns at_h"),
+    ],
 )
 def test_a_trace_that_teaches_nothing_is_an_error_and_not_ignored(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "traces").mkdir()
