@@ -31,6 +31,7 @@ NOT_PRICED = (
     "taxes, support, credits, savings plans, free tiers",
     "incoming data (free)",
     "log storage and API calls (below a cent)",
+    "checkpoints until newer ones replace them, and compiled graphs (cents)",
     "a dataset, weights or snapshot that exists already",
     "what others add to the bucket",
 )
