@@ -123,13 +123,17 @@ def hours(
     upload_s = written_s + last_gb / SHA256_GB_S + last_gb / upload_gb_s
 
     phases: list[PhaseTime] = []
+    launched: list[str] = []  # phases whose GPU waits for its host
     evaluation_s = stalls_s = growth_s = 0.0
     for index, size in enumerate(sizes):
         limit_ms = _limit_ms(size, instance, config, ranks)
         seen = calibration.phase(size.name) if calibration else None
         after = calibration.phase(sizes[index + 1].name) if calibration and index + 1 < len(sizes) else None
         ended = (after is not None and after.boundary_s is not None) or (ends and index == len(sizes) - 1)
-        step_ms = _step_ms(index, sizes, limit_ms, config, instance, estimate, seen)
+        launch_ms = _launch_ms(size, instance, config, ranks)
+        step_ms = _step_ms(index, sizes, limit_ms, launch_ms, config, instance, estimate, seen)
+        if size.steps and step_ms == launch_ms:
+            launched.append(size.name)
         beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
         growth = _growth_s(config, size, seen) if index else 0.0
         training_s = size.steps * step_ms / 1e3
@@ -173,7 +177,7 @@ def hours(
         growth_s=growth_s,
         upload_s=upload_s,
         held_s=max(spare_s, 0.0 if hold_hours is None else hold_hours * 3600 - worked_s),
-        basis=calibration.basis if calibration else _basis(config, estimate, sizes, phases),
+        basis=calibration.basis if calibration else _basis(config, estimate, launched),
         measured=estimate.step_ms is not None or calibration is not None,
         calibrated=calibration is not None,
     )
@@ -212,6 +216,7 @@ def _step_ms(
     index: int,
     sizes: tuple[sizing.PhaseSize, ...],
     limit_ms: float | None,
+    launch_ms: float,
     config: JobConfig,
     instance: Instance,
     estimate: Estimate,
@@ -230,7 +235,15 @@ def _step_ms(
             f"{instance.type}: the peak of its GPU ({instance.gpu.name}) in this job's precision is not in the catalog,"
             f" so its speed cannot be derived; give {_STEP_MS}"
         )
-    return max(limit_ms / efficiency(config, estimate), sizes[index].launch_ms)
+    return max(limit_ms / efficiency(config, estimate), launch_ms)
+
+
+def _launch_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
+    """Of the host, in a step with the micro-batches that the node's GPUs hold."""
+    if not isinstance(config, SftConfig | KernelConfig):
+        return size.launch_ms
+    rung = sizing.choose_rung(config, instance.gpu_memory_gb, ranks=ranks) or sizing.ladder(config, ranks)[-1]
+    return size.launch_ms + sizing.micro_batches(config, rung, ranks) * size.micro_launch_ms
 
 
 def _save_s(config: JobConfig, index: int, ranks: int, seen: PhaseSpeed | None) -> float:
@@ -288,12 +301,8 @@ def _setup_s(instance: Instance, estimate: Estimate, calibration: Calibration | 
     return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0)
 
 
-def _basis(
-    config: JobConfig, estimate: Estimate, sizes: Sequence[sizing.PhaseSize], phases: Sequence[PhaseTime]
-) -> str:
+def _basis(config: JobConfig, estimate: Estimate, launched: Sequence[str]) -> str:
     if estimate.step_ms is not None:
         return "step times from estimate.step_ms"
     said = f"roofline at efficiency {efficiency(config, estimate):g}"
-    pairs = zip(sizes, phases, strict=True)
-    launched = [size.name for size, phase in pairs if size.steps and phase.step_ms == size.launch_ms]
     return f"{said}, but for {', '.join(launched)}: what the host needs to launch a step" if launched else said

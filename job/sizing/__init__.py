@@ -41,6 +41,7 @@ __all__ = [
     "ladder",
     "lower_rung",
     "memory",
+    "micro_batches",
     "parameters",
     "phases",
     "problems",
@@ -154,6 +155,12 @@ def ladder(config: JobConfig, ranks: int = 1) -> tuple[Rung, ...]:
     never changes. A micro-batch set in the config starts it lower.
     """
     return _MODULES[type(config)].ladder(config, ranks)
+
+
+def micro_batches(config: SftConfig | KernelConfig, rung: Rung, ranks: int) -> int:
+    """Of one rank in a step."""
+    rows = -(-(config.batch.tokens // config.data.row) // ranks)
+    return -(-rows // rung.micro)
 
 
 def fits(config: JobConfig, rung: Rung, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> bool:

@@ -38,6 +38,7 @@ class PhaseSize:
     cpu_core_s: float = 0.0
     gpu_s: float = 0.0
     launch_ms: float = 0.0  # of the host, launching a step's kernels beside the GPU: a step takes the longer of both
+    micro_launch_ms: float = 0.0  # more of it for each micro-batch, where the node decides how many of these there are
     sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each
     attention: Literal["causal", "full"] | None = "causal"  # as flops_per_token counts it; None: there is none
     validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out

@@ -69,6 +69,8 @@ def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
         "state_bytes_per_param": 16,
         "optimizer_traffic_bytes_per_param": 28,
         "tokens_per_step": config.batch.tokens,
+        "launch_ms": decoder.LAUNCH_MS,
+        "micro_launch_ms": m.layers * decoder.LAYER_LAUNCH_MS,
         "sharded": True,
     }
     names, on_gpu = trainings(config), config.device == "cuda"

@@ -74,6 +74,8 @@ def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
         "optimizer_traffic_bytes_per_param": 28,
         "tokens_per_step": config.batch.tokens,
         "forward_share": forward_share(config),
+        "launch_ms": decoder.LAUNCH_MS,
+        "micro_launch_ms": m.layers * (decoder.LAYER_LAUNCH_MS if sharded else decoder.LORA_LAUNCH_MS),
         "sharded": sharded,
     }
     train = PhaseSize(

@@ -90,6 +90,26 @@ def test_a_fast_gpu_waits_for_its_host_and_a_slow_one_does_not() -> None:
     assert fast[2].step_ms == pytest.approx(2 * (fast[2].limit_ms or 0))
 
 
+@pytest.mark.parametrize(
+    ("config", "layer_ms"),
+    [(SftConfig(), 3.3), (SftConfig(method="full"), 1.7), (KernelConfig(), 1.7)],
+    ids=["lora", "all weights", "kernel-sft"],
+)
+def test_a_small_model_waits_for_its_host_in_each_micro_batch(
+    config: SftConfig | KernelConfig, layer_ms: float
+) -> None:
+    shape = {"vocab": 8000, "layers": 24, "width": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 512}
+    config = replace(config, model=replace(config.model, **shape))
+    micro = replace(config.batch, micro_tokens=config.data.row)
+    for each, micros in ((config, sizing.ladder(config, 8)[0].micro), (replace(config, batch=micro), 1)):
+        train = runtime.hours(each, instance("p5.48xlarge"), Estimate(), ROOT)
+        rows = -(-(each.batch.tokens // each.data.row) // 8)
+        assert train.phases[0].step_ms == pytest.approx(3 + -(-rows // micros) * 24 * layer_ms)
+        assert f"but for {train.phases[0].name}" in train.basis
+    large = runtime.hours(type(config)(), instance("p5.48xlarge"), Estimate(), ROOT)
+    assert "host" not in large.basis
+
+
 def test_measured_step_times_replace_the_roofline_and_are_named_as_the_basis() -> None:
     found = runtime.hours(GrowthConfig(), instance("g5.2xlarge"), Estimate(step_ms=(30, 60, 250)), ROOT)  # type: ignore[arg-type]
     assert [phase.step_ms for phase in found.phases] == [30, 60, 250]
