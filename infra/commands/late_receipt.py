@@ -21,14 +21,15 @@ from job.supervisor.store import S3Store
 
 
 def make(
-    definition: StackDefinition, folder: aws.RunFolder, ec2: Any, run_json: Path, done: Mapping[str, Any]
+    definition: StackDefinition, folder: aws.RunFolder, ec2: Any, run_json: Path, done: Mapping[str, Any], now: float
 ) -> bytes:
-    """receipt.json. Raises ValueError with what keeps it from being made."""
+    """receipt.json, `now` in epoch seconds. Raises ValueError with what keeps it from being made."""
     try:
         run, store = load(run_json), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
-        found = attempts.read(store, run, done=done, changes=_changes(definition, ec2))
+        found = attempts.read(store, run, done=done)
         if not found:
             raise ValueError("no node has left a record")
+        found = attempts.judged(found, _changes(definition, ec2), now)
         made = receipt.build(
             run, found, reason=str(done.get("reason")), detail=str(done.get("detail") or ""), at=str(done.get("at"))
         )

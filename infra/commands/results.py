@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -96,7 +97,7 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
         (target / RECEIPT).unlink(missing_ok=True)  # of an earlier life of this run's id
     if RECEIPT in lacking and reason:
         try:
-            made = late_receipt.make(definition, folder, ec2, target / "run.json", done)
+            made = late_receipt.make(definition, folder, ec2, target / "run.json", done, time.time())
             (target / RECEIPT).write_bytes(made)
             lacking.remove(RECEIPT)
             print(receipt_text(json.loads(made)))

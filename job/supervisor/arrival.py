@@ -38,7 +38,7 @@ def _register(this: Underway) -> None:
     if log:
         atomic.write_bytes(this.world.log.path, log)
     this.record = attempts.Record(this.store, this.node.instance)
-    this.earlier = attempts.read(this.store, this.run_file, but=this.node, changes=this.world.fleet_changes)
+    this.earlier = attempts.read(this.store, this.run_file, but=this.node)
     this.meter = Meter(
         rates=this.run_file.rates(this.node.type, this.node.zone),
         launched_at=this.node.launched_at,
@@ -57,7 +57,6 @@ def _register(this: Underway) -> None:
         attempt=len(this.earlier) + 1,
         supervised_at=iso(this.clock()),
         ranks=this.world.ranks,
-        reclaimed={each.instance: each.reclaimed for each in this.earlier if each.reclaimed is not None},
         **machine.record(this.world.gpus() if this.run_file.config.device == "cuda" else ()),
     )
 

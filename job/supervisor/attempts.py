@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -95,11 +95,9 @@ def read(
     *,
     but: Node | None = None,
     done: Mapping[str, Any] | None = None,
-    changes: fleet.Changes = fleet.unknown,
 ) -> list[Attempt]:
     """Every attempt, oldest first, except that of the node `but`, which came after them; or all of a run that is over,
-    `done.json` given: its node was there until then. `changes` of the fleet tell who took those that no attempt has
-    asked about yet.
+    `done.json` given: its node was there until then.
     """
     keys = [entry.key for prefix in ("attempts/", "heartbeat/") for entry in store.entries(prefix)]
     with ThreadPoolExecutor(8) as pool:
@@ -112,28 +110,42 @@ def read(
     ordered = sorted(names, key=lambda name: _launched(records[name]))
     end = but.launched_at if but else epoch((done or {}).get("at")) or 0.0
     launches = [*(_launched(records[name]) for name in ordered), end]
-    reclaimed = _reclaimed(records, changes, since=end - fleet.KEPT_S)
-    return [
-        _attempt(run, name, records[name], _last(texts, name), until, reclaimed.get(name))
+    known = {name: bool(taken) for each in records.values() for name, taken in (each.get("reclaimed") or {}).items()}
+    found = [
+        _attempt(run, name, records[name], _last(texts, name), until)
         for name, until in zip(ordered, launches[1:], strict=True)
+    ]
+    return [_taken(each, known[each.instance]) if each.instance in known else each for each in found]
+
+
+def judged(attempts: Sequence[Attempt], changes: fleet.Changes, now: float) -> list[Attempt]:
+    """With what the fleet's `changes` say of those that got a notice and of which no attempt knows yet. A change during
+    a node's life is what took it: whoever made it pays for the node.
+    """
+    doubtful = {
+        each.instance: each.launched_at + float(each.lived_s)
+        for each in attempts
+        if each.noticed and each.reclaimed is None and each.launched_at >= now - fleet.KEPT_S
+    }
+    at = changes(min(each.launched_at for each in attempts if each.instance in doubtful)) if doubtful else None
+    if at is None:
+        return list(attempts)
+    return [
+        _taken(each, not any(each.launched_at <= change <= doubtful[each.instance] for change in at))
+        if each.instance in doubtful
+        else each
+        for each in attempts
     ]
 
 
-def _reclaimed(records: Mapping[str, dict[str, Any]], changes: fleet.Changes, *, since: float) -> dict[str, bool]:
-    """Of each node that got a notice, whether AWS took it, as far as that is known. Changes of the fleet during a
-    node's life are what took it: whoever made them pays for it.
-    """
-    found: dict[str, bool] = {}
-    for record in records.values():  # what an attempt has found out, while AWS still knew
-        found.update(record.get("reclaimed") or {})
-    ends = {
-        name: epoch(ended.get("ends_at")) or epoch(ended.get("at")) or 0.0
-        for name, record in records.items()
-        if name not in found and _launched(record) >= since and (ended := _exit(record) or {}).get("notice")
-    }
-    if ends and (at := changes(min(_launched(records[name]) for name in ends))) is not None:
-        found |= {n: not any(_launched(records[n]) <= each <= end for each in at) for n, end in ends.items()}
-    return found
+def reclaimed(attempts: Iterable[Attempt]) -> dict[str, bool]:
+    """What is known of each, for later attempts: AWS forgets."""
+    return {each.instance: each.reclaimed for each in attempts if each.reclaimed is not None}
+
+
+def _taken(attempt: Attempt, by_aws: bool) -> Attempt:
+    free = attempt.compute_usd if by_aws and attempt.seconds < FREE_S else Decimal(0)
+    return replace(attempt, reclaimed=by_aws, free_usd=free)
 
 
 def _exit(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -150,9 +162,7 @@ def _last(texts: dict[str, bytes | None], name: str) -> dict[str, Any]:
     return next((beat for line in reversed(lines) if (beat := atomic.parse_object(line)) is not None), {})
 
 
-def _attempt(
-    run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], until: float, reclaimed: bool | None
-) -> Attempt:
+def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], until: float) -> Attempt:
     """`until`: the launch of the node after it."""
     kind, zone = str(record.get("type", "")), str(record.get("zone", ""))
     rates = run.rates(kind, zone)
@@ -170,9 +180,6 @@ def _attempt(
     compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.assumed * hours(seen)
     compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.assumed)))
     told, gone = epoch((ended or {}).get("at")), epoch((ended or {}).get("ends_at"))
-    free = Decimal(0)
-    if reclaimed and seconds < FREE_S and rates.capacity == "spot":
-        free = compute
     started = record.get("started_s")
     return Attempt(
         instance=name,
@@ -183,7 +190,7 @@ def _attempt(
         lived_s=lived,
         usd=(compute + hours(seconds) * rates.extras).quantize(CENT_100),
         compute_usd=compute.quantize(CENT_100),
-        free_usd=free.quantize(CENT_100),
+        free_usd=Decimal(0),
         started_s=None if started is None else Decimal(str(started)),
         resumed_step=int(record.get("resumed_step") or 0),
         last_step=int(beat.get("step") or record.get("resumed_step") or 0),
@@ -192,5 +199,4 @@ def _attempt(
         rung=record.get("rung"),
         floor=int(record.get("floor") or 0),
         exit=ended,
-        reclaimed=reclaimed,
     )

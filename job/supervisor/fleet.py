@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from job.supervisor.store import session
+from job.supervisor import store
 
 KEPT_S = 48 * 3600  # AWS keeps a fleet's events so long (EC2 API reference, DescribeFleetHistory)
 # EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, its sub-type in one.
@@ -40,20 +40,16 @@ def changes(ec2: Any, fleet: str, since: float) -> list[float]:
 
 
 def of_node(instance: str, client: Any = None) -> Changes:
-    """Of the fleet that the node belongs to, with short timeouts. None whenever AWS does not answer as it should."""
+    """Of the fleet that the node belongs to. None whenever AWS does not answer as it should."""
 
     def ask(since: float) -> list[float] | None:
-        from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError
 
-        nonlocal client
         try:
-            if client is None:
-                retries = {"mode": "standard", "total_max_attempts": 2}
-                client = session().client("ec2", config=Config(connect_timeout=3, read_timeout=5, retries=retries))
-            (node,) = client.describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"]
+            ec2 = client or store.ec2()
+            (node,) = ec2.describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"]
             tags = {tag["Key"]: tag["Value"] for tag in node["Tags"]}
-            return changes(client, tags["aws:ec2:fleet-id"], since)
+            return changes(ec2, tags["aws:ec2:fleet-id"], since)
         except (BotoCoreError, ClientError, OSError, LookupError, ValueError):
             return None
 

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from job.run_file import Limits, Rates
-from job.supervisor.store import session
+from job.supervisor.store import ec2
 
 MINIMUM_S = Decimal(60)
 CENT_100 = Decimal("0.0001")
@@ -118,18 +118,13 @@ def hours(seconds: Decimal) -> Decimal:
 
 
 def spot_history(instance_type: str, zone: str, client: Any = None) -> SpotPrice:
-    """Prices from DescribeSpotPriceHistory, with short timeouts. None whenever AWS does not answer as it should."""
+    """Prices from DescribeSpotPriceHistory. None whenever AWS does not answer as it should."""
 
     def ask(at: float) -> Decimal | None:
-        from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError
 
-        nonlocal client
         try:
-            if client is None:
-                retries = {"mode": "standard", "total_max_attempts": 2}
-                client = session().client("ec2", config=Config(connect_timeout=3, read_timeout=5, retries=retries))
-            answer = client.describe_spot_price_history(
+            answer = (client or ec2()).describe_spot_price_history(
                 InstanceTypes=[instance_type],
                 AvailabilityZone=zone,
                 ProductDescriptions=["Linux/UNIX"],

@@ -252,6 +252,15 @@ def session() -> Any:
     return boto3.Session(botocore_session=core)
 
 
+@functools.cache  # its description takes half a second to read
+def ec2() -> Any:
+    """A client that gives up soon: nothing that training needs is asked of it."""
+    from botocore.config import Config
+
+    retries = {"mode": "standard", "total_max_attempts": 2}
+    return session().client("ec2", config=Config(connect_timeout=3, read_timeout=5, retries=retries))
+
+
 def _client() -> Any:
     from botocore.config import Config
 

@@ -24,7 +24,7 @@ class Underway:
     """One attempt on this node."""
 
     record: attempts.Record  # these three from arrival.register
-    earlier: list[attempts.Attempt]
+    earlier: list[attempts.Attempt]  # replaced as a whole, by the pulse's thread
     meter: Meter
 
     def __init__(self, run: RunFile, node: Node, workdir: Path, world: World) -> None:
@@ -98,7 +98,10 @@ class Underway:
         self.pulse.beat(self.heartbeat())
 
     def take_notes(self) -> None:
-        """What the trainer has left for attempts/<instance>.json."""
+        """What the trainer has left for attempts/<instance>.json, and what the fleet has said of earlier nodes."""
+        taken = attempts.reclaimed(self.earlier)
+        if taken != self.record.fields.get("reclaimed", {}):
+            self.record.update(reclaimed=taken)
         used = (atomic.read_object(self.workdir / "rung.json") or {}).get("rung")
         if used is not None and used != self.record.fields.get("rung"):
             self.record.update(rung=used)
@@ -110,6 +113,7 @@ class Underway:
     def _refresh(self) -> None:
         self.record.flush()
         self.meter.refresh(self.clock())
+        self.earlier = attempts.judged(self.earlier, self.world.fleet_changes, self.clock())
         self.asked = self.asked or self.store.get_bytes(ASKED) is not None
 
     def _stamp(self) -> dict[str, Any]:

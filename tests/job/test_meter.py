@@ -193,7 +193,10 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     record(store, "i-silent-too", 9700, None, None)
     record(store, "i-me", 19900, None, None)
     me = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=1_800_019_900)
-    found = {attempt.instance: attempt for attempt in attempts.read(store, run, but=me, changes=lambda _: [])}
+    found = {
+        attempt.instance: attempt
+        for attempt in attempts.judged(attempts.read(store, run, but=me), lambda _: [], me.launched_at)
+    }
     assert list(found) == ["i-killed", "i-noticed", "i-old", "i-crashed", "i-silent", "i-silent-too"]
 
     killed = found["i-killed"]
@@ -232,12 +235,11 @@ def test_a_first_hour_is_free_where_the_fleet_s_history_says_that_aws_took_the_n
         asked.append(since)
         return changes
 
-    (found,) = attempts.read(store, run, but=me, changes=history)
+    (found,) = attempts.judged(attempts.read(store, run, but=me), history, me.launched_at)
     assert found.reclaimed is reclaimed
     assert found.free_usd == (found.compute_usd if reclaimed else 0)
     assert found.interrupted is (reclaimed is not False)
     assert asked == [T0 + 1000]
-    late = Node(instance="i-me", type="g5.2xlarge", zone="us-east-2a", launched_at=T0 + 1001 + fleet.KEPT_S)
-    (forgotten,) = attempts.read(store, run, but=late, changes=history)
+    (forgotten,) = attempts.judged(attempts.read(store, run, but=me), history, T0 + 1001 + fleet.KEPT_S)
     assert forgotten.reclaimed is None  # AWS does not know any more
     assert len(asked) == 1
