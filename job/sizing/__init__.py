@@ -157,10 +157,11 @@ def ladder(config: JobConfig, ranks: int = 1) -> tuple[Rung, ...]:
     return _MODULES[type(config)].ladder(config, ranks)
 
 
-def micro_batches(config: SftConfig | KernelConfig, rung: Rung, ranks: int) -> int:
+def micro_batches(config: SftConfig | PretrainConfig | KernelConfig, rung: Rung, ranks: int) -> int:
     """Of one rank in a step."""
-    rows = -(-(config.batch.tokens // config.data.row) // ranks)
-    return -(-rows // rung.micro)
+    rows = config.batch.rows if isinstance(config, PretrainConfig) else config.batch.tokens // config.data.row
+    each = -(-rows // ranks)
+    return -(-each // rung.micro)
 
 
 def fits(config: JobConfig, rung: Rung, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> bool:

@@ -13,7 +13,7 @@ from infra.cost import runtime
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
 from job import sizing
-from job.config import GrowthConfig, KernelConfig, SftConfig
+from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig
 
 ROOT = Disk(size_gib=100)
 
@@ -108,6 +108,14 @@ def test_a_small_model_waits_for_its_host_in_each_micro_batch(
         assert f"but for {train.phases[0].name}" in train.basis
     large = runtime.hours(type(config)(), instance("p5.48xlarge"), Estimate(), ROOT)
     assert "host" not in large.basis
+
+
+def test_a_small_character_model_waits_for_its_host_too() -> None:
+    config = PretrainConfig()
+    small = replace(config, model=replace(config.model, layers=12, width=256, head_dim=64))
+    found = runtime.hours(small, instance("p5.48xlarge"), Estimate(), ROOT)
+    assert found.phases[0].step_ms == pytest.approx(3 + config.batch.rows / 8 / 4 * 12 * 1.5)
+    assert "host" not in runtime.hours(config, instance("p5.48xlarge"), Estimate(), ROOT).basis
 
 
 def test_measured_step_times_replace_the_roofline_and_are_named_as_the_basis() -> None:
