@@ -19,7 +19,6 @@ from infra.cost import record
 from infra.cost.bill import Bill
 from infra.cost.estimate import price
 from infra.cost.hazard import Hazard, Key, Observation, learn
-from infra.cost.risk import simulate
 from infra.cost.table import render
 from infra.definition import StackDefinition, Variant
 from infra.receipts import observations
@@ -118,25 +117,6 @@ def test_receipts_of_real_runs_are_history_and_a_rehearsals_never_is(tmp_path: P
         assert "1 interruption in 300 node-hours seen" in flat(found)
 
 
-def test_two_nodes_are_interrupted_twice_as_often_per_hour() -> None:
-    one, two = (simulate(_unlimited(bill(nodes(n, hazard_per_hour="0.2"))), runs=40_000) for n in (1, 2))
-    per_hour = [float(found.interruptions.sum() / found.wall_hours.sum()) for found in (one, two)]
-    waits = [float(found.wall_hours.sum() / found.hours.sum()) for found in (one, two)]
-    assert per_hour[1] * waits[1] == pytest.approx(2 * per_hour[0] * waits[0], rel=0.05)
-
-
-def test_of_two_nodes_only_the_one_that_aws_took_has_its_first_hour_free() -> None:
-    found = bill(nodes(2, hazard_per_hour="3"))
-    run = _unlimited(found)
-    outcome = simulate(run, runs=5000)
-    free_usd = run.fixed_usd + outcome.hours * (run.compute_usd_h + run.extras_usd_h) - outcome.usd
-    first_hours = outcome.interruptions > 0
-    assert free_usd[~first_hours].max() == pytest.approx(0, abs=1e-9)
-    # Never more than half of the compute dollars, which are both nodes'.
-    assert (free_usd <= outcome.hours * run.compute_usd_h / 2 + 1e-9).all()
-    assert free_usd.max() > 0
-
-
 def test_the_break_even_hazard_of_two_nodes_is_per_node() -> None:
     one, two = bill(nodes(1)).break_even_hazard, bill(nodes(2)).break_even_hazard
     assert one is not None
@@ -220,7 +200,3 @@ def test_the_cheapest_checkpoint_interval_is_one_sentence_and_in_the_json() -> N
 
 def test_a_run_without_interruptions_has_no_checkpoint_interval_to_choose() -> None:
     assert bill(definition(hazard_per_hour="0")).cadence is None
-
-
-def _unlimited(found: Bill) -> Any:
-    return replace(found.chosen.exposure, max_usd=None, max_hours=None)

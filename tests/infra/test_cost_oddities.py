@@ -34,22 +34,6 @@ def amounts(found: Bill) -> dict[str, Decimal]:
     return {line.name: line.amount for line in found.lines}
 
 
-def test_no_hazard_means_no_interruptions_line_and_a_point() -> None:
-    found = bill(hazard_per_hour="0")
-    assert found.interruptions_expected == 0
-    assert amounts(found)["interruptions"] == Decimal("0.0000")
-    assert found.usd.p10 == found.usd.p90
-
-
-def test_a_huge_hazard_is_stopped_by_the_limits_and_refused() -> None:
-    found = bill(hazard_per_hour="1000")
-    assert found.cap.probability == 1.0
-    assert [problem.path for problem in problems(definition(hazard_per_hour="1000"), found)] == [
-        "limits.max_usd",
-        "limits.max_hours",
-    ]
-
-
 def test_spot_without_a_spot_price_is_an_error_that_names_the_way_out() -> None:
     with pytest.raises(DefinitionError, match=rf"p5\.4xlarge has no spot price in us-east-2.*{re.escape(WAYS_OUT)}"):
         bill(types=("p5.4xlarge",))
@@ -81,11 +65,6 @@ def test_one_listed_type_without_a_price_is_a_problem_of_that_type() -> None:
 def test_an_unknown_type_names_the_nearest() -> None:
     with pytest.raises(GpufleetError, match=r"g5\.2xlrage is not .* nearest: g5\.2xlarge"):
         bill(types=("g5.2xlrage",))
-
-
-def test_a_region_without_prices_is_an_error() -> None:
-    with pytest.raises(DefinitionError, match="ap-south-1"):
-        bill(region="ap-south-1")
 
 
 @pytest.mark.parametrize(

@@ -158,13 +158,6 @@ def test_more_hazard_never_makes_a_run_shorter() -> None:
     assert means == sorted(means)
 
 
-def test_longer_work_never_costs_less() -> None:
-    runs = [replace(RUN, phase_ends_h=(1.0, end)) for end in (2.0, 4.0, 8.0, 16.0)]
-    for quantile in (0.1, 0.5, 0.9):
-        costs = [float(np.quantile(simulate(run, runs=5000).usd, quantile)) for run in runs]
-        assert costs == sorted(costs)
-
-
 def test_the_break_even_hazard_is_where_both_prices_meet() -> None:
     on_demand_usd = 4.5 * 5.0
     hazard = break_even(RUN, on_demand_usd)
@@ -206,15 +199,6 @@ def test_uneven_nodes_begin_calmly_and_lose_as_many_per_node_hour_in_the_end() -
     for sd in (0.0, 1.0):
         found = simulated(sd, 100.0, 500)
         assert found.interruptions.sum() / found.hours.sum() == pytest.approx(0.5, rel=0.05)
-
-
-def test_a_hazard_of_a_hundred_ends_at_the_limit_and_none_at_all_never_waits() -> None:
-    rough = simulate(replace(RUN, hazard=100.0, max_hours=5.0), runs=200)
-    assert rough.stopped.all()
-    assert np.isfinite(rough.usd).all()
-    never = simulate(replace(RUN, hazard=0.0), runs=200)
-    assert set(never.usd) == {9.0}
-    assert set(never.wall_hours) == {4.5}
 
 
 @pytest.mark.parametrize("hazard", [0.2, None, Hazard(unevenness=1.3)])

@@ -1,4 +1,4 @@
-"""The bill as text. The golden file's figures are worked by hand in test_cost_bill.py."""
+"""The bill as text. The golden file's figures are worked by hand in test_bill_golden.py."""
 
 from __future__ import annotations
 
@@ -119,7 +119,3 @@ def test_the_limit_that_comes_first_is_named() -> None:
 def test_one_listed_type_needs_no_table_of_types_and_two_do() -> None:
     assert "listed type" not in text()
     assert "g6e.2xlarge  1 x L40S" in text(types=("g5.2xlarge", "g6e.2xlarge"), region="us-east-1", max_usd="20")
-
-
-def test_a_fixed_hazard_is_named_as_such() -> None:
-    assert "at 0.2 per node-hour (usual; estimate.hazard_per_hour)" in text(hazard_per_hour="0.2")
