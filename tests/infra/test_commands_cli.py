@@ -107,14 +107,22 @@ def test_a_wrong_definition_is_reported_in_full(tmp_path: Path, capsys: pytest.C
     assert "Traceback" not in said
 
 
-def test_looking_for_help_loads_neither_aws_nor_the_engine_nor_torch() -> None:
-    program = (
-        "import sys, infra.cli, infra.loader\n"
-        "infra.cli._parser().format_help()\n"
-        "print([name for name in ('boto3', 'botocore', 'pulumi', 'torch', 'moto', 'numpy') if name in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("program", "also"),
+    [
+        ("import infra.loader; infra.cli._parser().format_help()", {"numpy"}),
+        ("import infra.catalog; infra.catalog.load_catalog()", {"numpy", "yaml"}),
+        ("import infra.cost.compare, infra.cost.replay, infra.cost.table", {"http.client", "matplotlib"}),
+        ("assert infra.cli.main(['cost', 'tinystories-growth']) == 0", {"http.client", "matplotlib"}),
+        ("assert infra.cli.main(['prices']) == 0", {"numpy"}),
+        ("import infra.commands.diff", set()),
+    ],
+)
+def test_what_needs_neither_aws_nor_the_engine_nor_torch_loads_none_of_them(program: str, also: set[str]) -> None:
+    heavy = {"boto3", "botocore", "grpc", "moto", "pulumi", "pulumi_aws", "torch", *also}
+    program = f"import sys, infra.cli; {program}; print('loaded', *{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == "[]\n"
+    assert done.stdout.splitlines()[-1] == "loaded"
 
 
 def client_error(code: str, message: str = "the message.") -> botocore.exceptions.ClientError:

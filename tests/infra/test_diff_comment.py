@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -104,12 +102,3 @@ def test_the_page_documents_every_key_of_the_json(project: Project, capsys: pyte
     for part in (found, found["base"], stack, stack["head"], stack["steps"][0]):
         for key in part:
             assert f"`{key}" in page, key
-
-
-def test_it_imports_no_torch_no_pulumi_and_no_boto3() -> None:
-    code = (
-        "import sys, infra.commands.diff\n"
-        "heavy = {'torch', 'pulumi', 'pulumi_aws', 'boto3', 'botocore'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
@@ -266,18 +264,6 @@ def test_spot_as_dear_as_on_demand_zones_apart_and_nothing_to_compare_with(
     assert len(found) == len(said)
     for sentence, part in zip(found, said, strict=True):
         assert part in sentence
-
-
-def test_showing_prices_imports_no_boto3() -> None:
-    code = (
-        "import argparse, sys\n"
-        "from infra.commands import prices\n"
-        "prices.run(argparse.Namespace(action=None, region=None, to=None, json=True))\n"
-        "heavy = {'torch', 'pulumi', 'boto3', 'botocore'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True)
 
 
 def test_the_page_documents_every_key_of_the_json(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
