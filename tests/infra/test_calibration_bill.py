@@ -14,6 +14,7 @@ from commands_world import definition as loaded
 from commands_world import project
 from cost_definitions import definition, growth
 from test_calibration import measurement, place
+from test_receipts import place as keep
 from test_receipts import receipt
 
 from infra import calibration
@@ -140,9 +141,7 @@ def test_the_command_finds_the_measurement_and_says_how_right_earlier_bills_were
     file = calibration.path_for(root, "small-growth", "NVIDIA A10G")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(measurement()))
-    kept = root / "receipts" / "small-growth" / "r0.json"
-    kept.parent.mkdir(parents=True)
-    kept.write_text(json.dumps(receipt("1.10", run="r0")))
+    keep(root, receipt("1.10"))
     assert main(["cost", "small-growth"]) == 0
     said = capsys.readouterr().out
     assert "Calibrated: measured on NVIDIA A10G" in said

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cost_definitions import definition, growth
+from test_receipts import node, place, receipt
 
 from infra.catalog import load_catalog
 from infra.catalog.reclaim import Reclaimed, reclaimed
@@ -94,23 +95,11 @@ def test_on_demand_has_no_hazard_no_band_and_no_checkpoint_interval_to_choose() 
     assert "Interruptions: none on demand." in flat(found)
 
 
-def _receipt(run: str, device: str, interrupted: bool) -> dict[str, Any]:
-    node = {"type": "g5.2xlarge", "zone": "us-east-2a", "seconds": 360_000.0, "interrupted": interrupted}
-    return {
-        "schema": 1, "stack": "tinystories-growth", "run": run, "reason": "finished", "device": device,
-        "counted_until": "2026-11-01T00:00:00Z", "capacity": "spot", "attempts": [node],
-        "usd": {"estimate": "1.00", "actual": "1.00"}, "range_usd": {"p10": "0.90", "p90": "1.10"},
-        "causes": {"price": "0", "runtime": "0", "interruptions": "0", "other": "0"},
-        "lines": [{"name": "compute", "actual": "1.00"}],
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(("device", "counts"), [("cuda", True), ("cpu", False)])
 def test_receipts_of_real_runs_are_history_and_a_rehearsals_never_is(tmp_path: Path, device: str, counts: bool) -> None:
-    folder = tmp_path / "receipts" / "tinystories-growth"
-    folder.mkdir(parents=True)
     for run in ("r1", "r2", "r3"):
-        (folder / f"{run}.json").write_text(json.dumps(_receipt(run, device, run == "r1")))
+        attempt = node("i-1", seconds="360000", interrupted=run == "r1")
+        place(tmp_path, receipt(run=run, device=device, attempts=[attempt]), run)
     found = bill(hazards=learn(observations(tmp_path)))
     assert (found.chance != Hazard()) is counts
     if counts:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import review_world
 from review_world import STACK, Project, reviewed, run
+from test_calibration import measurement
+from test_receipts import node, receipt
 
 from infra.catalog import SHIPPED
 from infra.commands import diff
 from infra.cost.hazard import Hazard
 from infra.errors import GpufleetError
 from infra.review.markdown import LIMIT, MARKER
-from job import measured
-from job.config import GrowthConfig
 
 
 @pytest.fixture
@@ -27,49 +25,15 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def calibration(step_ms: float) -> str:
-    phases: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "steps": 60,
-            "step_ms": {"median": step_ms, "q1": step_ms, "q3": step_ms},
-            "memory_gb": 6.0,
-            "evaluation_s": 0.5,
-            "save": None,
-            "boundary_s": 30.0 if index else None,
-        }
-        for index, name in enumerate(("dense", "moe", "grown"))
-    ]
-    tree = measured.document(
-        experiment="tinystories-growth",
-        parameters=asdict(GrowthConfig()),
-        device={"kind": "cuda", "name": "NVIDIA A10G", "count": 1, "ranks": 1, "memory_gb": 24.1},
-        versions={"torch": "2.13.0"},
-        source="probe of 200 steps",
-        at="2026-11-21T18:00:00Z",
-        measured=phases,
-    )
-    return json.dumps(tree)
+    tree = measurement()
+    steps = {"median": step_ms, "q1": step_ms, "q3": step_ms}
+    return json.dumps({**tree, "phases": [{**phase, "step_ms": steps} for phase in tree["phases"]]})
 
 
-def receipt(run_id: str) -> str:
-    """Of a spot run whose nodes lived for twelve minutes each."""
-    attempt = {"type": "g5.2xlarge", "zone": "us-east-2a", "seconds": "720", "interrupted": True}
-    return json.dumps(
-        {
-            "schema": 1,
-            "stack": "growth",
-            "run": run_id,
-            "reason": "finished",
-            "counted_until": "2026-11-20T00:00:00Z",
-            "device": "cuda",
-            "capacity": "spot",
-            "usd": {"estimate": "1.0000", "actual": "1.0000"},
-            "range_usd": {"p10": "0.9", "p90": "1.1"},
-            "lines": [{"actual": "1.0000"}],
-            "causes": {"price": "0", "runtime": "0", "interruptions": "0", "other": "0"},
-            "attempts": [attempt] * 40,
-        }
-    )
+def kept(run_id: str) -> str:
+    """The receipt of a spot run whose nodes lived for twelve minutes each."""
+    attempt = node("i-1", seconds="720", interrupted=True)
+    return json.dumps(receipt("1.0000", run=run_id, stack="growth", attempts=[attempt] * 40))
 
 
 def test_a_new_measurement_is_a_row_of_its_own_and_the_rows_still_sum(
@@ -122,8 +86,8 @@ def test_receipts_of_the_commit_teach_its_hazard_and_damaged_ones_are_counted(
         ("phase: 1000", "phase: 50000"),
         ("max_hours: 6", "max_hours: 100"),
     )
-    kept = {f"receipts/growth/r{index}.json": receipt(f"r{index}") for index in range(3)}
-    head = project.commit({**kept, "receipts/growth/torn.json": "{"})
+    receipts = {f"receipts/growth/r{index}.json": kept(f"r{index}") for index in range(3)}
+    head = project.commit({**receipts, "receipts/growth/torn.json": "{"})
     _, stacks = reviewed(capsys, base, head)
     (step,) = stacks["growth"]["steps"]
     assert step["keys"] == ["measurements"]

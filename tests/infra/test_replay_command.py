@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from test_receipts import node, place, receipt
 from traces import GAP_H, markov
 
 from infra.cli import main
@@ -136,14 +137,8 @@ def test_the_interval_is_the_one_that_the_projects_receipts_make_the_bill_state(
 ) -> None:
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / "growth.yaml").write_text(Path(STACK).read_text())
-    kept = tmp_path / "receipts" / "growth"
-    kept.mkdir(parents=True)
-    amounts = {"usd": {"estimate": "1", "actual": "1"}, "range_usd": {"p10": "1", "p90": "1"}}
-    causes = dict.fromkeys(("price", "runtime", "interruptions", "other"), "0")
-    node = {"type": "g5.2xlarge", "zone": "us-east-2a", "seconds": "360000", "interrupted": True}
-    said = {"schema": 1, "stack": "growth", "run": "r1", "reason": "finished", "counted_until": "2026-11-20T00:00:00Z"}
-    tree = {**said, **amounts, "causes": causes, "lines": [{"actual": "1"}], "attempts": [node], "capacity": "spot"}
-    (kept / "r1.json").write_text(json.dumps(tree))
+    taken = node("i-1", seconds="360000", interrupted=True)
+    place(tmp_path, receipt(stack="growth", attempts=[taken]), stack="growth")
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path, markov(0.3, seed=1))
     main(["replay", path, "growth"])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from commands_world import NAME, account, project
+from commands_world import NAME, project
 
 from infra.cli import main
 from infra.commands import stack
@@ -34,12 +33,6 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = project(tmp_path, monkeypatch)
     path.write_text(path.read_text() + SCENARIOS)
     return path
-
-
-@pytest.fixture
-def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    with account(tmp_path, monkeypatch) as cloud:
-        yield cloud
 
 
 def configure(text: str, name: str = NAME) -> None:
