@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from infra.cost.hazard import Floats, Hazard, Observation
-from infra.cost.risk import SEED, Exposure, Indices, Node, Outcome, account, simulate
+from infra.cost.hazard import Floats, Hazard, Indices, Observation
+from infra.cost.risk import SEED, Exposure, Node, Outcome, account, simulate
 from infra.cost.text import hours
 from infra.errors import GpufleetError
 

@@ -21,30 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.cost.hazard import HAZARD_MEDIAN, HAZARD_SIGMA, HAZARD_WORDS, Floats, Hazard, Indices, of_node
+from infra.cost.hazard import Floats, Hazard, Indices, of_node
 from infra.cost.luck import Luck
-
-__all__ = [
-    "HAZARD_MEDIAN",
-    "HAZARD_SIGMA",
-    "HAZARD_WORDS",
-    "Exposure",
-    "Fate",
-    "Floats",
-    "Hazard",
-    "Indices",
-    "Leave",
-    "Node",
-    "Outcome",
-    "account",
-    "simulate",
-    "simulate_each",
-]
 
 NOTICE_MISSED = 0.05  # assumption
 CAPACITY_WAIT_MINUTES = (
@@ -181,14 +164,8 @@ def simulate_each(
 def _joined(parts: Sequence[Outcome]) -> Outcome:
     if len(parts) == 1:
         return parts[0]
-    return Outcome(
-        usd=np.concatenate([part.usd for part in parts]),
-        hours=np.concatenate([part.hours for part in parts]),
-        wall_hours=np.concatenate([part.wall_hours for part in parts]),
-        interruptions=np.concatenate([part.interruptions for part in parts]),
-        stopped=np.concatenate([part.stopped for part in parts]),
-        done_h=np.concatenate([part.done_h for part in parts]),
-    )
+    names = [field.name for field in fields(Outcome)]
+    return Outcome(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, attempts: int) -> list[Outcome]:

@@ -11,7 +11,7 @@ import numpy as np
 from infra.catalog import Catalog, Price
 from infra.cost import lines, options, risk
 from infra.cost.cadence import Cadence, optimal
-from infra.cost.hazard import Hazard, Key, find
+from infra.cost.hazard import HAZARD_WORDS, Hazard, Key, find
 from infra.cost.lines import Line
 from infra.cost.options import Capacity, TypeCost
 from infra.cost.runtime import Runtime
@@ -201,10 +201,10 @@ def half_speed(side: Side, variant: Variant) -> Quantiles:
 
 def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
     """(word, interruptions per node-hour, mean USD to finish)."""
-    fixed = [replace(side.exposure, hazard=hazard, max_usd=None, max_hours=None) for _, hazard in risk.HAZARD_WORDS]
+    fixed = [replace(side.exposure, hazard=hazard, max_usd=None, max_hours=None) for _, hazard in HAZARD_WORDS]
     outcomes = risk.simulate_each(fixed, runs=min(_FEW, side.runs))
     means = [_figures(outcome, side.exposure, side.total)[0].mean for outcome in outcomes]
-    return tuple((word, hazard, mean) for (word, hazard), mean in zip(risk.HAZARD_WORDS, means, strict=True))
+    return tuple((word, hazard, mean) for (word, hazard), mean in zip(HAZARD_WORDS, means, strict=True))
 
 
 def exact(value: float) -> Decimal:

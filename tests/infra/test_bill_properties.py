@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from infra.catalog import load_catalog
 from infra.cost import lines, options, record
 from infra.cost.estimate import price
+from infra.cost.hazard import Hazard
 from infra.cost.lines import Line
 from infra.cost.luck import ATTEMPTS_IN_STEP
-from infra.cost.risk import Exposure, Hazard, simulate, simulate_each
+from infra.cost.risk import Exposure, simulate, simulate_each
 from infra.cost.runtime import Runtime
 from infra.cost.side import Prepared, prepare
 from infra.definition import Disk, Keep, Limits, StackDefinition, Variant
