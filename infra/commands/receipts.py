@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from infra import receipts
+from infra.cost import text
 from infra.loader import project_root
 from infra.receipts import CAUSES, Receipt, Score
 from infra.selected import selected
@@ -60,11 +61,7 @@ def table(found: Sequence[Receipt]) -> Iterator[str]:
         )
         for receipt in found
     ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    right = range(3, 3 + 3 + len(CAUSES))
-    for row in (heads, tuple("-" * width for width in widths), *rows):
-        cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        yield "  ".join(cells).rstrip()
+    return text.table(heads, rows, right=range(3, 3 + 3 + len(CAUSES)))
 
 
 def summary(total: Score) -> Iterator[str]:
