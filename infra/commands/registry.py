@@ -51,7 +51,7 @@ def digest(image: str) -> str:
 
 
 def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
-    """The answer's headers, after the anonymous token that the registry asks for."""
+    """The answer's headers, with the anonymous token that the registry asks for."""
     try:
         return _get(url, headers)[0]
     except urllib.error.HTTPError as error:
@@ -61,22 +61,13 @@ def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
             raise AwsRefused(
                 f"the registry has no {image}. Check job.image: its tag may have been withdrawn."
             ) from None
-        if error.code != 401 or not challenge.startswith("Bearer "):
-            raise
-    token = _token(challenge)
-    try:
-        return _get(url, {**headers, "Authorization": f"Bearer {token}"})[0]
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 404:
-            raise AwsRefused(
-                f"the registry has no {image}. Check job.image: its tag may have been withdrawn."
-            ) from None
-        if error.code in (401, 403):
+        if "Authorization" in headers and error.code in (401, 403):
             raise AwsRefused(
                 f"{image} is not public, and a node has no login. Copy it to a public repository."
             ) from None
-        raise
+        if "Authorization" in headers or error.code != 401 or not challenge.startswith("Bearer "):
+            raise
+    return _ask(url, image, {**headers, "Authorization": f"Bearer {_token(challenge)}"})
 
 
 def _token(challenge: str) -> str:
