@@ -125,11 +125,8 @@ class Watch:
         if "change" in kind.lower():  # of an instance or the fleet; AWS's guide and API model spell kinds differently
             self._ended(record, sub_type)
         else:
-            reason = explain(sub_type, description, self.definition)
             self._say(f"{sub_type}: {description}" if description else sub_type)
-            if reason and reason not in self.reasons:
-                self.reasons.append(reason)
-                self.say(f"  That means {reason.cause}.\n  {reason.remedy}")
+            self._explain(sub_type, description)
 
     def _ended(self, record: dict[str, Any], sub_type: str) -> None:
         """An instance that came and went says why in its own state reason."""
@@ -140,7 +137,11 @@ class Watch:
         found = aws.instances(self.ec2, [("instance-id", [node])])
         why = (found[0].get("StateReason") or {}).get("Message", "") if found else ""
         self.say(f"node {node} has ended{': ' + why if why else ''}.")
-        reason = explain("", why, self.definition) if why else None
+        if why:
+            self._explain("", why)
+
+    def _explain(self, sub_type: str, description: str) -> None:
+        reason = explain(sub_type, description, self.definition)
         if reason and reason not in self.reasons:
             self.reasons.append(reason)
             self.say(f"  That means {reason.cause}.\n  {reason.remedy}")
