@@ -62,6 +62,7 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
         try:
             new, new_note = commits.catalog(folders[1])
             chosen = _policy(folders[1], rules)
+            hazards = learn(receipts.observations(folders[1]))
         except GpufleetError as error:
             raise GpufleetError(str(error).replace(f"{scratch}/", "")) from None
         try:
@@ -71,10 +72,6 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
         notes = [f"{side}: {note}" for side, note in (("BASE", old_note), ("HEAD", new_note)) if note]
         if rules is None and _bytes(folders[0] / "policy.yaml") != _bytes(folders[1] / "policy.yaml"):
             notes.append("**policy.yaml itself changes**; the rules here are HEAD's.")
-        try:
-            hazards = learn(receipts.observations(folders[1]))
-        except GpufleetError as error:
-            raise GpufleetError(str(error).replace(f"{scratch}/", "")) from None
         known_new = _known(folders[1], new, hazards)
         try:
             hazards = learn(receipts.observations(folders[0]))
