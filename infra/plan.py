@@ -9,7 +9,6 @@ import base64
 import hashlib
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from infra.catalog import load_catalog
 from infra.cost import limits, record
 from infra.cost.bill import Bill
 from infra.cost.estimate import problems
-from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find
@@ -62,8 +60,8 @@ class Plan:
         return {
             "definition": self.definition.name,
             "bill": record.outputs(self.bill),
-            "usd": {name: f"${amount:.2f}" for name, amount in _quantiles(self.bill.usd)},
-            "hours": {name: f"{hours:.2f}" for name, hours in _quantiles(self.bill.hours)},
+            "usd": {name: f"${amount:.2f}" for name, amount in asdict(self.bill.usd).items()},
+            "hours": {name: f"{hours:.2f}" for name, hours in asdict(self.bill.hours).items()},
             "kept": self.kept(),
             "run": asdict(self.verdict.run),
             "runs": list(self.verdict.runs),
@@ -176,7 +174,3 @@ def _weights(folder: Path) -> WeightsManifest | None:
         return read_weights(folder)
     except ValueError:
         return None
-
-
-def _quantiles(quantiles: Quantiles) -> list[tuple[str, Decimal]]:
-    return [(name, getattr(quantiles, name)) for name in ("p10", "p50", "p90", "mean")]

@@ -13,11 +13,10 @@ from typing import Any
 from infra import outcomes
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost import compare, compare_table, deadline
+from infra.cost import compare, compare_table, deadline, record
 from infra.cost.compare_rows import Row
 from infra.cost.hazard import learn
 from infra.cost.options import Footing
-from infra.cost.side import Quantiles
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
@@ -197,9 +196,9 @@ def _row(row: Row) -> dict[str, Any]:
             }
             for rate in row.rates
         },
-        "hours": _quantiles(row.hours),
-        "wall_hours": _quantiles(row.wall_hours),
-        "usd": _quantiles(row.usd),
+        "hours": record.quantiles(row.hours),
+        "wall_hours": record.quantiles(row.wall_hours),
+        "usd": record.quantiles(row.usd),
         "free_usd": None if row.free_usd is None else str(row.free_usd),
         "interruptions": None if row.interruptions is None else round(row.interruptions, 3),
         "fits": row.fits,
@@ -211,9 +210,3 @@ def _row(row: Row) -> dict[str, Any]:
         "nearest": row.nearest,
         "lost": row.lost,
     }
-
-
-def _quantiles(values: Quantiles | None) -> dict[str, str] | None:
-    if values is None:
-        return None
-    return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}

@@ -43,14 +43,14 @@ def to_json(bill: Bill) -> dict[str, Any]:
             }
             for line in bill.lines
         ],
-        "usd": _quantiles(bill.usd),
-        "hours": _quantiles(bill.hours.times(nodes)),
-        "wall_hours": _quantiles(bill.chosen.wall_hours),
+        "usd": quantiles(bill.usd),
+        "hours": quantiles(bill.hours.times(nodes)),
+        "wall_hours": quantiles(bill.chosen.wall_hours),
         "needed": {
-            "usd": _quantiles(bill.chosen.needed_usd),
-            "hours": _quantiles(bill.chosen.needed_hours.times(nodes)),
+            "usd": quantiles(bill.chosen.needed_usd),
+            "hours": quantiles(bill.chosen.needed_hours.times(nodes)),
         },
-        "metered": {"usd": _quantiles(bill.chosen.metered_usd)},
+        "metered": {"usd": quantiles(bill.chosen.metered_usd)},
         "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.lines[0].quantity)},
         "spot": _side(bill.spot),
         "on_demand": _side(bill.on_demand),
@@ -60,7 +60,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "reclaimed_a_month": _reclaimed(bill.reclaimed),
         "cadence": _cadence(bill.cadence),
         "usd_at_hazard": {str(hazard): str(usd) for _, hazard, usd in bill.usd_at_hazard},
-        "half_speed": {"usd": _quantiles(bill.half_speed)},
+        "half_speed": {"usd": quantiles(bill.half_speed)},
         "break_even_hazard": None if bill.break_even_hazard is None else round(bill.break_even_hazard, 2),
         "types": [
             {
@@ -167,7 +167,9 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
     ]
 
 
-def _quantiles(values: Quantiles) -> dict[str, str]:
+def quantiles(values: Quantiles | None) -> dict[str, str] | None:
+    if values is None:
+        return None
     return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}
 
 
@@ -219,7 +221,7 @@ def _side(side: Side | None) -> dict[str, Any] | None:
         "type": side.type,
         "zone": side.zone,
         "usd_per_hour": str(side.price.amount),
-        "usd": _quantiles(side.usd),
-        "hours": _quantiles(side.hours.times(side.exposure.nodes)),
+        "usd": quantiles(side.usd),
+        "hours": quantiles(side.hours.times(side.exposure.nodes)),
         "uninterrupted_usd": str(side.total),
     }
