@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
@@ -123,7 +123,7 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
         missed, lost = rng.random((2, starts))[:, active]
         return Node(life_h=life, wait_h=wait, missed=missed, lost=lost)
 
-    return account(exposure, _until_up(trace, begin_h), fate)
+    return account(exposure, _up_from(trace, begin_h) - begin_h, fate)
 
 
 def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replayed:
@@ -178,11 +178,6 @@ def pinball(values: Floats, quantiles: Sequence[float]) -> float:
     return sum(losses) / len(losses)
 
 
-def _until_up(trace: Trace, at_h: Floats) -> Floats:
-    """Hours until a node can be had."""
-    return _up_from(trace, at_h) - at_h
-
-
 def _next(trace: Trace, at_h: Floats) -> tuple[Floats, Floats]:
     """Hours the node lives that is launched at `at_h`, and hours until the next one can be had."""
     now = np.mod(at_h + _EDGE_H, trace.hours)
@@ -204,10 +199,9 @@ def _up_from(trace: Trace, at_h: Floats) -> Floats:
     return np.asarray(at_h + np.maximum(starts - now, 0.0))
 
 
-_EDGE_H = (
-    1e-7  # a third of a millisecond: which side of an edge an hour lies on survives rounding. A life of exactly an hour
-)
-# falls short of it by as much: the node was gone at that sample, so it was taken before.
+# A third of a millisecond: which side of an edge an hour lies on survives rounding. A life of exactly an hour falls
+# short of it by as much: the node was gone at that sample, so it was taken before.
+_EDGE_H = 1e-7
 
 
 def _json(text: str, path: Path) -> Trace:
@@ -225,15 +219,7 @@ def _json(text: str, path: Path) -> Trace:
         counts = np.array([])
     if counts.ndim != 1 or not counts.size or not np.isfinite(counts).all() or (counts < 0).any():
         raise ValueError("available is not a list of numbers of nodes, 0 or more, at least one")
-    return _trace(
-        np.arange(len(counts)) * gap_s / 3600,
-        counts > 0,
-        len(counts) * gap_s / 3600,
-        path,
-        type=str(tree.get("type", "")),
-        zone=str(tree["zone"]) if tree.get("zone") else None,
-        start=_day(tree.get("start")),
-    )
+    return _trace(np.arange(len(counts)) * gap_s / 3600, counts > 0, len(counts) * gap_s / 3600, path, tree)
 
 
 def _csv(text: str, path: Path) -> Trace:
@@ -248,15 +234,7 @@ def _csv(text: str, path: Path) -> Trace:
         raise ValueError("at_h has to begin at 0 and grow from row to row")
     if not np.isfinite(counts).all() or (counts < 0).any():
         raise ValueError("available is a number of nodes, 0 or more")
-    return _trace(
-        at_h[:-1],
-        counts[:-1] > 0,
-        float(at_h[-1]),
-        path,
-        type=about.get("type", ""),
-        zone=about.get("zone"),
-        start=_day(about.get("start")),
-    )
+    return _trace(at_h[:-1], counts[:-1] > 0, float(at_h[-1]), path, about)
 
 
 def _column(rows: Sequence[dict[str, str | Any]], key: str) -> Floats:
@@ -282,10 +260,7 @@ def _trace(
     up: np.ndarray[Any, np.dtype[np.bool_]],
     hours: float,
     path: Path,
-    *,
-    type: str,
-    zone: str | None,
-    start: date | None,
+    about: Mapping[str, Any],
 ) -> Trace:
     """Stretches from the state `up` that holds from each of `at_h` on."""
     if hours > LONGEST_H:
@@ -296,8 +271,8 @@ def _trace(
         up_from_h=edges[np.flatnonzero(change == 1)],
         up_to_h=edges[np.flatnonzero(change == -1)],
         hours=hours,
-        type=type,
-        zone=zone,
-        start=start,
+        type=str(about.get("type", "")),
+        zone=str(about["zone"]) if about.get("zone") else None,
+        start=_day(about.get("start")),
         source=path.name,
     )
