@@ -1,9 +1,9 @@
 """Speed of the trainer, on an otherwise idle machine: `python bench/train_step.py [--sequences 8]` prints a page.
 
-On a CPU: the whole rehearsal-sized run, its step per phase, and what a 1.2 GB checkpoint costs the work beside it. On
-a GPU: tokens/s and MFU of each full-size phase at that many times 256 tokens, beside the least that this GPU's data
-sheet allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth), and what the first step spends
-compiling on a node without a cache and on its replacement.
+On a CPU: the whole rehearsal-sized run and its step per phase; what a checkpoint costs the work beside it is
+checkpoint_stall.py's. On a GPU: tokens/s and MFU of each full-size phase at that many times 256 tokens, beside the
+least that this GPU's data sheet allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth), and what
+the first step spends compiling on a node without a cache and on its replacement.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from job.dataset import prepare, sources
 from job.models.growth import build
 from job.train import __main__ as trainer
 from job.train import device
-from job.train.checkpoint import Checkpoints
-from job.train.committed import Commit
 from job.train.compile_cache import CompileCache
 from job.train.parallel import World
 from job.train.requests import Requests
@@ -61,7 +59,6 @@ def main() -> None:
             full_size(Path(scratch), found, sequences)
         else:
             rehearsal_size(Path(scratch))
-            checkpoint(Path(scratch))
 
 
 def rehearsal_size(scratch: Path) -> None:
@@ -87,48 +84,6 @@ def rehearsal_size(scratch: Path) -> None:
         say(f"| {size.name} | {size.params_total:,} | {step_ms:.1f} | {tok_s:,.0f} | {own[-1]['loss']:.3f} |")
     saves = [float(s) for r in records for s in re.findall(r"blocked ([\d.]+) s", r["event"] or "")]
     say(f"\n{len(saves)} saves beside training blocked {median(saves) * 1000:.1f} ms (median).\n")
-
-
-def checkpoint(scratch: Path) -> None:
-    """1.2 GB, phase 1's size: how long training waits, how long the write takes, what it does to work beside it."""
-    size = 100_038_016
-    kinds = ("model", "exp_avg", "exp_avg_sq")
-    state = {kind: {f"block.{i}": torch.ones(size // 10) for i in range(10)} for kind in kinds}
-    checkpoints = Checkpoints(scratch / "ckpt", config_sha256="bench")
-    a = torch.randn(512, 512)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads - 1))  # as the trainer does
-
-    def pace(seconds: float) -> float:
-        began, count = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds or (seconds == 0 and checkpoints.busy):
-            a @ a
-            count += 1
-        return count / (time.perf_counter() - began)
-
-    alone = pace(2.0)
-    say("## A checkpoint of 1.2 GB (fp32 weights and moments of phase 1)\n")
-    say("| save | blocked s | written in s | work beside it |\n|---|---|---|---|")
-    for step in (1, 2, 3):
-        commit = Commit(
-            step=step,
-            phase="dense",
-            tokens=0,
-            val_loss=None,
-            config_sha256="bench",
-            determinism={},
-            dataset={},
-            requires=(),
-            reason="timed",
-        )
-        checkpoints.save(state, commit, {})
-        beside = pace(0)
-        (saved,) = checkpoints.wait()
-        stall = saved.blocking_s + saved.seconds * max(0.0, 1 - beside / alone)
-        say(
-            f"| {step} | {saved.blocking_s:.2f} | {saved.seconds:.2f} | {beside / alone:.0%} of its pace alone: "
-            f"{stall:.2f} s lost, {stall / 300:.2%} of 300 s |"
-        )
 
 
 def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
