@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -28,6 +28,15 @@ from rehearsal.timeline import Timeline
 from rehearsal.watch import RunFailedError, Watch
 
 REPOSITORY = Path(__file__).parents[2]
+Watching = Callable[..., Watch]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A project with the growth stack."""
+    (tmp_path / "stacks").mkdir()
+    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
+    return tmp_path
 
 
 def test_a_stack_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -91,10 +100,8 @@ def test_a_stack_without_a_rehearsal_is_refused_with_all_that_it_has_to_say(tmp_
     assert not (tmp_path / "rehearsals").exists()
 
 
-def test_a_rehearsal_that_has_held_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stacks").mkdir()
-    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
-    finished = tmp_path / "rehearsals" / "tinystories-growth" / "r1"
+def test_a_rehearsal_that_has_held_replaces_the_one_before(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = root / "rehearsals" / "tinystories-growth" / "r1"
     (finished / "results").mkdir(parents=True)
 
     def held(path: Path, definition: object, folder: Path, *rest: object) -> int:
@@ -104,20 +111,18 @@ def test_a_rehearsal_that_has_held_replaces_the_one_before(tmp_path: Path, monke
         return 0
 
     monkeypatch.setattr("rehearsal.rehearse._attempt", held)
-    assert rehearse("tinystories-growth", root=tmp_path) == 0
+    assert rehearse("tinystories-growth", root=root) == 0
     assert [path.name for path in finished.iterdir()] == ["receipt.json"]
     assert sorted(path.name for path in finished.parent.iterdir()) == [".lock", "r1"]
 
 
-def test_a_stack_that_is_being_rehearsed_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "stacks").mkdir()
-    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
-    folder = tmp_path / "rehearsals" / "tinystories-growth"
+def test_a_stack_that_is_being_rehearsed_is_left_alone(root: Path) -> None:
+    folder = root / "rehearsals" / "tinystories-growth"
     live = folder / "r1.unfinished" / "scratch" / "nodes"
     live.mkdir(parents=True)
     said = f"tinystories-growth is being rehearsed already, by process {os.getpid()}; wait for it or end it"
     with scratch.held(folder), pytest.raises(GpufleetError, match=said):
-        rehearse("tinystories-growth", root=tmp_path)
+        rehearse("tinystories-growth", root=root)
     assert live.is_dir()
 
 
@@ -129,20 +134,16 @@ def test_a_lock_that_a_dead_rehearsal_left_holds_nobody_up(tmp_path: Path) -> No
         pass
 
 
-def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "stacks").mkdir()
-    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
-    (tmp_path / "rehearsals").touch()
+def test_a_place_where_nothing_can_be_written_is_named(root: Path) -> None:
+    (root / "rehearsals").touch()
     with pytest.raises(GpufleetError, match=r"rehearsals/tinystories-growth: a rehearsal writes there and cannot"):
-        rehearse("tinystories-growth", root=tmp_path)
+        rehearse("tinystories-growth", root=root)
 
 
-def test_ctrl_c_leaves_no_process_and_no_scratch(tmp_path: Path) -> None:
-    (tmp_path / "stacks").mkdir()
-    shutil.copy(REPOSITORY / "stacks" / "tinystories-growth.yaml", tmp_path / "stacks")
+def test_ctrl_c_leaves_no_process_and_no_scratch(root: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "infra.cli", "rehearse", "tinystories-growth"],
-        cwd=tmp_path,
+        cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -156,8 +157,8 @@ def test_ctrl_c_leaves_no_process_and_no_scratch(tmp_path: Path) -> None:
         rest = process.stdout.read()
     assert process.returncode == 130
     assert "Every process of the rehearsal has ended" in rest
-    assert [path.name for path in (tmp_path / "rehearsals" / "tinystories-growth").iterdir()] == [".lock"]
-    assert not [p for p in Path("/proc").glob("[0-9]*/environ") if _names(p, tmp_path)]
+    assert [path.name for path in (root / "rehearsals" / "tinystories-growth").iterdir()] == [".lock"]
+    assert not [p for p in Path("/proc").glob("[0-9]*/environ") if _names(p, root)]
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -234,23 +235,28 @@ def cloud(tmp_path: Path) -> Iterator[Cloud]:
         yield cloud
 
 
-def test_a_node_that_runs_on_after_its_script_has_ended_is_a_failure(cloud: Cloud, tmp_path: Path) -> None:
+@pytest.fixture
+def watch(cloud: Cloud, tmp_path: Path) -> Iterator[Watching]:
+    """Of run r1 with these planned interruptions."""
     runner = NodeRunner(cloud, tmp_path / "nodes")
-    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), (), "bucket", "r1")
+    timeline = Timeline(tmp_path / "timeline.jsonl", out=lambda _: None)
+    yield lambda *planned: Watch(cloud, runner, timeline, planned, "bucket", "r1")
+    runner.close()
+
+
+def test_a_node_that_runs_on_after_its_script_has_ended_is_a_failure(cloud: Cloud, watch: Watching) -> None:
     fleet(cloud, template(cloud, user_data="#!/bin/bash\nexit 3\n"))
     with pytest.raises(RunFailedError, match="node 1: the node script ended with 3 and left its machine running"):
-        watching.run()
-    runner.close()
+        watch().run()
 
 
-def test_a_node_that_the_machine_cannot_start_is_a_failure_at_once(cloud: Cloud, tmp_path: Path) -> None:
+def test_a_node_that_the_machine_cannot_start_is_a_failure_at_once(
+    cloud: Cloud, watch: Watching, tmp_path: Path
+) -> None:
     (tmp_path / "nodes").touch()
-    runner = NodeRunner(cloud, tmp_path / "nodes")
-    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), (), "bucket", "r1")
     fleet(cloud, template(cloud))
     with pytest.raises(RunFailedError, match="a node cannot be started on this machine"):
-        watching.run()
-    runner.close()
+        watch().run()
 
 
 # A run of 6 logged steps: resumes after what any earlier node logged, waits for its end after steps 2 and 4, and at the
@@ -271,11 +277,11 @@ shutdown -h now
 """
 
 
-def test_planned_interruptions_happen_at_their_steps_on_a_node_each(cloud: Cloud, tmp_path: Path) -> None:
+def test_planned_interruptions_happen_at_their_steps_on_a_node_each(
+    cloud: Cloud, watch: Watching, tmp_path: Path
+) -> None:
     cloud.fleets.notice_s = 0.2
-    planned = (Planned(step=2, kind="notice"), Planned(step=4, kind="loss"))
-    runner = NodeRunner(cloud, tmp_path / "nodes")
-    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), planned, "bucket", "r1")
+    watching = watch(Planned(step=2, kind="notice"), Planned(step=4, kind="loss"))
     fleet_id = fleet(cloud, template(cloud, user_data=RUN))
     cloud.client("s3").put_object(Bucket="bucket", Key="r1/ckpt/step_000001/manifest.json", Body=b"{}")
 
@@ -283,10 +289,7 @@ def test_planned_interruptions_happen_at_their_steps_on_a_node_each(cloud: Cloud
         if (tmp_path / "nodes" / "over").exists() and cloud.calls("ModifyFleet") == 0:
             cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
 
-    try:
-        watching.run(check=stop_the_fleet_when_the_run_is_over)
-    finally:
-        runner.close()
+    watching.run(check=stop_the_fleet_when_the_run_is_over)
     assert watching.planned == []
     nodes = list(watching.views.values())
     assert [node.interrupted and node.interrupted.kind for node in nodes[:3]] == ["notice", "loss", None]
@@ -294,10 +297,8 @@ def test_planned_interruptions_happen_at_their_steps_on_a_node_each(cloud: Cloud
     assert {"launched", "training", "notice", "loss", "ended"} <= {m.what for m in watching.timeline.moments}
 
 
-def test_a_loss_waits_for_the_first_checkpoint_in_the_bucket(cloud: Cloud, tmp_path: Path) -> None:
-    runner = NodeRunner(cloud, tmp_path / "nodes")
-    planned = (Planned(step=2, kind="loss"),)
-    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), planned, "bucket", "r1")
+def test_a_loss_waits_for_the_first_checkpoint_in_the_bucket(cloud: Cloud, watch: Watching) -> None:
+    watching = watch(Planned(step=2, kind="loss"))
     fleet_id = fleet(cloud, template(cloud, user_data=RUN))
     looks_at_step_2 = 0
 
@@ -312,10 +313,7 @@ def test_a_loss_waits_for_the_first_checkpoint_in_the_bucket(cloud: Cloud, tmp_p
         if nodes and nodes[0].interrupted and cloud.calls("ModifyFleet") == 0:
             cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
 
-    try:
-        watching.run(check=publish_and_stop)
-    finally:
-        runner.close()
+    watching.run(check=publish_and_stop)
     assert looks_at_step_2 >= 3
     assert watching.planned == []
 
@@ -347,29 +345,22 @@ shutdown -h now
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a trainer is held on Linux alone")
-def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(cloud: Cloud, tmp_path: Path) -> None:
+def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(cloud: Cloud, watch: Watching) -> None:
     cloud.fleets.notice_s = 8
-    runner = NodeRunner(cloud, tmp_path / "nodes")
-    planned = (Planned(step=2, kind="notice"),)
-    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), planned, "bucket", "r1")
+    watching = watch(Planned(step=2, kind="notice"))
     fleet_id = fleet(cloud, template(cloud, user_data=FAST))
 
     def one_node_is_enough() -> None:
         if watching.views and cloud.calls("ModifyFleet") == 0:
             cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
 
-    try:
-        watching.run(check=one_node_is_enough)
-    finally:
-        runner.close()
+    watching.run(check=one_node_is_enough)
     node = next(iter(watching.views.values()))
     assert node.seen
     assert 2 <= node.last_step < 50
 
 
-def test_a_failed_attempt_is_shown_with_the_containers_last_words(cloud: Cloud, tmp_path: Path) -> None:
-    runner = NodeRunner(cloud, tmp_path / "nodes")
-    watching = Watch(cloud, runner, Timeline(tmp_path / "timeline.jsonl", out=lambda _: None), (), "bucket", "r1")
+def test_a_failed_attempt_is_shown_with_the_containers_last_words(cloud: Cloud, watch: Watching) -> None:
     script = """#!/bin/bash
 mkdir -p "$GPUFLEET_ROOT/opt/gpufleet"
 echo "ValueError: no such key" >"$GPUFLEET_ROOT/opt/gpufleet/container.log"
@@ -380,5 +371,4 @@ sleep 60
     with pytest.raises(
         RunFailedError, match="node 1: attempt failed: the container ended with 1\nValueError: no such key"
     ):
-        watching.run()
-    runner.close()
+        watch().run()
