@@ -12,7 +12,6 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from decimal import Decimal
 from typing import Any
 
 from moto.ec2.exceptions import EC2ClientError
@@ -274,7 +273,7 @@ class FleetController:
         """The fleet's pools, cheapest first; those interrupted lately come last, as AWS prefers deeper pools."""
         pools = self.launcher.pools(fleet.region, fleet.configs)
         ended = [(i.type, i.zone) for i in self.instances.values() if i.fleet_id == fleet.id and i.notice_at]
-        return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price or Decimal(0)))
+        return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))
 
     def _notify(self, node: Instance, now: datetime, seconds: float) -> None:
         if node.ended_at or node.terminate_at:

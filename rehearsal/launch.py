@@ -27,7 +27,7 @@ class Pool:
     subnet: str
     template: Any  # moto's LaunchTemplateVersion
     spec: Mapping[str, Any]  # template data with the override laid over it
-    price: Decimal | None
+    price: Decimal
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,16 +97,9 @@ class Launcher:
                 subnets = str(spec.get("SubnetId") or interfaces[0].get("SubnetId") or "")
                 for subnet_id in filter(None, subnets.replace(" ", "").split(",")):
                     subnet = backend.get_subnet(subnet_id)
-                    kind = str(spec.get("InstanceType") or "")
-                    price = self.spot_price(kind, subnet.availability_zone)
-                    pool = Pool(
-                        type=kind,
-                        zone=subnet.availability_zone,
-                        subnet=subnet_id,
-                        template=version,
-                        spec=spec,
-                        price=price,
-                    )
+                    kind, zone = str(spec.get("InstanceType") or ""), subnet.availability_zone
+                    price = self.spot_price(kind, zone)
+                    pool = Pool(type=kind, zone=zone, subnet=subnet_id, template=version, spec=spec, price=price)
                     pools.append(pool)
         return pools
 
@@ -169,11 +162,10 @@ class Launcher:
         instance = self._find(instance_id)
         return instance is not None and instance.state in ("pending", "running")
 
-    def running_vcpus(self, region: str, types: Callable[[str], bool]) -> int:
-        """vCPUs of the running instances whose type passes."""
-        backend = ec2_backends[self.account][region]
-        live = [i for i in backend.all_instances() if i.state in ("pending", "running")]
-        return sum(vcpus(i.instance_type) for i in live if types(i.instance_type))
+    def _running_vcpus(self, region: str, letter: str) -> int:
+        """vCPUs of the running instances whose type begins with the letter."""
+        live = [i for i in ec2_backends[self.account][region].all_instances() if i.state in ("pending", "running")]
+        return sum(vcpus(i.instance_type) for i in live if i.instance_type[:1] == letter)
 
     def _find(self, instance_id: str) -> Any | None:
         for backend in ec2_backends[self.account].values():
@@ -191,9 +183,8 @@ class Launcher:
         )
         if not offered:
             return f"{pool.type} is not offered in {pool.zone} (Unsupported)"
-        if self.running_vcpus(region, lambda kind: kind[:1] == pool.type[:1]) + vcpus(pool.type) > self.quota_vcpus(
-            pool.type, spot
-        ):
+        wanted = self._running_vcpus(region, pool.type[:1]) + vcpus(pool.type)
+        if wanted > self.quota_vcpus(pool.type, spot):
             return "quota"
         if self.no_capacity & {(pool.type, pool.zone), (pool.type, "*"), ("*", pool.zone), ("*", "*")}:
             return "There is no Spot capacity available that matches your request (InsufficientInstanceCapacity)"
