@@ -22,23 +22,11 @@ from job import measured, sizing
 from job.config import JobConfig
 
 FOLDER, RECEIPTS = "calibrations", "receipts"
-# As torch and nvidia-smi name a GPU: a word of its name, and one more where the catalog knows two sizes.
-_GPUS = {
-    ("A10G",): "A10G",
-    ("L4",): "L4",
-    ("L40S",): "L40S",
-    ("T4",): "T4",
-    ("V100", "16GB"): "V100 16GB",
-    ("V100", "32GB"): "V100 32GB",
-    ("A100", "40GB"): "A100 40GB",
-    ("A100", "80GB"): "A100 80GB",
-    ("H100",): "H100",
-    ("H200",): "H200",
-    ("B200",): "B200",
-    ("B300",): "B300",
-    ("RTX", "PRO", "6000"): "RTX PRO 6000",
-    ("RTX", "PRO", "4500"): "RTX PRO 4500",
-}
+# The catalog's names, whose words are among those by which torch and nvidia-smi call the GPU.
+_GPUS = (
+    "A10G", "L4", "L40S", "T4", "V100 16GB", "V100 32GB", "A100 40GB", "A100 80GB", "H100", "H200", "B200", "B300",
+    "RTX PRO 6000", "RTX PRO 4500",
+)  # fmt: skip
 # Of these chips, with other clocks or memory, or parts of one; EC2 has none of them as these types.
 _OTHER_BOARDS = {"PCIE", "NVL", "WORKSTATION", "MIG", "GRID", "64GB", "94GB", "96GB"}
 
@@ -152,7 +140,7 @@ def gpu_name(device: str) -> str | None:
     words = re.split(r"[\s_-]+", device.upper())
     if _OTHER_BOARDS & set(words):
         return None
-    return next((name for wanted, name in _GPUS.items() if all(word in words for word in wanted)), None)
+    return next((name for name in _GPUS if set(name.split()) <= set(words)), None)
 
 
 def parse(tree: Mapping[str, Any]) -> Calibration:
