@@ -89,10 +89,8 @@ def _ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -> s
     return f"since none of fleet.instance_types ({types}) has whole GPUs of {tree['device']['name']}"
 
 
-def calibrate(
-    definition: StackDefinition, root: Path, *, steps: int, gpus: Sequence[machine.Gpu], keep: Path | None = None
-) -> dict[str, Any]:
-    """The measurement as JSON. `keep`: an empty folder to train in, kept afterwards."""
+def calibrate(definition: StackDefinition, root: Path, *, steps: int, gpus: Sequence[machine.Gpu]) -> dict[str, Any]:
+    """The measurement as JSON."""
     config = definition.job.parameters
     if config.device == "cuda" and not gpus:
         raise GpufleetError(
@@ -107,7 +105,7 @@ def calibrate(
             f" {WARM_UP} of a phase count in no figure: this run cannot be measured, its bill stays uncalibrated"
         )
     with tempfile.TemporaryDirectory(prefix="gpufleet-probe-") as scratch:
-        workdir = keep or Path(scratch)
+        workdir = Path(scratch)
         place(definition, plan, root, workdir)
         print(f"probing {definition.name}: {steps} steps of the real job on {name_of(gpus, config)} ...", flush=True)
         try:
