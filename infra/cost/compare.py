@@ -18,7 +18,7 @@ from infra.catalog import Catalog
 from infra.cost import fit, options, risk, text
 from infra.cost.compare_rows import Draft, Row, again, draft, filled, rate
 from infra.cost.options import Capacity, Footing
-from infra.cost.side import UNBOUND, Hazards
+from infra.cost.side import Hazards
 from infra.definition import StackDefinition
 from job import sizing
 
@@ -67,7 +67,7 @@ def scenarios(
             drafts.append(Draft(row=row, prepared=None))
             continue
         footing = found(_of(variant, fleet.instance_types[:1]))
-        option = options.type_costs(_unbound(footing.definition), catalog, footing.calibrations)[0]
+        option = options.type_costs(footing.definition, catalog, footing.calibrations)[0]
         drafted = draft(footing, name, option, fleet.capacity, catalog, hazards or {})
         rates = tuple(rate(drafted.row, option, region, catalog) for region in regions)
         drafts.append(replace(drafted, row=replace(drafted.row, rates=rates, settings=settings(variant))))
@@ -90,12 +90,12 @@ def every_option(
     for work, name in _works(definition, variants):
         listed = tuple(types or catalog.instance_types())
         footing = found(_of(work, listed))
-        unbound, measured = _unbound(footing.definition), footing.calibrations
-        elsewhere = replace(unbound, estimate=replace(unbound.estimate, step_ms=None))
-        own = {_device(unbound, type_, catalog) for type_ in work.fleet.instance_types}
-        holder = fit.cheapest_holder(unbound.job.parameters, catalog, work.fleet.region)
+        found_work, measured = footing.definition, footing.calibrations
+        elsewhere = replace(found_work, estimate=replace(found_work.estimate, step_ms=None))
+        own = {_device(found_work, type_, catalog) for type_ in work.fleet.instance_types}
+        holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
         for type_ in listed:
-            asked = unbound if _device(unbound, type_, catalog) in own else elsewhere
+            asked = found_work if _device(found_work, type_, catalog) in own else elsewhere
             option = options.type_cost(asked, catalog, type_, nearest=holder, calibrations=measured)
             if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                 option = replace(option, why="")
@@ -190,11 +190,6 @@ def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[
 def _of(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:
     """The same on these types."""
     return replace(definition, fleet=replace(definition.fleet, instance_types=types))
-
-
-def _unbound(definition: StackDefinition) -> StackDefinition:
-    """The same without limits."""
-    return replace(definition, limits=UNBOUND)
 
 
 def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
