@@ -6,7 +6,7 @@ import math
 
 from infra.cost.risk import NOTICE_H, Exposure
 
-FINEST = 1e-4  # interruptions per node-hour that are told apart
+FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: that are told apart, that are looked at
 
 
 def expected_hours(exposure: Exposure, hazard: float) -> float:
@@ -34,20 +34,20 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
     return (1 + hazard * grown_h) * stretch_h + grown_h - NOTICE_H + exposure.setup_h - exposure.restart_h
 
 
-def break_even(exposure: Exposure, on_demand_usd: float, *, highest: float = 10.0) -> float | None:
+def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
     """The hazard per node-hour from which spot costs more on average than `on_demand_usd`.
 
     Without limits, since a run that a limit stops is cheap but not done; and with interrupted first hours billed, since
-    otherwise a node lost every ten minutes would cost nothing. None: spot is cheaper up to `highest`.
+    otherwise a node lost every ten minutes would cost nothing. None: spot is cheaper up to HIGHEST.
     """
 
     def dearer(hazard: float) -> bool:
         rate = exposure.compute_usd_h + exposure.extras_usd_h
         return exposure.fixed_usd + expected_hours(exposure, hazard) * rate > on_demand_usd
 
-    if not dearer(highest):
+    if not dearer(HIGHEST):
         return None
-    low, high = 0.0, highest
+    low, high = 0.0, HIGHEST
     while high - low > FINEST:
         middle = (low + high) / 2
         low, high = (low, middle) if dearer(middle) else (middle, high)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from infra.cost.hazard import Floats
-from infra.cost.risk import MINIMUM_H, SEED, Exposure, Leave, Outcome, simulate
+from infra.cost.risk import MINIMUM_H, Exposure, Leave, Outcome, simulate
 from infra.cost.text import hours
 
 ON_TIME = 0.95
@@ -56,15 +56,7 @@ class Policy:
         )
 
 
-def switch(
-    spot: Exposure,
-    on_demand: Exposure,
-    hours_left: float,
-    *,
-    on_time: float = ON_TIME,
-    runs: int = RUNS,
-    seed: int = SEED,
-) -> Policy:
+def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: float = ON_TIME) -> Policy:
     """The policy for a run that begins now and has `hours_left` by the wall.
 
     Both exposures are the same job, on the type that each side would use; their limits are not applied, and progress
@@ -76,7 +68,7 @@ def switch(
     if not (spot.phase_ends_h[-1] > 0 and on_demand.phase_ends_h[-1] > 0):
         raise ValueError("the run has no work; allowed: hours above 0")
     spot = replace(spot, max_usd=None, max_hours=None)
-    alone = simulate(spot, runs=runs, seed=seed)
+    alone = simulate(spot, runs=RUNS)
     stop_h = max(spot.reserve_h, on_demand.reserve_h)
     by_h = hours_left - stop_h
     on_time_spot = float((alone.wall_hours <= by_h).mean())
@@ -87,7 +79,7 @@ def switch(
 
         def leaving(at_h: float) -> tuple[Outcome, Floats, Floats]:
             leave = Leave(by_h=at_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
-            found = simulate(replace(spot, leave=leave), runs=runs, seed=seed)
+            found = simulate(replace(spot, leave=leave), runs=RUNS)
             return found, *_finished(found, spot, on_demand)
 
         # Finer where it is small: what has to be made up for is mostly one lost checkpoint interval.
@@ -97,9 +89,8 @@ def switch(
             if (wall <= by_h + 1e-6).mean() >= on_time:
                 break
         sure = leaving(0.0)
-        if (
-            sure[1].mean() < usd.mean() - 1e-9
-        ):  # too little slack to get anything done on spot: its nodes are paid in vain
+        # Too little slack to get anything done on spot: its nodes are paid in vain.
+        if sure[1].mean() < usd.mean() - 1e-9:
             margin_h, switch_h, (begun, usd, wall) = max(slack_h, 0.0), 0.0, sure
         met = float((wall <= by_h + 1e-6).mean())
     left_at_h = begun.wall_hours[begun.stopped]

@@ -65,9 +65,9 @@ class Hazard:
     source: str = "log-normal of nine zones of public traces of 2023"
 
     @classmethod
-    def fixed(cls, per_hour: float, source: str = "estimate.hazard_per_hour") -> Hazard:
+    def fixed(cls, per_hour: float) -> Hazard:
         """Exactly `per_hour`."""
-        return cls(median=per_hour, sigma=0.0, source=source)
+        return cls(median=per_hour, sigma=0.0, source="estimate.hazard_per_hour")
 
     def quantile(self, share: float) -> float:
         """The hazard that `share` of runs stay below."""
