@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field, is_dataclass
 from datetime import UTC, datetime
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, Literal
 
 from infra.definition import Estimate, Fleet, Job, Limits, Run, Storage
@@ -135,7 +135,7 @@ def _below(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def check_keys(
-    entries: Mapping | dict[str, Node],
+    entries: dict[str, Node],
     names: list[str],
     path: str,
     findings: Findings,
@@ -144,8 +144,7 @@ def check_keys(
     """Reports every key that is not one of `names`, with the nearest, or with the section it belongs to, which may be
     one of those `below`.
     """
-    written = entries.entries if isinstance(entries, Mapping) else entries
-    for key, node in written.items():
+    for key, node in entries.items():
         if key in names:
             continue
         if (meant := _ALSO.get(key.lower())) in names:
@@ -275,10 +274,7 @@ def _scalar(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
 def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
     if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text) or len(text) > 40:
         return _BAD, "Write a plain number, without unit, sign or separator." if re.search(r"[0-9]", text) else ""
-    try:
-        value = Decimal(text)
-    except InvalidOperation:  # the pattern above should leave none
-        return _BAD, ""
+    value = Decimal(text)
     if hint is int and value != value.to_integral_value():
         return _BAD, ""
     if hint is int and not re.fullmatch(r"[+-]?(0|[1-9][0-9]*)", text):
