@@ -40,8 +40,11 @@ def definition(
     parts = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
     interruptions = build(Interruptions, at(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings)
     sections = checks.Sections(**parts)
-    known = catalog or _catalog()
-    checks.check(sections, findings, now=now, catalog=known, past_deadline=past_deadline, launchable=launchable)
+    if catalog is None:
+        from infra.catalog import load_catalog  # here: reading tables costs time that `pin` need not spend
+
+        catalog = load_catalog()
+    checks.check(sections, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
     definition = StackDefinition(
         name=path.stem, source=path, purpose=purpose(text), interruptions=interruptions, tree=tree, **parts
     )
@@ -148,9 +151,3 @@ def _user_data(definition: StackDefinition, findings: Findings) -> None:
     except DefinitionError as error:
         for problem in error.problems:
             findings.add(problem.path, problem.allowed, problem.hint)
-
-
-def _catalog() -> Catalog:
-    from infra.catalog import load_catalog  # here: reading tables costs time that `pin` need not spend
-
-    return load_catalog()
