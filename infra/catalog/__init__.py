@@ -76,7 +76,6 @@ class Instance:
     nvme_gb: float  # instance store; 0 = none
     network_gbps: float
     ebs_gbps: float
-    ebs_iops: int | None
     regions: tuple[str, ...] | None  # where it is offered; None = not known
     left_ec2: date | None  # no longer launchable since; the last day it can have been
 
@@ -254,7 +253,6 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
         nvme_gb=float(row["nvme_gb"]),
         network_gbps=float(row["network_gbps"]),
         ebs_gbps=float(row["ebs_gbps"]),
-        ebs_iops=int(row["ebs_iops"]) if row["ebs_iops"] else None,
         regions=None if row["regions"] == "unknown" else tuple(row["regions"].split()),
         left_ec2=date.fromisoformat(row["left_ec2"]) if row["left_ec2"] else None,
     )
