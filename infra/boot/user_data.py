@@ -66,8 +66,6 @@ def check_size(
     image: str,
     timer_seconds: int,
     data_volume: str | None,
-    archive_sha256: str = _SHA256,
-    run_config_sha256: str = _SHA256,
 ) -> int:
     """Bytes of the script under the longest names AWS can give. Raises DefinitionError above EC2's limit."""
     size = len(
@@ -78,8 +76,8 @@ def check_size(
             image=image,
             bucket=_LONGEST_BUCKET,
             log_group=_LONGEST_LOG_GROUP,
-            archive_sha256=archive_sha256,
-            run_config_sha256=run_config_sha256,
+            archive_sha256=_SHA256,
+            run_config_sha256=_SHA256,
             timer_seconds=timer_seconds,
             data_volume=data_volume,
         ).encode()
