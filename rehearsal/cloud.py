@@ -162,9 +162,9 @@ class Cloud:
         """Every instance a fleet ever launched here, in order; `ended_at` says which are gone."""
         return list(self.fleets.instances.values())
 
-    def interrupt(self, instance_id: str, notice_s: float | None = None) -> None:
-        """AWS takes the instance back: the notice is there now, the end comes after `notice_s`."""
-        self.fleets.notice(instance_id, self.fleets.notice_s if notice_s is None else notice_s)
+    def interrupt(self, instance_id: str) -> None:
+        """AWS takes the instance back: the notice is there now, the end comes after the fleets' `notice_s`."""
+        self.fleets.notice(instance_id)
 
     def kill(self, instance_id: str) -> None:
         """The instance is gone without any notice."""

@@ -192,10 +192,10 @@ class FleetController:
                 self._fill(fleet, now)
                 self._settle(fleet, now)
 
-    def notice(self, instance_id: str, seconds: float) -> None:
-        """An interruption notice now, the end after `seconds`."""
+    def notice(self, instance_id: str) -> None:
+        """An interruption notice now, the end after `notice_s`."""
         with self.lock:
-            self._notify(self.instances[instance_id], self.clock.now(), seconds)
+            self._notify(self.instances[instance_id], self.clock.now())
 
     def rebalance(self, instance_id: str) -> None:
         """A rebalance recommendation now; nothing follows by itself."""
@@ -229,14 +229,14 @@ class FleetController:
         self._event(fleet, "fleetRequestChange", "expired")
         if fleet.request.get("TerminateInstancesWithExpiration"):
             for node in self.living(fleet.id):
-                self._notify(node, now, self.notice_s)
+                self._notify(node, now)
 
     def _shrink(self, fleet: Fleet, now: datetime) -> None:
         if fleet.state != "active" or fleet.expired or fleet.excess != "termination":
             return
         staying = [node for node in self.living(fleet.id) if node.terminate_at is None]
         for node in staying[fleet.target :]:
-            self._notify(node, now, self.notice_s)
+            self._notify(node, now)
 
     def _fill(self, fleet: Fleet, now: datetime) -> None:
         if fleet.state != "active" or fleet.expired or (fleet.next_launch and now < fleet.next_launch):
@@ -275,10 +275,10 @@ class FleetController:
         ended = [(i.type, i.zone) for i in self.instances.values() if i.fleet_id == fleet.id and i.notice_at]
         return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))
 
-    def _notify(self, node: Instance, now: datetime, seconds: float) -> None:
+    def _notify(self, node: Instance, now: datetime) -> None:
         if node.ended_at or node.terminate_at:
             return
-        node.notice_at, node.terminate_at = now, now + timedelta(seconds=seconds)
+        node.notice_at, node.terminate_at = now, now + timedelta(seconds=self.notice_s)
         self._event(self.fleets[node.fleet_id], "instanceChange", "termination_notified", instance_id=node.id)
 
     def _get(self, region: str, fleet_id: str) -> Fleet:
