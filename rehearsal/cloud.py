@@ -257,7 +257,9 @@ class Cloud:
                 self._baseline |= set(self.inventory()) - before if self._baseline else set(self.inventory())
 
     def _launched(self, instance: Instance) -> None:
-        self._imds[instance.id] = Imds.of(instance, self.account, self.clock, NODE_KEY, SECRET)
+        self._imds[instance.id] = Imds(
+            instance, account=self.account, access_key=NODE_KEY, secret_key=SECRET, clock=self.clock
+        )
         if self.launch is not None:
             try:
                 self.launch(instance)

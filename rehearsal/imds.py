@@ -1,6 +1,6 @@
 """A node's instance metadata service, version 2 only, with the faults a supervisor must survive.
 
-imds = Imds(instance_id="i-0", instance_type="g5.2xlarge", zone="us-east-2a", launched_at=...)
+imds = Imds(instance)               # of a fleet's instance; Imds() is of one that nobody launched
 imds.notice(at)                     # spot/instance-action from now on
 imds.fault = "500"                  # on the notice paths; see Fault
 imds.endpoint                       # for AWS_EC2_METADATA_SERVICE_ENDPOINT
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
@@ -30,38 +29,20 @@ class Imds:
 
     def __init__(
         self,
+        instance: Instance | None = None,
         *,
-        instance_id: str = "i-0123456789abcdef0",
-        instance_type: str = "g5.2xlarge",
-        zone: str = "us-east-2a",
-        launched_at: datetime | None = None,
         account: str = "111122223333",
-        image: str = "ami-00000000000000000",
-        spot: bool = True,
-        profile: str | None = "node",
         access_key: str = "ASIA",
         secret_key: str = "secret",
-        tags: dict[str, str] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.clock: Clock = clock or SystemClock()
-        self.instance_id = instance_id
-        self.instance_type = instance_type
-        self.zone = zone
-        self.region = zone[:-1]
-        self.launched_at = launched_at or self.clock.now()
-        self.account = account
-        self.image = image
-        self.spot = spot
-        self.profile = profile
-        self.access_key, self.secret_key = access_key, secret_key
-        self.tags = dict(tags or {})
+        self.instance = instance or _alone(self.clock.now())
+        self.account, self.access_key, self.secret_key = account, access_key, secret_key
         self.fault: Fault | None = None  # on the two notice paths only, so that credentials still come
         self.slow_s = 30.0  # how long a slow answer takes
         self.token_s = 0.0  # how long a token takes
         self.requests: list[tuple[datetime, str, int]] = []  # when, path, status
-        self._notice: Callable[[], datetime | None] = lambda: None
-        self._rebalance: Callable[[], datetime | None] = lambda: None
         self._tokens: dict[str, datetime] = {}  # until when each is taken
         self._closed = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -71,38 +52,17 @@ class Imds:
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
 
-    @classmethod
-    def of(cls, instance: Instance, account: str, clock: Clock, access_key: str, secret_key: str) -> Imds:
-        """The metadata service of a fleet's instance: notices are the instance's own."""
-        imds = cls(
-            instance_id=instance.id,
-            instance_type=instance.type,
-            zone=instance.zone,
-            launched_at=instance.launched_at,
-            account=account,
-            image=instance.image,
-            spot=instance.spot,
-            profile=instance.profile,
-            access_key=access_key,
-            secret_key=secret_key,
-            tags=instance.tags if instance.tags_in_metadata else {},
-            clock=clock,
-        )
-        imds._notice = lambda: instance.terminate_at if instance.notice_at else None
-        imds._rebalance = lambda: instance.rebalance_at
-        return imds
-
     def notice(self, at: datetime) -> None:
         """From now on: the instance will be terminated at `at`."""
-        self._notice = lambda: at
+        self.instance.notice_at, self.instance.terminate_at = self.clock.now(), at
 
     def rebalance(self, at: datetime) -> None:
         """From now on: a rebalance recommendation made at `at`."""
-        self._rebalance = lambda: at
+        self.instance.rebalance_at = at
 
     def withdraw(self) -> None:
         """No notice and no recommendation any more."""
-        self._notice = self._rebalance = lambda: None
+        self.instance.notice_at = self.instance.terminate_at = self.instance.rebalance_at = None
 
     def close(self) -> None:
         """Nobody answers from now on. Safe to call twice."""
@@ -143,16 +103,18 @@ class Imds:
         return (404, "404 - Not Found") if body is None else (200, body)
 
     def _document(self, path: str) -> str | None:
-        notice, rebalance = self._notice(), self._rebalance()
+        node = self.instance
+        notice, rebalance = node.terminate_at if node.notice_at else None, node.rebalance_at
+        tags = node.tags if node.tags_in_metadata else {}
         fixed: dict[str, str | None] = {
-            "meta-data/instance-id": self.instance_id,
-            "meta-data/instance-type": self.instance_type,
-            "meta-data/instance-life-cycle": "spot" if self.spot else "on-demand",
-            "meta-data/ami-id": self.image,
-            "meta-data/placement/availability-zone": self.zone,
-            "meta-data/placement/region": self.region,
-            "meta-data/tags/instance": "\n".join(self.tags) if self.tags else None,
-            "meta-data/iam/security-credentials": self.profile,
+            "meta-data/instance-id": node.id,
+            "meta-data/instance-type": node.type,
+            "meta-data/instance-life-cycle": "spot" if node.spot else "on-demand",
+            "meta-data/ami-id": node.image,
+            "meta-data/placement/availability-zone": node.zone,
+            "meta-data/placement/region": node.region,
+            "meta-data/tags/instance": "\n".join(tags) if tags else None,
+            "meta-data/iam/security-credentials": node.profile,
             "meta-data/spot/instance-action": None
             if notice is None
             else json.dumps({"action": "terminate", "time": stamp(notice)}),
@@ -164,31 +126,49 @@ class Imds:
                 {
                     "accountId": self.account,
                     "architecture": "x86_64",
-                    "availabilityZone": self.zone,
-                    "imageId": self.image,
-                    "instanceId": self.instance_id,
-                    "instanceType": self.instance_type,
-                    "pendingTime": stamp(self.launched_at),
-                    "region": self.region,
+                    "availabilityZone": node.zone,
+                    "imageId": node.image,
+                    "instanceId": node.id,
+                    "instanceType": node.type,
+                    "pendingTime": stamp(node.launched_at),
+                    "region": node.region,
                     "version": "2017-09-30",
                 },
                 indent=2,
             ),
         }
-        fixed.update({f"meta-data/tags/instance/{key}": value for key, value in self.tags.items()})
-        if self.profile:
-            fixed[f"meta-data/iam/security-credentials/{self.profile}"] = json.dumps(
+        fixed.update({f"meta-data/tags/instance/{key}": value for key, value in tags.items()})
+        if node.profile:
+            fixed[f"meta-data/iam/security-credentials/{node.profile}"] = json.dumps(
                 {
                     "Code": "Success",
                     "Type": "AWS-HMAC",
-                    "LastUpdated": stamp(self.launched_at),
+                    "LastUpdated": stamp(node.launched_at),
                     "AccessKeyId": self.access_key,
                     "SecretAccessKey": self.secret_key,
-                    "Token": self.instance_id,  # by which the embedded AWS finds the role
+                    "Token": node.id,  # by which the embedded AWS finds the role
                     "Expiration": stamp(max(self.clock.now(), SystemClock().now()) + timedelta(hours=6)),
                 }
             )
         return fixed.get(path.rstrip("/"))
+
+
+def _alone(now: datetime) -> Instance:
+    """An instance that no fleet launched."""
+    return Instance(
+        id="i-0123456789abcdef0",
+        fleet_id="",
+        region="us-east-2",
+        type="g5.2xlarge",
+        zone="us-east-2a",
+        image="ami-00000000000000000",
+        spot=True,
+        spot_request=None,
+        user_data="",
+        profile="node",
+        shutdown_behavior="terminate",
+        launched_at=now,
+    )
 
 
 def _handler(imds: Imds) -> type[BaseHTTPRequestHandler]:

@@ -43,7 +43,7 @@ def get(endpoint: str, path: str, key: str | None = None) -> tuple[int, str]:
 
 @pytest.fixture
 def imds() -> Iterator[Imds]:
-    with Imds(instance_id="i-1", clock=ManualClock(), access_key="ASIA1", tags={"aws:ec2:fleet-id": "fleet-1"}) as imds:
+    with Imds(clock=ManualClock(), access_key="ASIA1") as imds:
         yield imds
 
 
@@ -70,11 +70,11 @@ def test_a_token_lives_from_a_second_to_six_hours(imds: Imds, seconds: str | Non
 
 
 def test_it_knows_the_instance(imds: Imds) -> None:
-    assert get(imds.endpoint, "meta-data/instance-id") == (200, "i-1")
+    assert get(imds.endpoint, "meta-data/instance-id") == (200, "i-0123456789abcdef0")
     assert get(imds.endpoint, "meta-data/placement/availability-zone") == (200, "us-east-2a")
     assert get(imds.endpoint, "meta-data/placement/region") == (200, "us-east-2")
     assert get(imds.endpoint, "meta-data/instance-life-cycle") == (200, "spot")
-    assert get(imds.endpoint, "meta-data/tags/instance/aws:ec2:fleet-id") == (200, "fleet-1")
+    assert get(imds.endpoint, "meta-data/tags/instance")[0] == 404
     document = json.loads(get(imds.endpoint, "dynamic/instance-identity/document")[1])
     assert document["pendingTime"] == "2026-11-21T12:00:00Z"
 
