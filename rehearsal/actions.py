@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from decimal import Decimal
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moto.core.responses import ActionResult
 from moto.ec2.responses import EC2Response
@@ -18,56 +17,47 @@ from moto.s3.models import FakeBucket
 from moto.servicequotas.responses import ServiceQuotasResponse
 
 from rehearsal.account import QUOTAS
-from rehearsal.clock import Clock
-from rehearsal.controller import FleetController
+
+if TYPE_CHECKING:
+    from rehearsal.cloud import Cloud
 
 
-class Answers(Protocol):
-    """What of a Cloud the actions ask."""
-
-    fleets: FleetController
-    clock: Clock
-    quotas: dict[str, float]
-
-    def spot_price(self, instance_type: str, zone: str) -> Decimal: ...
-
-
-CLOUDS: dict[str, Answers] = {}  # by account: which Cloud answers
+CLOUDS: dict[str, Cloud] = {}  # by account: which Cloud answers
 
 
 def _params(response: Any) -> dict[str, Any]:
     return {key: value for key, value in response.params.items() if value is not None}
 
 
-def _create_fleet(cloud: Answers, response: Any) -> Any:
+def _create_fleet(cloud: Cloud, response: Any) -> Any:
     response.error_on_dryrun()
     return ActionResult(cloud.fleets.create(response.region, _params(response)))
 
 
-def _modify_fleet(cloud: Answers, response: Any) -> Any:
+def _modify_fleet(cloud: Cloud, response: Any) -> Any:
     response.error_on_dryrun()
     return ActionResult(cloud.fleets.modify(response.region, _params(response)))
 
 
-def _delete_fleets(cloud: Answers, response: Any) -> Any:
+def _delete_fleets(cloud: Cloud, response: Any) -> Any:
     params = _params(response)
     terminate = bool(params.get("TerminateInstances"))
     return ActionResult(cloud.fleets.delete(response.region, list(params.get("FleetIds") or []), terminate))
 
 
-def _describe_fleets(cloud: Answers, response: Any) -> Any:
+def _describe_fleets(cloud: Cloud, response: Any) -> Any:
     return ActionResult(cloud.fleets.describe(response.region, _params(response).get("FleetIds")))
 
 
-def _describe_fleet_instances(cloud: Answers, response: Any) -> Any:
+def _describe_fleet_instances(cloud: Cloud, response: Any) -> Any:
     return ActionResult(cloud.fleets.describe_instances(response.region, str(_params(response).get("FleetId"))))
 
 
-def _describe_fleet_history(cloud: Answers, response: Any) -> Any:
+def _describe_fleet_history(cloud: Cloud, response: Any) -> Any:
     return ActionResult(cloud.fleets.describe_history(response.region, _params(response)))
 
 
-def _describe_spot_price_history(cloud: Answers, response: Any) -> Any:
+def _describe_spot_price_history(cloud: Cloud, response: Any) -> Any:
     params = _params(response)
     filters = {f["Name"]: f["Values"] for f in params.get("Filters") or []}
     kinds = params.get("InstanceTypes") or filters.get("instance-type") or []
@@ -88,17 +78,17 @@ def _describe_spot_price_history(cloud: Answers, response: Any) -> Any:
     return ActionResult({"SpotPriceHistory": history})
 
 
-def _get_ebs_default_kms_key_id(cloud: Answers, response: Any) -> Any:
+def _get_ebs_default_kms_key_id(cloud: Cloud, response: Any) -> Any:
     return ActionResult({"KmsKeyId": "alias/aws/ebs"})  # what an account answers that never chose a key
 
 
-def _terminate_instances(cloud: Answers, response: Any) -> Any:
+def _terminate_instances(cloud: Cloud, response: Any) -> Any:
     result = _MOTO["terminate_instances"](response)
     cloud.fleets.tick()
     return result
 
 
-def _quota(cloud: Answers, code: str) -> dict[str, Any]:
+def _quota(cloud: Cloud, code: str) -> dict[str, Any]:
     name = QUOTAS[code]
     return {
         "ServiceCode": "ec2",
@@ -110,14 +100,14 @@ def _quota(cloud: Answers, code: str) -> dict[str, Any]:
     }
 
 
-def _get_service_quota(cloud: Answers, response: Any) -> Any:
+def _get_service_quota(cloud: Cloud, response: Any) -> Any:
     asked = json.loads(response.body)
     if asked.get("ServiceCode") != "ec2" or asked.get("QuotaCode") not in cloud.quotas:
         return _MOTO["get_service_quota"](response)
     return json.dumps({"Quota": _quota(cloud, asked["QuotaCode"])})
 
 
-def _list_service_quotas(cloud: Answers, response: Any) -> Any:
+def _list_service_quotas(cloud: Cloud, response: Any) -> Any:
     asked = json.loads(response.body)
     codes = cloud.quotas if asked.get("ServiceCode") == "ec2" else ()
     return json.dumps({"Quotas": [_quota(cloud, code) for code in codes]})
@@ -126,7 +116,7 @@ def _list_service_quotas(cloud: Answers, response: Any) -> Any:
 _MOTO: dict[str, Callable[[Any], Any]] = {}  # what each action did before
 
 
-def _replace(cls: type[Any], action: Callable[[Answers, Any], Any]) -> None:
+def _replace(cls: type[Any], action: Callable[[Cloud, Any], Any]) -> None:
     name = action.__name__.removeprefix("_")
     before = getattr(cls, name, None)
     if before is not None:
