@@ -59,7 +59,7 @@ class Evidence:
         self.done = _document(folder / "done.json")
         self.results = _document(folder / "results.json")
         report = folder / "growth_report.json"
-        self.growth = _document(report) if report.exists() else {}
+        self.growths: list[dict[str, Any]] = _document(report).get("boundaries", []) if report.exists() else []
         self.stages = {path.name: _lines(path) for path in sorted((folder / "stages").glob("*.jsonl"))}
         self.metrics = _lines(folder / "metrics.jsonl")
         config = as_prepared(rehearsal.definition, rehearsal.project).job.parameters
@@ -146,7 +146,7 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
             beyond = resumption.started_s - rehearsal.torch_s
             text = f"{resumption.started_s:.1f} s, {beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
             yield Check(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
-    for boundary in boundaries(evidence.growth):
+    for boundary in evidence.growths:
         yield Check(name=f"growth into {boundary['phase']}", figure=_figures(boundary), held=_passed(boundary))
     for name, lines in evidence.stages.items():
         kinds = {json.dumps({key: line[key] for key in STAGE_KEYS if key in line} or line) for line in lines}
@@ -178,11 +178,6 @@ def _steps(evidence: Evidence, last: int) -> Check:
     return Check(name="steps", figure=f"{last} of {total}", held=last == total)
 
 
-def boundaries(growth: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The growths that the report holds."""
-    return list(growth.get("boundaries", []))
-
-
 def _passed(boundary: Mapping[str, Any]) -> bool:
     verdicts = [boundary[when]["verdict"] for when in ("before", "after_round_trip")]
     return verdicts == ["pass", "pass"] and not boundary["problems"]
@@ -199,12 +194,11 @@ def _figures(boundary: Mapping[str, Any]) -> str:
 
 def leftovers(rehearsal: Rehearsal) -> dict[Resource, dict[str, str]]:
     """What exists after the destroy. Raises GpufleetError for anything that the definition did not ask to keep."""
-    left = rehearsal.cloud.leftovers()
-    kept = {("bucket",)} if rehearsal.definition.storage.keep.bucket else set()
-    unwanted = [f"{kind} {name}" for kind, name in left if (kind,) not in kept]
+    left, kept = rehearsal.cloud.leftovers(), rehearsal.definition.storage.keep.bucket
+    unwanted = [f"{kind} {name}" for kind, name in left if not (kept and kind == "bucket")]
     if unwanted:
         raise GpufleetError(f"left in the account: {', '.join(unwanted)}")
-    if rehearsal.definition.storage.keep.bucket and not left:
+    if kept and not left:
         raise GpufleetError("the bucket was to be kept, and it is gone")
     return left
 
