@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 from infra.catalog import SHIPPED, Catalog, files, load_catalog, project_prices
 from infra.errors import AwsRefused, GpufleetError
 from infra.prices import coverage
+from infra.prices.price_list import API_REGION
 
 if TYPE_CHECKING:
     from infra.prices.refresh import Refreshed
@@ -43,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "refresh":
         if args.json:
             raise GpufleetError("--json shows prices; refresh writes them: run `gpufleet prices --json` afterwards")
-        return refresh(
-            catalog, regions, args.to or project_prices(Path.cwd()), pricing=_pricing(), ec2_in=_ec2, now=now
-        )
+        pricing, ec2_in = _client("pricing", API_REGION), functools.partial(_client, "ec2")
+        return refresh(catalog, regions, args.to or project_prices(Path.cwd()), pricing=pricing, ec2_in=ec2_in, now=now)
     if args.to:
         raise GpufleetError("--to goes with refresh: gpufleet prices refresh --to FOLDER")
     if args.json:
@@ -97,16 +98,6 @@ def _say(done: Refreshed, folder: Path) -> None:
         print(f"  - {moved.what}: {moved.old.amount:f} ({moved.old.as_of}) to {moved.new:f}")
     if done.gone:
         print(f"\nWithout a spot price now, left out: {', '.join(done.gone)}")
-
-
-def _pricing() -> Any:
-    from infra.prices.price_list import API_REGION
-
-    return _client("pricing", API_REGION)
-
-
-def _ec2(region: str) -> Any:
-    return _client("ec2", region)
 
 
 def _client(service: str, region: str) -> Any:
