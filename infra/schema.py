@@ -69,7 +69,7 @@ class Findings:
             written = value if value is not None else _written(node)
             self.problems.append(Problem(path=node.path, value=written, allowed=allowed, hint=hint, line=node.line))
             return
-        above, key = _parent(path)
+        above, _, key = path.rpartition(".")
         parent = at(self.tree, above)
         origin = f"{parent.path}.{key}".lstrip(".") if parent else path
         line = parent.line if parent else None
@@ -310,11 +310,6 @@ def _placeholder(hint: Any) -> Any:
     if typing.get_origin(inner) is Literal:
         return typing.get_args(inner)[0]
     return {str: "", Decimal: Decimal(1), int: 1, float: 1.0, bool: False}.get(inner)
-
-
-def _parent(path: str) -> tuple[str, str]:
-    above, _, key = path.rpartition(".")
-    return above, key
 
 
 def _written(node: Node) -> str:
