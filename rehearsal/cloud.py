@@ -214,13 +214,18 @@ class Cloud:
         """The instance's metadata service."""
         return self._imds[instance_id]
 
-    def metadata_endpoint(self, instance_id: str) -> str:
-        """What AWS_EC2_METADATA_SERVICE_ENDPOINT must be on that instance."""
-        return self._imds[instance_id].endpoint
-
-    def spot_price(self, instance_type: str, zone: str) -> Decimal:
-        """Dollars per hour in the zone: the catalog's price where it has one."""
-        return _spot_price(instance_type, zone)
+    @staticmethod
+    @functools.lru_cache
+    def spot_price(instance_type: str, zone: str) -> Decimal:
+        """Dollars per hour in the zone: the catalog's price where it has one. In this account zone a is az1, b is az2,
+        and so on: accounts differ, and each is as good as another here.
+        """
+        try:
+            prices = load_catalog().spot(instance_type, zone[:-1])
+        except PriceMissing:
+            return Decimal("0.5000")
+        by_zone = {price.zone: price.price.amount for price in prices}
+        return by_zone.get(f"az{ord(zone[-1]) - ord('a') + 1}", max(by_zone.values()))
 
     def inventory(self) -> dict[account.Resource, dict[str, str]]:
         """All that exists now, AWS's own furniture included."""
@@ -288,14 +293,3 @@ class Cloud:
 class _QuietHandler(MotoRequestHandler):
     def log(self, type: str, message: str, *args: Any) -> None:
         """Nothing: a request is not news here."""
-
-
-@functools.lru_cache
-def _spot_price(instance_type: str, zone: str) -> Decimal:
-    """In this account zone a is az1, b is az2, and so on: accounts differ, and each is as good as another here."""
-    try:
-        prices = load_catalog().spot(instance_type, zone[:-1])
-    except PriceMissing:
-        return Decimal("0.5000")
-    by_zone = {price.zone: price.price.amount for price in prices}
-    return by_zone.get(f"az{ord(zone[-1]) - ord('a') + 1}", max(by_zone.values()))

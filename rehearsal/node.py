@@ -141,7 +141,7 @@ class NodeRunner:
             "GPUFLEET_NODE": instance.id,
             "GPUFLEET_PYTHON": str(python),
             "AWS_ENDPOINT_URL": self.cloud.endpoint,
-            "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.cloud.metadata_endpoint(instance.id),
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.cloud.metadata(instance.id).endpoint,
             "AWS_CONFIG_FILE": os.devnull,
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         }

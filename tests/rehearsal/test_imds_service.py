@@ -126,7 +126,7 @@ def test_a_fleets_node_has_its_own_service_with_its_own_notice(tmp_path: Path) -
         fleet_id = fleet(cloud)
         cloud.tick()
         node = cloud.instances()[0]
-        endpoint = cloud.metadata_endpoint(node.id)
+        endpoint = cloud.metadata(node.id).endpoint
         assert get(endpoint, "meta-data/tags/instance/aws:ec2:fleet-id") == (200, fleet_id)
         assert get(endpoint, ACTION)[0] == 404
         cloud.interrupt(node.id)
