@@ -7,6 +7,8 @@ takes them from the resources that are about to be declared. Pure: no pulumi, no
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping as Properties
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -21,6 +23,9 @@ from infra.yaml_tree import Items, Mapping, Scalar, UnreadableError, decode, rea
 if TYPE_CHECKING:
     from infra.cost.bill import Bill
     from infra.definition import StackDefinition
+
+OBJECT = "aws:s3/bucketObjectv2:BucketObjectv2"
+RUN_CONFIG = "run-config"  # the name of run.json's resource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +75,25 @@ def facts(definition: StackDefinition, bill: Bill | None) -> Facts:
         capacity=definition.fleet.capacity,
         owner=definition.run.owner,
         usd_p90=bill.usd.p90 if bill else None,
+    )
+
+
+def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts | None:
+    """Of one resource, spelled as the engine spells it: those that run.json states. None for any other resource.
+
+    run.json is an object that the program declares before the fleet, which depends on it: a rule that refuses it keeps
+    the fleet from being made, even where nobody looked at a preview. No other property is read: in a first preview the
+    bucket's name is unknown, and reading it an error.
+    """
+    if type_ != OBJECT or name != RUN_CONFIG:
+        return None
+    run = json.loads(properties["content"])
+    return Facts(
+        region=run["region"],
+        instance_types=tuple(option["type"] for option in run["estimate"]["types"]),
+        capacity=run["capacity"],
+        owner=run["run"]["owner"],
+        usd_p90=Decimal(run["estimate"]["usd"]["p90"]),
     )
 
 

@@ -13,7 +13,6 @@ from pulumi_policy import (
 )
 
 from infra import policy
-from infra.review import declared
 
 FILE = Path(__file__).resolve().parents[1] / "policy.yaml"
 HELD = policy.load(FILE) if FILE.is_file() else policy.Policy()  # no file, no rules
@@ -23,7 +22,7 @@ def rule(name: str, demands: str) -> ResourceValidationPolicy:
     """One rule, which no run may break."""
 
     def validate(args: ResourceValidationArgs, report: ReportViolation) -> None:
-        found = declared.facts(args.resource_type, args.name, args.props)
+        found = policy.declared(args.resource_type, args.name, args.props)
         for each in policy.broken(HELD, found) if found else ():
             if each.rule == name:
                 report(each.message)

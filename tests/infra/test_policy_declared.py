@@ -22,8 +22,6 @@ from infra.catalog import load_catalog
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError
-from infra.policy import facts
-from infra.review import declared
 
 PACK = Path(__file__).parents[2] / "policy"
 INPUTS: dict[str, Any] = {
@@ -52,22 +50,22 @@ def resources() -> list[SimpleNamespace]:
     content = run_config.encode(run_config.run_config(stack(), bill, INPUTS, expires="2026-12-01T00:00:00Z")).decode()
     found = [
         ("aws:s3/bucket:Bucket", "gpufleet-growth", Properties(bucket=None)),
-        (declared.OBJECT, "job-archive", Properties(content=None, contentBase64=None, bucket=None)),
-        (declared.OBJECT, "run-config", Properties(content=content, bucket=None)),
+        (policy.OBJECT, "job-archive", Properties(content=None, contentBase64=None, bucket=None)),
+        (policy.OBJECT, "run-config", Properties(content=content, bucket=None)),
         ("aws:ec2/fleet:Fleet", "fleet-fleet", Properties(launchTemplateConfigs=None)),
     ]
     return [SimpleNamespace(resource_type=kind, name=name, props=props) for kind, name, props in found]
 
 
 def test_run_json_states_the_same_facts_as_definition_and_bill() -> None:
-    found = [declared.facts(each.resource_type, each.name, each.props) for each in resources()]
+    found = [policy.declared(each.resource_type, each.name, each.props) for each in resources()]
     bill = price(stack(), load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
-    assert found == [None, None, facts(stack(), bill), None]
+    assert found == [None, None, policy.facts(stack(), bill), None]
 
 
 def test_the_name_is_the_one_under_which_the_program_declares_it() -> None:
     source = (Path(__file__).parents[2] / "infra" / "resources" / "declare.py").read_text()
-    assert f'name="{declared.RUN_CONFIG}"' in source
+    assert f'name="{policy.RUN_CONFIG}"' in source
 
 
 # The pack -------------------------------------------------------------------------------------------------------------
