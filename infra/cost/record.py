@@ -5,10 +5,10 @@ Money and hours are decimal strings. Nothing depends on the clock: run.json hold
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from decimal import Decimal
 from typing import Any
 
-from infra.catalog.reclaim import Reclaimed
 from infra.cost.bill import Bill, Cap
 from infra.cost.cadence import Cadence
 from infra.cost.hazard import Hazard
@@ -57,7 +57,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "interruptions_expected": round(bill.interruptions_expected, 3),
         "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
         "hazard": _hazard(bill.chance),
-        "reclaimed_a_month": _reclaimed(bill.reclaimed),
+        "reclaimed_a_month": bill.reclaimed and asdict(bill.reclaimed) | {"as_of": bill.reclaimed.as_of.isoformat()},
         "cadence": _cadence(bill.cadence),
         "usd_at_hazard": {str(hazard): str(usd) for _, hazard, usd in bill.usd_at_hazard},
         "half_speed": {"usd": quantiles(bill.half_speed)},
@@ -73,20 +73,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
             }
             for option in bill.types
         ],
-        "fits": [
-            {
-                "type": fit.type,
-                "phase": fit.phase,
-                "fits": fit.fits,
-                "needs_gb": round(fit.needs_gb, 2),
-                "has_gb": fit.has_gb,
-                "micro": fit.micro,
-                "checkpointing": fit.checkpointing,
-                "why": fit.why,
-                "nearest": fit.nearest,
-            }
-            for fit in bill.fits
-        ],
+        "fits": [asdict(fit) | {"needs_gb": round(fit.needs_gb, 2)} for fit in bill.fits],
         "notice": [
             {
                 "type": notice.type,
@@ -190,17 +177,6 @@ def _hazard(chance: Hazard | None) -> dict[str, Any] | None:
         return None
     p10, p90 = chance.quantile(0.1), chance.quantile(0.9)
     return {"median": round(chance.median, 4), "p10": round(p10, 4), "p90": round(p90, 4), "source": chance.source}
-
-
-def _reclaimed(band: Reclaimed | None) -> dict[str, Any] | None:
-    if band is None:
-        return None
-    return {
-        "low_percent": band.low_percent,
-        "high_percent": band.high_percent,
-        "as_of": band.as_of.isoformat(),
-        "source": band.source,
-    }
 
 
 def _cadence(found: Cadence | None) -> dict[str, Any] | None:
