@@ -37,7 +37,7 @@ class NoFigure(Exception):
         self.empty = empty
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Item:
     """Where the Price List keeps one item of services.csv. `units`: factors from its units to the catalog's."""
 
@@ -60,32 +60,21 @@ class Quote:
 
 
 _ONE = Decimal(1)
-
-
-def _item(service: str, usage_type: str, unit: str, **units: Decimal) -> Item:
-    return Item(
-        service=service,
-        usage_type=usage_type,
-        unit=unit,
-        units={name.replace("_", "-"): factor for name, factor in units.items()},
-    )
-
-
 ITEMS = {
-    "ebs_gp3_storage": _item("AmazonEC2", "EBS:VolumeUsage.gp3", "GiB-month", gb_mo=_ONE),
-    "ebs_gp3_iops": _item("AmazonEC2", "EBS:VolumeP-IOPS.gp3", "IOPS-month", iops_mo=_ONE),
-    "ebs_gp3_throughput": _item(
-        "AmazonEC2", "EBS:VolumeP-Throughput.gp3", "MiB/s-month", gibps_mo=_ONE / 1024, mibps_mo=_ONE
+    "ebs_gp3_storage": Item("AmazonEC2", "EBS:VolumeUsage.gp3", "GiB-month", {"gb-mo": _ONE}),
+    "ebs_gp3_iops": Item("AmazonEC2", "EBS:VolumeP-IOPS.gp3", "IOPS-month", {"iops-mo": _ONE}),
+    "ebs_gp3_throughput": Item(
+        "AmazonEC2", "EBS:VolumeP-Throughput.gp3", "MiB/s-month", {"gibps-mo": _ONE / 1024, "mibps-mo": _ONE}
     ),
-    "ebs_snapshot": _item("AmazonEC2", "EBS:SnapshotUsage", "GB-month", gb_mo=_ONE),
-    "s3_storage": _item("AmazonS3", "TimedStorage-ByteHrs", "GB-month", gb_mo=_ONE),
-    "s3_write_requests": _item("AmazonS3", "Requests-Tier1", "1000 requests", requests=Decimal(1000)),
-    "s3_read_requests": _item("AmazonS3", "Requests-Tier2", "1000 requests", requests=Decimal(1000)),
-    "logs_ingestion": _item("AmazonCloudWatch", "DataProcessing-Bytes", "GB", gb=_ONE),
-    "logs_storage": _item("AmazonCloudWatch", "TimedStorage-ByteHrs", "GB-month", gb_mo=_ONE),
-    "transfer_out": _item("AWSDataTransfer", "DataTransfer-Out-Bytes", "GB", gb=_ONE),
-    "transfer_between_zones": _item("AWSDataTransfer", "DataTransfer-Regional-Bytes", "GB", gb=_ONE),
-    "public_ipv4": _item("AmazonVPC", "PublicIPv4:InUseAddress", "address-hour", hrs=_ONE),
+    "ebs_snapshot": Item("AmazonEC2", "EBS:SnapshotUsage", "GB-month", {"gb-mo": _ONE}),
+    "s3_storage": Item("AmazonS3", "TimedStorage-ByteHrs", "GB-month", {"gb-mo": _ONE}),
+    "s3_write_requests": Item("AmazonS3", "Requests-Tier1", "1000 requests", {"requests": Decimal(1000)}),
+    "s3_read_requests": Item("AmazonS3", "Requests-Tier2", "1000 requests", {"requests": Decimal(1000)}),
+    "logs_ingestion": Item("AmazonCloudWatch", "DataProcessing-Bytes", "GB", {"gb": _ONE}),
+    "logs_storage": Item("AmazonCloudWatch", "TimedStorage-ByteHrs", "GB-month", {"gb-mo": _ONE}),
+    "transfer_out": Item("AWSDataTransfer", "DataTransfer-Out-Bytes", "GB", {"gb": _ONE}),
+    "transfer_between_zones": Item("AWSDataTransfer", "DataTransfer-Regional-Bytes", "GB", {"gb": _ONE}),
+    "public_ipv4": Item("AmazonVPC", "PublicIPv4:InUseAddress", "address-hour", {"hrs": _ONE}),
 }
 
 
