@@ -37,8 +37,7 @@ QUOTAS = {  # Service Quotas codes and names, AWS documentation, 2026-11-21
     "L-1216C47A": "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances",
 }
 AMAZON = "898082745236"  # owner of the Deep Learning AMIs
-SERVICE_ROLES = ("ec2fleet.amazonaws.com", "spot.amazonaws.com")
-SERVICE_ROLE_NAMES = {
+SERVICE_ROLES = {
     "ec2fleet.amazonaws.com": "AWSServiceRoleForEC2Fleet",
     "spot.amazonaws.com": "AWSServiceRoleForEC2Spot",
 }
@@ -47,9 +46,8 @@ SERVICE_ROLE_NAMES = {
 def seed(account: str) -> None:
     """The service-linked roles that an account gets with its first fleet and its first Spot request."""
     iam = iam_backends[account]["aws"]
-    for service in SERVICE_ROLES:
-        role = iam.create_service_linked_role(service, "", "")
-        role.name = SERVICE_ROLE_NAMES[service]
+    for service, name in SERVICE_ROLES.items():
+        iam.create_service_linked_role(service, "", "").name = name
 
 
 def seed_region(account: str, region: str) -> None:
