@@ -62,10 +62,10 @@ def main() -> int:
                 for _ in range(a.micros):
                     model.passes()
                 model.update()
-                synchronize(found.torch)
+                found.synchronize()
                 if number >= WARM:
                     seconds[name].append(time.perf_counter() - began)
-        kernels = {name: attention(model.passes, found.torch) for name, model in models.items()}
+        kernels = {name: attention(model.passes, found) for name, model in models.items()}
     say(f"{found.name}, torch {torch.__version__}, depth {a.depth}, {per_step:,} tokens a step, window {a.window}")
     for name, model in models.items():
         speed = [per_step / s for s in seconds[name]]
@@ -150,23 +150,17 @@ def theirs(a: argparse.Namespace, tokens: Tensor) -> Model:
     return Model(count, int(module.estimate_flops()), passes, update)
 
 
-def attention(passes: Callable[[], None], where: torch.device) -> str:
+def attention(passes: Callable[[], None], found: device.Device) -> str:
     """Names of the attention kernels of one pass, or of operators on a CPU and where the driver shows no kernels."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (where.type == "cuda")
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * found.is_cuda
     with profile(activities=activities) as seen:
         passes()
-        synchronize(where)
-    for kind in (where.type, "cpu"):
+        found.synchronize()
+    for kind in (found.torch.type, "cpu"):
         names = {event.key for event in seen.key_averages() if event.device_type.name.lower() == kind}
         if kernels := [name[:60] for name in names if any(part in name.lower() for part in KERNELS)]:
             return ", ".join(sorted(kernels))
     return "none named"
-
-
-def synchronize(where: torch.device) -> None:
-    """Waits for the GPU, if there is one."""
-    if where.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def say(text: str) -> None:

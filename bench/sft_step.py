@@ -61,8 +61,7 @@ def main() -> int:
             optimizer.clip(adapter, 1.0)
             opt.step()
             opt.zero_grad(set_to_none=True)
-            if where.type == "cuda":
-                torch.cuda.synchronize()
+            found.synchronize()
             if number >= WARM:
                 seconds.append(time.perf_counter() - began)
     step_s = statistics.median(seconds)
