@@ -9,7 +9,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-import review_world
 from review_world import STACK, Project, changed, reviewed, run
 
 from infra.catalog import SHIPPED, files, read_catalog
@@ -20,11 +19,6 @@ from infra.loader import load
 
 KEY = ("g5.2xlarge", "us-east-2")
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    return review_world.enter(tmp_path, monkeypatch)
 
 
 # What changed, and by how much ----------------------------------------------------------------------------------------

@@ -15,11 +15,6 @@ from infra.errors import GpufleetError
 from infra.review.markdown import MARKER
 
 
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    return review_world.enter(tmp_path, monkeypatch)
-
-
 def test_the_comment_begins_with_its_marker_and_repeats_byte_for_byte(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:

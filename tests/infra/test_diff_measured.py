@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
-import review_world
 from review_world import STACK, Project, reviewed, run
 from test_calibration import measurement
 from test_receipts import node, receipt
@@ -17,11 +15,6 @@ from infra.commands import diff
 from infra.cost.hazard import Hazard
 from infra.errors import GpufleetError
 from infra.review.markdown import LIMIT, MARKER
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    return review_world.enter(tmp_path, monkeypatch)
 
 
 def calibration(step_ms: float) -> str:
