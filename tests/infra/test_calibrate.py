@@ -88,13 +88,13 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return probe.Outcome(phases=phases, start_s=9.0, finish_s=2.0, seconds=30.0, cpu_s=40.0)
 
     monkeypatch.setattr(probe, "run", run)
+    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
     return given
 
 
 def test_calibrate_writes_a_file_that_the_bill_accepts(
-    path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, probed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
     assert main(["calibrate", "small-growth", "--steps", "90"]) == 0
     root = project_root(path.parent)
     assert "calibrations/small-growth/nvidia-a10g.json" in capsys.readouterr().out
@@ -112,7 +112,6 @@ def test_calibrate_writes_a_file_that_the_bill_accepts(
 def test_a_probe_that_timed_no_step_of_a_phase_promises_no_bill(
     path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
     whole = probe.run
 
     def ends_early(*given: Any, **named: Any) -> probe.Outcome:
@@ -169,9 +168,8 @@ def test_a_probe_of_the_rehearsal_promises_no_bill(
 
 
 def test_a_place_where_the_measurement_cannot_be_kept_is_said_before_the_probe(
-    path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, probed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
     (project_root(path.parent) / "calibrations").write_text("")
     assert main(["calibrate", "small-growth", "--steps", "90"]) == 2
     assert "/calibrations is no folder, or must not be written to; put that right" in capsys.readouterr().err
@@ -179,9 +177,8 @@ def test_a_place_where_the_measurement_cannot_be_kept_is_said_before_the_probe(
 
 
 def test_a_run_with_too_few_steps_is_told_that_no_probe_can_measure_it(
-    path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, probed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
     path.write_text(path.read_text().replace("amzn2023}", "amzn2023, parameters: {steps_per_phase: 10}}"))
     assert main(["calibrate", "small-growth"]) == 2
     assert "phase dense has 10 optimizer steps" in capsys.readouterr().err
