@@ -18,7 +18,7 @@ from typing import Any
 
 from infra.catalog import Instance
 from infra.definition import StackDefinition
-from job import measured, sizing
+from job import atomic, measured, sizing
 from job.config import JobConfig
 
 FOLDER, RECEIPTS = "calibrations", "receipts"
@@ -196,19 +196,11 @@ def _seconds(value: Any) -> float | None:
 def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | None, Path]]:
     """Every file's measurement; None for a damaged one. A receipt without a measurement is not damaged."""
     for path in sorted((root / FOLDER / stack).glob("*.json")):
-        yield _sound(_read(path)), path
+        yield _sound(atomic.read_object(path)), path
     for path in sorted((root / RECEIPTS / stack).glob("*.json")):
-        tree = (_read(path) or {}).get("measured")
+        tree = (atomic.read_object(path) or {}).get("measured")
         if isinstance(tree, dict) and (sound := _sound(tree)) is not None:
             yield sound, path
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        tree = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return tree if isinstance(tree, dict) else None
 
 
 def _sound(tree: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from infra.errors import GpufleetError
+from job import atomic
 
 if TYPE_CHECKING:
     from infra.cost.hazard import Observation
@@ -138,10 +139,7 @@ def keep(content: bytes, root: Path, stack: str, run: str) -> Path:
     if Path(run).name != run or Path(stack).name != stack:
         raise ValueError(f"{stack}/{run} is no name for a file")
     path = root / FOLDER / stack / f"{run}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    part.replace(path)
+    atomic.write_bytes(path, content)
     return path
 
 

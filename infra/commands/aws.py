@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.resources.tags import OWNER_TAG, RUN_TAG, STACK_TAG
 from infra.run_guard import INPUTS_PREFIX
+from job import atomic
 from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
@@ -223,12 +223,7 @@ class RunFolder:
 
     def document(self, name: str) -> dict[str, Any] | None:
         """A JSON object, or None when it is not there or not (yet) JSON."""
-        raw = self.read(name)
-        try:
-            value = json.loads(raw) if raw is not None else None
-        except ValueError:
-            return None
-        return value if isinstance(value, dict) else None
+        return atomic.parse_object(self.read(name))
 
 
 def run_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:

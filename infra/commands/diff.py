@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ from infra.loader import project_root
 from infra.review import commits
 from infra.review.compare import Known, Review, Side, StackReview, compare
 from infra.review.markdown import render
+from job import atomic
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,12 +167,9 @@ def _bytes(path: Path) -> bytes:
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all: a workflow that posts a half review would be believed."""
-    building = path.with_name(f".{path.name}.{os.getpid()}")
     if not path.parent.is_dir():
         raise GpufleetError(f"--out {path}: there is no folder {path.parent}; make it, or write elsewhere")
     try:
-        building.write_text(text, encoding="utf-8")
-        building.replace(path)
+        atomic.write_bytes(path, text.encode())
     except OSError as error:
-        building.unlink(missing_ok=True)
         raise GpufleetError(f"--out {path} cannot be written: {error.strerror}") from None
