@@ -29,7 +29,7 @@ DAEMON_ERROR = 125  # exit code of docker itself, when the container never start
 
 def main(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("", [])
-    commands = {"run": run, "pull": pull, "stop": stop, "rm": remove, "ps": listing, "info": info}
+    commands = {"run": run, "pull": pull, "stop": stop}
     if command not in commands:
         print(f"docker: '{command}' is not stood in for in a rehearsal", file=sys.stderr)
         return DAEMON_ERROR
@@ -85,8 +85,6 @@ def run(words: list[str]) -> int:
     code = child.wait()
     if logs is not None:
         logs.close()
-    if options.rm:
-        record.unlink()
     return 128 - code if code < 0 else code
 
 
@@ -102,7 +100,7 @@ def pull(words: list[str]) -> int:
 
 def stop(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="docker stop")
-    parser.add_argument("-t", "--time", "--timeout", type=float, default=10)
+    parser.add_argument("-t", dest="time", type=float, default=10)
     parser.add_argument("container")
     options = parser.parse_args(words)
     try:
@@ -118,25 +116,6 @@ def stop(words: list[str]) -> int:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     print(options.container)
-    return 0
-
-
-def remove(words: list[str]) -> int:
-    for name in (word for word in words if not word.startswith("-")):
-        (CONTAINERS / name).unlink(missing_ok=True)
-        print(name)
-    return 0
-
-
-def listing(words: list[str]) -> int:
-    for record in sorted(CONTAINERS.glob("*")):
-        if _alive(int(record.read_text())):
-            print(record.name)
-    return 0
-
-
-def info(words: list[str]) -> int:
-    print("Server Version: stand-in of the rehearsal")
     return 0
 
 
@@ -195,18 +174,7 @@ def _logs(options: argparse.Namespace) -> CloudWatchLogs | str | None:
 
 def _run_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="docker run", allow_abbrev=False)
-    for flag in ("--init", "--rm"):
-        parser.add_argument(flag, action="store_true")
-    for option in (
-        "--name",
-        "--stop-timeout",
-        "--ipc",
-        "--network",
-        "--log-driver",
-        "--gpus",
-        "--shm-size",
-        "--restart",
-    ):
+    for option in ("--name", "--stop-timeout", "--ipc", "--log-driver", "--gpus"):
         parser.add_argument(option)
     for option in ("--ulimit", "--log-opt", "--security-opt"):
         parser.add_argument(option, action="append", default=[])

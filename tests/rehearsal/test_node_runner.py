@@ -156,16 +156,7 @@ def test_a_container_sees_host_folders_under_its_own_paths_and_only_its_own_envi
     code, out, err = finish(
         docker(
             tmp_path,
-            *(
-                "run",
-                "--name",
-                "c",
-                "--init",
-                "-v",
-                f"{tmp_path}/app:/gpufleet/app:ro",
-                "-v",
-                f"{tmp_path}/run:/gpufleet/run",
-            ),
+            *("run", "--name", "c", "-v", f"{tmp_path}/app:/gpufleet/app:ro", "-v", f"{tmp_path}/run:/gpufleet/run"),
             *("-w", "/gpufleet/app", "-e", "PYTHONPATH=/gpufleet/app", "-e", "KEPT", "-e", "ABSENT", IMAGE),
             *("python", "-m", "say", "/gpufleet/run/run.json"),
             KEPT="kept",
