@@ -22,10 +22,6 @@ AMI_PARAMETERS = {
         "Deep Learning Base OSS Nvidia Driver GPU AMI (Amazon Linux 2023) 20261105",
         "/dev/xvda",
     ),
-    "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id": (
-        "Deep Learning Base OSS Nvidia Driver GPU AMI (Ubuntu 24.04) 20261105",
-        "/dev/sda1",
-    ),
 }
 QUOTAS = {  # Service Quotas codes and names, AWS documentation, 2026-11-21
     "L-3819A6DF": "All G and VT Spot Instance Requests",
