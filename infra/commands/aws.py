@@ -102,6 +102,11 @@ def denied(error: exceptions.ClientError) -> bool:
     return code(error) in _DENIED
 
 
+def nobody(error: exceptions.ClientError) -> bool:
+    """Whether AWS does not know who asks: it would answer anything else the same."""
+    return code(error) in _BAD_KEYS
+
+
 def _client_refusal(error: exceptions.ClientError) -> AwsRefused:
     message = str(error.response.get("Error", {}).get("Message", "")).strip()
     action = error.operation_name
@@ -110,7 +115,7 @@ def _client_refusal(error: exceptions.ClientError) -> AwsRefused:
             f"AWS does not let you call {action}: {message} Ask for that action for your user or role; "
             "`aws sts get-caller-identity` says who you are."
         )
-    if code(error) in _BAD_KEYS:
+    if nobody(error):
         return AwsRefused(
             f"AWS does not accept the credentials ({code(error)}: {message}) Sign in again (`aws sso login`) or set "
             "AWS_PROFILE; with AWS_ENDPOINT_URL set, use the keys that `gpufleet cloud` printed."
@@ -163,23 +168,24 @@ def nodes(ec2: Any, definition: StackDefinition) -> list[dict[str, Any]]:
     return instances(ec2, tags)
 
 
-def buckets(s3: Any, stack: str) -> list[dict[str, Any]]:
-    """The stack's buckets with their tags, by name prefix and tag, newest first. More than one when a kept one was left
-    behind.
+def buckets(s3: Any, stack: str) -> tuple[list[dict[str, Any]], dict[str, AwsRefused]]:
+    """The stack's buckets with their tags, by name prefix and tag, newest first: more than one when a kept one was left
+    behind. And what AWS answered of those named like it that do not show their tags.
     """
-    found = []
-    for bucket in s3.list_buckets().get("Buckets", []):
-        if not bucket["Name"].startswith(f"gpufleet-{stack}-"):
-            continue
+    found, closed, prefix = [], {}, f"gpufleet-{stack}-"
+    for bucket in pages(s3, "list_buckets", "Buckets", Prefix=prefix, PaginationConfig={"PageSize": 1000}):
         try:
             tagged = {**bucket, "Tags": s3.get_bucket_tagging(Bucket=bucket["Name"])["TagSet"]}
         except exceptions.ClientError as error:
-            if code(error) not in ("NoSuchTagSet", "NoSuchBucket"):  # a deleted bucket stays listed for a while
+            if denied(error):
+                if "-" not in bucket["Name"].removeprefix(prefix):  # else of a stack of a longer name
+                    closed[str(bucket["Name"])] = _client_refusal(error)
+            elif code(error) not in ("NoSuchTagSet", "NoSuchBucket"):  # a deleted bucket stays listed for a while
                 raise
             continue
         if tags_of(tagged).get(STACK_TAG) == stack:
             found.append(tagged)
-    return sorted(found, key=lambda bucket: bucket["CreationDate"], reverse=True)
+    return sorted(found, key=lambda bucket: bucket["CreationDate"], reverse=True), closed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,14 +234,18 @@ class RunFolder:
 
 def run_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
     """The run's folder in the newest of the stack's buckets that has one, of the file's owner where possible; None when
-    no bucket has. A destroy, or a second person with the same file, leaves several.
+    no bucket has. A destroy, or a second person with the same file, leaves several. Raises AwsRefused where the only
+    ones that could have it do not show their tags.
     """
     run = definition.run
+    found, closed = buckets(s3, definition.name)
     holds = [
         bucket
-        for bucket in buckets(s3, definition.name)
+        for bucket in found
         if s3.list_objects_v2(Bucket=bucket["Name"], Prefix=f"{run.id}/", MaxKeys=1).get("KeyCount")
     ]
+    if closed and not found:
+        raise AwsRefused(f"whether a bucket is {definition.name}'s cannot be told: {_closed(closed)}")
     if not holds:
         return None
     chosen, *others = sorted(holds, key=lambda bucket: owner(bucket) != run.owner)
@@ -248,11 +258,18 @@ def run_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
 def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:
     """There is no such run; the stack's buckets say which there are."""
     name, run = definition.name, definition.run.id
+    found, closed = buckets(s3, name)
     folders = {
         item["Prefix"].removesuffix("/")
-        for bucket in buckets(s3, name)
+        for bucket in found
         for item in pages(s3, "list_objects_v2", "CommonPrefixes", Bucket=bucket["Name"], Delimiter="/")
     }
     ids = sorted(folder for folder in folders if folder not in NO_RUN)
     hint = f" `--run ID` names an earlier one: {', '.join(ids)}." if ids else ""
+    hint += f" Not looked into: {_closed(closed)}" if closed else ""
     return AwsRefused(f"there is no run {run} of {name} in {definition.fleet.region}: run `pulumi up` first.{hint}")
+
+
+def _closed(closed: dict[str, AwsRefused]) -> str:
+    """Buckets that do not show their tags, and the first one's reason."""
+    return f"{', '.join(closed)} ({next(iter(closed.values()))})"

@@ -1,43 +1,14 @@
-"""`gpufleet sweep`: what of a stack is still in the account, what it costs, what of it was asked for. Deletes nothing.
-
-Tags alone are not enough: a maintained fleet tags neither its spot nodes' disks nor their network interfaces, so the
-sweep walks from instances to their disks, and from the VPC to what is in it. It looks in the definition's region.
-"""
+"""`gpufleet sweep`: what of a stack is still in the account, what it costs, what was asked for. Deletes nothing."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any
 
-from infra.catalog import load_catalog
 from infra.commands import aws, stack
+from infra.commands.leftovers import Left, look
 from infra.definition import StackDefinition
-from infra.errors import PriceMissing
-from infra.resources.tags import RUN_TAG, STACK_TAG
-
-HOURS_PER_MONTH = 730
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Left:
-    """One thing that is still there."""
-
-    kind: str
-    id: str
-    note: str = ""
-    usd_per_month: Decimal = Decimal(0)
-    asked_for: bool = False  # the definition keeps it
-    ours: bool = True  # False: it looks like ours, but nothing proves it
-    remove: str = ""  # the command that removes it, but for the region
-    owner: str = ""  # as its tag says, where that is another than the definition's
-    launches: bool = False  # costs nothing now, and may launch a node at any time
-
-    @property
-    def bills(self) -> bool:
-        return bool(self.usd_per_month) or self.launches
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,11 +19,14 @@ def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
     found = list(look(definition, aws.client))
     print("\n".join(table(definition, found)))
-    return 1 if any(left.bills and left.ours and not left.asked_for and not left.owner for left in found) else 0
+    if any(left.bills and left.ours and not left.asked_for and not left.owner for left in found):
+        return 1
+    return 2 if any(left.unseen for left in found) else 0
 
 
 def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     """What `sweep` prints."""
+    unseen, found = [left for left in found if left.unseen], [left for left in found if not left.unseen]
     foreign = [left for left in found if left.owner]
     kept = [left for left in found if left.asked_for and not left.owner]
     ours = [left for left in found if left.ours and not left.asked_for and not left.owner]
@@ -60,6 +34,7 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     free = [left for left in ours if not left.bills]
     perhaps = [left for left in found if not left.ours]
     for title, group in (
+        ("Not looked at, so it may be there and cost:", unseen),
         (f"Kept on purpose (storage.keep of {definition.source.name}):", kept),
         ("Billed, and nobody asked for it:", billed),
         ("Still there, free of charge:", free),
@@ -77,26 +52,13 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
         yield "`pulumi destroy` removes what the stack declared; the commands above remove the rest."
     total = sum((left.usd_per_month for left in billed), Decimal(0))
     where = f"{definition.name} in {definition.fleet.region}"
-    said = f"${total:.2f} a month nobody asked for." if billed else "nothing billable is left over."
+    nothing = (
+        "nothing billable is in sight, of what could be looked at." if unseen else "nothing billable is left over."
+    )
+    said = f"${total:.2f} a month nobody asked for." if billed else nothing
     said += " A fleet can launch a node at any time." if any(left.launches for left in billed) else ""
     theirs = sum((left.usd_per_month for left in foreign), Decimal(0))
     yield f"{where}: {said}" + (f" Another owner's: ${theirs:.2f} a month." if theirs else "")
-
-
-def look(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Left]:
-    """Everything found, dearest kinds first."""
-    region = definition.fleet.region
-    ec2 = client("ec2", region)
-    fleets = [fleet for fleet in aws.fleets(ec2, definition, every_run=True) if fleet["FleetState"] != "deleted"]
-    nodes = _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets])
-    yield from _fleets(fleets, definition)
-    yield from _instances(nodes, definition)
-    yield from _volumes(ec2, definition, {node["InstanceId"]: node for node in nodes})
-    yield from _interfaces(ec2, definition)
-    yield from _buckets(client("s3", region), definition)
-    yield from _log_groups(client("logs", region), definition)
-    yield from _free_parts(ec2, definition)
-    yield from _identities(client("iam", region), definition)
 
 
 def _line(left: Left, region: str) -> str:
@@ -104,181 +66,3 @@ def _line(left: Left, region: str) -> str:
     text = f"  {price}  {left.kind:<18} {left.id}{', ' + left.note if left.note else ''}"
     text += f", owner {left.owner}" if left.owner else ""
     return f"{text}\n{' ' * 20}{left.remove} --region {region}" if left.remove else text
-
-
-def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dict[str, Any]]:
-    alive = ("instance-state-name", ["pending", "running", "shutting-down", "stopping", "stopped"])
-    found = aws.instances(ec2, [(f"tag:{STACK_TAG}", [definition.name]), alive])
-    if fleets:
-        found += aws.instances(ec2, [("tag:aws:ec2:fleet-id", fleets), alive])
-    return list({node["InstanceId"]: node for node in found}.values())
-
-
-def _fleets(fleets: list[dict[str, Any]], definition: StackDefinition) -> Iterator[Left]:
-    for fleet in fleets:
-        wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
-        launches = fleet["FleetState"] in ("submitted", "active", "modifying") and wants > 0
-        note = f"{fleet['FleetState']}, wants {wants}" + (": it can launch a node at any time" if launches else "")
-        command = f"aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet['FleetId']}" if launches else ""
-        owner = _other_owner(fleet, definition)
-        yield Left(kind="fleet", id=fleet["FleetId"], note=note, remove=command, owner=owner, launches=launches)
-
-
-def _instances(nodes: list[dict[str, Any]], definition: StackDefinition) -> Iterator[Left]:
-    region = definition.fleet.region
-    for node in nodes:
-        state = node["State"]["Name"]
-        hourly = Decimal(0) if state in ("stopped", "shutting-down") else _hourly(node["InstanceType"], region)
-        address = _price("public_ipv4", region) if node.get("PublicIpAddress") else Decimal(0)
-        yield Left(
-            kind="instance",
-            id=node["InstanceId"],
-            note=f"{node['InstanceType']}, {state}, run {aws.tags_of(node).get(RUN_TAG)}; at the on-demand price",
-            usd_per_month=(hourly + address) * HOURS_PER_MONTH,
-            remove=f"aws ec2 terminate-instances --instance-ids {node['InstanceId']}",
-            owner=_other_owner(node, definition),
-        )
-
-
-def _volumes(ec2: Any, definition: StackDefinition, nodes: dict[str, dict[str, Any]]) -> Iterator[Left]:
-    region = definition.fleet.region
-    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
-    found = list(aws.pages(ec2, "describe_volumes", "Volumes", Filters=by_tag))
-    if nodes:
-        attached = [{"Name": "attachment.instance-id", "Values": list(nodes)}]
-        found += aws.pages(ec2, "describe_volumes", "Volumes", Filters=attached)
-    known = {volume["VolumeId"]: volume for volume in found}
-    loose = [{"Name": "status", "Values": ["available"]}]
-    for volume in aws.pages(ec2, "describe_volumes", "Volumes", Filters=loose):
-        if volume["VolumeId"] not in known and _resembles(volume, definition):
-            yield _volume(volume, region, ours=False)
-    for volume in known.values():
-        node = next((nodes[at["InstanceId"]] for at in volume["Attachments"] if at["InstanceId"] in nodes), {})
-        owner = _other_owner(volume, definition) or _other_owner(node, definition)
-        yield _volume(volume, region, ours=True, owner=owner)
-
-
-def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
-    """A loose, untagged disk in one of our zones, of exactly one of our sizes: a node's disk that outlived it."""
-    disks = [definition.storage.root, *([definition.storage.data] if definition.storage.data else [])]
-    sizes = {(disk.size_gib, disk.iops, disk.throughput_mibps) for disk in disks}
-    size = (volume["Size"], volume.get("Iops"), volume.get("Throughput"))
-    return not volume.get("Tags") and volume["AvailabilityZone"] in definition.fleet.zones and size in sizes
-
-
-def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "") -> Left:
-    usd = Decimal(volume["Size"]) * _price("ebs_gp3_storage", region)
-    usd += max(int(volume.get("Iops") or 0) - 3000, 0) * _price("ebs_gp3_iops", region)
-    usd += max(int(volume.get("Throughput") or 0) - 125, 0) * _price("ebs_gp3_throughput", region)
-    return Left(
-        kind="volume",
-        id=volume["VolumeId"],
-        note=f"{volume['Size']} GiB {volume['VolumeType']}, {volume['State']}",
-        usd_per_month=usd,
-        ours=ours,
-        owner=owner,
-        remove=f"aws ec2 delete-volume --volume-id {volume['VolumeId']}" if volume["State"] == "available" else "",
-    )
-
-
-def _interfaces(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
-    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
-    for vpc in aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=by_tag):
-        inside, owner = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}], _other_owner(vpc, definition)
-        for found in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=inside):  # without tags
-            yield Left(kind="network interface", id=found["NetworkInterfaceId"], note=found["Status"], owner=owner)
-    for address in ec2.describe_addresses(Filters=by_tag)["Addresses"]:
-        yield Left(
-            kind="elastic address",
-            id=address["AllocationId"],
-            usd_per_month=_price("public_ipv4", definition.fleet.region) * HOURS_PER_MONTH,
-            remove=f"aws ec2 release-address --allocation-id {address['AllocationId']}",
-            owner=_other_owner(address, definition),
-        )
-
-
-def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
-    keep = definition.storage.keep
-    for bucket in aws.buckets(s3, definition.name):
-        sizes = [int(item["Size"]) for item in aws.pages(s3, "list_objects_v2", "Contents", Bucket=bucket["Name"])]
-        gb = Decimal(sum(sizes)) / 10**9
-        yield Left(
-            kind="bucket",
-            id=bucket["Name"],
-            note=f"{len(sizes)} object{'' if len(sizes) == 1 else 's'}, {gb:.3f} GB"
-            + (f", expiring after {keep.days} days" if keep.bucket else ""),
-            # A cent is the least that a bill shows, and an empty bucket costs nothing.
-            usd_per_month=gb * _price("s3_storage", definition.fleet.region),
-            asked_for=keep.bucket,
-            remove=f"aws s3 rb --force s3://{bucket['Name']}",
-            owner=_other_owner(bucket, definition),
-        )
-
-
-def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
-    prefix = f"gpufleet-{definition.name}"
-    for group in aws.pages(logs, "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
-        tags = logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*")).get("tags", {})
-        if tags.get(STACK_TAG) != definition.name:
-            continue
-        stored = int(group.get("storedBytes") or 0)
-        yield Left(
-            kind="log group",
-            id=group["logGroupName"],
-            note=f"{stored / 1e6:.1f} MB",
-            usd_per_month=Decimal(stored) / 10**9 * _price("logs_storage", definition.fleet.region),
-            remove=f"aws logs delete-log-group --log-group-name {group['logGroupName']}",
-            owner=_other_owner({"Tags": tags}, definition),
-        )
-
-
-_FREE = (  # kind, operation, key, id
-    ("launch template", "describe_launch_templates", "LaunchTemplates", "LaunchTemplateId"),
-    ("VPC endpoint", "describe_vpc_endpoints", "VpcEndpoints", "VpcEndpointId"),
-    ("internet gateway", "describe_internet_gateways", "InternetGateways", "InternetGatewayId"),
-    ("route table", "describe_route_tables", "RouteTables", "RouteTableId"),
-    ("security group", "describe_security_groups", "SecurityGroups", "GroupId"),
-    ("subnet", "describe_subnets", "Subnets", "SubnetId"),
-    ("VPC", "describe_vpcs", "Vpcs", "VpcId"),
-)
-
-
-def _free_parts(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
-    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
-    for kind, operation, key, identifier in _FREE:
-        for item in aws.pages(ec2, operation, key, Filters=by_tag):
-            if item.get("State", "").lower() not in ("deleting", "deleted"):  # endpoints stay listed for a while
-                yield Left(kind=kind, id=item[identifier], owner=_other_owner(item, definition))
-
-
-def _identities(iam: Any, definition: StackDefinition) -> Iterator[Left]:
-    prefix = f"gpufleet-{definition.name}-"
-    for role in aws.pages(iam, "list_roles", "Roles"):
-        name = role["RoleName"]
-        tagged = iam.list_role_tags(RoleName=name) if name.startswith(prefix) else {}
-        if aws.tags_of(tagged).get(STACK_TAG) == definition.name:
-            yield Left(kind="role", id=name, owner=_other_owner(tagged, definition))
-    for profile in aws.pages(iam, "list_instance_profiles", "InstanceProfiles"):
-        name = profile["InstanceProfileName"]
-        if not name.startswith(prefix):
-            continue
-        described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]  # lists leave the tags out
-        if aws.tags_of(described).get(STACK_TAG) == definition.name:
-            yield Left(kind="instance profile", id=name, owner=_other_owner(described, definition))
-
-
-def _other_owner(resource: dict[str, Any], definition: StackDefinition) -> str:
-    """Whose it is by its tag, where that is another than the file's: two people may run the same file."""
-    owner = aws.owner(resource)
-    return "" if owner == definition.run.owner else owner
-
-
-def _hourly(instance_type: str, region: str) -> Decimal:
-    try:
-        return load_catalog().on_demand(instance_type, region).amount
-    except PriceMissing:
-        return Decimal(1)  # a type the catalog has no price for must not look free
-
-
-def _price(item: str, region: str) -> Decimal:
-    return load_catalog().price(item, region).amount

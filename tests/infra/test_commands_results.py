@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from commands_world import TAGS, declare_bucket, declare_fleet, definition, project, put
 
 from infra.cli import main
-from infra.commands import aws, sweep
+from infra.commands import aws, leftovers, sweep
 from infra.definition import StackDefinition
+from infra.errors import AwsRefused
 from rehearsal.cloud import Cloud
 
 
@@ -192,8 +194,8 @@ def test_no_object_can_be_written_outside_the_folder(
 # sweep ---------------------------------------------------------------------------------------------------------------
 
 
-def left(stack: StackDefinition) -> dict[str, sweep.Left]:
-    return {found.kind: found for found in sweep.look(stack, aws.client)}
+def left(stack: StackDefinition) -> dict[str, leftovers.Left]:
+    return {found.kind: found for found in leftovers.look(stack, aws.client)}
 
 
 def test_sweep_of_an_empty_account_finds_nothing(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +222,7 @@ def test_sweep_walks_from_a_running_node_to_its_untagged_disk(
 
 
 def test_a_fleet_that_waits_for_a_node_is_a_leftover_though_it_costs_nothing_yet(stack: StackDefinition) -> None:
-    waiting = sweep.Left(kind="fleet", id="fleet-1", note="active, wants 1", launches=True)
+    waiting = leftovers.Left(kind="fleet", id="fleet-1", note="active, wants 1", launches=True)
     said = list(sweep.table(stack, [waiting]))
     assert said[0] == "Billed, and nobody asked for it:"
     assert said[-1].endswith(": $0.00 a month nobody asked for. A fleet can launch a node at any time.")
@@ -276,8 +278,76 @@ def test_a_bucket_that_was_just_deleted_and_is_still_listed_is_passed_over(
 ) -> None:
     s3 = cloud.client("s3")
     gone = {"Name": "gpufleet-small-growth-0a1b2c3", "CreationDate": datetime(2026, 11, 22, tzinfo=UTC)}
-    monkeypatch.setattr(s3, "list_buckets", lambda: {"Buckets": [gone]})
-    assert aws.buckets(s3, stack.name) == []
+    monkeypatch.setattr(aws, "pages", lambda *asked, **how: [gone])
+    assert aws.buckets(s3, stack.name) == ([], {})
+
+
+def closed(s3: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tags of that bucket are refused."""
+    tags = s3.get_bucket_tagging
+
+    def refusing(**asked: Any) -> Any:
+        if asked["Bucket"] == name:
+            raise ClientError({"Error": {"Code": "AccessDenied", "Message": "Access Denied"}}, "GetBucketTagging")
+        return tags(**asked)
+
+    monkeypatch.setattr(s3, "get_bucket_tagging", refusing)
+
+
+def test_a_bucket_that_hides_its_tags_hides_none_of_ours(
+    cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3, ours = cloud.client("s3"), finished(cloud)
+    for name in ("gpufleet-small-growth-two-0a1b2c3", "gpufleet-small-growth-9z8y7x6"):  # a longer name, and like ours
+        s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": cloud.region})
+        closed(s3, name, monkeypatch)
+    folder = aws.run_folder(s3, stack)
+    assert folder is not None
+    assert folder.bucket == ours
+    found = [each for each in leftovers.look(stack, lambda service, _: cloud.client(service)) if each.kind == "bucket"]
+    assert [(each.id, each.unseen) for each in found] == [("gpufleet-small-growth-9z8y7x6", True), (ours, False)]
+    assert "let you call GetBucketTagging: Access Denied" in found[0].note
+
+
+def test_where_no_bucket_shows_its_tags_nobody_says_that_there_is_no_run(
+    cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3, ours = cloud.client("s3"), finished(cloud)
+    closed(s3, ours, monkeypatch)
+    with pytest.raises(AwsRefused, match=rf"small-growth's cannot be told: {ours} \(AWS does not let you call GetBuck"):
+        aws.run_folder(s3, stack)
+
+
+def test_a_right_that_is_missing_hides_no_node_and_is_not_taken_for_nothing(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for action in ("ListRoles", "DescribeVolumes"):
+        cloud.deny(action)
+    assert main(["sweep", "small-growth"]) == 2
+    title, volumes, roles, last = capsys.readouterr().out.splitlines()
+    assert title == "Not looked at, so it may be there and cost:"
+    assert re.fullmatch(r" +volumes +AWS does not let you call DescribeVolumes: .*", volumes)
+    assert re.fullmatch(r" +roles +AWS does not let you call ListRoles: .*", roles)
+    assert last == "small-growth in us-east-2: nothing billable is in sight, of what could be looked at."
+    declare_fleet(cloud)
+    cloud.tick()
+    cloud.deny("DescribeFleets")
+    assert main(["sweep", "small-growth"]) == 1
+    assert "aws ec2 terminate-instances --instance-ids " in capsys.readouterr().out
+
+
+def test_sweep_with_keys_that_nobody_knows_stops_at_once(
+    cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    assert main(["sweep", "small-growth"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_type_without_an_on_demand_price_is_shown_at_the_dearest_known(stack: StackDefinition) -> None:
+    """p5e has spot prices alone."""
+    assert leftovers._hourly("p5e.48xlarge", "us-east-2") == Decimal("62.9957")
+    assert leftovers._hourly("p5.48xlarge", "us-east-2") == Decimal("55.04")
 
 
 def test_a_loose_disk_like_ours_is_shown_but_not_claimed(
