@@ -15,15 +15,15 @@ from infra.run_guard import Previous
 
 TRIES = 20
 PAUSE_S = 0.25
-FLEET = "aws:ec2/fleet:Fleet"
+FLEET, PROVIDER = "aws:ec2/fleet:Fleet", "pulumi:providers:aws"
 _CUT_SHORT = ("failed to load checkpoint", "unexpected end of JSON input")
 
 Invoke = Callable[[str, dict[str, Any]], Mapping[str, Any]]
 
 
 def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = time.sleep) -> Previous:
-    """Outputs of `stack` and the runs of its fleets, empty before its first update. `invoke` calls a function of the
-    engine.
+    """Outputs of `stack`, the runs of its fleets and its region, empty before its first update. `invoke` calls a
+    function of the engine.
 
     What a StackReference calls, asked about this very stack; it declares no resource.
     """
@@ -31,7 +31,8 @@ def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = tim
     there = _asked(invoke, "pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}, pause)
     fleets = [resource["outputs"] for resource in there["outputs"].values() if resource["type"] == FLEET]
     runs = frozenset(str((fleet.get("tags") or {}).get(RUN_TAG, "")) for fleet in fleets)
-    return Previous(outputs=outputs["outputs"], fleets=runs)
+    regions = [each["outputs"].get("region", "") for each in there["outputs"].values() if each["type"] == PROVIDER]
+    return Previous(outputs=outputs["outputs"], fleets=runs, region=regions[0] if regions else "")
 
 
 def _asked(invoke: Invoke, token: str, arguments: dict[str, Any], pause: Callable[[float], None]) -> Mapping[str, Any]:

@@ -49,6 +49,7 @@ class Previous:
 
     outputs: Mapping[str, Any]  # empty before the first update
     fleets: frozenset[str] = frozenset()  # the run that each of its fleets is tagged with; empty for one without tag
+    region: str = ""  # where its resources are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +74,11 @@ def judge(
 ) -> Verdict:
     """Compare the definition with the stack as it is.
 
-    Raises DefinitionError: same run id with another digest, or kept for less than its fleet may live; the id of an
-    earlier run, or of one that an `up` cut short has begun; a new run past its deadline.
+    Raises DefinitionError: another file or region than the stack's; same run id with another digest, or kept for less
+    than its fleet may live; the id of an earlier run, or of one that an `up` cut short has begun; a new run past its
+    deadline.
     """
+    _stays(definition, previous)
     run_id = definition.run.id
     digest = creation_digest(definition)
     recorded = _record(previous.outputs.get("run"))
@@ -141,6 +144,22 @@ def judge(
             "a new run.id starts a new run with the new code."
         )
     return Verdict(run=recorded, runs=runs, continues=True, over=expired or gone, warnings=tuple(warnings))
+
+
+def _stays(definition: StackDefinition, previous: Previous) -> None:
+    """A stack keeps its file and its region. Both are in the names and places of all that it has: under another name
+    bucket and role go from under a node, and the provider moves nothing to another region (pulumi-aws, pull request
+    5656: destroy, then up).
+    """
+    name, region = str(previous.outputs.get("definition") or ""), previous.region
+    hint = (
+        "Put it back, then `pulumi destroy` and `gpufleet sweep` before the change; or give the new one a stack of its "
+        "own with `pulumi stack init`."
+    )
+    if name and name != definition.name:
+        raise _refused(definition, "the file's name", definition.name, f"{name}, which this stack runs", hint)
+    if region and region != definition.fleet.region:
+        raise _refused(definition, "fleet.region", definition.fleet.region, f"{region}, where this stack is", hint)
 
 
 def creation_digest(definition: StackDefinition) -> str:

@@ -139,6 +139,25 @@ def test_a_run_that_may_go_on_is_kept_for_longer_than_its_fleet_lives() -> None:
     assert verdict(kept(4, far), previous=first, fleets=set(), now=later).over
 
 
+@pytest.mark.parametrize("run_id", ["r1", "r2"])
+@pytest.mark.parametrize(
+    ("previous", "said"),
+    [
+        (
+            Previous(outputs={"definition": "older"}),
+            r"the file's name: 'tinystories-growth' .* older, which this stack",
+        ),
+        (Previous(outputs={}, region="us-west-2"), r"fleet.region: 'us-east-2' .* us-west-2, where this stack is"),
+    ],
+)
+def test_a_stack_stays_with_its_file_and_in_its_region(previous: Previous, said: str, run_id: str) -> None:
+    """Even before its first `up` has ended: what that one made is there."""
+    with pytest.raises(DefinitionError, match=said + r".* Put it back, then `pulumi destroy`"):
+        judge(run(DEFINITION, run_id), dataset_sha256="d1", code_sha256="c1", previous=previous, now=NOW)
+    here = Previous(outputs={"definition": DEFINITION.name}, region="us-east-2")
+    assert not judge(DEFINITION, dataset_sha256="d1", code_sha256="c1", previous=here, now=NOW).continues
+
+
 def test_new_job_code_keeps_the_run_and_warns() -> None:
     later = verdict(previous=verdict(), code="c2")
     assert later.run.code == "c1"

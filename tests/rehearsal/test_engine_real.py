@@ -67,6 +67,16 @@ def tell(story: Story, cloud: Cloud, clock: ManualClock, engine: Pulumi, file: P
     steps["bad"] = engine.preview()
     edit(file, "max_hours: 3", "max_hours: 2")
 
+    text = file.read_text()
+    file.write_text(text.replace("us-east-2", "us-west-2").replace("id: r1", "id: r2"))
+    steps["moved"] = engine.preview()
+    renamed = file.with_name("renamed.yaml")
+    renamed.write_text(text)
+    file.write_text(text)
+    engine._run(["pulumi", "config", "set", "gpufleet:definition", renamed.stem, "--stack", STACK])
+    steps["renamed"] = engine.preview()
+    engine._run(["pulumi", "config", "rm", "gpufleet:definition", "--stack", STACK])
+
     group = ec2.describe_security_groups(Filters=[{"Name": "tag:gpufleet:run", "Values": ["r1"]}])["SecurityGroups"][0]
     opened = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
     ec2.authorize_security_group_ingress(GroupId=group["GroupId"], IpPermissions=[opened])
@@ -185,6 +195,19 @@ def test_other_settings_under_the_same_run_id_are_an_error_before_the_first_reso
     assert {each.operation for each in bad.steps} <= {"same", "refresh"}
     assert "Traceback" not in bad.text
     assert "unhandled error" not in bad.text
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("moved", "fleet.region: 'us-west-2' is not accepted; allowed: us-east-2, where this stack is."),
+        ("renamed", f"the file's name: 'renamed' is not accepted; allowed: {STACK}, which this stack runs."),
+    ],
+)
+def test_a_stack_keeps_its_region_and_its_file(story: Story, step: str, said: str) -> None:
+    assert not story.steps[step].ok
+    assert said in story.steps[step].diagnostics
+    assert {each.operation for each in story.steps[step].steps} <= {"same", "refresh"}
 
 
 def test_a_refresh_sees_what_was_changed_behind_the_program_s_back(story: Story) -> None:
