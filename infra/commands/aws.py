@@ -155,6 +155,12 @@ def fleets(ec2: Any, definition: StackDefinition, *, every_run: bool = False) ->
     return sorted(mine, key=order, reverse=True)
 
 
+def may_launch(fleet: dict[str, Any]) -> bool:
+    """Whether it can launch a node at any time."""
+    wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
+    return fleet["FleetState"] in ("submitted", "active", "modifying") and wants > 0
+
+
 def instances(ec2: Any, filters: Iterable[tuple[str, list[str]]]) -> list[dict[str, Any]]:
     """Instances by filter, oldest first."""
     named = [{"Name": name, "Values": values} for name, values in filters]

@@ -92,7 +92,7 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
 def _fleets(fleets: list[dict[str, Any]], definition: StackDefinition) -> Iterator[Left]:
     for fleet in fleets:
         wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
-        launches = fleet["FleetState"] in ("submitted", "active", "modifying") and wants > 0
+        launches = aws.may_launch(fleet)
         note = f"{fleet['FleetState']}, wants {wants}" + (": it can launch a node at any time" if launches else "")
         command = f"aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet['FleetId']}" if launches else ""
         owner = _other_owner(fleet, definition)

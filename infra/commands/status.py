@@ -40,7 +40,10 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     for other in fleets[1:]:
         if other["FleetState"] not in aws.ENDED:
             theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner(other) or 'unknown'}"
-            yield f"            also {theirs}; shown is the one of run.owner, {definition.run.owner}"
+            shown = f"shown is the one of run.owner, {definition.run.owner}"
+            if aws.owner(other) == definition.run.owner and aws.may_launch(other):
+                shown = f"a run has one: gpufleet wait {definition.argument} says how to end the other"
+            yield f"            also {theirs}; {shown}"
     nodes = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] not in GONE]
     yield from _nodes(nodes, definition.run.owner)
     if folder is None:

@@ -54,7 +54,11 @@ class Watch:
         """0 when a node runs or the run is already over, 1 with the reasons when there is none in time."""
         give_up = self.clock() + timeout_s
         while True:
-            fleet = self._fleet()
+            fleets = self._fleets()
+            if len(twice := [each for each in fleets if self._ours(each)]) > 1:
+                self._twice(twice)
+                return 1
+            fleet = fleets[0]
             stopped = not fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
             if (stopped or fleet["FleetState"] in aws.ENDED) and (done := self._done()):
                 self.say(f"the run is over: {done.get('reason')}. {done.get('detail') or ''}".strip())
@@ -80,17 +84,33 @@ class Watch:
             self._say(f"waiting for fleet {fleet['FleetId']} to find a node ...")
             self.sleep(min(POLL_S, max(give_up - self.clock(), 0.0)))
 
-    def _fleet(self) -> dict[str, Any]:
+    def _fleets(self) -> list[dict[str, Any]]:
         name, run_id = self.definition.name, self.definition.run.id
         found = aws.fleets(self.ec2, self.definition)
         if found:
-            return found[0]
+            return found
         others = sorted(
             {aws.tags_of(fleet).get(RUN_TAG, "?") for fleet in aws.fleets(self.ec2, self.definition, every_run=True)}
         )
         hint = f" This stack has fleets of {', '.join(others)}." if others else ""
         where = f"{name} in {self.definition.fleet.region}"
         raise AwsRefused(f"there is no fleet of run {run_id} of {where}: run `pulumi up` first.{hint}")
+
+    def _ours(self, fleet: dict[str, Any]) -> bool:
+        return aws.may_launch(fleet) and aws.owner(fleet) == self.definition.run.owner
+
+    def _twice(self, fleets: list[dict[str, Any]]) -> None:
+        """The engine forgets what it was making when an `up` was killed, and the next `up` makes another."""
+        self.say(
+            f"{len(fleets)} fleets of run {self.definition.run.id} launch nodes, and each is billed: an `up` that was "
+            "cut short leaves one that the stack knows nothing of, and no destroy ends it. End all but the one that "
+            " `pulumi stack output fleet_id` names:"
+        )
+        for fleet in fleets:
+            self.say(
+                f"  aws ec2 delete-fleets --terminate-instances --region {self.definition.fleet.region} --fleet-ids "
+                f"{fleet['FleetId']}   # made {fleet['CreateTime']:%Y-%m-%d %H:%M:%S} UTC"
+            )
 
     def _done(self) -> dict[str, Any] | None:
         folder = aws.run_folder(self.s3, self.definition)

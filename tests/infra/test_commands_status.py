@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -156,6 +157,12 @@ def test_status_says_what_else_answers_to_this_run_and_whose_it_is(cloud: Cloud,
     assert f"also {theirs}, active, owner bob; shown is the one of run.owner, you" in said
     assert sum(line.endswith("owner bob") for line in said.splitlines() if line.startswith("node ")) == 1
     assert "also s3://gpufleet-small-growth-1b2c3d4/r1/ (owner bob); used is the newest of run.owner, you" in said
+    cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
+    declare_fleet(cloud)
+    said = "\n".join(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW))
+    assert re.search(
+        r"also fleet-.*, owner you; a run has one: gpufleet wait small-growth says how to end the oth", said
+    )
 
 
 def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,23 @@ def test_a_node_is_named_with_type_and_zone(cloud: Cloud, stack: StackDefinition
     assert f"node {node.id}, g5.2xlarge in us-east-2a runs since 2026-11-21" in said
 
 
+def test_a_second_fleet_of_the_run_that_no_stack_knows_is_named_with_how_to_end_it(
+    cloud: Cloud, stack: StackDefinition
+) -> None:
+    lost = declare_fleet(cloud)
+    declare_fleet(cloud, owner="bob")
+    assert waited(cloud, stack)[0] == 0  # another's is his
+    cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
+    kept = declare_fleet(cloud)
+    code, said = waited(cloud, stack)
+    assert code == 1
+    assert said.startswith("2 fleets of run r1 launch nodes, and each is billed")
+    for fleet in (lost, kept):
+        assert f"--terminate-instances --region us-east-2 --fleet-ids {fleet}   # made 2026-11-2" in said
+    cloud.client("ec2").delete_fleets(FleetIds=[lost], TerminateInstances=True)
+    assert waited(cloud, stack)[0] == 0
+
+
 def no_quota(cloud: Cloud) -> None:
     cloud.quotas["L-3819A6DF"] = 0
 
