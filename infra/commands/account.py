@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -86,14 +87,17 @@ def _quota(definition: StackDefinition, need: Need, service_quotas: Any) -> Chec
         quota = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
     vcpus = int(quota["Value"])
     kinds = ", ".join(need.types)
-    found = f"{quota['QuotaName']} ({need.code}) is {vcpus} vCPUs; one node of {kinds} takes {need.vcpu}"
+    takes = f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
+    found = f"{quota['QuotaName']} ({need.code}) is {vcpus} vCPUs; one node of {kinds} takes {takes}"
     fix = (
         f"aws service-quotas request-service-quota-increase --region {definition.fleet.region} --service-code ec2 "
         f"--quota-code {need.code} --desired-value {need.recommended}"
     )
-    if vcpus < need.vcpu:
+    if vcpus < need.least:
         console = "(asked for in the console, with the use case in a sentence, it is granted more often)"
         return Check(name="quota", state="problem", found=found, fix=f"{fix}\n          {console}")
+    if vcpus < need.vcpu:
+        return Check(name="quota", state="warning", found=f"{found}: the larger types cannot launch", fix=fix)
     if vcpus < need.recommended:
         why = "; two nodes' worth lets a replacement start while the old node still counts"
         return Check(name="quota", state="warning", found=found + why, fix=fix)
@@ -191,6 +195,7 @@ def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Itera
             fix=f"aws kms enable-key --region {region} --key-id {key}",
         )
         return
+    key = str(metadata["Arn"])  # an alias, which the account may have chosen, is refused below
     roles = ["AWSServiceRoleForEC2Fleet"]
     if definition.fleet.capacity == "spot":
         roles.append("AWSServiceRoleForEC2Spot")
@@ -199,7 +204,7 @@ def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Itera
     )
     policy = kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]
     for role in roles:
-        if f"/{role}" in granted or f"/{role}" in policy:
+        if re.search(rf"/{role}\b", granted + policy):  # whole: AWSServiceRoleForEC2SpotFleet is another
             yield Check(name="disk key", found=f"{key} is yours, and {role} may use it")
             continue
         arn = iam.get_role(RoleName=role)["Role"]["Arn"]

@@ -19,7 +19,8 @@ class Need:
 
     code: str
     types: tuple[str, ...]
-    vcpu: int  # of the largest of `types`: one node
+    least: int  # vCPUs of the smallest of `types`: one node
+    vcpu: int  # of the largest
     recommended: int  # two nodes: after a node ends, its vCPUs stay counted until EC2 has noticed
 
 
@@ -53,5 +54,6 @@ def needs(fleet: Fleet) -> tuple[list[Need], list[str]]:
     for code, names in by_code.items():
         sizes = [kind.vcpu for name in names if (kind := catalog.instance(name))]
         largest = max(sizes, default=0)
-        found.append(Need(code=code, types=tuple(names), vcpu=largest, recommended=2 * largest))
+        smallest = min(sizes, default=0)
+        found.append(Need(code=code, types=tuple(names), least=smallest, vcpu=largest, recommended=2 * largest))
     return found, unknown

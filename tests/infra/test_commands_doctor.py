@@ -205,8 +205,23 @@ def test_a_fleet_needs_its_largest_type_and_better_two_of_it() -> None:
         region="us-east-2", zones=("us-east-2a",), instance_types=("g5.xlarge", "g6.4xlarge", "p6-b200.48xlarge")
     )
     (need,), unknown = quotas.needs(fleet)
-    assert (need.vcpu, need.recommended) == (16, 32)
+    assert (need.least, need.vcpu, need.recommended) == (4, 16, 32)
     assert unknown == ["p6-b200.48xlarge"]
+
+
+@pytest.mark.parametrize(
+    ("vcpus", "code", "said"),
+    [(0, 1, "takes 4 to 8\n"), (4, 0, "takes 4 to 8: the larger types cannot launch\n"), (8, 0, "two nodes' worth")],
+)
+def test_a_quota_for_the_smaller_of_two_types_is_no_problem(
+    cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str], vcpus: int, code: int, said: str
+) -> None:
+    """A fleet needs one type that can launch, whichever quotas count them."""
+    stack.write_text(stack.read_text().replace("[g5.2xlarge]", "[g5.xlarge, g5.2xlarge]"))
+    pinned(stack)
+    cloud.quotas["L-3819A6DF"] = vcpus
+    assert main(["doctor", "small-growth"]) == code
+    assert said in capsys.readouterr().out
 
 
 class Answers:
@@ -216,7 +231,7 @@ class Answers:
         self.client = boto3.client(service, region_name="us-east-2", aws_access_key_id="x", aws_secret_access_key="x")
         stub = Stubber(self.client)
         for operation, answer in answers:
-            stub.add_response(operation, answer)
+            stub.add_response(operation, answer, {"KeyId": KEY} if operation in ("list_grants",) else None)
         stub.activate()
 
 
@@ -224,13 +239,15 @@ KEY = "arn:aws:kms:us-east-2:111122223333:key/0a"
 ROLE = "arn:aws:iam::111122223333:role/aws-service-role/ec2fleet.amazonaws.com/AWSServiceRoleForEC2Fleet"
 
 
-def disk_key(definition: StackDefinition, grants: list[dict[str, str]], *, manager: str = "CUSTOMER") -> list[Check]:
-    metadata = {"KeyId": "0a", "KeyManager": manager, "Enabled": True}
+def disk_key(
+    definition: StackDefinition, grants: list[dict[str, str]], *, manager: str = "CUSTOMER", chosen: str = KEY
+) -> list[Check]:
+    metadata = {"KeyId": "0a", "Arn": KEY, "KeyManager": manager, "Enabled": True}
     role = {"RoleName": "r", "Path": "/", "RoleId": "A" * 20, "CreateDate": "2026-01-01T00:00:00Z", "Arn": ROLE}
     return list(
         checks.disk_key(
             definition,
-            Answers("ec2", ("get_ebs_default_kms_key_id", {"KmsKeyId": KEY})).client,
+            Answers("ec2", ("get_ebs_default_kms_key_id", {"KmsKeyId": chosen})).client,
             Answers(
                 "kms",
                 ("describe_key", {"KeyMetadata": metadata}),
@@ -255,3 +272,17 @@ def test_a_granted_disk_key_and_the_aws_one_are_fine(stack: Path) -> None:
     granted = disk_key(definition(stack), [{"GranteePrincipal": ROLE}, {"GranteePrincipal": spot}])
     assert [check.state for check in granted] == ["ok", "ok"]
     assert [check.state for check in disk_key(definition(stack), [], manager="AWS")] == ["ok"]
+
+
+def test_a_grant_to_a_role_of_a_longer_name_is_none(stack: Path) -> None:
+    """AWS's instructions for Spot Fleet leave this one behind."""
+    other = ROLE.replace("ec2fleet", "spotfleet").replace("EC2Fleet", "EC2SpotFleet")
+    found = disk_key(definition(stack), [{"GranteePrincipal": ROLE}, {"GranteePrincipal": other}])
+    assert [check.state for check in found] == ["ok", "problem"]
+    assert "AWSServiceRoleForEC2Spot has no grant" in found[1].found
+
+
+def test_a_key_that_is_chosen_by_its_alias_is_asked_for_by_its_arn(stack: Path) -> None:
+    """ListGrants, GetKeyPolicy and CreateGrant take no alias."""
+    found = disk_key(definition(stack), [], chosen="arn:aws:kms:us-east-2:111122223333:alias/mine")
+    assert f"--key-id {KEY} " in found[0].fix
