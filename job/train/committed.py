@@ -7,7 +7,7 @@ does not exist.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,8 +85,7 @@ class Committed:
 
     def best(self) -> Found | None:
         """The lowest validation loss, the oldest of equals; None: none was evaluated."""
-        evaluated = [found for found in self if found.val_loss is not None]
-        return min(evaluated, key=lambda found: found.commit["val_loss"], default=None)
+        return _best(self)
 
     def add(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
         """Its tensors are on the disk. From here on it exists."""
@@ -104,13 +103,19 @@ class Committed:
         """Removes all but the newest `keep`, the best and one being uploaded, commit.json first so that none looks
         whole on the way. What the disk refuses to remove stays.
         """
-        best = self.best()
-        for found in list(self)[:-keep]:
+        there = list(self)
+        best = _best(there)
+        for found in there[:-keep]:
             if (best is not None and found.path == best.path) or (found.path / HELD).exists():
                 continue
             with suppress(OSError):
                 (found.path / COMMIT).unlink(missing_ok=True)
                 shutil.rmtree(found.path, ignore_errors=True)
+
+
+def _best(among: Iterable[Found]) -> Found | None:
+    evaluated = [found for found in among if found.val_loss is not None]
+    return min(evaluated, key=lambda found: found.commit["val_loss"], default=None)
 
 
 def _whole(path: Path, files: list[dict[str, Any]]) -> bool:

@@ -173,6 +173,19 @@ def test_the_newest_two_and_the_best_are_kept(tmp_path: Path) -> None:
     assert world.committed(tmp_path) == [2, 4, 5]
 
 
+def test_a_prune_reads_each_checkpoint_once(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed again for the best one, it could be another by then: the supervisor removes beside it."""
+    checkpoints, commits, read = opened(two), list[Path](), atomic.read_object
+
+    def counted(path: Path) -> dict[str, Any] | None:
+        commits.extend([path] * (path.name == "commit.json"))
+        return read(path)
+
+    monkeypatch.setattr(atomic, "read_object", counted)
+    checkpoints.committed.prune(1)
+    assert len(commits) == len(set(commits)) == 2
+
+
 def test_a_checkpoint_that_cannot_be_removed_costs_no_new_one(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: Path, missing_ok: bool = False) -> None:
         if self.parent.name == "step_00000001":
