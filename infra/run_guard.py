@@ -49,6 +49,7 @@ class Previous:
 
     outputs: Mapping[str, Any]  # empty before the first update
     fleets: frozenset[str] = frozenset()  # the run that each of its fleets is tagged with; empty for one without tag
+    inputs: str = ""  # the run whose job archive and run.json are in the bucket; older ones wait for their deletion
     region: str = ""  # where its resources are
 
 
@@ -75,8 +76,8 @@ def judge(
     """Compare the definition with the stack as it is.
 
     Raises DefinitionError: another file or region than the stack's; same run id with another digest, or kept for less
-    than its fleet may live; the id of an earlier run, or of one that an `up` cut short has begun; a new run past its
-    deadline.
+    than its fleet may live; the id of an earlier run, or of one that an `up` cut short has begun, or whose place it was
+    about to take; a new run past its deadline.
     """
     _stays(definition, previous)
     run_id = definition.run.id
@@ -122,6 +123,14 @@ def judge(
         )
     end = _timestamp(recorded.valid_until)
     expired, gone = end <= now, not previous.fleets & {run_id, ""}
+    if previous.inputs not in ("", run_id) and not (expired or gone):
+        raise _used(
+            definition,
+            f"An `up` for run {previous.inputs} was cut short before it took the place of run {run_id}, which goes on. "
+            f"In the stack its job archive has replaced {run_id}'s: another `up` under {run_id} would delete that, and "
+            f"the next node of {run_id} could not boot. Leave the stack as it is until {run_id} is done, or go on with "
+            f"{previous.inputs}, which ends {run_id}.",
+        )
     keep, least = definition.storage.keep.days, days_to_keep(_timestamp(recorded.began or recorded.valid_until), end)
     if keep < least and not (expired or gone):
         raise _refused(

@@ -15,6 +15,11 @@ ANSWERS: dict[str, Mapping[str, Any]] = {
         "outputs": {
             "a": {"type": "aws:ec2/fleet:Fleet", "outputs": {"tags": {"gpufleet:run": "r1"}}},
             "b": {"type": "aws:ec2/vpc:Vpc", "outputs": {"tags": {"gpufleet:run": "r0"}}},
+            "u::run-config": {"type": "aws:s3/bucketObjectv2:BucketObjectv2", "outputs": {"key": "r2/run.json"}},
+            "u::job-archive": {
+                "type": "aws:s3/bucketObjectv2:BucketObjectv2",
+                "outputs": {"key": "inputs/c/job.tar.gz"},
+            },
             "c": {"type": "pulumi:providers:aws", "outputs": {"region": "us-east-2", "version": "7.51.1"}},
             "d": {"type": "pulumi:providers:pulumi", "outputs": {}},
         }
@@ -39,7 +44,8 @@ class Engine:
 def test_a_state_that_is_just_being_written_is_read_again() -> None:
     engine, pauses = Engine(3, "rpc error: failed to load checkpoint: EOF"), list[float]()
     found = previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
-    assert (found.outputs, found.fleets, found.region) == ({"run": {"id": "r1"}}, {"r1"}, "us-east-2")
+    assert (found.outputs, found.fleets) == ({"run": {"id": "r1"}}, {"r1"})
+    assert (found.inputs, found.region) == ("r2", "us-east-2")
     assert len(pauses) == 3
 
 
