@@ -102,11 +102,6 @@ def denied(error: exceptions.ClientError) -> bool:
     return code(error) in _DENIED
 
 
-def nobody(error: exceptions.ClientError) -> bool:
-    """Whether AWS does not know who asks: it would answer anything else the same."""
-    return code(error) in _BAD_KEYS
-
-
 def _client_refusal(error: exceptions.ClientError) -> AwsRefused:
     message = str(error.response.get("Error", {}).get("Message", "")).strip()
     action = error.operation_name
@@ -115,7 +110,7 @@ def _client_refusal(error: exceptions.ClientError) -> AwsRefused:
             f"AWS does not let you call {action}: {message} Ask for that action for your user or role; "
             "`aws sts get-caller-identity` says who you are."
         )
-    if nobody(error):
+    if code(error) in _BAD_KEYS:
         return AwsRefused(
             f"AWS does not accept the credentials ({code(error)}: {message}) Sign in again (`aws sso login`) or set "
             "AWS_PROFILE; with AWS_ENDPOINT_URL set, use the keys that `gpufleet cloud` printed."

@@ -45,7 +45,7 @@ class Left:
 
 def look(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Left]:
     """Everything found, dearest kinds first, and last what AWS would not show: one right that is missing must not hide
-    a node that runs. Raises where nobody could be asked: no credentials, no network.
+    a node that runs.
     """
     region, unseen = definition.fleet.region, list[Left]()
     ec2 = client("ec2", region)
@@ -56,10 +56,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iter
         try:
             found.extend(part())
         except ClientError as error:
-            refused = aws.refusal(error)
-            if aws.nobody(error) or refused is None:
-                raise
-            unseen.append(Left(kind=what, id=str(refused), unseen=True))
+            unseen.append(Left(kind=what, id=str(aws.refusal(error)), unseen=True))
         return found
 
     fleets = seen("fleets", lambda: aws.fleets(ec2, definition, every_run=True))

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Iterator
 from decimal import Decimal
 
-from infra.commands import aws, stack
+from infra.commands import account, aws, stack
 from infra.commands.leftovers import Left, look
 from infra.definition import StackDefinition
+from infra.errors import AwsRefused
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +18,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
+    region = definition.fleet.region
+    who = account.identity(aws.client("sts", region))
+    if who.state == "problem":
+        raise AwsRefused(who.found)
+    print(f"{region}, {who.found}:")  # in another account there is nothing left over either
     found = list(look(definition, aws.client))
     print("\n".join(table(definition, found)))
     if any(left.bills and left.ours and not left.asked_for and not left.owner for left in found):

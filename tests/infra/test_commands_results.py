@@ -200,7 +200,9 @@ def left(stack: StackDefinition) -> dict[str, leftovers.Left]:
 
 def test_sweep_of_an_empty_account_finds_nothing(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "small-growth"]) == 0
-    assert capsys.readouterr().out == "small-growth in us-east-2: nothing billable is left over.\n"
+    assert capsys.readouterr().out == (
+        f"us-east-2, account {cloud.account} as user/moto:\nsmall-growth in us-east-2: nothing billable is left over.\n"
+    )
 
 
 def test_sweep_walks_from_a_running_node_to_its_untagged_disk(
@@ -235,7 +237,7 @@ def test_sweep_does_not_take_another_owner_s_node_for_a_leftover(
     declare_bucket(cloud, owner="bob")
     cloud.tick()
     assert main(["sweep", "small-growth"]) == 0
-    title, *lines, last = capsys.readouterr().out.splitlines()
+    _, title, *lines, last = capsys.readouterr().out.splitlines()
     assert title == "Of a stack of the same name and another owner than you: ask before removing it:"
     found = [line for line in lines if "aws " not in line]
     assert all(line.endswith(", owner bob") for line in found)
@@ -257,7 +259,7 @@ def test_a_kept_bucket_is_no_leftover_and_shows_its_price(
     finished(cloud)
     assert main(["sweep", "small-growth"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("Kept on purpose (storage.keep of small-growth.yaml):")
+    assert said.splitlines()[1] == "Kept on purpose (storage.keep of small-growth.yaml):"
     assert "9 objects, 0.000 GB, expiring after 30 days" in said
     path.write_text(path.read_text().replace("tokens}", "tokens, keep: {bucket: false}}"))
     assert main(["sweep", "small-growth"]) == 1
@@ -324,7 +326,7 @@ def test_a_right_that_is_missing_hides_no_node_and_is_not_taken_for_nothing(
     for action in ("ListRoles", "DescribeVolumes"):
         cloud.deny(action)
     assert main(["sweep", "small-growth"]) == 2
-    title, volumes, roles, last = capsys.readouterr().out.splitlines()
+    _, title, volumes, roles, last = capsys.readouterr().out.splitlines()
     assert title == "Not looked at, so it may be there and cost:"
     assert re.fullmatch(r" +volumes +AWS does not let you call DescribeVolumes: .*", volumes)
     assert re.fullmatch(r" +roles +AWS does not let you call ListRoles: .*", roles)
