@@ -222,7 +222,7 @@ class RunFolder:
         try:
             answer = self.s3.get_object(Bucket=self.bucket, Key=f"{self.run}/{name}", **limit)
         except exceptions.ClientError as error:
-            if code(error) in ("NoSuchKey", "404", "InvalidRange"):
+            if code(error) in ("NoSuchKey", "NoSuchBucket", "404", "InvalidRange"):
                 return None
             raise
         body: bytes = answer["Body"].read()

@@ -57,8 +57,10 @@ class Reader:
         its stack is destroyed: nothing would ever come.
         """
         said = followed = False
+        folder = None
         while True:
-            folder, group = self._folder(), self._group()
+            folder = folder or self._folder()  # not each time: S3 charges for the listings
+            group = self._group()
             over = folder.document("done.json") if folder else None
             self._cloudwatch(group)
             if over:

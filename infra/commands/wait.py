@@ -101,10 +101,11 @@ class Watch:
 
     def _twice(self, fleets: list[dict[str, Any]]) -> None:
         """The engine forgets what it was making when an `up` was killed, and the next `up` makes another."""
+        run = self.definition.run.id
         self.say(
-            f"{len(fleets)} fleets of run {self.definition.run.id} launch nodes, and each is billed: an `up` that was "
-            "cut short leaves one that the stack knows nothing of, and no destroy ends it. End all but the one that "
-            " `pulumi stack output fleet_id` names:"
+            f"{len(fleets)} fleets of run {run} launch nodes, each billed. An `up` that was cut short leaves one "
+            "that the stack knows nothing of, and no destroy ends it: end all but the one that `pulumi stack output "
+            f"fleet_id` names. Or a second stack has this file up as run {run}: that one wants another run.id."
         )
         for fleet in fleets:
             self.say(

@@ -6,6 +6,7 @@ import functools
 import re
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands_world import TAGS, declare_bucket, declare_fleet, definition, project, put
@@ -220,8 +221,17 @@ def test_logs_fall_back_to_the_bucket(cloud: Cloud, path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "step 1\nstep 2\n"
 
 
-def test_follow_prints_each_line_once_and_ends_with_the_run(cloud: Cloud, stack: StackDefinition) -> None:
-    bucket = declare_bucket(cloud)
+def test_follow_prints_each_line_once_and_ends_with_the_run(
+    cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, looks, find = declare_bucket(cloud), list[str](), aws.run_folder
+    put(cloud, bucket, "run.json", {})
+
+    def looked(s3: Any, definition: StackDefinition) -> aws.RunFolder | None:
+        looks.append(definition.run.id)  # listings, which S3 charges for: not every three seconds
+        return find(s3, definition)
+
+    monkeypatch.setattr(aws, "run_folder", looked)
     log_group(cloud, "r1/i-1", "step 1")
     more = functools.partial(write, cloud, "r1/i-1", "step 2")
     end = functools.partial(put, cloud, bucket, "done.json", {"reason": "finished"})
@@ -238,6 +248,7 @@ def test_follow_prints_each_line_once_and_ends_with_the_run(cloud: Cloud, stack:
     assert reader.follow() == 0
     assert [line[9:] for line in said[:-1]] == ["step 1", "step 2", "receipt"]
     assert said[-1] == "-- the run is done: finished"
+    assert looks == ["r1"]
 
 
 def test_boot_logs_are_shown_on_request(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:

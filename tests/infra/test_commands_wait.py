@@ -51,7 +51,7 @@ def test_a_second_fleet_of_the_run_that_no_stack_knows_is_named_with_how_to_end_
     kept = declare_fleet(cloud)
     code, said = waited(cloud, stack)
     assert code == 1
-    assert said.startswith("2 fleets of run r1 launch nodes, and each is billed")
+    assert said.startswith("2 fleets of run r1 launch nodes, each billed.")
     for fleet in (lost, kept):
         assert f"--terminate-instances --region us-east-2 --fleet-ids {fleet}   # made 2026-11-2" in said
     cloud.client("ec2").delete_fleets(FleetIds=[lost], TerminateInstances=True)

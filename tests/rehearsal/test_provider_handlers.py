@@ -23,6 +23,7 @@ TRUST = json.dumps(
     }
 )
 VPC, GROUP, OBJECT = "aws:ec2/vpc:Vpc", "aws:ec2/securityGroup:SecurityGroup", "aws:s3/bucketObjectv2:BucketObjectv2"
+SUBNET = "aws:ec2/subnet:Subnet"
 BUCKET, FLEET, LOGS = "aws:s3/bucket:Bucket", "aws:ec2/fleet:Fleet", "aws:cloudwatch/logGroup:LogGroup"
 
 
@@ -238,6 +239,20 @@ def test_a_name_is_drawn_once_and_kept() -> None:
 def test_a_preview_promises_nothing_that_only_aws_knows() -> None:
     promised = table.expected(handler(VPC), {}, {"cidrBlock": "10.0.0.0/16"})
     assert promised == {"cidrBlock": "10.0.0.0/16", "arn": UNKNOWN, "tagsAll": UNKNOWN}
+
+
+def test_a_subnet_does_not_go_from_under_a_node(aws: Aws, cloud: Cloud) -> None:
+    inputs = fleet_inputs(cloud)
+    fleet, _ = make(aws, FLEET, **inputs)
+    cloud.tick()
+    node = cloud.instances()[-1]
+    subnet = cloud.client("ec2").describe_instances(InstanceIds=[node.id])["Reservations"][0]["Instances"][0][
+        "SubnetId"
+    ]
+    with pytest.raises(RefusedError, match=f"DependencyViolation: subnet {subnet} .* of {node.id}"):
+        handler(SUBNET).delete(aws, subnet, {})
+    handler(FLEET).delete(aws, fleet, {"terminateInstances": True})
+    handler(SUBNET).delete(aws, subnet, {})
 
 
 def test_every_handler_names_the_source_of_its_replacement_table() -> None:
