@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infra.resources.tags import RUN_TAG
-from infra.review.declared import OBJECT, RUN_CONFIG
+from infra.review.declared import OBJECT
 from infra.run_guard import Previous
 
 TRIES = 20
@@ -23,23 +23,22 @@ Invoke = Callable[[str, dict[str, Any]], Mapping[str, Any]]
 
 
 def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = time.sleep) -> Previous:
-    """Outputs of `stack`, the runs of its fleets and of its inputs, and its region; empty before its first update.
-    `invoke` calls a function of the engine.
+    """Outputs of `stack`, the runs of its fleets, its objects and its region; empty before its first update. `invoke`
+    calls a function of the engine.
 
     What a StackReference calls, asked about this very stack; it declares no resource.
     """
     outputs = _asked(invoke, "pulumi:pulumi:readStackOutputs", {"name": stack}, pause)
     there = _asked(invoke, "pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}, pause)
     fleets, providers, objects = (
-        {urn: each["outputs"] for urn, each in there["outputs"].items() if each["type"] == kind}
+        [each["outputs"] for each in there["outputs"].values() if each["type"] == kind]
         for kind in (FLEET, PROVIDER, OBJECT)
     )
-    keys = [str(outputs.get("key", "")) for urn, outputs in objects.items() if urn.endswith(f"::{RUN_CONFIG}")]
     return Previous(
         outputs=outputs["outputs"],
-        fleets=frozenset(str((fleet.get("tags") or {}).get(RUN_TAG, "")) for fleet in fleets.values()),
-        inputs=keys[0].partition("/")[0] if keys else "",
-        region=next((str(provider["region"]) for provider in providers.values() if "region" in provider), ""),
+        fleets=frozenset(str((fleet.get("tags") or {}).get(RUN_TAG, "")) for fleet in fleets),
+        objects=frozenset(str(each["key"]) for each in objects if "key" in each),
+        region=next((str(provider["region"]) for provider in providers if "region" in provider), ""),
     )
 
 

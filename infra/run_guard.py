@@ -49,7 +49,7 @@ class Previous:
 
     outputs: Mapping[str, Any]  # empty before the first update
     fleets: frozenset[str] = frozenset()  # the run that each of its fleets is tagged with; empty for one without tag
-    inputs: str = ""  # the run whose job archive and run.json are in the bucket; older ones wait for their deletion
+    objects: frozenset[str] = frozenset()  # keys in the bucket, but for those that wait for their deletion
     region: str = ""  # where its resources are
 
 
@@ -123,13 +123,13 @@ def judge(
         )
     end = _timestamp(recorded.valid_until)
     expired, gone = end <= now, not previous.fleets & {run_id, ""}
-    if previous.inputs not in ("", run_id) and not (expired or gone):
+    if _replaced(previous.objects, recorded) and not (expired or gone):
         raise _used(
             definition,
-            f"An `up` for run {previous.inputs} was cut short before it took the place of run {run_id}, which goes on. "
-            f"In the stack its job archive has replaced {run_id}'s: another `up` under {run_id} would delete that, and "
-            f"the next node of {run_id} could not boot. Leave the stack as it is until {run_id} is done, or go on with "
-            f"{previous.inputs}, which ends {run_id}.",
+            f"Run {run_id} goes on, but an `up` for another run has put inputs of its own into the stack and was cut "
+            "short before the fleet. What it replaced waits for its deletion: another `up` under this id would delete "
+            f"it, and the next node of {run_id} could not boot. Leave the stack as it is until {run_id} is done, or "
+            f"give run.id a new value again, which ends {run_id}.",
         )
     keep, least = definition.storage.keep.days, days_to_keep(_timestamp(recorded.began or recorded.valid_until), end)
     if keep < least and not (expired or gone):
@@ -169,6 +169,12 @@ def _stays(definition: StackDefinition, previous: Previous) -> None:
         raise _refused(definition, "the file's name", definition.name, f"{name}, which this stack runs", hint)
     if region and region != definition.fleet.region:
         raise _refused(definition, "fleet.region", definition.fleet.region, f"{region}, where this stack is", hint)
+
+
+def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
+    """Whether an object is not the run's own: its nodes read the others at every boot."""
+    inputs = [f"{INPUTS_PREFIX}/{sha256}/" for sha256 in (recorded.code, recorded.dataset, recorded.weights) if sha256]
+    return any(not key.startswith((f"{recorded.id}/", *inputs)) for key in objects)
 
 
 def creation_digest(definition: StackDefinition) -> str:

@@ -15,8 +15,8 @@ ANSWERS: dict[str, Mapping[str, Any]] = {
         "outputs": {
             "a": {"type": "aws:ec2/fleet:Fleet", "outputs": {"tags": {"gpufleet:run": "r1"}}},
             "b": {"type": "aws:ec2/vpc:Vpc", "outputs": {"tags": {"gpufleet:run": "r0"}}},
-            "u::run-config": {"type": "aws:s3/bucketObjectv2:BucketObjectv2", "outputs": {"key": "r2/run.json"}},
-            "u::job-archive": {
+            "e": {"type": "aws:s3/bucketObjectv2:BucketObjectv2", "outputs": {"key": "r2/run.json"}},
+            "f": {
                 "type": "aws:s3/bucketObjectv2:BucketObjectv2",
                 "outputs": {"key": "inputs/c/job.tar.gz"},
             },
@@ -45,7 +45,7 @@ def test_a_state_that_is_just_being_written_is_read_again() -> None:
     engine, pauses = Engine(3, "rpc error: failed to load checkpoint: EOF"), list[float]()
     found = previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
     assert (found.outputs, found.fleets) == ({"run": {"id": "r1"}}, {"r1"})
-    assert (found.inputs, found.region) == ("r2", "us-east-2")
+    assert (found.objects, found.region) == ({"r2/run.json", "inputs/c/job.tar.gz"}, "us-east-2")
     assert len(pauses) == 3
 
 

@@ -28,7 +28,7 @@ def verdict(
     now: datetime = NOW,
     code: str = "c1",
     dataset: str | None = "d1",
-    inputs: str = "",
+    objects: tuple[str, ...] = (),
 ) -> Verdict:
     """The verdict on `definition` in a stack whose last update had the verdict `previous`. `fleets`: the runs of
     its fleets, the last update's unless said otherwise.
@@ -42,7 +42,7 @@ def verdict(
         definition,
         dataset_sha256=dataset,
         code_sha256=code,
-        previous=Previous(outputs=outputs, fleets=frozenset(fleets), inputs=inputs),
+        previous=Previous(outputs=outputs, fleets=frozenset(fleets), objects=frozenset(objects)),
         now=now,
     )
 
@@ -207,14 +207,18 @@ def test_a_fleet_that_an_up_cut_short_has_made_keeps_its_id() -> None:
     assert (taken.continues, taken.runs) == (False, ("r1", "r2"))  # r1's objects expire as any run's
 
 
-def test_no_up_takes_the_job_archive_from_a_run_that_a_cut_short_one_has_not_replaced_yet() -> None:
+@pytest.mark.parametrize("replaced", ["r2/run.json", "inputs/c2/job.tar.gz", "inputs/d2/train.bin"])
+def test_no_up_deletes_what_one_that_was_cut_short_has_replaced_while_the_run_goes_on(replaced: str) -> None:
     first = verdict()
-    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .*An `up` for run r2 was cut short .* go on with r2"):
-        verdict(previous=first, inputs="r2")
-    assert verdict(previous=first, inputs="r1").continues
-    assert verdict(previous=first, inputs="r2", fleets=set()).over  # nothing boots any more
-    assert not verdict(run(DEFINITION, "r2"), previous=first, inputs="r2").continues
-    assert not verdict(run(DEFINITION, "r3"), previous=first, inputs="r2").continues
+    own = ("r1/run.json", "inputs/c1/job.tar.gz", "inputs/d1/train.bin")
+    assert verdict(previous=first, objects=own).continues
+    others = (*own[1:], replaced)
+    with pytest.raises(
+        DefinitionError, match=r"run.id: 'r1' .*Run r1 goes on, but an `up` for another run .* cut short"
+    ):
+        verdict(previous=first, objects=others)
+    assert verdict(previous=first, objects=others, fleets=set()).over  # nothing boots any more
+    assert not verdict(run(DEFINITION, "r2"), previous=first, objects=others).continues
 
 
 def test_a_run_whose_fleet_gave_way_to_another_is_over() -> None:
