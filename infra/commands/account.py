@@ -177,15 +177,24 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 
 def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Iterator[Check]:
-    """Disks are encrypted with the account's default key. A key of your own must let the fleet's role use it."""
-    region = definition.fleet.region
-    key = str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"])
+    """Disks are encrypted with the account's default key, one from a snapshot as the snapshot is. A key of your own
+    must let the fleet's role use it.
+    """
+    yield from _key("new disks are", str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"]), definition, kms, iam)
+    snapshot = definition.storage.data.snapshot if definition.storage.data else None
+    key = (_snapshot(snapshot, ec2) or {}).get("KmsKeyId") if snapshot else None
+    if key:
+        yield from _key(f"the disk of {snapshot} is", str(key), definition, kms, iam)
+
+
+def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -> Iterator[Check]:
+    region, aws_s = definition.fleet.region, Check(name="disk key", found=f"{what} encrypted with AWS's own key")
     if key.endswith("alias/aws/ebs"):
-        yield Check(name="disk key", found="disks are encrypted with AWS's own key")
+        yield aws_s
         return
     metadata = kms.describe_key(KeyId=key)["KeyMetadata"]
     if metadata["KeyManager"] == "AWS":
-        yield Check(name="disk key", found="disks are encrypted with AWS's own key")
+        yield aws_s
         return
     if not metadata.get("Enabled", True):
         yield Check(
@@ -212,7 +221,7 @@ def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Itera
             f"aws kms create-grant --region {region} --key-id {key} --grantee-principal {arn} "
             f"--operations {GRANT_OPERATIONS}"
         )
-        found = f"new disks are encrypted with your key {key}, which {role} has no grant for: nodes would end at launch"
+        found = f"{what} encrypted with your key {key}, which {role} has no grant for: nodes would end at launch"
         yield Check(name="disk key", state="problem", found=found, fix=fix)
 
 
@@ -228,11 +237,8 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any) -> Iterator[Check]:
     disk = definition.storage.data
     if disk is None or disk.snapshot is None:
         return
-    try:
-        snapshot = ec2.describe_snapshots(SnapshotIds=[disk.snapshot])["Snapshots"][0]
-    except ClientError as error:
-        if not aws.code(error).startswith("InvalidSnapshot"):
-            raise
+    snapshot = _snapshot(disk.snapshot, ec2)
+    if snapshot is None:
         found = f"{disk.snapshot} does not exist in {definition.fleet.region}"
         yield Check(name="snapshot", state="problem", found=found, fix="Put storage.data.snapshot right.")
         return
@@ -241,6 +247,17 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any) -> Iterator[Check]:
         yield Check(name="snapshot", state="problem", found=f"{disk.snapshot} is larger than its disk", fix=fix)
     else:
         yield Check(name="snapshot", found=f"{disk.snapshot}, {snapshot['VolumeSize']} GiB")
+
+
+def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
+    """What EC2 says of it; None where there is none."""
+    try:
+        found: dict[str, Any] = ec2.describe_snapshots(SnapshotIds=[name])["Snapshots"][0]
+    except ClientError as error:
+        if not aws.code(error).startswith("InvalidSnapshot"):
+            raise
+        return None
+    return found
 
 
 def _prefix(key: str, place: str, listing: str, s3: Any) -> Check:

@@ -286,3 +286,26 @@ def test_a_key_that_is_chosen_by_its_alias_is_asked_for_by_its_arn(stack: Path) 
     """ListGrants, GetKeyPolicy and CreateGrant take no alias."""
     found = disk_key(definition(stack), [], chosen="arn:aws:kms:us-east-2:111122223333:alias/mine")
     assert f"--key-id {KEY} " in found[0].fix
+
+
+def test_the_key_of_a_snapshot_is_asked_about_as_the_default_one_is(stack: Path) -> None:
+    stack.write_text(
+        stack.read_text().replace("tokens}", "tokens, data: {size_gib: 50, snapshot: snap-0123456789abcdef0}}")
+    )
+    role = {"RoleName": "r", "Path": "/", "RoleId": "A" * 20, "CreateDate": "2026-01-01T00:00:00Z", "Arn": ROLE}
+    metadata = {"KeyId": "0a", "Arn": KEY, "KeyManager": "CUSTOMER", "Enabled": True}
+    ec2 = Answers(
+        "ec2",
+        ("get_ebs_default_kms_key_id", {"KmsKeyId": "alias/aws/ebs"}),
+        ("describe_snapshots", {"Snapshots": [{"Encrypted": True, "KmsKeyId": KEY}]}),
+    )
+    kms = Answers(
+        "kms",
+        ("describe_key", {"KeyMetadata": metadata}),
+        ("list_grants", {"Grants": [], "Truncated": False}),
+        ("get_key_policy", {"Policy": "{}"}),
+    )
+    iam = Answers("iam", ("get_role", {"Role": role}), ("get_role", {"Role": role}))
+    found = list(checks.disk_key(definition(stack), ec2.client, kms.client, iam.client))
+    assert [check.state for check in found] == ["ok", "problem", "problem"]
+    assert found[1].found.startswith("the disk of snap-0123456789abcdef0 is encrypted with your key ")
