@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,8 +34,4 @@ def run(args: argparse.Namespace) -> int:
         from rehearsal.rehearse import rehearse
     except ImportError as error:
         raise GpufleetError(f"the rehearsal is not installed ({error}): pip install -e '.[job,rehearsal]'") from error
-
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a polite end and a closed terminal clean up as Ctrl-C does
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
-            signal.signal(number, signal.default_int_handler)
     return rehearse_all() if args.all else rehearse(args.stack)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -214,6 +216,23 @@ def test_a_job_that_fails_is_an_error_with_its_own_words(path: Path, monkeypatch
     monkeypatch.setattr(probe, "run", run)
     with pytest.raises(GpufleetError, match=r"the probe failed\. ValueError: no shards"):
         calibrate.calibrate(definition(path), project_root(path.parent), steps=90, gpus=A10G)
+
+
+def test_a_closed_terminal_leaves_no_folder_of_the_probe_behind(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
+    monkeypatch.setattr(probe, "run", lambda *args, **more: signal.raise_signal(signal.SIGHUP))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    signal.signal(signal.SIGHUP, lambda *_: None)  # whatever it was: it neither ends the tests nor is it ignored
+    try:
+        assert main(["calibrate", "small-growth"]) == 130
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @pytest.mark.parametrize("steps", ["0", "59", "many", "-3", "1e3"])
