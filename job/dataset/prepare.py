@@ -184,8 +184,9 @@ def describe(manifest: DatasetManifest) -> str:
 
 def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> DatasetManifest:
     """Fills a temporary folder, writes its dataset.json from the fields that `fill` gives, and puts it in place."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+    place = folder.resolve()  # a link, to a larger disk perhaps, stays one
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
         made = Path(scratch) / "dataset"
         made.mkdir()
         fields = fill(made)
@@ -203,9 +204,9 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         if kept is not None and kept.sha256 == atomic.sha256(made / MANIFEST):
             say(f"{folder} is prepared already: {describe(kept)}")
             return kept
-        if folder.exists():
-            folder.rename(Path(scratch) / "replaced")
-        made.rename(folder)
+        if place.exists():
+            place.rename(Path(scratch) / "replaced")
+        made.rename(place)
     manifest = read_manifest(folder)
     say(f"{folder}: {describe(manifest)}")
     return manifest

@@ -49,6 +49,18 @@ def test_another_content_replaces_it(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "rows" / "train.bin").read_bytes() == b"other"
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_another_disk_stays_a_link(there: bool, tmp_path: Path) -> None:
+    place, link = tmp_path / "large" / "sets" / "data", tmp_path / "data"
+    if there:
+        made(place, b"before")
+    link.symlink_to(place)
+    made(link)
+    assert link.readlink() == place
+    assert (place / "rows" / "train.bin").read_bytes() == b"abc"
+    assert [path.name for path in place.parent.iterdir()] == ["data"]
+
+
 def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
     def fail(temporary: Path) -> None:
         (temporary / "half").write_bytes(b"x")
