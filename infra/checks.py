@@ -13,13 +13,13 @@ from datetime import datetime, timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from infra.cost.text import counted
 from infra.definition import Disk, Estimate, Fleet, Job, Limits, Run, Storage
 from infra.run_guard import days_to_keep, expiry
 from infra.schema import Findings, nearest
 from infra.type_checks import gpus_asked, instance_types
 from job import sizing
 from job.config import JobConfig
+from job.text import counted
 
 if TYPE_CHECKING:
     from infra.catalog import Catalog

@@ -12,7 +12,6 @@ from infra.commands import stack
 from infra.cost import doubts, limits
 from infra.cost.estimate import problems
 from infra.cost.limits import AS_COUNTED
-from infra.cost.text import counted
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import load, project_root
@@ -22,6 +21,7 @@ from job import atomic, sizing
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, rendering, sources, weights
 from job.models import hf_config
+from job.text import counted
 
 OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8
 

@@ -16,10 +16,11 @@ from infra.commands import stack
 from infra.cost import hazard, replay
 from infra.cost.replay import Replayed
 from infra.cost.risk import Exposure
-from infra.cost.text import counted, hours, wrap
+from infra.cost.text import hours, wrap
 from infra.errors import GpufleetError
 from infra.loader import project_root
 from infra.pricing import bill_of
+from job.text import counted
 
 HELD = 0.75  # of replayed bills inside the stated p10-p90, which eight in ten are to be
 WIDE = 0.9

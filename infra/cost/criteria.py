@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from infra.cost.compare_rows import Outcome, Row
-from infra.cost.text import counted
+from job.text import counted
 
 Layout = Literal["one process", "replicated", "sharded"]
 

@@ -12,11 +12,11 @@ from infra.cost.bill import Bill
 from infra.cost.limits import AS_COUNTED
 from infra.cost.options import Calibrations
 from infra.cost.runtime import Runtime
-from infra.cost.text import counted
 from infra.definition import StackDefinition
 from job import sizing
 from job.config import GrowthConfig, JobConfig, KernelConfig, SftConfig, TwoTowerConfig
 from job.config.common import CosineAdamW
+from job.text import counted
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
 _FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise

@@ -14,7 +14,8 @@ from infra.cost.fit import NOTICE_S
 from infra.cost.hazard import word
 from infra.cost.limits import AS_COUNTED
 from infra.cost.side import Quantiles, Side
-from infra.cost.text import counted, table, wrap
+from infra.cost.text import table, wrap
+from job.text import counted
 
 
 def render(bill: Bill, *, today: date | None = None, accuracy: object = None) -> str:

@@ -11,12 +11,6 @@ def hours(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def counted(number: object, noun: str) -> str:
-    """`1 node-hour`, `2.5 node-hours`, `8 processes`."""
-    many = "es" if noun.endswith("s") else "s"
-    return f"{number} {noun}{'' if str(number) == '1' else many}"
-
-
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
     """Heads, a rule, and the rows; the columns of `right` flush right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]

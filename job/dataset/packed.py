@@ -43,6 +43,7 @@ from job.dataset.rendering import (
     WordTokenizer,
 )
 from job.dataset.shards import write_shard
+from job.text import counted
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once
@@ -95,7 +96,7 @@ def prepare_sft(
     own, chats = FileTokenizer(tokenizer), JsonlChats(text)
     manifest = prepare_packed(folder, chats, own, template, how, model_vocab=config.model.vocab, say=say)
     if chats.left_out:
-        keys = ", ".join(f"{key} ({count:,} lines)" for key, count in chats.left_out.most_common(SHOWN))
+        keys = ", ".join(f"{key} ({counted(f'{n:,}', 'line')})" for key, n in chats.left_out.most_common(SHOWN))
         say(f"left out, nobody learns from it: {keys}; read are instruction, response and system, or messages")
     return manifest
 
@@ -241,11 +242,15 @@ def _facts(
 def report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
     """Says what the rows are."""
     f = manifest.facts
+
+    def of(key: str, noun: str) -> str:
+        return counted(f"{f[key]:,}", noun)
+
     say(
-        f"data: {f['examples']:,} examples, {f['tokens']:,} tokens ({f['loss_tokens']:,} with loss), mean "
-        f"{f['mean_tokens']:,.0f}, p95 {f['p95_tokens']:,}; {f['rows']:,} rows of {f['row']:,}, fill {f['fill']:.1%}; "
+        f"data: {of('examples', 'example')}, {f['tokens']:,} tokens ({f['loss_tokens']:,} with loss), mean "
+        f"{f['mean_tokens']:,.0f}, p95 {f['p95_tokens']:,}; {of('rows', 'row')} of {f['row']:,}, fill {f['fill']:.1%}; "
         f"truncated at {f['longest']:,}: {f['truncated']:,} ({f['truncated_share']:.1%}), dropped {f['dropped']:,}; "
-        f"held out {f['held_out_examples']:,} examples in {f['held_out_rows']:,} rows; {f['tokenizer']}, "
+        f"held out {of('held_out_examples', 'example')} in {of('held_out_rows', 'row')}; {f['tokenizer']}, "
         f"{f['vocab']:,} ids, template {f['template']}"
     )
 

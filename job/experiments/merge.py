@@ -37,6 +37,7 @@ from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.sft import VALIDATION_ROWS, answers_at_once
+from job.text import counted
 from job.train.experiment import Phase, Session
 from job.train.packed_rows import PackedBatches
 
@@ -168,7 +169,9 @@ def _loss(sft: SftRun, module: Decoder, variant: Variant) -> dict[str, Any]:
         lora.set_mode(module, "adapter")
     loss = sft.session.world.sum(total).item() / work.total
     compute = str(variant.compute).removeprefix("torch.")
-    sft.session.say(f"validation of {variant.name}: {loss:.6f} nats ({len(rows)} rows, products in {compute})")
+    sft.session.say(
+        f"validation of {variant.name}: {loss:.6f} nats ({counted(len(rows), 'row')}, products in {compute})"
+    )
     return {"loss": loss, "rows": len(rows), "compute": compute}
 
 

@@ -20,6 +20,7 @@ from job.dataset.prepare import read_manifest
 from job.experiments import merge, tuning
 from job.models import decoder, lora
 from job.models.decoder import Decoder
+from job.text import counted
 from job.train import metrics, optimizer, parallel
 from job.train.experiment import Experiment, Phase, Session, Work
 from job.train.packed_rows import PackedBatches
@@ -130,10 +131,11 @@ class Sft(Experiment):
 
     def _announce(self, phase: Phase) -> None:
         s, facts = self.size, self.manifest.facts
+        rows, examples = (counted(f"{facts[key + 's']:,}", key) for key in ("row", "example"))
         self.session.say(
-            f"{self.config.method}: {s.params_trained:,} of {s.params_total:,} parameters trained, {phase.steps} steps "
-            f"of {self.per_step} rows, {self.config.epochs} epochs of {facts['rows']:,} rows; {facts['examples']:,} "
-            f"examples, fill {facts['fill']:.1%}"
+            f"{self.config.method}: {s.params_trained:,} of {s.params_total:,} parameters trained, "
+            f"{counted(phase.steps, 'step')} of {counted(self.per_step, 'row')}, "
+            f"{counted(self.config.epochs, 'epoch')} of {rows}; {examples}, fill {facts['fill']:.1%}"
         )
 
     def _results(self, found: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from job.models.blocks import DTYPES
 from job.models.two_tower import TwoTower as Towers
 from job.models.two_tower import decays
 from job.sizing.two_tower import REFIT, parameters
+from job.text import counted
 from job.train import export, optimizer
 from job.train.experiment import Experiment, Phase, Session, Work
 
@@ -159,10 +160,11 @@ class TwoTower(Experiment):
         """When no member can improve its record any more; the refit at its last epoch."""
         if phase.name == REFIT:
             epochs = self.progress["refit"]["epochs"]
-            return f"{epochs} epochs, the median that the folds chose" if epochs < self.config.epochs else None
+            said = f"{counted(epochs, 'epoch')}, the median that the folds chose"
+            return said if epochs < self.config.epochs else None
         record = self.progress["families"][self._name(phase)]
         if all(record["stopped"]):
-            return f"no member improved for {self.config.patience} epochs"
+            return f"no member improved for {counted(self.config.patience, 'epoch')}"
         return None
 
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
@@ -234,13 +236,15 @@ class TwoTower(Experiment):
             now = time.monotonic()
             if now - spoken >= SPOKEN_S:
                 spoken = now
-                self.session.say(f"{fold}: {trees} trees in {now - began:.0f} s, of at most {baselines.MAX_TREES}")
+                self.session.say(
+                    f"{fold}: {counted(trees, 'tree')} in {now - began:.0f} s, of at most {baselines.MAX_TREES}"
+                )
 
         # Training is over, and the bill counts on the core that it left to the supervisor (job/train/__main__.py).
         given = "OMP_NUM_THREADS" in os.environ
         threads = torch.get_num_threads() if given else len(os.sched_getaffinity(0))
         found = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
-        self.session.say(f"{fold}: done, {trees} trees in {time.monotonic() - began:.0f} s")
+        self.session.say(f"{fold}: done, {counted(trees, 'tree')} in {time.monotonic() - began:.0f} s")
         return found
 
     def _choose_refit(self) -> dict[str, Any]:
@@ -262,9 +266,10 @@ class TwoTower(Experiment):
     def _announce(self, phase: Phase, config: TwoTowerConfig) -> None:
         count = parameters(config)
         weak = self._batches.weak
+        alike = counted(len(self._members), "member")
         self.session.say(
-            f"phase {phase.index + 1}/{len(self.phases)} {phase.name}: {len(self._members)} members of {count:,} "
-            f"parameters, {self._batches.queries} queries each, of them {min(weak)} to {max(weak)} weakly labelled"
+            f"phase {phase.index + 1}/{len(self.phases)} {phase.name}: {alike} of {count:,} parameters,"
+            f" {self._batches.queries} queries each, of them {min(weak)} to {max(weak)} weakly labelled"
         )
 
     def _say_epoch(self, phase: Phase, epoch: int, losses: list[float], found: list[float]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from infra.cost.text import counted, hours
+from infra.cost.text import hours
+from job.text import counted
 
 
 def test_hours_keep_the_digits_that_tell_them_apart() -> None:
