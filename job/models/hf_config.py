@@ -11,6 +11,7 @@ from typing import Any
 from job import atomic
 from job.config.common import Decoder as Shape
 from job.dataset import weights
+from job.text import counted
 
 CONFIG = "config.json"
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -24,6 +25,7 @@ _NEEDED = (
     "intermediate_size",
     "rms_norm_eps",
 )
+_OPTIONAL = ("num_key_value_heads", "head_dim")
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": LLAMA3_FACTOR,
@@ -80,18 +82,25 @@ def read_shape(folder: Path) -> Shape:
     family = tree.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
-    if lacking := [key for key in _NEEDED if not isinstance(tree.get(key), int | float)]:
+    asked = (*_NEEDED, *(key for key in _OPTIONAL if tree.get(key) is not None))
+    if lacking := [key for key in asked if not _number(tree.get(key))]:
         raise ValueError(f"{path}: {', '.join(lacking)} missing or no number; fetch the base weights again")
     rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}  # of both, `transformers` takes the first
     other = tree.get("rope_parameters") or {}
     if not isinstance(rope, dict) or not isinstance(other, dict):
         raise ValueError(f"{path}: rope_scaling {rope!r} is no object; fetch the base weights again")
+    theta = next((of["rope_theta"] for of in (rope, tree, other) if of.get("rope_theta")), 10_000.0)
+    if not _number(theta):
+        raise ValueError(f"{path}: rope_theta {theta!r:.60} is no number; fetch the base weights again")
+    layer_types = tree.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ValueError(f"{path}: layer_types {layer_types!r:.60} is no list; fetch the base weights again")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or (kind == "llama3" and any(rope.get(k) != v for k, v in _LLAMA3.items())):
         raise ValueError(f"{path}: rotary scaling {rope} is neither none nor Llama-3.1's, {_LLAMA3}")
     if any((of.get("partial_rotary_factor") or 1) != 1 for of in (rope, tree)):
         raise ValueError(f"{path}: partial_rotary_factor: positions that turn a part of each head are not supported")
-    windows = tree.get("use_sliding_window") or set(tree.get("layer_types") or ()) - {"full_attention"}
+    windows = tree.get("use_sliding_window") or any(each != "full_attention" for each in layer_types)
     if windows or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
         raise ValueError(f"{path}: sliding windows and extra biases are not supported")
     if tree.get("hidden_act", "silu") != "silu":
@@ -108,9 +117,13 @@ def read_shape(folder: Path) -> Shape:
         ffn=tree["intermediate_size"],
         tied=bool(tree.get("tie_word_embeddings", False)),
         norm_eps=float(tree["rms_norm_eps"]),
-        rope_theta=float(next((of["rope_theta"] for of in (rope, tree, other) if of.get("rope_theta")), 10_000.0)),
+        rope_theta=float(theta),
         rope_scaling="llama3" if kind == "llama3" else "none",
     )
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def differences(found: Shape, wanted: Shape) -> list[tuple[str, object, object]]:
@@ -135,7 +148,7 @@ def check(folder: Path, wanted: Shape) -> None:
         if size != needed[name]:
             raise ValueError(f"{folder}: {name} is {size}, the model needs {needed[name]}")
     if missing := needed.keys() - found.keys():
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, among them {min(missing)}; fetch it again")
+        raise ValueError(f"{folder}: {counted(len(missing), 'tensor')} missing, first {min(missing)}; fetch it again")
 
 
 def config_tree(shape: Shape, dtype: str) -> dict[str, Any]:

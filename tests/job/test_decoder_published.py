@@ -165,7 +165,7 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -
     tensors = load_file(tmp_path / hf.WEIGHTS)
     norm = "model.norm.weight"
     save_file({k: v for k, v in tensors.items() if k != norm}, tmp_path / hf.WEIGHTS)
-    with pytest.raises(ValueError, match=r"1 tensors are missing, among them model\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"1 tensor missing, first model\.norm\.weight"):
         hf.load(tmp_path, module)
     save_file({**tensors, "visual.proj": torch.ones(3)}, tmp_path / hf.WEIGHTS)
     with pytest.raises(ValueError, match=r"visual\.proj belongs to no llama decoder"):
@@ -195,6 +195,10 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -
         ({"rope_scaling": "llama3"}, "rope_scaling 'llama3' is no object"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu"),
         ({"vocab_size": None, "rms_norm_eps": "1e-6"}, "vocab_size, rms_norm_eps missing or no number"),
+        ({"num_attention_heads": 0, "head_dim": "16"}, "num_attention_heads, head_dim missing or no number"),
+        ({"rope_theta": "1e6"}, "rope_theta '1e6' is no number"),
+        ({"layer_types": 2}, "layer_types 2 is no list"),
+        ({"layer_types": [{"full": 1}]}, "sliding windows"),
     ],
 )
 def test_models_that_we_cannot_run_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
