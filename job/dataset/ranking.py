@@ -179,7 +179,7 @@ def read_folder(
     found = folder / "discovery.jsonl"
     discovery = _sentences(found) if found.exists() else {}
     if (asked := max(family.weak.queries for _, family in variants(config))) > len(discovery):
-        few = f"{len(discovery):,} discovery queries: training has weak labels for no more"
+        few = f"discovery queries: {len(discovery):,}, training has weak labels for no more"
         none = "no discovery.jsonl: training has no weak labels"
         say(f"{few if discovery else none}, though job.parameters.weak.queries is {asked}")
     labels, models = _labels(folder / "labels.csv", list(queries))
@@ -187,10 +187,12 @@ def read_folder(
         raise ValueError(f"{folder}: " + "; ".join(problems))
     say(f"sentences: {len(queries) + len(discovery):,} by {encoder.name}")
     vectors = encoder.encode([*queries.values(), *discovery.values()])
-    if twice := len(queries) - len(np.unique(vectors[: len(queries)], axis=0)):
+    # Of texts too: an encoder gives the same text another last digit in a batch of another length.
+    distinct = min(len(set(queries.values())), len(np.unique(vectors[: len(queries)], axis=0)))
+    if twice := len(queries) - distinct:
         say(
-            f"WARNING: {twice} of {len(queries)} queries have the sentence vector of another; where the two lie in "
-            "different folds, one is learned from and the other tested: keep one of them in queries.jsonl"
+            f"WARNING: queries with the text or sentence vector of another: {twice} of {len(queries)}; where two lie "
+            "in different folds, one is learned from and the other tested: keep one of them in queries.jsonl"
         )
     return Tables(
         queries=vectors[: len(queries)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from job.config import TwoTowerConfig
 from job.config.two_tower import Ranking, Towers, Weak
 from job.dataset import prepare, ranking
+from job.dataset.arrays import Floats, unit_rows
 from job.dataset.sentences import MODULE, Encoder, Hashed, MiniLM, choose
 
 CONFIG = TwoTowerConfig(
@@ -43,7 +45,7 @@ def test_a_folder_becomes_arrays_in_the_files_order(tmp_path: Path) -> None:
     said = list[str]()
     manifest = ranking.prepare_ranking(tmp_path / "set", of_text(), text=text, say=said.append)
     made = ranking.read(tmp_path / "set")
-    few = "2 discovery queries: training has weak labels for no more, though job.parameters.weak.queries is 40"
+    few = "discovery queries: 2, training has weak labels for no more, though job.parameters.weak.queries is 40"
     assert few in said
     assert not any("WARNING" in line for line in said)  # a discovery query may be one of the judged
     assert made.names == {"queries": ["q0", "q1", "q2"], "models": ["m1", "m10", "m2"], "discovery": ["d0", "d1"]}
@@ -200,17 +202,27 @@ def test_another_encoding_is_said_with_what_to_do(name: str, tmp_path: Path) -> 
         ranking.read_folder(text, Hashed(width=8), of_text(8))
 
 
-def test_queries_that_are_the_same_are_said(tmp_path: Path) -> None:
+class Rounded:
+    """As MiniLM: a text's last digits depend on the batch that it is encoded in."""
+
+    name = "rounded"
+
+    def encode(self, sentences: Sequence[str]) -> Floats:
+        return unit_rows(Hashed(width=8).encode(sentences) + 1e-6 * np.arange(len(sentences))[:, None])
+
+
+@pytest.mark.parametrize("encoder", [Hashed(width=8), Rounded()])
+def test_queries_that_are_the_same_are_said(encoder: Encoder, tmp_path: Path) -> None:
     text, said = folder_of_text(tmp_path / "text"), list[str]()
-    ranking.read_folder(text, Hashed(width=8), of_text(8), said.append)
+    ranking.read_folder(text, encoder, of_text(8), said.append)
     assert not any("WARNING" in line for line in said)
     with (text / "queries.jsonl").open() as file:
         first = json.loads(file.readline())
     with (text / "queries.jsonl").open("a") as file:
         file.write(json.dumps({**first, "id": "again"}) + "\n")
     four = replace(of_text(8), data=Ranking(queries=4, models=3, folds=3))
-    ranking.read_folder(text, Hashed(width=8), four, said.append)
-    assert "WARNING: 1 of 4 queries have the sentence vector of another" in said[-1]
+    ranking.read_folder(text, encoder, four, said.append)
+    assert "WARNING: queries with the text or sentence vector of another: 1 of 4;" in said[-1]
 
 
 def test_a_dataset_of_another_kind_is_refused(tmp_path: Path) -> None:
