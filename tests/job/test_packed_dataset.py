@@ -233,6 +233,16 @@ def test_without_packing_each_row_holds_one_example(tmp_path: Path) -> None:
     assert manifest.facts["fill"] < 0.4
 
 
+def test_held_out_examples_that_are_trained_on_too_are_said(tmp_path: Path) -> None:
+    said, config = list[str](), replace(CONFIG, data=ChatData(row=128, longest=64, held_out=0.1))
+    tokenizer = bpe(tmp_path, *LLAMA)
+    packed.prepare_sft(tmp_path / "once", config, text=jsonl(tmp_path, *PAIRS), tokenizer=tokenizer, say=said.append)
+    assert "warning" not in "".join(said)
+    lines = jsonl(tmp_path, *[PAIRS[0]] * 50)
+    packed.prepare_sft(tmp_path / "copies", config, text=lines, tokenizer=tokenizer, say=said.append)
+    assert "warning: held-out examples that are trained on as well: 5 of 5, and the validation loss" in said[-1]
+
+
 def test_held_out_questions_are_kept_with_their_answers(tmp_path: Path) -> None:
     manifest = packed.prepare_sft(tmp_path / "data", CONFIG)
     prompts = [json.loads(line) for line in (tmp_path / "data" / packed.PROMPTS).read_text().splitlines()]
