@@ -71,16 +71,16 @@ def check(folder: Path) -> dict[str, list[int]]:
                 header = json.loads(file.read(length) if 8 + length <= size else b"")
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             whole = size == 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-            narrow = [f"{name} is {entry['dtype']}" for name, entry in tensors.items() if entry["dtype"] not in _DTYPES]
+            others = [f"{name} is {entry['dtype']}" for name, entry in tensors.items() if entry["dtype"] not in _DTYPES]
             shapes |= {name: entry["shape"] for name, entry in tensors.items()}
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
-            whole, narrow = False, []
+            whole, others = False, []
         if not whole:
             raise ValueError(f"{path}: {size:,} bytes, no whole safetensors file; download it again")
-        if narrow:
+        if others:
             raise ValueError(
-                f"{path}: {narrow[0]}; quantised weights are not read, only {', '.join(_DTYPES)}: take those "
-                "they were made from"
+                f"{path}: {others[0]}; only {', '.join(_DTYPES)} are read: of quantised weights take those they were "
+                "made from, convert others"
             )
     return shapes
 

@@ -96,10 +96,10 @@ def test_a_file_that_is_no_whole_safetensors_is_found_before_anything_is_paid(
         weights.check(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32])  # as bitsandbytes, GPTQ and others pack them
-def test_quantised_weights_are_refused_before_anything_is_paid(dtype: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.float64])  # as bitsandbytes, GPTQ and others pack
+def test_weights_of_other_dtypes_are_refused_before_anything_is_paid(dtype: type, tmp_path: Path) -> None:
     save_file({"norm": np.ones(3, np.float16), "q.weight": np.ones((4, 1), dtype)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"q\.weight is [IU]\d+; quantised weights are not read, only BF16, F16, F32"):
+    with pytest.raises(ValueError, match=r"q\.weight is [IUF]\d+; only BF16, F16, F32 are read: of quantised"):
         weights.check(tmp_path)
 
 
