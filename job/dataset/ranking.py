@@ -243,6 +243,8 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
     if not {"query", "model", "label"} <= set(names or ()):
         header = f"header {names!r:.200}" if names else "empty"
         raise ValueError(f"{path}:1: {header}; it must name query, model and label, with commas between and no blanks")
+    if twice := [name for name in ("query", "model", "label") if list(names or ()).count(name) > 1]:
+        raise ValueError(f"{path}:1: header {names!r:.200} names {twice[0]} twice; keep one column of that name")
     for where, line in _lines(reader, path):
         if reader.restkey in line:  # as of a model's name with a comma, of which csv would keep the first half
             raise ValueError(f"{where}: more values than the header names; a name with a comma stands in double quotes")
@@ -252,6 +254,8 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
             raise ValueError(f"{where}: label {line['label']!r:.60}; it must be 0 (irrelevant), 1 (best) or 2 (good)")
         if not line["model"]:
             raise ValueError(f"{where}: no model")
+        if line["model"] != line["model"].strip():  # else a model of its own, beside the one without
+            raise ValueError(f"{where}: model {line['model']!r:.60} begins or ends with a blank; leave that out")
         key = rows[line["query"]], line["model"]
         if judged.setdefault(key, int(line["label"])) != int(line["label"]):
             raise ValueError(f"{where}: query {line['query']} and model {line['model']} are judged twice, differently")

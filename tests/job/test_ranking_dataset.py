@@ -125,6 +125,7 @@ def test_counts_that_differ_from_the_config_name_the_key_before_anything_is_enco
         (["q0,m1,3"], r"labels\.csv:2: label '3'; it must be 0"),
         (["q0,m1,1", "q9,m1,1"], r"labels\.csv:3: query 'q9' is not in queries\.jsonl"),
         (["q0,m1,1", "q0,,1"], r"labels\.csv:3: no model"),
+        (["q0,m1,1", "q1,m1 ,1"], r"labels\.csv:3: model 'm1 ' begins or ends with a blank"),
         (["q0,m1,1", "q0," + "m" * 200_000 + ",1"], r"labels\.csv:[23]: field larger than"),
         (['"q0,m1,1', *["q1,m1,1"] * 40], r"labels\.csv:42: query 'q0,m1,1.{30,60} is not in queries\.jsonl"),
         (["q0,m1,0", "q1,m1,0"], r"labels\.csv: no judgement has label 1 or 2"),
@@ -148,6 +149,13 @@ def test_a_table_without_the_three_columns_is_refused_with_how_it_looks(header: 
     text = folder_of_text(tmp_path / "text")
     (text / "labels.csv").write_text(header)
     with pytest.raises(ValueError, match=rf"labels\.csv:1: {said}.*it must name query, model and label, with commas"):
+        ranking.read_folder(text, Hashed(width=8), of_text(8))
+
+
+def test_a_column_that_is_there_twice_is_refused_since_its_values_may_differ(tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text")
+    (text / "labels.csv").write_text("query,model,label,label\nq0,m1,1,2\n")
+    with pytest.raises(ValueError, match=r"labels\.csv:1: header .* names label twice"):
         ranking.read_folder(text, Hashed(width=8), of_text(8))
 
 
