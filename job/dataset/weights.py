@@ -157,7 +157,8 @@ def tensor_files(folder: Path) -> list[str]:
             "single file of another name"
         )
     names = sorted(set(map(str, places.values())))
-    if lacking := [name for name in names if "/" in name or not (folder / name).is_file()]:
+    taken = [name for name in names if "/" not in name and not _hidden(folder / name, folder)]
+    if lacking := [name for name in names if name not in taken or not (folder / name).is_file()]:
         raise ValueError(f"{folder}: {_INDEX} names {lacking[0]}, which is not there; download it again")
     return names
 

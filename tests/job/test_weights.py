@@ -109,6 +109,15 @@ def test_a_part_that_the_index_names_and_is_not_there_is_said(folder: Path) -> N
         weights.paths(folder)
 
 
+@pytest.mark.parametrize("name", [".part.safetensors", "../part.safetensors", "weights.json", ""])
+def test_an_index_that_names_what_is_no_part_of_the_weights_is_refused(folder: Path, name: str) -> None:
+    (folder / ".part.safetensors").write_bytes(b"")
+    (folder / "weights.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm": name}}))
+    with pytest.raises(ValueError, match=r"index\.json names .*, which is not there"):
+        weights.paths(folder)
+
+
 @pytest.mark.parametrize(
     ("said", "name"),
     [
