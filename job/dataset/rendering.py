@@ -62,7 +62,7 @@ def jinja(template: Template) -> str:
 def chat_template(folder: Path) -> str:
     """What the weights in `folder` come with; "": nothing."""
     try:
-        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return str((atomic.read_object(folder / "tokenizer_config.json") or {}).get("chat_template") or "")
 
