@@ -16,6 +16,7 @@ from job.dataset.packing import held_out_of
 from job.dataset.prepare import DatasetManifest, read_manifest
 from job.dataset.rendering import FileTokenizer, file_id
 from job.models import hf_config
+from job.text import counted
 
 _KINDS: dict[type[JobConfig], str] = {
     GrowthConfig: "windows",
@@ -95,7 +96,7 @@ def _packed(config: SftConfig | KernelConfig, manifest: DatasetManifest) -> Iter
     if isinstance(config, SftConfig) and held:  # rows to train on they are, though not those that are asked for
         share = held_out_of(held + manifest.facts.get("examples", 0), config.data.held_out)
         if held != share:
-            yield f"{held:,} examples held out, data.held_out in the file says {share:,}"
+            yield f"{counted(f'{held:,}', 'example')} held out, data.held_out in the file says {share:,}"
 
 
 def _too_short_for_a_curriculum(config: KernelConfig, manifest: DatasetManifest) -> str:

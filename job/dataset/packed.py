@@ -69,7 +69,7 @@ def prepare_sft(
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
     """sft-h100's dataset from a JSONL file (`text`), or generated pairs. `tokenizer`: the base weights' own
-    tokenizer.json. Raises ValueError.
+    tokenizer.json; without one, of generated pairs, an id is a word. Raises ValueError.
     """
     data, template = config.data, TEMPLATES[config.model.family]
     how = Packing(
@@ -84,8 +84,8 @@ def prepare_sft(
     )
     if data.source == "generated-pairs" and text is None:
         pairs = GeneratedPairs(data.examples, config.seed)
-        words = WordTokenizer.of(pairs.text(), template)
-        return prepare_packed(folder, pairs, words, template, how, model_vocab=config.model.vocab, say=say)
+        ids = WordTokenizer.of(pairs.text(), template) if tokenizer is None else FileTokenizer(tokenizer)
+        return prepare_packed(folder, pairs, ids, template, how, model_vocab=config.model.vocab, say=say)
     if text is None:
         raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK examples.jsonl")
     if tokenizer is None:

@@ -126,6 +126,8 @@ def test_weights_with_a_chat_template_of_another_form_are_told_by_what_closes_a_
     text = "{{ content }}<|im_end|>"
     (tmp_path / place).write_text(text if place.endswith("jinja") else json.dumps({"chat_template": text}))
     assert [foreign(TEMPLATES[family], tmp_path) for family in ("llama", "qwen3")] == [True, False]
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff<|eot_id|>")  # which no trained run is to end over
+    assert not foreign(TEMPLATES["llama"], tmp_path)
 
 
 def test_words_know_the_template_that_they_were_made_for() -> None:
@@ -180,6 +182,11 @@ def test_the_loss_counts_the_answer_alone_or_everything_but_the_first_token(tmp_
             assert renderer.tokenizer.decode(counted).startswith("the answer")
             assert counted[-1] == renderer.end
         assert split.counted(np.arange(len(split))) == manifest.facts["loss_tokens"]
+
+
+def test_generated_pairs_for_base_weights_are_in_their_tokenizers_ids(tmp_path: Path) -> None:
+    manifest = packed.prepare_sft(tmp_path / "data", CONFIG, tokenizer=bpe(tmp_path, *LLAMA))
+    assert manifest.facts["tokenizer"] == "tokenizer.json"
 
 
 def test_the_same_input_gives_the_same_bytes_and_is_recognised(tmp_path: Path) -> None:
