@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(str(error)) from error
     made = prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
     _agrees(definition, root)
+    _folds(definition, root)
     listed(definition, root)
     if not args.rehearsal:
         if often := repeated(definition.job.parameters, made):
@@ -204,6 +205,30 @@ def _agrees(definition: StackDefinition, root: Path) -> None:
         again = f"gpufleet prepare {definition.argument} FILE.txt" if own_text else command(definition)
         raise GpufleetError(
             f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it anew, `{again}`"
+        )
+
+
+def _folds(definition: StackDefinition, root: Path) -> None:
+    """Says which folds can choose no epoch. Raises GpufleetError where a fold's model would have nothing to learn from:
+    its node would find out.
+    """
+    config = definition.job.parameters
+    if not isinstance(config, TwoTowerConfig):
+        return
+    from job.dataset.ranking import read  # brings numpy
+    from job.experiments.two_tower_data import members, require_relevant, without_relevant
+
+    labels = read(root / definition.storage.dataset).labels
+    try:
+        for member in members(config):
+            require_relevant(member, labels)
+    except ValueError as error:
+        raise GpufleetError(str(error)) from error
+    if empty := without_relevant(config, labels):
+        _say(
+            f"warning: no query of fold {', '.join(map(str, empty))} has a label 1 or 2: the model that watches such a"
+            " fold keeps its first epoch, and the one tested on it scores 0; fewer folds (job.parameters.data.folds)"
+            " have one each"
         )
 
 

@@ -117,10 +117,26 @@ def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak
     return kept, shares_NT @ gains_TM
 
 
+def require_relevant(member: Member, labels: Labels) -> None:
+    """Raises ValueError where the member would have nothing to learn."""
+    if not (labels[member.train] > 0).any():
+        raise ValueError(
+            f"labels.csv: none of {len(member.train)} queries that the {member.protocol} model of fold {member.fold}"
+            " learns from has a label 1 or 2; judge more queries, or let job.parameters.seed deal other folds"
+        )
+
+
+def without_relevant(config: TwoTowerConfig, labels: Labels) -> list[int]:
+    """Folds none of whose queries has a relevant model: every epoch scores 0 on them."""
+    fold_Q = fold_of(config.data.queries, config.data.folds, config.seed)
+    return [fold for fold in range(config.data.folds) if not (labels[fold_Q == fold] > 0).any()]
+
+
 def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> Rows:
     """The member's training queries, then its weakly labelled ones, padded to `rows`. Raises ValueError where none of
     them has a relevant model.
     """
+    require_relevant(member, tables.labels)
     gains_TM = gains(tables.labels[member.train])
     queries_TS = tables.queries[member.train]
     kept, weak_gains = weak_labels(tables.discovery, queries_TS, gains_TM, weak)
@@ -133,11 +149,6 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> Rows:
     mass = targets.sum(axis=1, keepdims=True)
     np.divide(targets, mass, out=targets, where=mass > 0)
     learnt = (mass[:, 0] > 0).astype(np.float32)
-    if not learnt.any():
-        raise ValueError(
-            f"labels.csv: none of {len(member.train)} queries that the {member.protocol} model of fold {member.fold}"
-            " learns from has a label 1 or 2; judge more queries, or let job.parameters.seed deal other folds"
-        )
     weights = learnt * np.float32(rows / learnt.sum())
     return Rows(sentences=sentences, targets=targets, weights=weights, weak=len(kept))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 
 from infra import pricing
@@ -25,6 +26,7 @@ from job.config.common import Decoder
 from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.prepare import read_manifest
 from job.dataset.rendering import TEMPLATES
+from job.experiments.two_tower_data import fold_of
 from job.models import hf_config
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +141,33 @@ def test_a_tokenizer_for_what_takes_none_is_refused(
     (project / "stacks" / f"{stack}.yaml").write_text((ROOT / "stacks" / f"{stack}.yaml").read_text())
     assert main(["prepare", stack, "mine", "--tokenizer", "tokenizer.json"]) == 2
     assert f"{stack} takes no tokenizer: leave out --tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("judged", "code", "said"),
+    [
+        (range(8), 0, ""),
+        (range(6), 0, "warning: no query of fold 3 has a label 1 or 2: the model that watches"),
+        (range(1), 2, "gpufleet: labels.csv: none of 4 queries that the honest model of fold"),
+    ],
+)
+def test_folds_without_a_relevant_model_are_said_before_a_node_is_paid_for(
+    project: Path, capsys: pytest.CaptureFixture[str], judged: range, code: int, said: str
+) -> None:
+    """`judged` are queries with a relevant model, by fold."""
+    tree = yaml.safe_load(rehearsal_text(ROOT / "stacks" / "two-tower.yaml"))
+    tree["job"]["parameters"]["data"] = {"queries": 8, "models": 2, "folds": 4}
+    (project / "stacks" / "two-tower.yaml").write_text(yaml.safe_dump(tree))
+    order = np.argsort(fold_of(8, 4, seed=42), kind="stable")
+    (project / "mine").mkdir()
+    lines = [json.dumps({"id": n, "text": f"query {n}"}) + "\n" for n in range(8)]
+    (project / "mine" / "queries.jsonl").write_text("".join(lines))
+    rows = [f"{query},a,{int(place in judged)}\n{query},b,0\n" for place, query in enumerate(order)]
+    (project / "mine" / "labels.csv").write_text("query,model,label\n" + "".join(rows))
+    assert main(["prepare", "two-tower", "mine"]) == code
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    assert bool(said) == ("label 1 or 2" in printed.out + printed.err)
 
 
 def test_a_dataset_in_s3_is_prepared_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
