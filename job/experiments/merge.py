@@ -73,17 +73,16 @@ class Variant(NamedTuple):
 
     name: str
     mode: lora.Mode
-    merged: torch.dtype
     compute: torch.dtype
     all_rows: bool
 
 
 VARIANTS = (
-    Variant("base", "base", torch.float32, torch.bfloat16, True),
-    Variant("adapter", "adapter", torch.float32, torch.bfloat16, True),
-    Variant("merged_bf16", "merged", torch.bfloat16, torch.bfloat16, True),
-    Variant("adapter_fp32", "adapter", torch.float32, torch.float32, False),
-    Variant("merged_fp32", "merged", torch.float32, torch.float32, False),
+    Variant("base", "base", torch.bfloat16, True),
+    Variant("adapter", "adapter", torch.bfloat16, True),
+    Variant("merged_bf16", "merged", torch.bfloat16, True),
+    Variant("adapter_fp32", "adapter", torch.float32, False),
+    Variant("merged_fp32", "merged", torch.float32, False),
 )
 
 
@@ -157,7 +156,7 @@ def _loss(sft: SftRun, module: Decoder, variant: Variant) -> dict[str, Any]:
     total = torch.zeros((), dtype=torch.float64, device=sft.session.device.torch)
     before = module.compute_dtype
     module.compute_dtype = variant.compute
-    lora.set_mode(module, variant.mode, variant.merged)
+    lora.set_mode(module, variant.mode)
     try:
         for micro in work.micros:
             sft.session.heed()

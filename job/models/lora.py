@@ -1,10 +1,10 @@
 """Low-rank adapters on the seven projections of a decoder (Hu et al. 2021): y = W x + (alpha / rank) B A dropout(x).
 
 W is frozen and may be bf16; A and B are fp32 and alone are trained. A layer can also answer as the base alone, or as if
-merged: the merge is made anew in each forward pass, in fp32, so that comparing base, adapter and both merges needs no
-second model. The file format of an adapter is PEFT's: `adapter_model.safetensors` with keys
-`base_model.model.<name in the published weights>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank], beside
-`adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
+merged: the merge is made anew in each forward pass, in fp32, and rounded to the dtype of the products, so that
+comparing base, adapter and both merges needs no second model. The file format of an adapter is PEFT's:
+`adapter_model.safetensors` with keys `base_model.model.<name in the published weights>.lora_A.weight` [rank, in] and
+`.lora_B.weight` [out, rank], beside `adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
 
 Initialisation: A uniform within 1 / sqrt(in) (what nn.Linear draws), B 0, so the first step starts from the base.
 Parameter group: one, decayed by `optim.weight_decay`, which is 0 unless set. Legend: r rank.
@@ -30,7 +30,7 @@ Mode = Literal["base", "adapter", "merged"]
 
 
 class LoraLinear(nn.Module):
-    """A frozen Linear and its adapter. `mode` and `merged_dtype` may be changed at any time."""
+    """A frozen Linear and its adapter. `mode` may be changed at any time."""
 
     def __init__(self, base: nn.Linear, config: Lora) -> None:
         super().__init__()
@@ -40,12 +40,11 @@ class LoraLinear(nn.Module):
         self.lora_a = nn.Parameter(empty(config.rank, base.in_features))  # [r, in]
         self.lora_b = nn.Parameter(empty(base.out_features, config.rank))  # [out, r]
         self.mode: Mode = "adapter"
-        self.merged_dtype = torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.mode == "merged":
-            return F.linear(x, self.merged().to(self.merged_dtype).to(x.dtype), bias)
+            return F.linear(x, self.merged().to(x.dtype), bias)
         y = F.linear(x, self.weight.to(x.dtype), bias)
         if self.mode == "base":
             return y
@@ -88,10 +87,10 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in module.named_parameters() if name.endswith(("lora_a", "lora_b"))}
 
 
-def set_mode(module: nn.Module, mode: Mode, merged_dtype: torch.dtype = torch.float32) -> None:
-    """How every adapted layer answers. `merged_dtype`: to which the merged weights are rounded."""
+def set_mode(module: nn.Module, mode: Mode) -> None:
+    """How every adapted layer answers."""
     for _, layer in layers(module):
-        layer.mode, layer.merged_dtype = mode, merged_dtype
+        layer.mode = mode
 
 
 @torch.no_grad()

@@ -182,6 +182,7 @@ def test_the_loss_counts_the_answer_alone_or_everything_but_the_first_token(tmp_
             assert renderer.tokenizer.decode(counted).startswith("the answer")
             assert counted[-1] == renderer.end
         assert split.counted(np.arange(len(split))) == manifest.facts["loss_tokens"]
+        assert len(PackedRows(folder, manifest, "validation")) == manifest.facts["held_out_rows"]
 
 
 def test_generated_pairs_for_base_weights_are_in_their_tokenizers_ids(tmp_path: Path) -> None:
