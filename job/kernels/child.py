@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from job.kernels import compiler, interpreter, sandbox, wire
-from job.kernels.watched import Fences, Ops, filled
+from job.kernels.watched import Computes, Fences, Ops, filled, refuse_operators
 
 ENTRY = "kernel_function"
 # All that the interpreter would otherwise import in each child anew.
@@ -77,8 +77,12 @@ class Harness:
         return act(head, blobs)
 
     def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
-        """The text that was judged, not bytes that could be read as another."""
+        """The text that was judged, not bytes that could be read as another. With `refuses` it may not compute with
+        torch in any call; of those that are listed, `ops` says more.
+        """
         Harness.turn = head.get("turn", 0)
+        if head.get("refuses"):
+            refuse_operators()
         self.entry = _entry("candidate", blobs[0].decode(), Harness.names)
         return {}, []
 
@@ -248,6 +252,8 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
                 reply, content = harness.answer(head, blobs)
             except Exception as error:  # noqa: BLE001 - whatever a candidate raises is its result
                 reply, content = {"error": f"{type(error).__name__}: {str(error)[:300]}"}, []
+            except Computes as error:
+                reply, content = {"error": f"computes with torch: {error}"}, []
             except BaseException as error:  # noqa: BLE001 - it may not leave, either
                 reply, content = {"error": type(error).__name__}, []
             programs_s = sum(_usage(resource.RUSAGE_CHILDREN)[:2])

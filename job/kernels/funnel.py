@@ -80,7 +80,7 @@ class Judge:
         task = catalog.BY_NAME["relu"]
         try:
             with self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu) as process:
-                self._check(task, self._loaded(process, planted.source(task)), ["tiny"], Switches())
+                self._check(task, self._loaded(process, planted.source(task), ops=True), ["tiny"], Switches())
         except (Rejected, Lost, NoDeviceError) as error:
             return str(error)
         return None
@@ -191,10 +191,11 @@ class Judge:
         switches, source = course.switches, course.candidate.source
         if switches.funnel:
             with course.at("tiny"):
-                ask = self._loaded(process, source)
+                ask = self._loaded(process, source, ops=True)
                 self._check(task, ask, ["tiny"], switches)
         with course.at("full"):
-            ask = timing.bound(process, self.limits.candidate_s) if switches.funnel else self._loaded(process, source)
+            bounded = timing.bound(process, self.limits.candidate_s)
+            ask = bounded if switches.funnel else self._loaded(process, source, ops=False)
             try:
                 self._check(task, ask, self._full(switches), switches)
                 if switches.funnel:  # who waits for what only a timed call shows would never be seen to be wrong
@@ -286,11 +287,11 @@ class Judge:
             while not idle.empty():
                 idle.get().close()
 
-    def _loaded(self, process: Process, source: str) -> timing.Ask:
-        """The stage's questions, the candidate loaded."""
+    def _loaded(self, process: Process, source: str, *, ops: bool) -> timing.Ask:
+        """The stage's questions, the candidate loaded; with `ops` it may not compute with torch."""
         ask = timing.bound(process, self.limits.candidate_s)
         turn = random.Random(f"{self.seed} {digest(source)} turn").getrandbits(30)
-        problem = timing.load_problem(ask, source, turn)
+        problem = timing.load_problem(ask, source, turn, ops=ops)
         if problem is not None:
             raise Rejected(problem)
         return ask

@@ -6,7 +6,7 @@ and attributes and modules are those a kernel needs: no way to reach the interpr
 operation of torch that computes. Under the interpreter kernels are Python too, so they have no more rights. A module's
 Python keeps nothing from one call to the next. (Triton's objects may, as an autotuner's cache, and a kernel's pointers
 reach further than its arguments: no rule can tell. The timing checks among its trials, for that.) What an operator does
-to a tensor cannot be seen here: `forbidden_ops` is what the run's own list is held to.
+to a tensor cannot be seen here: the run refuses it, and `forbidden_ops` is what its own list is held to.
 """
 
 from __future__ import annotations

@@ -229,9 +229,11 @@ def _trial(ask: Ask, *, empty: Empty | None = None, ops: bool = False) -> tuple[
     return _seconds(reply), time.perf_counter() - started
 
 
-def load_problem(ask: Ask, source: str, turn: int = 0) -> str | None:
-    """Why a program does not load; None when it does. `turn`: of tuned kernels' configurations, where to begin."""
-    reply, _ = ask({"do": "load", "turn": turn}, [source.encode()])
+def load_problem(ask: Ask, source: str, turn: int = 0, *, ops: bool = False) -> str | None:
+    """Why a program does not load; None when it does. `turn`: of tuned kernels' configurations, where to begin. With
+    `ops` none of its calls may compute with torch.
+    """
+    reply, _ = ask({"do": "load", "turn": turn, "refuses": ops}, [source.encode()])
     return f"does not load: {reply['error'][:300]}" if "error" in reply else None
 
 

@@ -1,18 +1,22 @@
 """How a call is watched that is checked: what it calls, what it reads that nobody wrote, where it writes.
 
 None of it may be believed to be unseen. A kernel may read what new memory holds, or what lies beyond its own, and so
-tell a watched call from a timed one; the judge therefore makes checked calls that are not watched, too.
+tell a watched call from a timed one; the judge therefore makes checked calls that are not watched, too. A program may
+also tell whether its calls are listed: Python's own objects come to lie elsewhere then, and their text says where. So
+what computes and is no word of the rules', an operator above all, is refused in every call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from job.kernels.vocabulary import METHODS, OF_BLOCKS
 
 MAKING = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "zeros", "zeros_like",
@@ -21,6 +25,43 @@ MAKING = {
 FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}  # of no other tensor
 WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_"}  # besides their own
 WIDTH, SIGN = 4096, 77  # elements, and what each of their bytes holds
+# What Python's syntax and functions call of a tensor: by a sign, or for a number or a text.
+BINARY = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"
+OTHERS = (
+    "lt le eq ne gt ge neg pos abs invert round contains iter reversed setitem bool complex float index int repr str "
+    "format array"
+)
+OPERATORS = (
+    *(f"__{kind}{name}__" for kind in ("", "r", "i") for name in BINARY.split()),
+    *(f"__{name}__" for name in OTHERS.split()),
+)
+
+
+class Computes(BaseException):
+    """A tensor was computed with; says by which operator or method. Nothing on the way catches it."""
+
+
+def refuse_operators() -> None:
+    """From now on, in this process, operators on tensors raise Computes, and so do methods that the rules take for a
+    block's. It costs nothing where none is used. Cannot be undone by a program that the rules allow.
+    """
+    for name in (*OPERATORS, *(OF_BLOCKS - METHODS)):
+        setattr(torch.Tensor, name, _refusing(name))
+    own = torch.Tensor.__getitem__
+
+    def __getitem__(tensor: Tensor, index: Any) -> Tensor:  # noqa: N807 - Ops sees this name
+        if not _is_view(index):
+            raise Computes("__getitem__")
+        return own(tensor, index)
+
+    torch.Tensor.__getitem__ = __getitem__  # type: ignore[assignment, method-assign]
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def operator(*_: Any, **__: Any) -> Any:
+        raise Computes(name)
+
+    return operator
 
 
 class Fences:
@@ -35,12 +76,12 @@ class Fences:
         held = torch.full(((size + 2 * WIDTH) * width,), SIGN, dtype=torch.uint8, device=content.device)
         self._kept += [held[: WIDTH * width], held[(WIDTH + size) * width :]]
         whole = held.view(content.dtype)
-        whole[WIDTH : WIDTH + size] = content
+        whole[WIDTH : WIDTH + size].copy_(content)
         return whole.as_strided(shape, stride, WIDTH + offset)
 
     @property
     def broken(self) -> bool:
-        return any(bool((fence != SIGN).any()) for fence in self._kept)
+        return any(torch.ne(fence, SIGN).any().item() for fence in self._kept)
 
 
 class Ops(TorchFunctionMode):

@@ -294,6 +294,16 @@ def test_the_timing_alone_catches_who_is_another_while_it_is_timed(
     assert why in found.reason, found
 
 
+def test_one_that_knows_which_calls_are_listed_computes_in_no_other(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "problem", lambda source: None)
+    monkeypatch.setattr(timing, "LISTED", 0)  # as if it told those from the others
+    knows = "    return out if out.storage_offset() else out + 0\n"  # before it lies a fence in a call that is listed
+    found = judged(workers, honest(change=lambda text: text.replace("    return out\n", knows)), Switches())
+    assert (found.passed, found.reason) == (False, "timing: computes with torch: __add__"), found
+
+
 REMEMBERS = """
 import torch, triton
 import triton.language as tl

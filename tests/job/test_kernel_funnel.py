@@ -277,6 +277,25 @@ def test_no_address_tells_a_trial_that_is_listed_from_another(workers: Workers) 
     assert (watched["error"], trials) == (f"ValueError: {WIDTH}", ["ValueError: 0"] * 2)
 
 
+@pytest.mark.parametrize(
+    "computes",
+    [
+        "x + 1", "2 ** x", "x @ x", "abs(x)", "-x", "x > 0", "max(x, y)", "x[x.to(torch.long)]", "x[[0]]", "x.exp()",
+        "float(x[0, 0])", "f'{x}'", "'%s' % x", "range(x[0, 0].int())", "[*x]", "x.sum()", "round(x)", "x[0, 0] or x",
+    ],
+)  # fmt: skip
+def test_no_call_computes_with_torch_whether_it_is_listed_or_not(workers: Workers, computes: str) -> None:
+    """A program may tell: in a call that is listed Python's own objects, of which it can print where, lie elsewhere."""
+    source = f"import torch\ndef kernel_function(x):\n    y = x[:1, None].clone()\n    return {computes}"
+    packed = wire.pack(torch.zeros(8, 8))
+    with workers.start(memory_bytes=2e9) as process:
+        process.ask({"do": "load", "refuses": True}, [source.encode()], limit_s=60)
+        process.ask({"do": "give", "inputs": [packed[0]]}, [packed[1]], limit_s=60)
+        for ops in (True, False):
+            reply, _ = process.ask({"do": "trial", "ops": ops}, limit_s=60)
+            assert str(reply.get("error")).startswith("computes with torch: "), reply
+
+
 def test_no_address_tells_a_checked_call_among_the_trials_from_a_timed_one(workers: Workers) -> None:
     """Where a kernel is tuned, what it has seen of addresses may outlive a call."""
     source = "import torch\ndef kernel_function(x):\n    return torch.tensor([x.data_ptr() % 2**20, x.sum()])"
