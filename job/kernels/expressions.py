@@ -27,14 +27,14 @@ TOP_CALLS = {"triton.cdiv", "triton.next_power_of_2", "triton.language.constexpr
              "int", "float", "bool", "min", "max", "len", "tuple", *(f"math.{name}" for name in MATH)}  # fmt: skip
 STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.For, ast.While, ast.Assert, ast.Raise,
-    ast.Pass, ast.Break, ast.Continue,
+    ast.Pass, ast.Break, ast.Continue, ast.Delete,
 )  # fmt: skip
 # Expressions of which everything that is evaluated is a child to be looked at; Name, Attribute, Lambda and those with
 # names of their own are looked at apart.
 CONSTANTS = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple, ast.Subscript)
 EXPRESSIONS = (
     *CONSTANTS, ast.Call, ast.keyword, ast.Slice, ast.List, ast.Set, ast.Dict, ast.Starred, ast.JoinedStr,
-    ast.FormattedValue,
+    ast.FormattedValue, ast.NamedExpr,
 )  # fmt: skip
 WORDS = (
     *((place, LIBDEVICE) for place in LIBDEVICE_AT), ("triton.language.math", LANGUAGE), ("triton.language", LANGUAGE),
@@ -182,8 +182,8 @@ class Expressions:
             raise Forbidden(node, f"{name} is given another meaning")
 
     def _name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Del):
-            raise Forbidden(node, "del is not allowed")
+        if isinstance(node.ctx, ast.Del) and node.id not in self.scopes[-1]:
+            raise Forbidden(node, f"del of {node.id}, which is not the function's own")
         if any(node.id in scope for scope in self.scopes):
             return
         if node.id in self.lists:

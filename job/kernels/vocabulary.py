@@ -15,7 +15,7 @@ TORCH = _words(
     "device numel is_tensor broadcast_tensors broadcast_shapes Size"
 )
 TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language")
-MATH = _words("ceil floor log2 sqrt prod pi e inf")
+MATH = _words("ceil exp floor log log10 log2 pow prod sqrt e inf pi")
 LANGUAGE = _words(
     "abs advance arange argmax argmin associative_scan assume atomic_add atomic_and atomic_cas atomic_max atomic_min "
     "atomic_or atomic_xchg atomic_xor bfloat16 bitcast block_type broadcast broadcast_to cast cat cdiv ceil clamp "
@@ -54,15 +54,17 @@ ALONE = {
 # Of modules that nothing else is taken from.
 ASKED_OF_GPUS = {
     "torch.cuda.synchronize", "torch.cuda.current_device", "torch.cuda.get_device_properties",
+    "torch.cuda.is_available",
     ACTIVE_DEVICE := "triton.runtime.driver.active.get_active_torch_device",  # as Triton's own tutorials begin
 }  # fmt: skip
-# Of the calls that could be given a function of the candidate's own, or keep what it can change: (how many arguments by
-# place, those by name).
+# Of the calls that could be given a function or a file of the candidate's own, or keep what it can change:
+# (how many arguments by place, those by name).
 PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {
     "triton.jit": (0, _words("noinline do_not_specialize do_not_specialize_on_alignment debug")),
     "triton.autotune": (2, _words("configs key restore_value reset_to_zero warmup rep use_cuda_graph cache_results")),
     "triton.heuristics": (1, _words("values")),
     "triton.Config": (4, _words("kwargs num_warps num_stages num_ctas maxnreg")),
+    "print": (20, _words("sep end flush")),
 }
 # What torch functions a run may call: making outputs, looking at a tensor, moving it about. Triton's interpreter adds
 # those that wrap memory, its tuner zero_, and torch.no_grad the last.
