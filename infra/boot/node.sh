@@ -69,7 +69,7 @@ look() { # one listing answers: is the run over, which manifest is the newest, w
 }
 is_done() { grep -qxF "$RUN_ID/done.json" <<<"$KEYS"; }
 noticed() { [[ $(imds meta-data/spot/instance-action) == *'"action"'* ]] && echo true || echo false; }
-futile_boots() { # in a row without a newer manifest, noticed ones apart
+futile_boots() { # in a row, noticed ones apart
   rm -rf "$DIR/attempts" && mkdir "$DIR/attempts" &&
     aws s3 cp "$RUN_URI/attempts/" "$DIR/attempts/" --recursive --only-show-errors && python3 -c '
 import glob, json, sys
@@ -78,7 +78,7 @@ for path in glob.glob(sys.argv[1] + "/*.json"):
     try: boots.append(json.load(open(path)))
     except ValueError: pass
 for boot in sorted(boots, key=lambda b: b.get("booted_at", ""), reverse=True):
-    if (boot.get("manifest_at_boot") or "") != sys.argv[2]: break
+    if (boot.get("manifest_at_boot") or "") != sys.argv[2] or boot.get("results") and not boot.get("exit"): break
     count += not (boot.get("exit") or {}).get("notice")
 print(count)' "$DIR/attempts" "$MANIFEST"
 }
@@ -88,7 +88,7 @@ record_exit() { # CODE REASON, into attempts/<instance>.json; what the superviso
     "{\"code\": $1, \"reason\": \"$2\", \"notice\": $(noticed), \"at\": \"$(now)\"}" &&
     retry 3 put attempt.json "attempts/$INSTANCE_ID.json"
 }
-put_done() { # REASON DETAIL, unless the supervisor has said it already
+put_done() { # REASON DETAIL, unless the supervisor has said it
   look && is_done && return 0
   rm -f "$DIR/done.json"
   add "$DIR/done.json" schema 1 reason "$1" detail "$2" instance "$INSTANCE_ID" at "$(now)" && retry 4 put done.json done.json
@@ -149,7 +149,7 @@ crash() { # REASON [CODE]: this attempt failed; the fleet makes the next one, un
     say "the attempt cannot be counted"
     stop_fleet
   elif ((boots >= 3)); then
-    over boot-loop "$boots boots in a row without a newer checkpoint; the last: $1"
+    over boot-loop "$boots boots in a row without progress; the last: $1"
   fi
   leave "$1"
 }
@@ -299,7 +299,7 @@ retry 4 get "s3://$BUCKET/inputs/$ARCHIVE_SHA256/job.tar.gz" "$DIR/job.tar.gz" "
 SECOND=$!
 if grep -qF "$RUN_ID/attempts/" <<<"$KEYS"; then
   BOOTS=$(futile_boots) || crash "the attempts cannot be read"
-  ((BOOTS < 3)) || over boot-loop "$BOOTS boots in a row without a newer checkpoint"
+  ((BOOTS < 3)) || over boot-loop "$BOOTS boots in a row without progress"
 fi
 add "$DIR/attempt.json" instance "$INSTANCE_ID" type "$INSTANCE_TYPE" zone "$ZONE" launched_at "$LAUNCHED_AT" \
   booted_at "$BOOTED_AT" manifest_at_boot "${MANIFEST:-null}"

@@ -93,7 +93,7 @@ def stage(this: Underway) -> None:
     """
     staging.inputs(_staging(this))
     _resume(this)
-    if lines := _patiently(this, lambda: stages.restore(this.store, this.workdir), stages.FOLDER):
+    if lines := _patiently(this, this.publisher.stages.restore, stages.FOLDER):
         this.say(f"{lines} results of the stages after training are there already")
     this.graphs.restore(lambda: _check(this))
     _check(this)

@@ -70,11 +70,12 @@ class Record:
         self._key = f"attempts/{instance}.json"
         self.fields: dict[str, Any] = {"instance": instance, **(atomic.parse_object(store.get_bytes(self._key)) or {})}
         self._changed = False
-        self._sending = threading.Lock()
+        self._sending, self._noting = threading.Lock(), threading.Lock()
 
     def update(self, **fields: Any) -> None:
-        """Notes it here; no network."""
-        self.fields = {**self.fields, **fields}  # a new dict: another thread may be sending the old one
+        """Notes it here; no network. From any thread."""
+        with self._noting:
+            self.fields = {**self.fields, **fields}  # a new dict: another thread may be sending the old one
         self._changed = True
 
     def flush(self) -> None:

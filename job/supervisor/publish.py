@@ -97,7 +97,7 @@ class Publisher:
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
         self._arrived: dict[str, tuple[int, str]] = {}  # of the commit under way: time of writing and sha256
         self._cancel = threading.Event()
-        self._stages = Mirror(store, workdir)
+        self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()
 
     def resumed(self, manifest: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Publisher:
         required = self._require(commit.requires)
         started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
         digests, whole = self._send_all(commit, folder)
-        self._stages.send()  # what a later phase's checkpoint relies on
+        self.stages.send()  # what a later phase's checkpoint relies on
         try:
             self.metrics(patience_s=5.0)
         except OSError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
@@ -215,7 +215,7 @@ class Publisher:
         """What the stages after training appended, and metrics.jsonl as it is now, up to its last whole line. Where
         somebody else is at it for longer than `patience_s`, it is theirs; -1 waits.
         """
-        self._stages.send()
+        self.stages.send()
         if not self._reading.acquire(timeout=patience_s):
             return
         try:  # the pulse and the uploads call this: an older reading must not be put last

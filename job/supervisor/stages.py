@@ -16,28 +16,29 @@ from job.supervisor.store import Store, StoreError
 FOLDER = "stages"
 
 
-def restore(store: Store, workdir: Path) -> int:
-    """Replaces <workdir>/stages by what earlier attempts left. The number of lines. Raises StoreError."""
-    folder = workdir / FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    lines = 0
-    for entry in store.entries(f"{FOLDER}/"):
-        name = entry.key.removeprefix(f"{FOLDER}/")
-        if "/" in name or not name.endswith(".jsonl"):
-            continue
-        content = whole_lines(store.get_bytes(entry.key) or b"")
-        atomic.write_bytes(folder / name, content)
-        lines += content.count(b"\n")
-    return lines
-
-
 class Mirror:
-    """Sends what grew. One per attempt, after `restore`."""
+    """One per attempt: `restore` first, then sends what grew."""
 
     def __init__(self, store: Store, workdir: Path) -> None:
         self._store, self._folder = store, workdir / FOLDER
         self._sent: dict[str, int] = {}  # bytes
         self._sending = threading.Lock()
+        self.added = 0  # lines of this attempt that are in the store
+
+    def restore(self) -> int:
+        """Replaces <workdir>/stages by what earlier attempts left. The number of lines. Raises StoreError."""
+        lines = 0
+        with self._sending:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            for entry in self._store.entries(f"{FOLDER}/"):
+                name = entry.key.removeprefix(f"{FOLDER}/")
+                if "/" in name or not name.endswith(".jsonl"):
+                    continue
+                content = whole_lines(self._store.get_bytes(entry.key) or b"")
+                atomic.write_bytes(self._folder / name, content)
+                self._sent[name] = len(content)
+                lines += content.count(b"\n")
+        return lines
 
     def send(self) -> None:
         """Every file that grew since the last call. From any thread: an older reading is never put last. Raises
@@ -49,9 +50,11 @@ class Mirror:
                     content = whole_lines(path.read_bytes())
                 except OSError as error:
                     raise StoreError(f"{path.name} cannot be read: {error}") from error
-                if len(content) != self._sent.get(path.name, 0):
+                sent = self._sent.get(path.name, 0)
+                if len(content) != sent:
                     self._store.put_bytes(content, f"{FOLDER}/{path.name}")
                     self._sent[path.name] = len(content)
+                    self.added += content[sent:].count(b"\n")
 
 
 def whole_lines(content: bytes) -> bytes:

@@ -111,6 +111,8 @@ class Underway:
                 self.record.update(**{name: noted})
 
     def _refresh(self) -> None:
+        if self.publisher.stages.added and "results" not in self.record.fields:
+            self.record.update(results=True)  # a boot that is lost after this has led somewhere: node.sh
         self.record.flush()
         self.meter.refresh(self.clock())
         self.earlier = attempts.judged(self.earlier, self.world.fleet_changes, self.clock())

@@ -74,6 +74,18 @@ def test_interruptions_with_a_notice_are_not_counted(node: Node) -> None:
     assert outcome.told(RUN) == [RUN]
 
 
+def test_a_node_lost_among_results_has_led_somewhere_and_one_that_crashed_there_has_not(node: Node) -> None:
+    node.earlier_boots(3)
+    attempt = node.stored("attempts/i-1.json") | {"results": True}
+    node.put("attempts/i-1.json", {key: attempt[key] for key in attempt if key != "exit"})
+    assert node.boot().told(RUN) == [RUN]
+
+    again = Node(node.world.parent / "again")
+    again.earlier_boots(3)
+    again.put("attempts/i-1.json", attempt)
+    assert again.boot().told(RUN) == []
+
+
 def test_boots_before_the_newest_manifest_are_not_counted(node: Node) -> None:
     node.earlier_boots(5, manifest="r1/ckpt/step_00000100/manifest.json")
     for step in (100, 1200):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from supervisor_world import Bench, FakeTrainer
 
-from job.supervisor.stages import Mirror, restore
+from job.supervisor.stages import Mirror
 from job.supervisor.store import FolderStore
 
 
@@ -24,7 +24,7 @@ def test_a_line_that_is_half_written_is_neither_sent_nor_restored(tmp_path: Path
     Mirror(store, tmp_path).send()
     assert store.get_bytes("stages/verdicts.jsonl") == b'{"a": 1}\n'
     store.put_bytes(b'{"a": 1}\n{"a', "stages/verdicts.jsonl")
-    assert restore(store, tmp_path) == 1
+    assert Mirror(store, tmp_path).restore() == 1
     assert (tmp_path / "stages" / "verdicts.jsonl").read_bytes() == b'{"a": 1}\n'
 
 
@@ -43,7 +43,7 @@ def test_only_what_grew_is_sent_again(tmp_path: Path) -> None:
 
 def test_what_no_attempt_has_published_does_not_survive_on_a_used_disk(tmp_path: Path) -> None:
     append(tmp_path, "{}\n")
-    assert restore(FolderStore(tmp_path / "bucket"), tmp_path) == 0
+    assert Mirror(FolderStore(tmp_path / "bucket"), tmp_path).restore() == 0
     assert not (tmp_path / "stages").exists()
 
 
@@ -60,4 +60,12 @@ def test_the_next_attempt_finds_the_lines_of_one_that_crashed(tmp_path: Path) ->
     assert bench.attempt("i-1", script={5: work}).run() == 1
     assert bench.attempt("i-2", script={5: work}).run() == 0
     assert found == ["", '{"of": "i-1"}\n']
+    assert bench.json("attempts/i-1.json")["results"] is True  # else three lost nodes would end the run: node.sh
     assert bench.store.get_bytes("stages/verdicts.jsonl") == b'{"of": "i-1"}\n{"of": "i-2"}\n'
+
+
+def test_lines_of_earlier_attempts_are_no_progress_of_this_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.store.put_bytes(b"{}\n", "stages/verdicts.jsonl")
+    assert bench.attempt().run() == 0
+    assert "results" not in bench.json("attempts/i-1.json")
