@@ -79,7 +79,8 @@ def verify(
 
 def line(row: str, verdicts: Sequence[Verdict], full: Sequence[Verdict], *, seed: int) -> dict[str, Any]:
     """One row of the table: false accepts are adversarial candidates that passed, the rest is of the others. Correct
-    is what the row itself takes for correct. The last interval is of pass@1 minus the full row's, over the same tasks.
+    is what the row itself takes for correct. The last interval is of pass@1 minus the full row's, over the same tasks;
+    None of the full row itself.
     """
     cheats = [v for v in verdicts if v.origin == "adversarial"]
     one, other = _rates(verdicts)["pass@1"], _rates(full)["pass@1"]
@@ -88,7 +89,7 @@ def line(row: str, verdicts: Sequence[Verdict], full: Sequence[Verdict], *, seed
         "false_accepts": sum(v.passed for v in cheats),
         "adversarial": len(cheats),
         "accepted": sorted(v.label for v in cheats if v.passed),
-        "pass@1_minus_full": statistics.paired_interval(one, other, seed=seed) if one and other else None,
+        "pass@1_minus_full": statistics.paired_interval(one, other, seed=seed) if one and row != FULL else None,
     }
 
 
@@ -113,14 +114,15 @@ def figures(row: str, verdicts: Sequence[Verdict], *, seed: int) -> dict[str, An
 
 def compared(trained: Mapping[str, Sequence[Verdict]], *, seed: int) -> list[dict[str, Any]]:
     """A row for each of several trainings whose candidates share tasks and seeds. `minus_first`: 95 % intervals of what
-    is gained over the first, paired by task; None where a task has too few candidates.
+    is gained over the first, paired by task; None of the first itself, and where a task has too few candidates.
     """
-    first = _rates(next(iter(trained.values())))
+    base = next(iter(trained))
+    first = _rates(trained[base])
     found = []
     for row, verdicts in trained.items():
         pairs = {key: (values, first[key]) for key, values in _rates(verdicts).items()}
         gained = {
-            key: statistics.paired_interval(one, other, seed=seed) if one and other else None
+            key: statistics.paired_interval(one, other, seed=seed) if one and other and row != base else None
             for key, (one, other) in pairs.items()
         }
         found.append({**figures(row, verdicts, seed=seed), "minus_first": gained})
@@ -148,8 +150,8 @@ def text(table: Sequence[dict[str, Any]]) -> list[str]:
 def _own(row: dict[str, Any]) -> str:
     if "minus_first" not in row:
         return f"{row['false_accepts']} of {row['adversarial']}"
-    low, high = row["minus_first"]["pass@1"]
-    return f"{low:+.3f} to {high:+.3f}"
+    gained = row["minus_first"]["pass@1"]
+    return "-" if gained is None else f"{gained[0]:+.3f} to {gained[1]:+.3f}"
 
 
 def _rates(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ from statistics import NormalDist, fmean, variance
 
 DRAWS = 2000
 LEVEL = 0.95
+SAME = 1e-9  # of shares: what rounding makes of equal ones
 
 
 def pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float | None:
@@ -60,5 +61,13 @@ def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
 
 
 def paired_interval(one: Sequence[float], other: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """The same of the mean difference `one` - `other`, where both have a value per task, in the same order."""
-    return interval([a - b for a, b in zip(one, other, strict=True)], seed=seed)
+    """The same of the mean difference `one` - `other`, shares both, with a value per task in the same order. Where all
+    tasks differ alike no draw is another: then as much more or less as the share of tasks could hold that none of so
+    many would have shown (Wilson's, as in share_interval).
+    """
+    differences = [a - b for a, b in zip(one, other, strict=True)]
+    low, high = interval(differences, seed=seed)
+    if max(differences) - min(differences) < SAME:
+        _, unseen = share_interval([(1, 0)] * len(differences))
+        low, high = max(-1.0, low - unseen), min(1.0, high + unseen)
+    return low, high

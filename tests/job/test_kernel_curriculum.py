@@ -86,7 +86,8 @@ def test_the_table_has_a_row_for_each_over_the_same_tasks(compared: Path) -> Non
     assert [row["row"] for row in rows] == ["sft-uniform", "sft-adaptive"]
     assert [(row["candidates"], row["tasks"]) for row in rows] == [(GENERATED, 2)] * 2
     assert rows[0]["val_loss"] != rows[1]["val_loss"]
-    assert rows[1]["minus_first"]["pass@1"] == [0.0, 0.0]
+    low, high = rows[1]["minus_first"]["pass@1"]
+    assert low == -high < 0  # none of two tasks gained: no certainty
     found = kernel.results(compared)
     assert found["curriculum"] == {"mode": "compare", "evaluations": [[STEPS + 4, RATES]], "compared": rows}
     assert found["generated"]["candidates"] == GENERATED  # the adaptive ones alone

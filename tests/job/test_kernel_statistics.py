@@ -66,9 +66,19 @@ def test_none_correct_is_no_certainty_and_tasks_that_differ_are_worth_less() -> 
 def test_pairing_tasks_narrows_the_interval_of_a_difference() -> None:
     one = [0.0, 0.5, 1.0, 0.2, 0.8]
     other = [value + 0.1 for value in one]
-    assert paired_interval(other, one, seed=1) == pytest.approx((0.1, 0.1))
+    low, high = paired_interval(other, [*one[:4], 0.7], seed=1)
+    assert (low, high) == pytest.approx((0.1, 0.16))  # three of five draws, at most, are the last
     with pytest.raises(ValueError, match="shorter"):
         paired_interval(one, other[:3], seed=1)
+
+
+def test_tasks_that_differ_alike_are_no_certainty() -> None:
+    # None of twenty shows another difference: at most z^2 / (20 + z^2) = 0.16113 of all tasks do, by one at most.
+    assert paired_interval([0.0] * 20, [0.0] * 20, seed=1) == pytest.approx((-0.16113, 0.16113), abs=1e-5)
+    one = [0.1, 0.3, 0.7, 0.9] * 5
+    alike = paired_interval([value + 0.1 for value in one], one, seed=1)
+    assert alike == pytest.approx((0.1 - 0.16113, 0.1 + 0.16113), abs=1e-5)
+    assert paired_interval([1.0], [0.0], seed=1) == pytest.approx((1 - 0.79346, 1.0), abs=1e-5)
 
 
 def verdict(candidate: str, stage: int, *, task: str = "relu", origin: str = "generated", **more: object) -> Verdict:
@@ -105,7 +115,7 @@ def test_a_row_of_the_table_by_hand() -> None:
     assert (found["pass@1"], found["pass@10"]) == (0.75, None)
     assert (found["fast_1"], found["fast_1.2"]) == (0.5, 0.25)
     assert (found["untimed"], found["seconds_per_candidate"]) == (1, 2.0)
-    assert found["pass@1_minus_full"] == (0.0, 0.0)
+    assert found["pass@1_minus_full"] is None
     # Half of relu's are lost and none of add's, in whatever order the verdicts come; a draw of two is often one alone.
     fewer = [replace(v, passed=v.passed and v.candidate != "a") for v in reversed(full)]
     assert line("fewer", fewer, full, seed=1)["pass@1_minus_full"] == (-0.5, 0.0)
@@ -162,11 +172,14 @@ def test_two_trainings_are_compared_task_by_task() -> None:
         ("uniform", 0.25, 0.25, 0.0),
         ("adaptive", 0.75, 0.75, 0.0),
     ]
-    zero, gained = (0.0, 0.0), (0.5, 0.5)  # each task gains one half: pairing leaves no doubt
-    assert table[0]["minus_first"] == {"pass@1": zero, "pass@10": None, "fast_1": zero, "fast_1.2": zero}
-    assert table[1]["minus_first"] == {"pass@1": gained, "pass@10": None, "fast_1": gained, "fast_1.2": zero}
+    assert set(table[0]["minus_first"].values()) == {None}
+    unseen = 0.65762  # both tasks gain one half, and none shows what a third may: z^2 / (2 + z^2)
+    gained = table[1]["minus_first"]
+    assert gained["pass@1"] == gained["fast_1"] == pytest.approx((0.5 - unseen, 1.0), abs=1e-5)
+    assert (gained["pass@10"], gained["fast_1.2"]) == (None, pytest.approx((-unseen, unseen), abs=1e-5))
     low, high = table[1]["pass@1_interval"]
     assert (low, high) == share_interval([(2, 2), (2, 1)])
     said = [" ".join(line.split()) for line in ablation.text(table)]
     assert said[0] == "row pass@1 gained pass@1 pass@10 fast 1.0 fast 1.2 s/candidate untimed"
-    assert said[2] == "adaptive +0.500 to +0.500 0.750 - 0.750 0.000 2.000 0"
+    assert said[1] == "uniform - 0.250 - 0.250 0.000 2.000 0"
+    assert said[2] == "adaptive -0.158 to +1.000 0.750 - 0.750 0.000 2.000 0"
