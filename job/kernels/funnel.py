@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
@@ -31,9 +30,7 @@ from job.kernels.compilation import Compilation
 from job.kernels.planted import Candidate
 from job.kernels.timing import Rejected, Timing
 from job.kernels.verdict import STAGES, Course, Switches, Verdict
-from job.kernels.worker import GREET_S, Lost, NoDeviceError, OutOfTime, Process, Workers
-
-CASES_BYTES = 8 << 30  # inputs kept between candidates: on a GPU those of a task take 0.4 (float16) to 2.5 GB
+from job.kernels.worker import GREET_S, Lost, NoDeviceError, NotBegun, OutOfTime, Process, Workers
 
 
 class _ReferenceLost(Exception):
@@ -46,7 +43,7 @@ class Judge:
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
         self._device = "cuda" if gpus else "cpu"
-        self._case = Cases(seed, self._device).case
+        self._case = tasks.Cases(seed, self._device).case
         self._cores = len(os.sched_getaffinity(0))
         self.parallel = limits.workers or gpus or self._cores
         self._at_once = self.parallel + (self._cores if gpus else 0)
@@ -162,7 +159,7 @@ class Judge:
                 raise Rejected(found.problem)
             course.built = found.built
         except (Rejected, Lost) as error:
-            return course.verdict(str(error))
+            return _fallen(course, error)
         return course
 
     def _ended(self, course: Course) -> Verdict:
@@ -171,7 +168,7 @@ class Judge:
         try:
             self._judge(course, gpu)
         except (Rejected, Lost) as error:
-            return course.verdict(str(error))
+            return _fallen(course, error)
         finally:
             self._free.put(gpu)
         return course.verdict(None)
@@ -309,30 +306,13 @@ class Judge:
             timing.run(ask, task, self._case(task, name), ops=switches.funnel, as_timed=as_timed)
 
 
+def _fallen(course: Course, error: Rejected | Lost) -> Verdict:
+    """Raises NoDeviceError where it is this machine that fails, not the candidate."""
+    if isinstance(error, NotBegun):
+        raise NoDeviceError(f"a candidate's process, {error}") from error
+    return course.verdict(str(error))
+
+
 def digest(source: str) -> str:
     """What names a source."""
     return hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
-
-
-class Cases:
-    """The inputs of a task, which no candidate changes: drawn once, and kept up to CASES_BYTES, those used last."""
-
-    def __init__(self, seed: int, device: str) -> None:
-        self._seed, self._device = seed, device
-        self._kept: dict[tuple[str, str], tasks.Case] = {}
-        self._lock = threading.Lock()
-
-    def case(self, task: Task, name: str) -> tasks.Case:
-        """tasks.case; two threads may draw the same one at once."""
-        key = task.name, name
-        found = self._kept.get(key) or tasks.case(task, self._seed, name, self._device)
-        with self._lock:
-            self._kept.pop(key, None)
-            self._kept[key] = found
-            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > CASES_BYTES:
-                del self._kept[next(iter(self._kept))]
-        return found
-
-
-def _bytes(case: tasks.Case) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in case.tensors)

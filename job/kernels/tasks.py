@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # Where terms cancel, as in x + 0.3 (y - x), rounding is in proportion to the terms, not to what is left of them: as
 # much as the result moves when each input moves by this many units in its last place, were it a float32.
 ROUNDINGS = 4
+CASES_BYTES = 8 << 30  # inputs kept between candidates: on a GPU those of a task take 0.4 (float16) to 2.5 GB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +100,26 @@ def case(task: Task, seed: int, name: str, device: str = "cpu") -> Case:
     return Case(name=name, tensors=tuple(_laid_out(tensor, number, name) for number, tensor in enumerate(tensors)))
 
 
+class Cases:
+    """The inputs of a task, which no candidate changes: drawn once, and kept up to CASES_BYTES, those used last."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self._seed, self._device = seed, device
+        self._kept: dict[tuple[str, str], Case] = {}
+        self._lock = threading.Lock()
+
+    def case(self, task: Task, name: str) -> Case:
+        """The same as `case`; two threads may draw the same one at once."""
+        key = task.name, name
+        found = self._kept.get(key) or case(task, self._seed, name, self._device)
+        with self._lock:
+            self._kept.pop(key, None)
+            self._kept[key] = found
+            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > CASES_BYTES:
+                del self._kept[next(iter(self._kept))]
+        return found
+
+
 def layouts(task: Task, seed: int) -> list[list[dict[str, Any]]]:
     """What a GPU's inputs look like without their numbers, a list of {dtype, shape, stride} for each of LAYOUTS."""
     found = []
@@ -135,6 +157,10 @@ def _laid_out(tensor: Tensor, number: int, name: str) -> Tensor:
     else:
         place = tensor.new_zeros(tensor.shape[0], tensor.shape[1] + 1)[:, :-1]
     return place.copy_(tensor)
+
+
+def _bytes(case: Case) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in case.tensors)
 
 
 def _mixed(ordinary: Tensor, other: Tensor, share: float, generator: torch.Generator) -> Tensor:

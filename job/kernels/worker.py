@@ -34,8 +34,12 @@ class OutOfTime(Lost):
     """It has not answered in time; of what it had answered before nothing is less true."""
 
 
+class NotBegun(Lost):
+    """It was over, or silent, before it had got a source: no candidate's doing."""
+
+
 class NoDeviceError(Exception):
-    """A process has no GPU to work on, before it has seen any candidate. Says nothing of one."""
+    """A process has no GPU to work on, or does not begin, before it has seen any candidate. Says nothing of one."""
 
 
 class Workers:
@@ -107,7 +111,7 @@ class Workers:
     ) -> Process:
         """A new process: one that runs, or one that `compiles` and sees no GPU. Our own reference needs neither
         confinement nor guard (job/kernels/sandbox.py). `built`: a cache of Triton's that it gets a copy of. Raises
-        Lost, and NoDeviceError.
+        NotBegun, and NoDeviceError.
         """
         scratch = Path(tempfile.mkdtemp(dir=self.folder))
         if built is not None:
@@ -166,6 +170,9 @@ class Process:
             if "error" in head:
                 raise NoDeviceError(head["error"])
             self.isolated = bool(head.get("isolated"))
+        except Lost as error:
+            self.close()
+            raise NotBegun(f"before it had got a source: {error}") from None
         except BaseException:
             self.close()
             raise

@@ -23,7 +23,7 @@ from job.kernels.catalog import BY_NAME
 from job.kernels.funnel import digest
 from job.kernels.planted import Candidate
 from job.kernels.verdict import Course, Switches, Verdict
-from job.kernels.worker import Lost, OutOfTime, Process, Workers
+from job.kernels.worker import Lost, NotBegun, OutOfTime, Process, Workers
 
 NO_RULES = Switches(funnel=False)
 
@@ -387,7 +387,7 @@ def test_a_reference_that_is_lost_costs_no_candidate_its_verdict_and_serves_no_o
         broken.add(process.pid)
         if fails == "does not start":
             process.close()
-            raise Lost("no answer within 120 s")
+            raise NotBegun("no answer within 120 s")
         ask = process.ask
 
         def failing(head: dict[str, Any], *more: Any, **rest: Any) -> tuple[dict[str, Any], list[bytes]]:

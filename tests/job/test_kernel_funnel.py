@@ -23,7 +23,7 @@ import pytest
 import torch
 from kernel_judge import SEED, honest, judge, scratch, verdicts
 
-from job.kernels import ablation, catalog, funnel, planted, rules, source_text, tasks, timing, wire, worker
+from job.kernels import ablation, catalog, planted, rules, source_text, tasks, timing, wire, worker
 from job.kernels.child import NOTHING
 from job.kernels.compiler import CACHE
 from job.kernels.planted import KINDS, STOPS_AT, Candidate
@@ -430,6 +430,23 @@ def test_a_process_without_its_gpu_is_no_verdict(workers: Workers, monkeypatch: 
     monkeypatch.setattr(workers, "start", start)
     with pytest.raises(NoDeviceError, match="no CUDA-capable device"):
         made.all([honest()], Switches(multi_input=False), "row", lambda verdict: pytest.fail(str(verdict)))
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_process_that_ends_before_it_has_got_a_source_is_no_verdict(
+    workers: Workers, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Process.__init__
+
+    def dying(process: Process, pid: int, *more: Any, **how: Any) -> None:
+        if (how["watch_s"] == worker.COMPILING_S) is compiles:
+            os.kill(pid, signal.SIGKILL)
+        begin(process, pid, *more, **how)
+
+    monkeypatch.setattr(Process, "__init__", dying)
+    one = honest(change=lambda text: f"# {compiles}\n{text}")  # not compiled before
+    with pytest.raises(NoDeviceError, match="before it had got a source: the process ended"):
+        judge(workers).all([one], Switches(), "row", lambda verdict: pytest.fail(str(verdict)))
 
 
 @pytest.mark.parametrize(("seen", "gpu", "visible"), [("", 1, "1"), ("3,5", 1, "5"), ("GPU-a", 0, "GPU-a")])
@@ -1050,7 +1067,7 @@ def test_the_time_of_a_stage_is_of_its_answers_and_not_of_the_judges_work(monkey
 
 
 def test_inputs_are_drawn_once_for_all_candidates_and_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(funnel, "CASES_BYTES", 2 * 16)
+    monkeypatch.setattr(tasks, "CASES_BYTES", 2 * 16)
     made = list[str]()
 
     def counted(task: catalog.Task, seed: int, name: str, device: str) -> tasks.Case:
@@ -1058,7 +1075,7 @@ def test_inputs_are_drawn_once_for_all_candidates_and_kept_within_bounds(monkeyp
         return tasks.Case(name=name, tensors=(torch.zeros(4),))
 
     monkeypatch.setattr(tasks, "case", counted)
-    kept = funnel.Cases(SEED, "cpu")
+    kept = tasks.Cases(SEED, "cpu")
     for name in ("a", "a", "b", "a", "c", "a", "b"):
         assert kept.case(RELU, name).name == name
     assert made == ["a", "b", "c", "b"]  # the one that was not used for longest went
