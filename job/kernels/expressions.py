@@ -46,7 +46,8 @@ ANNOTATION = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Tuple, a
 
 class Forbidden(Exception):
     def __init__(self, node: ast.AST, what: str) -> None:
-        super().__init__(f"line {getattr(node, 'lineno', '?')}: {what}")
+        line = getattr(node, "lineno", None)  # a module has none
+        super().__init__(what if line is None else f"line {line}: {what}")
 
 
 class Expressions:
@@ -70,6 +71,8 @@ class Expressions:
             return
         if not isinstance(node, STATEMENTS):
             raise Forbidden(node, f"{type(node).__name__} is not allowed")
+        if isinstance(node, ast.Delete) and not all(isinstance(target, ast.Name) for target in node.targets):
+            raise Forbidden(node, "del, but of names")
         for name, value in ast.iter_fields(node):
             for part in value if isinstance(value, list) else [value]:
                 if name == "annotation":
