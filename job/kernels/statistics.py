@@ -32,22 +32,35 @@ def fast_p(speedups: Sequence[Sequence[float | None]], p: float) -> float | None
 
 def share_interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Wilson's interval (1927; Brown, Cai, DasGupta 2001, Statistical Science 16:101) of the mean share of correct ones
-    from (n candidates, c correct) per task, for as many independent candidates as their spread over tasks is worth
-    (Korn, Graubard 1998, Survey Methodology 24:193). Where none or all are correct there is no spread to tell, and each
-    task counts as one: no bootstrap sees there that the next one may differ. Raises ValueError without tasks.
+    from (n candidates, c correct) per task, for as many independent candidates as their spread over tasks is worth,
+    which few tasks tell badly: hence Student's t (Korn, Graubard 1998, Survey Methodology 24:193). Where none or all
+    are correct there is no spread to tell, and each task counts as one: no bootstrap sees there that the next one may
+    differ. Raises ValueError without tasks.
     """
     if not counts:
         raise ValueError("no tasks, no interval")
     shares = [correct / n for n, correct in counts]
-    share, worth = fmean(shares), float(sum(n for n, _ in counts))
+    share, worth, z = fmean(shares), float(sum(n for n, _ in counts)), NormalDist().inv_cdf((1 + LEVEL) / 2)
     if share in (0.0, 1.0) or len(counts) == 1:
         worth = float(len(counts))
     elif spread := variance(shares) / len(counts):
-        worth = min(worth, share * (1 - share) / spread)
-    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+        worth = min(worth, share * (1 - share) / spread * (z / _student(z, len(counts) - 1)) ** 2)
     middle, width = share + z * z / (2 * worth), z * math.sqrt(share * (1 - share) / worth + (z / (2 * worth)) ** 2)
     scale = 1 + z * z / worth
     return max(0.0, (middle - width) / scale), min(1.0, (middle + width) / scale)
+
+
+def _student(z: float, freedom: int) -> float:
+    """Student's t where the normal distribution has z (Abramowitz, Stegun 26.7.5): within 1 % from 2 degrees of freedom
+    on, 11 % too small with one.
+    """
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
 def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:

@@ -54,8 +54,10 @@ def test_none_correct_is_no_certainty_and_tasks_that_differ_are_worth_less() -> 
     assert share_interval([(10, 0)] * 20) == pytest.approx((0.0, 0.16113), abs=1e-5)
     assert share_interval([(10, 10)] * 20) == pytest.approx((1 - 0.16113, 1.0), abs=1e-5)
     assert share_interval([(2, 1)] * 20) == pytest.approx((0.5 - 0.14801, 0.5 + 0.14801), abs=1e-5)
-    # All of ten tasks and none of ten: the 200 are worth 19, as few as there are tasks but one.
-    assert share_interval([(10, 0), (10, 10)] * 10) == pytest.approx((0.5 - 0.20504, 0.5 + 0.20504), abs=1e-5)
+    # All of ten tasks and none of ten: the 200 are worth 19, and what 20 tasks tell of that (1.9600 / 2.0930)^2 of it.
+    assert share_interval([(10, 0), (10, 10)] * 10) == pytest.approx((0.5 - 0.21643, 0.5 + 0.21643), abs=1e-4)
+    # Four tasks tell less: of 3 left (1.9600 / 3.1824)^2.
+    assert share_interval([(10, 0), (10, 10)] * 2) == pytest.approx((0.5 - 0.43917, 0.5 + 0.43917), abs=2e-4)
     # Tasks more alike than chance would have them are worth no more than the 200 candidates there are.
     assert share_interval([(10, 5), (10, 6)] * 10) == pytest.approx((0.480756, 0.617365), abs=1e-5)
     assert share_interval([(5, 3)]) == share_interval([(1000, 600)])
