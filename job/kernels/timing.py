@@ -187,9 +187,10 @@ def calibrated(
     after, lies = ours.trials(count), True
     for number in range(TRIES):
         before, kernel, after = after, program.trials(count, () if number else others), ours.trials(count)
-        repeat = abs(after.median - before.median) / min(after.median, before.median)
+        shorter, longer = sorted((before.median, after.median))
+        repeat = longer / shorter - 1
         lies &= kernel.incredible
-        if repeat <= REPEAT and not kernel.incredible:
+        if repeat <= REPEAT and shorter > SHORTEST_S and not kernel.incredible:
             break
     if lies:
         claimed, seen = kernel.slowest * 1e3, kernel.quickest * 1e3
@@ -200,7 +201,9 @@ def calibrated(
         took = max(took, replace(program, given=draw(task, "again-0")).again())
     speedup = min(speedup, ((before.judged + after.judged) / 2 + kernel.blur) / max(SHORTEST_S, took - kernel.blur))
     why = ""
-    if repeat > REPEAT:
+    if shorter <= SHORTEST_S:
+        why = "the reference takes no longer than an empty operation"
+    elif repeat > REPEAT:
         why = f"the reference's own repeat differs by {100 * repeat:.0f} %, more than {100 * REPEAT:.0f} %"
     elif kernel.incredible:
         why = "its clock and the judge's did not agree in the last try"

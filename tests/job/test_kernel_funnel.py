@@ -115,6 +115,10 @@ HONEST: dict[str, dict[str, str]] = {
         "tl.maximum(x, 0.0)": "tl.where(NONE < x, (NONE + 1.0) * x, NONE - NONE / (1.0 + x * x))",
     },
     "methods of a block": {"tl.maximum(x, 0.0)": "tl.where(x > 0, x.abs().cast(tl.float32), x.exp().sigmoid() * 0.0)"},
+    "prints and deletes": {
+        "    n = out.numel()": "    if (n := out.numel()) > 0:\n        print(n, x.shape, f'{x.dtype}', sep=': ')",
+        "    return out": "    del x\n    return out",
+    },
     "asks": {
         "    n = out.numel()": "    assert x.is_floating_point() and torch.is_tensor(x) and x.dtype in {torch.float}\n"
         "    n = x.float().view_as(x).nelement()"
@@ -354,7 +358,7 @@ def test_a_correct_one_is_timed_or_said_why_it_is_not(workers: Workers) -> None:
     assert verdict.passed
     assert verdict.kernel_s is not None
     assert verdict.kernel_s[0] <= verdict.kernel_s[1] <= verdict.kernel_s[2]
-    assert (verdict.speedup is None) == ("differs by" in verdict.reason)
+    assert (verdict.speedup is None) == (verdict.reason.startswith("the reference"))
     assert Verdict.from_json(verdict.to_json()) == verdict
 
 
@@ -824,6 +828,16 @@ def test_a_reference_that_does_not_repeat_gives_no_speedup(grows: float) -> None
     found = timing.calibrated(task, SEED, _steady(task), reference, drawn, trials=3, suspicious=1e9)
     assert found.speedup is None
     assert "the reference's own repeat differs by" in found.why
+
+
+def test_a_reference_as_quick_as_an_empty_operation_gives_no_speedup() -> None:
+    task = catalog.BY_NAME["relu"]
+
+    def reference(head: dict[str, Any], blobs: Any = None) -> tuple[dict[str, Any], list[bytes]]:
+        return ({"seconds": 1e-6} if head["do"] == "trial" else {}), []
+
+    found = timing.calibrated(task, SEED, _steady(task), reference, drawn, trials=3, suspicious=1e9)
+    assert (found.speedup, found.why) == (None, "the reference takes no longer than an empty operation")
 
 
 class Clock:
