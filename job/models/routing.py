@@ -103,7 +103,8 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x_Si, w_Eoi, expert_S, ends_E = ctx.saved_tensors
         (g_So,) = gradients
-        one_SE = F.one_hot(expert_S, len(w_Eoi)).to(g_So.dtype)
+        # Not one_hot: compiled, its checks of the values are two kernels more.
+        one_SE = (expert_S[:, None] == torch.arange(len(w_Eoi), device=expert_S.device)).to(g_So.dtype)
         g_Eoi = F.grouped_mm(g_So.mT, x_Si, offs=ends_E)
         return F.grouped_mm(g_So, w_Eoi, offs=ends_E), g_Eoi, one_SE.mT @ g_So, None, None
 
