@@ -74,7 +74,7 @@ def admitted(pairs: PairsFile) -> str:
     """How many answers the funnel's rules would admit, and why not the others: a model writes what it is shown."""
     first = itertools.islice(pairs.conversations(), LOOKED_AT)
     found = [rules.problem(answers.program(answer.text)) for _, answer in first]
-    why = Counter(re.sub(r"^line [\d?]+: ", "", problem) for problem in found if problem is not None)
+    why = Counter(re.sub(r"^line \d+: ", "", problem) for problem in found if problem is not None)
     count = f"{found.count(None)} of {len(found)} answers are programs that the funnel's rules admit"
     if not why:
         return count
