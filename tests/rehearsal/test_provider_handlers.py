@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from declared import subnets, template
+from moto.s3.models import s3_backends
 
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
@@ -239,6 +240,14 @@ def test_a_name_is_drawn_once_and_kept() -> None:
 def test_a_preview_promises_nothing_that_only_aws_knows() -> None:
     promised = table.expected(handler(VPC), {}, {"cidrBlock": "10.0.0.0/16"})
     assert promised == {"cidrBlock": "10.0.0.0/16", "arn": UNKNOWN, "tagsAll": UNKNOWN}
+
+
+def test_a_full_bucket_goes_with_more_objects_than_one_listing_names(aws: Aws, cloud: Cloud) -> None:
+    _, state = make(aws, BUCKET, bucket="thousand", forceDestroy=True)
+    for number in range(1001):
+        s3_backends[cloud.account]["aws"].put_object("thousand", f"r1/{number}", b"")
+    handler(BUCKET).delete(aws, "thousand", state)
+    assert "thousand" not in {bucket["Name"] for bucket in aws.s3.list_buckets()["Buckets"]}
 
 
 def test_a_subnet_does_not_go_from_under_a_node(aws: Aws, cloud: Cloud) -> None:
