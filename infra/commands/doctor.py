@@ -24,6 +24,7 @@ from infra.readiness import not_ready
 # Deep Learning Base AMI with the open Nvidia driver, Amazon Linux 2023, x86_64: the name as used in public code on
 # 2026-11-21, for example for the build of 2026-09-25. Driver, container toolkit and docker are in it.
 AMI_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id"
+SKIPPED = "not checked"  # the name of what AWS did not answer
 MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 
 
@@ -38,16 +39,18 @@ def run(args: argparse.Namespace) -> int:
     if args.pin:
         pin(definition, aws.client("ssm", definition.fleet.region))
         definition = stack.definition_of(args)
-    worst = "ok"
+    worst, skipped = "ok", False
     for check in examine(definition, loader.project_root(Path.cwd()), aws.client):
         print(f"  {MARKS[check.state]} {check.name}: {check.found}")
         if check.fix:
             print(f"          {check.fix}")
-        worst = max(worst, check.state, key=list(MARKS).index)
+        worst, skipped = max(worst, check.state, key=list(MARKS).index), skipped or check.name == SKIPPED
     print(
         {
             "ok": "Everything is in place. Next: `pulumi preview`, then `pulumi up`.",
-            "warning": "Nothing stands in the way; read the warnings.",
+            "warning": "Nothing that was checked stands in the way; not all of it was."
+            if skipped
+            else "Nothing stands in the way; read the warnings.",
             "problem": "Put the problems right first: with them `pulumi up` would leave you without a node.",
         }[worst]
     )
@@ -106,7 +109,7 @@ def guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
         sentence = aws.refusal(error)
         if sentence is None:
             raise
-        yield Check(name="not checked", state="warning", found=str(sentence))
+        yield Check(name=SKIPPED, state="warning", found=str(sentence))
 
 
 def image(definition: StackDefinition) -> Iterator[Check]:

@@ -133,7 +133,9 @@ def no_rights(cloud: Cloud) -> None:
             like_named, 1, "PROBLEM dataset: s3://elsewhere/tokens/dataset.json", "gpufleet prepare", id="alike"
         ),
         pytest.param(own_key, 0, "is encrypted with arn:aws:kms", "--sse AES256 s3://elsewhere/tokens", id="a key"),
-        pytest.param(no_rights, 0, "warning not checked: AWS does not let you call", "Ask for that", id="no rights"),
+        pytest.param(
+            no_rights, 0, "warning not checked: AWS does not let you call", "not all of it was", id="no rights"
+        ),
     ],
 )
 def test_what_is_missing_is_named_with_what_to_do(
