@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from infra.policy import OBJECT
 from infra.resources.tags import RUN_TAG
-from infra.review.declared import OBJECT
 from infra.run_guard import Previous
 
 TRIES = 20

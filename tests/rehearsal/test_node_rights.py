@@ -153,7 +153,7 @@ def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_p
         ec2, began = as_node(cloud, "ec2"), cloud.clock.now().timestamp()
         with pytest.raises(ClientError, match="UnauthorizedOperation"):
             changes(ec2, theirs, began)
-        cloud.fleets.notice(node.id, 120)
+        cloud.fleets.notice(node.id)
         assert of_node(node.id, ec2)(began) == []  # AWS's hand
         cloud.clock.advance(60)
         cloud.client("ec2").modify_fleet(FleetId=own, TargetCapacitySpecification={"TotalTargetCapacity": 0})
