@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,24 @@ def test_it_is_said_how_often_counted_steps_read_a_small_text(
     many = replace(plan, facts=plan.facts | {"train_characters": 332_500_000})
     assert prepare_command.repeated(config, many).startswith("training reads each character about 8 times")
     assert prepare_command.repeated(config, replace(plan, facts={"train_characters": 2_000_000_000})) == ""
+
+
+@pytest.mark.parametrize(("share", "code"), [(Decimal("1.05"), 0), (Decimal("0.9"), 2)])
+def test_a_run_that_its_cap_may_cut_short_is_warned_of_and_one_that_it_will_is_refused(
+    project: Path, capsys: pytest.CaptureFixture[str], share: Decimal, code: int
+) -> None:
+    file = project / "stacks" / "pretrain-d64.yaml"
+    text = (ROOT / "stacks" / "pretrain-d64.yaml").read_text()
+    file.write_text(text)
+    (project / "mine").write_text("12+30\n42\n" * 40_000)
+    bill = price(load(file, now=datetime.now(UTC)), load_catalog(project))
+    cap = round(bill.chosen.metered_usd.p50 * share, 2)
+    file.write_text(text.replace("max_usd: 1000", f"max_usd: {cap}"))
+    assert main(["prepare", "pretrain-d64", "mine"]) == code
+    said = capsys.readouterr()
+    assert ("warning: limits.max_usd" in said.out) == (code == 0)
+    assert ("limits.max_usd" in said.err) == (code == 2)
+    assert read_manifest(project / "data" / "numbers")
 
 
 def test_a_text_that_is_not_utf8_ends_with_code_2(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

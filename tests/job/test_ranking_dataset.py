@@ -60,6 +60,16 @@ def test_a_folder_becomes_arrays_in_the_files_order(tmp_path: Path) -> None:
     assert ranking.prepare_ranking(tmp_path / "other", of_text(), text=text).source != manifest.source
 
 
+def test_a_label_belongs_to_its_query_in_whatever_order_these_are(tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text")
+    lines = (text / "queries.jsonl").read_text().splitlines()
+    (text / "queries.jsonl").write_text("\n".join(reversed(lines)))
+    found = ranking.read_folder(text, Hashed(width=16), of_text())
+    assert found.names["queries"] == ["q2", "q1", "q0"]
+    assert found.labels.tolist() == [[0, 1, 0], [2, 0, 0], [0, 0, 1]]
+    assert np.array_equal(found.queries, Hashed(width=16).encode(TEXTS[::-1]))
+
+
 def test_a_models_name_may_hold_any_character(tmp_path: Path) -> None:
     text = folder_of_text(tmp_path / "text", labels=["q0,m\u20281,1", "q1,m1,2", "q2,m\u00852,1"])
     ranking.prepare_ranking(tmp_path / "set", of_text(), text=text)
@@ -243,6 +253,7 @@ def test_hashed_sentences_are_alike_where_their_words_are() -> None:
     a, b, c = Hashed(width=256).encode(["boil an egg", "boiling an egg", "quantum gravity"])
     assert a @ b > 0.5 > abs(a @ c)
     assert not Hashed(width=8).encode(["?!"]).any()
+    assert (Hashed(width=256).encode(["boil an egg"]) < 0).any()  # else all sentences would be a little alike
 
 
 def test_a_width_of_its_own_gets_the_hashed_encoder_and_the_reason() -> None:
