@@ -24,6 +24,7 @@ from infra.cost.estimate import price
 from infra.cost.hazard import Observation
 from infra.loader import load, rehearsal_text
 from job.config.common import Decoder
+from job.dataset import weights
 from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.prepare import read_manifest
 from job.dataset.rendering import TEMPLATES
@@ -255,6 +256,21 @@ def test_other_base_weights_than_the_experiments_are_said_before_anything_is_tok
     assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
     assert "no whole safetensors file; download it again" in capsys.readouterr().err
     assert not (tuning / "data" / "sft").exists()
+
+
+def test_base_weights_are_listed_for_the_upload_and_what_is_left_out_is_said(
+    tuning: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tuning / "stacks" / "sft-h100.yaml"
+    file.write_text(file.read_text().replace("vocab: 32", "vocab: 512"))
+    folder = published(tuning, vocab=512)
+    (folder / "tokenizer.json").write_bytes(byte_tokenizer(TEMPLATES["llama"]).files["tokenizer.json"])
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.pth").touch()
+    assert main(["prepare", "sft-h100", "examples.jsonl"]) == 0
+    needed = ["config.json", "model.safetensors", "tokenizer.json", "weights.json"]
+    assert sorted(each.name for each in weights.read(folder).files) == needed
+    assert "not needed and left out: original/, 0.00 GB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

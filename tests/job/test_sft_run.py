@@ -55,6 +55,8 @@ def test_the_rehearsal_shape_has_the_counted_parameters() -> None:
     config = from_json("sft-h100", sft.config())
     size = sizing.phases(config)[0]
     assert (size.params_total, size.params_trained) == (167_360, 9_344)
+    whole = sizing.phases(from_json("sft-h100", sft.config(method="full")))[0]
+    assert (whole.params_total, whole.params_trained) == (158_016, 158_016)
 
 
 def test_it_learns(finished: Path) -> None:
