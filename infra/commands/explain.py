@@ -37,8 +37,8 @@ _RULES = {
     ),
     r"Invalid IAM Instance Profile": Reason(
         cause="EC2 does not know the node's instance profile: it was made a moment ago, or somebody deleted it",
-        remedy="Wait: the fleet tries again by itself, some minutes later. If this is said then too, run "
-        "`pulumi refresh` and `pulumi up`.",
+        remedy="Wait: the fleet tries again by itself, some minutes later. If this is said then too, give run.id a new "
+        "value, then `pulumi up`: a fleet keeps the profile that it was made with.",
     ),
     r"InvalidAMIID|image id|InvalidAMI|AMI .*not (exist|found|available)": Reason(
         cause="the AMI does not exist in {region}, or is no longer offered",
@@ -70,7 +70,8 @@ _RULES = {
     ),
     r"InsufficientFreeAddresses|InvalidSubnet|InvalidGroup|InvalidLaunchTemplate": Reason(
         cause="part of the network or the launch template is gone",
-        remedy="Run `pulumi refresh` and `pulumi up`: somebody deleted what the stack declared.",
+        remedy="Somebody deleted what the stack declared. Give run.id a new value, then `pulumi up`, which makes it "
+        "again; a fleet keeps the subnets and the template that it was made with.",
         final=True,
     ),
     r"spotFleetRequestConfigurationInvalid|allLaunchSpecsTemporarilyBlacklisted": Reason(

@@ -227,3 +227,11 @@ def test_every_known_event_has_a_cause(
 
 def test_what_is_not_known_is_not_guessed(stack: StackDefinition) -> None:
     assert explain("registerWithLoadBalancersFailed", "odd", stack) is None
+
+
+@pytest.mark.parametrize("gone", ["InvalidSubnetID.NotFound", "InvalidGroup.NotFound", "Invalid IAM Instance Profile"])
+def test_what_was_deleted_under_a_fleet_comes_back_with_a_new_run_alone(stack: StackDefinition, gone: str) -> None:
+    """`up` makes it again under another id, and leaves the fleet of a run that has begun as it is."""
+    reason = explain("launchSpecTemporarilyBlacklisted", gone, stack)
+    assert reason is not None
+    assert "give run.id a new value" in reason.remedy.replace("Give", "give")
