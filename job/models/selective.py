@@ -23,6 +23,8 @@ KEPT = {
     torch.ops.torch_attn._varlen_attn.default,  # packed rows on CUDA
     aten.topk.default,  # recomputed, a tie could route a token elsewhere than forward did
 }
+MATMULS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}  # where their two matrices begin
+WIDE = 8  # numbers of a result for each one summed over: more is held than it costs to compute (an adapter's B)
 
 
 class Checkpointed(nn.Module):
@@ -47,8 +49,12 @@ def keep_products() -> Any:
 
 
 # Without it torch caches no traced graph that calls this: the policy is part of what was compiled.
-keep_products.cache_hash = " ".join(sorted(map(str, KEPT)))  # type: ignore[attr-defined]
+keep_products.cache_hash = " ".join([*sorted(map(str, KEPT)), str(WIDE)])  # type: ignore[attr-defined]
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    keep = op in KEPT
+    if keep and op in MATMULS:
+        left, right = args[MATMULS[op] : MATMULS[op] + 2]
+        keep = right.shape[-1] <= WIDE * left.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -14,8 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from job import sizing
 from job.config import Precision
+from job.config.common import Decoder as Shape
+from job.config.sft import Lora
+from job.models import decoder, lora
 from job.models.blocks import rotations
 from job.models.growth import Growth, build, load
+from job.sizing.decoder import layer_activation_bytes
 
 TOKENS, TARGETS = PROBE[:, :-1], PROBE[:, 1:]
 
@@ -114,3 +118,24 @@ def test_a_steps_peak_has_the_weights_that_products_cast_to_their_own_dtype(
     found = alive.peak + sum(parameter.nbytes for parameter in parameters)
     predicted = sizing.memory(config, 2, len(TOKENS), checkpointing=checkpointing)
     assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.05)
+
+
+def test_checkpointed_layers_with_adapters_hold_each_product_once() -> None:
+    shape = Shape(vocab=64, layers=1, width=512, heads=8, kv_heads=8, head_dim=64, ffn=1024, rope_scaling="none")
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    held = []
+    for layers in (1, 2):
+        drawn = torch.Generator().manual_seed(1)
+        base = decoder.build(
+            replace(shape, layers=layers), compute=torch.bfloat16, dtype=torch.bfloat16, generator=drawn
+        )
+        module = lora.attach(base, Lora(rank=16, dropout=0.1), drawn)
+        module.train()
+        module.checkpointing = True
+        with Alive(list(module.parameters())) as alive:
+            loss = module(tokens, tokens).loss_sum
+        held.append(alive.now())
+        assert loss is not None
+    counted = layer_activation_bytes(shape, 2, checkpointing=True, adapters=16)
+    results = 2 * 2 * shape.width  # of o and down, which are held without need
+    assert (held[1] - held[0]) / tokens.numel() == pytest.approx(counted + results, rel=0.02)
