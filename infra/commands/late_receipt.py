@@ -21,14 +21,25 @@ from job.supervisor.store import S3Store
 
 
 def make(
-    definition: StackDefinition, folder: aws.RunFolder, ec2: Any, run_json: Path, done: Mapping[str, Any], now: float
+    definition: StackDefinition,
+    folder: aws.RunFolder,
+    ec2: Any,
+    target: Path,
+    done: Mapping[str, Any],
+    now: float,
+    before: Mapping[str, Any],
 ) -> bytes:
-    """receipt.json, `now` in epoch seconds. Raises ValueError with what keeps it from being made."""
+    """receipt.json, `now` in epoch seconds; run.json is in `target`. `before`: the one that was made earlier, empty
+    without; what the fleet said then stands, since AWS forgets. Raises ValueError with what keeps it from being made.
+    """
     try:
-        run, store = load(run_json), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
+        run, store = load(target / "run.json"), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
         found = attempts.read(store, run, done=done)
         if not found:
             raise ValueError("no node has left a record")
+        if before and before.get("counted_until") == done.get("at"):  # of this end, not of the id's earlier life
+            said = {each["instance"]: each["reclaimed"] for each in before["attempts"]}
+            found = attempts.told(found, {name: taken for name, taken in said.items() if taken is not None})
         found = attempts.judged(found, _changes(definition, ec2), now)
         made = receipt.build(
             run, found, reason=str(done.get("reason")), detail=str(done.get("detail") or ""), at=str(done.get("at"))

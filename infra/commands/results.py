@@ -20,7 +20,7 @@ from infra.commands import aws, late_receipt, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.loader import project_root
-from job import sizing
+from job import atomic, sizing
 from job.supervisor.receipt import text as receipt_text
 
 CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
@@ -93,11 +93,12 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
     done = (folder.document("done.json") or {}) if lacking else {}
     reason, detail = done.get("reason"), done.get("detail")
+    before = (atomic.read_object(target / RECEIPT) or {}) if RECEIPT in lacking else {}
     if RECEIPT in lacking:
         (target / RECEIPT).unlink(missing_ok=True)  # of an earlier life of this run's id
     if RECEIPT in lacking and reason:
         try:
-            made = late_receipt.make(definition, folder, ec2, target / "run.json", done, time.time())
+            made = late_receipt.make(definition, folder, ec2, target, done, time.time(), before)
             (target / RECEIPT).write_bytes(made)
             lacking.remove(RECEIPT)
             print(receipt_text(json.loads(made)))

@@ -116,7 +116,12 @@ def read(
         _attempt(run, name, records[name], _last(texts, name), until)
         for name, until in zip(ordered, launches[1:], strict=True)
     ]
-    return [_taken(each, known[each.instance]) if each.instance in known else each for each in found]
+    return told(found, known)
+
+
+def told(attempts: Iterable[Attempt], known: Mapping[str, bool]) -> list[Attempt]:
+    """With what is `known` of each, as `reclaimed` gives it."""
+    return [_taken(each, known[each.instance]) if each.instance in known else each for each in attempts]
 
 
 def judged(attempts: Sequence[Attempt], changes: fleet.Changes, now: float) -> list[Attempt]:
