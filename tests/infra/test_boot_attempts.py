@@ -86,6 +86,13 @@ def test_a_node_lost_among_results_has_led_somewhere_and_one_that_crashed_there_
     assert again.boot().told(RUN) == []
 
 
+def test_a_node_that_left_results_before_its_notice_begins_a_new_count(node: Node) -> None:
+    node.earlier_boots(4)
+    attempt = node.stored("attempts/i-2.json")
+    node.put("attempts/i-2.json", attempt | {"results": True, "exit": {"code": 75, "notice": True}})
+    assert node.boot().told(RUN) == [RUN]
+
+
 def test_boots_before_the_newest_manifest_are_not_counted(node: Node) -> None:
     node.earlier_boots(5, manifest="r1/ckpt/step_00000100/manifest.json")
     for step in (100, 1200):

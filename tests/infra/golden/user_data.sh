@@ -90,8 +90,9 @@ for path in glob.glob(sys.argv[1] + "/*.json"):
     try: boots.append(json.load(open(path)))
     except ValueError: pass
 for boot in sorted(boots, key=lambda b: b.get("booted_at", ""), reverse=True):
-    if (boot.get("manifest_at_boot") or "") != sys.argv[2] or boot.get("results") and not boot.get("exit"): break
-    count += not (boot.get("exit") or {}).get("notice")
+    end = boot.get("exit") or {}
+    if (boot.get("manifest_at_boot") or "") != sys.argv[2] or boot.get("results") and end.get("notice", not end): break
+    count += not end.get("notice")
 print(count)' "$DIR/attempts" "$MANIFEST"
 }
 record_exit() { # CODE REASON, into attempts/<instance>.json; what the supervisor wrote stays
@@ -149,7 +150,7 @@ over() { # REASON DETAIL: the run has ended
   stop_fleet
   leave "$1"
 }
-crash() { # REASON [CODE]: this attempt failed; the fleet makes the next one, unless three in a row led nowhere
+crash() { # REASON [CODE]: the fleet makes the next node, unless three in a row led nowhere
   local boots=''
   ENDED=yes
   say "attempt failed: $1"
