@@ -29,7 +29,7 @@ def make(
     now: float,
     before: Mapping[str, Any],
 ) -> bytes:
-    """receipt.json, `now` in epoch seconds; run.json is in `target`. `before`: the one that was made earlier, empty
+    """receipt.json, `now` in epoch seconds; run.json is in `target`. `before`: the one made earlier of this end, empty
     without; what the fleet said then stands, since AWS forgets. Raises ValueError with what keeps it from being made.
     """
     try:
@@ -37,9 +37,8 @@ def make(
         found = attempts.read(store, run, done=done)
         if not found:
             raise ValueError("no node has left a record")
-        if before and before.get("counted_until") == done.get("at"):  # of this end, not of the id's earlier life
-            said = {each["instance"]: each["reclaimed"] for each in before["attempts"]}
-            found = attempts.told(found, {name: taken for name, taken in said.items() if taken is not None})
+        said = {each["instance"]: each["reclaimed"] for each in before.get("attempts", ())}
+        found = attempts.told(found, {name: taken for name, taken in said.items() if taken is not None})
         found = attempts.judged(found, _changes(definition, ec2), now)
         made = receipt.build(
             run, found, reason=str(done.get("reason")), detail=str(done.get("detail") or ""), at=str(done.get("at"))

@@ -93,13 +93,15 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
     done = (folder.document("done.json") or {}) if lacking else {}
     reason, detail = done.get("reason"), done.get("detail")
-    before = (atomic.read_object(target / RECEIPT) or {}) if RECEIPT in lacking else {}
     if RECEIPT in lacking:
-        (target / RECEIPT).unlink(missing_ok=True)  # of an earlier life of this run's id
+        before = atomic.read_object(target / RECEIPT) or {}
+        if not before or before.get("counted_until") != done.get("at"):  # of an earlier life of this run's id
+            before = {}
+            (target / RECEIPT).unlink(missing_ok=True)
     if RECEIPT in lacking and reason:
         try:
             made = late_receipt.make(definition, folder, ec2, target, done, time.time(), before)
-            (target / RECEIPT).write_bytes(made)
+            atomic.write_bytes(target / RECEIPT, made)
             lacking.remove(RECEIPT)
             print(receipt_text(json.loads(made)))
         except ValueError as error:
