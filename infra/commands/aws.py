@@ -144,8 +144,9 @@ def fleets(ec2: Any, definition: StackDefinition, *, every_run: bool = False) ->
     wanted = {STACK_TAG: definition.name, **({} if every_run else {RUN_TAG: definition.run.id})}
     mine = [fleet for fleet in pages(ec2, "describe_fleets", "Fleets") if wanted.items() <= tags_of(fleet).items()]
 
-    def order(fleet: dict[str, Any]) -> tuple[bool, bool, datetime]:
-        return owner(fleet) == definition.run.owner, fleet["FleetState"] not in ENDED, fleet["CreateTime"]
+    def order(fleet: dict[str, Any]) -> tuple[bool, bool, bool, datetime]:
+        ours, ended = owner(fleet) == definition.run.owner, fleet["FleetState"] in ENDED
+        return ours, may_launch(fleet), not ended, fleet["CreateTime"]
 
     return sorted(mine, key=order, reverse=True)
 

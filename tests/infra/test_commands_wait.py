@@ -48,12 +48,16 @@ def test_a_second_fleet_of_the_run_that_no_stack_knows_is_named_with_how_to_end_
     declare_fleet(cloud, owner="bob")
     assert waited(cloud, stack)[0] == 0  # another's is his
     cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
+    cloud.clock.advance(60)
     kept = declare_fleet(cloud)
     code, said = waited(cloud, stack)
     assert code == 1
     assert said.startswith("2 fleets of run r1 launch nodes, each billed.")
     for fleet in (lost, kept):
         assert f"--terminate-instances --region us-east-2 --fleet-ids {fleet}   # made 2026-11-2" in said
+    cloud.client("ec2").modify_fleet(FleetId=kept, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    assert waited(cloud, stack)[0] == 0  # of the one that launches: with another put aside there is one node
+    cloud.client("ec2").modify_fleet(FleetId=kept, TargetCapacitySpecification={"TotalTargetCapacity": 1})
     cloud.client("ec2").delete_fleets(FleetIds=[lost], TerminateInstances=True)
     assert waited(cloud, stack)[0] == 0
 
