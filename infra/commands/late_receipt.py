@@ -49,12 +49,15 @@ def make(
 
 
 def _changes(definition: StackDefinition, ec2: Any) -> fleet.Changes:
-    """Of the run's fleet, while AWS shows it: two days after it was deleted."""
+    """Of the run's fleet, while AWS shows it: two days after it was deleted. Where an `up` that was killed has left a
+    second one, of both: which of them a node was of is not known any more.
+    """
 
     def ask(since: float) -> list[float] | None:
         try:
             found = aws.fleets(ec2, definition)
-            return fleet.changes(ec2, found[0]["FleetId"], since) if found else None
+            ids = [each["FleetId"] for each in found if aws.owner(each) == aws.owner(found[0])]
+            return [at for each in ids for at in fleet.changes(ec2, each, since)] if ids else None
         except (BotoCoreError, ClientError):
             return None
 

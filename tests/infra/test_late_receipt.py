@@ -71,6 +71,8 @@ def test_such_a_receipt_asks_the_fleet_who_took_its_nodes(
     cloud.clock.advance(15 * 60)  # the second node is there
     if zero:
         cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+        cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
+        declare_fleet(cloud)  # a second one, as a killed `up` leaves it
     known: list[list[bool | None]] = []
     for days, to in ((0, "here"), (3, "here"), (3, "there")):  # AWS forgets, a receipt that was made does not
         at = cloud.clock.now().timestamp() + days * 86_400
