@@ -25,15 +25,19 @@ ChunkLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 def chunk_loss(logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
     """Cross-entropy summed over the targets that are not IGNORED, fp32 or wider, and with `grad` its slope by the
-    logits, in their dtype, as if every token counted. Compiled it is two passes over the logits, else about seven.
+    logits, in their dtype, as if every token counted. Compiled it is two passes over the logits, else about five.
     """
     places_C1 = targets_C.clamp(min=0)[:, None]
     logs_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
     loss = -(logs_CV.gather(1, places_C1) * (targets_C != IGNORED)[:, None]).sum()
     if not grad:
         return loss, None
-    ids_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
-    return loss, logs_CV.exp_().add_(ids_V == places_C1, alpha=-1).to(logits_CV.dtype)
+    if torch.compiler.is_compiling():  # within the pass, where no scatter can be; eager a mask of its size
+        ids_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+        slope_CV = logs_CV.exp_().add_(ids_V == places_C1, alpha=-1)
+    else:
+        slope_CV = logs_CV.exp_().scatter_add_(1, places_C1, torch.full_like(places_C1, -1.0, dtype=logs_CV.dtype))
+    return loss, slope_CV.to(logits_CV.dtype)
 
 
 def linear_loss(x_Nd: Tensor, weight_Vd: Tensor, targets_N: Tensor, chunk: ChunkLoss = chunk_loss) -> Tensor:

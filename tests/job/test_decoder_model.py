@@ -19,7 +19,7 @@ from job.config.sft import Lora, SftConfig
 from job.models import decoder, lora
 from job.models.decoder import build, decays, frequencies, positions
 from job.models.generate import generate, uniform
-from job.models.linear_loss import CHUNK_TOKENS, IGNORED, linear_loss
+from job.models.linear_loss import CHUNK_TOKENS, IGNORED, chunk_loss, linear_loss
 from job.train.optimizer import groups
 
 QWEN25_7B = Shape(
@@ -219,8 +219,23 @@ def test_the_chunked_loss_passes_over_its_logits_no_more_often_than_it_must() ->
     with Passes(50 * 70) as passes:
         linear_loss(x, weight, torch.arange(50)).backward()
     assert passes.names == [
-        "_to_copy.default", "_log_softmax.default", "exp_.default", "eq.Tensor", "add_.Tensor", "_to_copy.default",
+        "_to_copy.default", "_log_softmax.default", "exp_.default", "scatter_add_.default", "_to_copy.default",
     ]  # fmt: skip
+
+
+def test_the_compiler_gets_a_slope_without_a_scatter_and_the_same_numbers() -> None:
+    logits, targets = torch.randn(5, 7, generator=generator()), torch.tensor([0, IGNORED, 6, 3, 3])
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    torch.compiler.reset()
+    found = torch.compile(chunk_loss, fullgraph=True, backend=backend)(logits, targets, True)
+    torch.compiler.reset()
+    torch.testing.assert_close(found, chunk_loss(logits, targets, True))
+    assert ["scatter" in graph for graph in graphs] == [False]
 
 
 def test_the_scale_of_an_adapter_is_no_pass_over_what_it_gives_or_its_gradient() -> None:
