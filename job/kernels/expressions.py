@@ -193,6 +193,8 @@ class Expressions:
             raise Forbidden(node, f"{node.id} can be changed, and outlives a call: for decorators alone")
         if isinstance(node.ctx, ast.Store) or not (node.id in self.top or node.id in BUILTINS):
             raise Forbidden(node, f"the name {node.id}")
+        if self.modules.get(node.id) in MODULES:  # as the object whose methods a word of Triton's language calls
+            raise Forbidden(node, f"{node.id}, a module, as a value")
         if self.modules.get(node.id) in PLAIN_CALLS:
             raise Forbidden(node, f"{node.id}, but to call it or as a decorator")
 
