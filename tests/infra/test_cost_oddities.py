@@ -78,11 +78,13 @@ def test_an_unknown_type_names_the_nearest() -> None:
 def test_a_type_that_does_not_hold_the_job_says_why_and_the_nearest_change(
     type_: str, changes: dict[str, Any], why: str, nearest: str
 ) -> None:
-    plan = definition(types=(type_,), config=growth(**changes), step_ms=("80", "130", "600"), max_usd="50")
-    (problem,) = problems(plan, price(plan, CATALOG, runs=100))
-    assert problem.path == "fleet.instance_types[0]"
-    assert re.search(why, problem.allowed)
-    assert re.search(nearest, problem.hint)
+    types = (type_, "g6e.2xlarge", type_)  # the fleet could pick each: all that do not hold it are named
+    plan = definition(types=types, config=growth(**changes), step_ms=("80", "130", "600"), max_usd="50")
+    found = problems(plan, price(plan, CATALOG, runs=100))
+    assert [problem.path for problem in found] == ["fleet.instance_types[0]", "fleet.instance_types[2]"]
+    for problem in found:
+        assert re.search(why, problem.allowed)
+        assert re.search(nearest, problem.hint)
 
 
 def test_when_no_type_holds_the_job_or_has_a_speed_the_error_is_the_fit() -> None:

@@ -137,14 +137,18 @@ def test_a_type_is_offered_in_every_zone_and_each_zone_has_one_subnet(declared: 
 
 
 def test_everything_that_takes_tags_has_the_three(declared: Declared) -> None:
-    run = declared.result.outputs["run"]["id"]
+    outputs = declared.result.outputs
+    wanted = {
+        "gpufleet:stack": outputs["definition"],
+        "gpufleet:run": outputs["run"]["id"],
+        "gpufleet:owner": "you",
+    }.items()
     for each in declared.resources:
         if "tagsAll" in each["state"]:
-            assert each["inputs"]["tags"]["gpufleet:run"] == run, each["name"]
-            assert {"gpufleet:stack", "gpufleet:owner"} <= set(each["inputs"]["tags"]), each["name"]
+            assert wanted <= each["inputs"]["tags"].items(), each["name"]
     tagged = {each["resourceType"]: each["tags"] for each in declared.one(TEMPLATE)["tagSpecifications"]}
     assert set(tagged) == {"instance"}  # a fleet may not tag network interfaces, and would launch nothing
-    assert all(tags["gpufleet:run"] == run for tags in tagged.values())
+    assert wanted <= tagged["instance"].items()
 
 
 def test_the_bucket_is_closed_and_encrypted(declared: Declared) -> None:
