@@ -154,7 +154,7 @@ def test_what_ran_elsewhere_is_shown_as_claimed_and_never_priced() -> None:
 def test_two_nodes_are_priced_twice_and_are_not_launchable() -> None:
     two, one = rows("sft-h100")["fsdp-2xh100"], rows("sft-h100")["h100-optimized"]
     assert not two.launchable
-    assert "2 nodes" in two.why
+    assert two.why == "2 nodes: priced only, a run is one node"
     assert two.side is not None
     assert one.side is not None
     assert two.side.lines[0].quantity == pytest.approx(
