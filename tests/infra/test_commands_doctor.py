@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import boto3
 import pytest
@@ -183,6 +186,33 @@ def test_an_unreachable_registry_is_a_sentence(monkeypatch: pytest.MonkeyPatch) 
 def test_a_digest_that_is_gone_is_noticed(cloud: Cloud) -> None:
     with pytest.raises(AwsRefused, match=r"the registry has no .*@sha256:00"):
         registry.digest(f"{IMAGE}@sha256:" + "00" * 32)
+
+
+@pytest.mark.parametrize(
+    ("without_token", "with_token", "words"),
+    [
+        (404, 0, "the registry has no ghcr.io/us/job:1"),
+        (401, 404, "the registry has no ghcr.io/us/job:1"),
+        (401, 401, "is not public, and a node has no login"),
+        (401, 403, "is not public, and a node has no login"),
+        (401, 500, "cannot be asked"),
+        (403, 0, "cannot be asked"),
+    ],
+)
+def test_what_a_registry_refuses_with_and_without_a_token_is_said(
+    without_token: int, with_token: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(url: str, headers: dict[str, str]) -> tuple[Message, bytes]:
+        if url.startswith("https://token"):
+            return Message(), b'{"token": "t"}'
+        code = with_token if headers.get("Authorization") == "Bearer t" else without_token
+        challenge = Message()
+        challenge["WWW-Authenticate"] = 'Bearer realm="https://token",service="ghcr.io",scope="pull"'
+        raise HTTPError(url, code, "refused", challenge, io.BytesIO())
+
+    monkeypatch.setattr(registry, "_get", get)
+    with pytest.raises(AwsRefused, match=words):
+        registry.digest("ghcr.io/us/job:1")
 
 
 @pytest.mark.parametrize(
