@@ -85,7 +85,7 @@ def _steps(dropout: float, where: torch.device) -> dict[str, Callable[[int], Non
         bits = () if noise is None else (noise.query[part], noise.model[part])
         output = module(x[part], targets[part], weights[part], *bits)
         (output.loss_sum / QUERIES).backward()
-        clip_each(module, config.optim.clip)
+        clip_each(list(module.parameters()), config.optim.clip)
         optimizers[module].step()
         optimizers[module].zero_grad(set_to_none=True)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean, median_low
 from typing import Any
@@ -147,9 +148,9 @@ class TwoTower(Experiment):
         self._say_epoch(phase, epoch, self._losses_K[:folds].tolist(), found)
         return 1 - fmean(found[:folds])
 
-    def clip(self, module: nn.Module) -> Tensor:
+    def clip(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Each member by its own norm; the mean of them."""
-        return clip_each(module, self.config.optim.clip).mean()
+        return clip_each(parameters, self.config.optim.clip).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
         """The members' losses go to the epoch's line, not to metrics.jsonl."""

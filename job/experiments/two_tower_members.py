@@ -4,6 +4,7 @@ left. Legend: K members, Q queries of a chunk, M models, S sentence width, B sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,11 +100,11 @@ def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampl
 
 
 @torch.no_grad()
-def clip_each(module: nn.Module, limit: float) -> Tensor:
+def clip_each(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     """Undoes the mean over members, then scales each member's gradient down to a norm of `limit` (0: only measures).
     The norms before, [K].
     """
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     count = gradients[0].shape[0]
     norms = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients]
     norms_K: Tensor = count * torch.linalg.vector_norm(torch.stack(norms), dim=0)

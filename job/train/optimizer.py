@@ -36,7 +36,7 @@ def make(groups: Iterable[dict[str, Any]], config: AdamW | CosineAdamW, *, seed:
         return NarrowAdamW(groups, betas=betas, eps=config.eps, seed=seed)
     assert torch.bfloat16 not in dtypes, dtypes
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps, fused=True)
-    for parameter in _parameters(optimizer):
+    for parameter in parameters(optimizer):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
@@ -66,7 +66,7 @@ def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tens
 
 def set_step(optimizer: Optimizer, step: int) -> None:
     """Continues after `step` steps of this phase; the bias correction depends on it."""
-    for parameter in _parameters(optimizer):
+    for parameter in parameters(optimizer):
         if "step" in optimizer.state.get(parameter, {}):
             optimizer.state[parameter]["step"].fill_(step)
 
@@ -100,7 +100,7 @@ class NarrowAdamW(Optimizer):
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.seed = seed
         self._step = torch.zeros((), dtype=torch.int64)  # every parameter's
-        for parameter in _parameters(self):
+        for parameter in parameters(self):
             moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
             self.state[parameter] = {"step": self._step, **moments}
         self._updates = [_updater(self._tensors(group)) for group in self.param_groups]
@@ -188,5 +188,6 @@ def _key(seed: int, step: int, index: int) -> int:
     return (((seed * 1_000_003 + step) * 1_000_003 + index) * 0x9E3779B97F4A7C15) & KEYS
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that it updates. A module's own walk through its parts takes the host longer, at every step."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

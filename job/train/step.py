@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job.train import parallel
+from job.train import optimizer, parallel
 from job.train.data import mix
 from job.train.experiment import Experiment, Output, Work
 
@@ -52,8 +52,9 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
             aux[name] = aux[name] + part if name in aux else part
         torch.autograd.backward(objective)
     assert loss is not None
-    parallel.reduce(module.parameters(), experiment.session.world)
-    norm = experiment.clip(module)
+    trained = optimizer.parameters(opt)
+    parallel.reduce(trained, experiment.session.world)
+    norm = experiment.clip(trained)
     opt.step()
     opt.zero_grad(set_to_none=True)
     return StepResult(loss, norm, aux)

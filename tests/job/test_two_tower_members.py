@@ -75,7 +75,7 @@ def test_each_member_is_clipped_by_its_own_norm() -> None:
     alone = [MEMBERS * gradient for gradient in (p.grad for p in module.parameters()) if gradient is not None]
     norms = torch.stack([g.flatten(1).square().sum(1) for g in alone]).sum(0).sqrt()
     limit = norms[1:].min().item() / 2
-    assert torch.allclose(clip_each(module, limit), norms, rtol=1e-5)
+    assert torch.allclose(clip_each(list(module.parameters()), limit), norms, rtol=1e-5)
     for gradient, whole in zip(gradients(module), alone, strict=True):
         assert torch.allclose(gradient[0], whole[0], rtol=1e-5)
         for k in (1, 2):
@@ -86,7 +86,7 @@ def test_without_a_limit_norms_are_measured_only() -> None:
     module, (x, targets, weights) = built(), batch()
     (module(x, targets, weights).loss_sum / QUERIES).backward()
     alone = [MEMBERS * p.grad.clone() for p in module.parameters() if p.grad is not None]
-    clip_each(module, 0.0)
+    clip_each(list(module.parameters()), 0.0)
     assert all(torch.allclose(a, b) for a, b in zip(gradients(module), alone, strict=True))
 
 
