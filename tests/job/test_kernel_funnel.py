@@ -442,10 +442,13 @@ def test_a_process_that_ends_before_it_has_got_a_source_is_no_verdict(
 ) -> None:
     begin = Process.__init__
 
-    def dying(process: Process, pid: int, *more: Any, **how: Any) -> None:
+    def dying(process: Process, pid: int, dialogue: socket.socket, *more: Any, **how: Any) -> None:
         if (how["watch_s"] == worker.COMPILING_S) is compiles:
             os.kill(pid, signal.SIGKILL)
-        begin(process, pid, *more, **how)
+            dialogue.close()  # it may have greeted before it died
+            dialogue, other = socket.socketpair()
+            other.close()
+        begin(process, pid, dialogue, *more, **how)
 
     monkeypatch.setattr(Process, "__init__", dying)
     one = honest(change=lambda text: f"# {compiles}\n{text}")  # not compiled before
