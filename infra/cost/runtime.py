@@ -240,7 +240,7 @@ def _step_ms(
 
 def _launch_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
     """Of the host, in a step with the micro-batches that the node's GPUs hold."""
-    if not isinstance(config, SftConfig | PretrainConfig | KernelConfig):
+    if not size.micro_launch_ms:
         return size.launch_ms
     rung = sizing.choose_rung(config, instance.gpu_memory_gb, ranks=ranks) or sizing.ladder(config, ranks)[-1]
     return size.launch_ms + sizing.micro_batches(config, rung, ranks) * size.micro_launch_ms

@@ -64,6 +64,7 @@ class _Sizing(Protocol):
     def problems(self, config: Any) -> list[tuple[str, str]]: ...
     def phases(self, config: Any) -> tuple[PhaseSize, ...]: ...
     def ranks(self, config: Any, gpu_count: int) -> int: ...
+    def rows_per_rank(self, config: Any, ranks: int) -> int: ...
     def ladder(self, config: Any, ranks: int = 1) -> tuple[Rung, ...]: ...
     def memory(
         self, config: Any, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
@@ -157,11 +158,9 @@ def ladder(config: JobConfig, ranks: int = 1) -> tuple[Rung, ...]:
     return _MODULES[type(config)].ladder(config, ranks)
 
 
-def micro_batches(config: SftConfig | PretrainConfig | KernelConfig, rung: Rung, ranks: int) -> int:
+def micro_batches(config: JobConfig, rung: Rung, ranks: int) -> int:
     """Of one rank in a step."""
-    rows = config.batch.rows if isinstance(config, PretrainConfig) else config.batch.tokens // config.data.row
-    each = -(-rows // ranks)
-    return -(-each // rung.micro)
+    return -(-_MODULES[type(config)].rows_per_rank(config, ranks) // rung.micro)
 
 
 def fits(config: JobConfig, rung: Rung, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> bool:

@@ -165,9 +165,14 @@ def memory(
     )
 
 
+def rows_per_rank(config: GrowthConfig, ranks: int) -> int:
+    """Windows of a step."""
+    return config.batch.sequences
+
+
 def ladder(config: GrowthConfig, ranks: int = 1) -> tuple[Rung, ...]:
     """All of the batch, 3/4, 1/2, 1/4 (16, 12+4, 8+8, 4+4+4+4), then activation checkpointing down to one window."""
-    whole = config.batch.sequences
+    whole = rows_per_rank(config, ranks)
     return cuts(whole, config.batch.micro, [whole, whole * 3 // 4, whole // 2, whole // 4])
 
 

@@ -142,9 +142,14 @@ def memory(
     return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
 
+def rows_per_rank(config: KernelConfig, ranks: int) -> int:
+    """In a step of training."""
+    return -(-(config.batch.tokens // config.data.row) // ranks)
+
+
 def ladder(config: KernelConfig, ranks: int = 1) -> tuple[Rung, ...]:
     """Two rows of 8192 tokens, one, then activation checkpointing."""
-    whole = -(-(config.batch.tokens // config.data.row) // ranks)
+    whole = rows_per_rank(config, ranks)
     most = min(whole, 2)
     start = config.batch.micro_tokens // config.data.row if config.batch.micro_tokens else most
     return cuts(whole, min(start, whole), [most, most // 2])

@@ -126,9 +126,14 @@ def memory(
     )
 
 
+def rows_per_rank(config: PretrainConfig, ranks: int) -> int:
+    """In a step."""
+    return -(-config.batch.rows // ranks)
+
+
 def ladder(config: PretrainConfig, ranks: int = 1) -> tuple[Rung, ...]:
     """4, 2, 1 rows per rank, then activation checkpointing."""
-    whole = -(-config.batch.rows // ranks)
+    whole = rows_per_rank(config, ranks)
     most = min(whole, 4)
     start = config.batch.micro or most
     return cuts(whole, min(start, whole), [most, most // 2, most // 4])

@@ -128,10 +128,14 @@ def memory(
     return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
 
+def rows_per_rank(config: SftConfig, ranks: int) -> int:
+    """In a step."""
+    return -(-(config.batch.tokens // config.data.row) // ranks)
+
+
 def ladder(config: SftConfig, ranks: int = 1) -> tuple[Rung, ...]:
     """8192 tokens, 4096, and so on: rows per rank and forward, halved."""
-    rows = config.batch.tokens // config.data.row
-    whole = -(-rows // ranks)
+    whole = rows_per_rank(config, ranks)
     most = min(whole, max(1, 8192 // config.data.row))
     start = config.batch.micro_tokens // config.data.row if config.batch.micro_tokens else most
     return cuts(whole, min(start, whole), [most, most // 2, most // 4])

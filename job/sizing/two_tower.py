@@ -146,9 +146,14 @@ def memory(
     )
 
 
+def rows_per_rank(config: TwoTowerConfig, ranks: int) -> int:
+    """Queries of a step, in the phase that has most of them."""
+    return max(batch(config, _of_phase(config, index)[2]) for index in range(len(phases(config))))
+
+
 def ladder(config: TwoTowerConfig, ranks: int = 1) -> tuple[Rung, ...]:
     """Every query at once, then chunks of 512, 256, 128, 64 with gradients summed over them."""
-    whole = max(batch(config, _of_phase(config, index)[2]) for index in range(len(phases(config))))
+    whole = rows_per_rank(config, ranks)
     rungs = cuts(whole, config.chunk, [m for m in (whole, 512, 256, 128, 64) if m <= whole])
     return tuple(rung for rung in rungs if not rung.checkpointing)
 
