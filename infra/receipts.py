@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from infra.errors import GpufleetError
 from job import atomic
+from job.text import counted
 
 if TYPE_CHECKING:
     from infra.cost.hazard import Observation
@@ -72,7 +73,7 @@ class Score:
     by_cause: Mapping[str, float]  # absolute, as far as each cause alone goes
 
     def __str__(self) -> str:
-        many = f"{self.runs} receipt{'' if self.runs == 1 else 's'}"
+        many = counted(self.runs, "receipt")
         inside = "" if self.inside is None else f", {self.inside * 100:.0f} % inside p10-p90"
         return f"{many}: median error {self.error_percent:.0f} %{inside}"
 

@@ -27,9 +27,14 @@ def write_bytes(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def json_bytes(value: Any) -> bytes:
+    """One line, keys sorted."""
+    return (json.dumps(value, sort_keys=True) + "\n").encode()
+
+
 def write_json(path: Path, value: Any) -> None:
-    """The same for JSON, keys sorted."""
-    write_bytes(path, (json.dumps(value, sort_keys=True) + "\n").encode())
+    """The same for JSON."""
+    write_bytes(path, json_bytes(value))
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,7 +6,6 @@ does not run the job's code. So it is made here, of the same records and by the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,10 @@ def make(
     done: Mapping[str, Any],
     now: float,
     before: Mapping[str, Any],
-) -> bytes:
-    """receipt.json, `now` in epoch seconds; run.json is in `target`. `before`: the one made earlier of this end, empty
-    without; what the fleet said then stands, since AWS forgets. Raises ValueError with what keeps it from being made.
+) -> dict[str, Any]:
+    """The object of receipt.json, `now` in epoch seconds; run.json is in `target`. `before`: the one made earlier of
+    this end, empty without; what the fleet said then stands, since AWS forgets. Raises ValueError with what keeps it
+    from being made.
     """
     try:
         run, store = load(target / "run.json"), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
@@ -40,12 +40,11 @@ def make(
         said = {each["instance"]: each["reclaimed"] for each in before.get("attempts", ())}
         found = attempts.told(found, {name: taken for name, taken in said.items() if taken is not None})
         found = attempts.judged(found, _changes(definition, ec2), now)
-        made = receipt.build(
+        return receipt.build(
             run, found, reason=str(done.get("reason")), detail=str(done.get("detail") or ""), at=str(done.get("at"))
         )
     except (OSError, KeyError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return (json.dumps(made, sort_keys=True) + "\n").encode()
 
 
 def _changes(definition: StackDefinition, ec2: Any) -> fleet.Changes:

@@ -18,6 +18,7 @@ from infra.commands import aws
 from infra.definition import StackDefinition
 from infra.errors import PriceMissing
 from infra.resources.tags import RUN_TAG, STACK_TAG
+from job.text import counted
 
 HOURS_PER_MONTH = 730
 _T = TypeVar("_T")
@@ -184,7 +185,7 @@ def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
         yield Left(
             kind="bucket",
             id=bucket["Name"],
-            note=f"{len(sizes)} object{'' if len(sizes) == 1 else 's'}, {gb:.3f} GB"
+            note=f"{counted(len(sizes), 'object')}, {gb:.3f} GB"
             + (f", expiring after {keep.days} days" if keep.bucket else ""),
             # A cent is the least that a bill shows, and an empty bucket costs nothing.
             usd_per_month=gb * _price("s3_storage", definition.fleet.region),

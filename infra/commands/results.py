@@ -7,7 +7,6 @@ Transfer out of AWS has a price, so it is printed first.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from decimal import Decimal
@@ -22,6 +21,7 @@ from infra.errors import AwsRefused
 from infra.loader import project_root
 from job import atomic, sizing
 from job.supervisor.receipt import text as receipt_text
+from job.text import counted
 
 CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
 RECEIPT = "receipt.json"
@@ -82,8 +82,7 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     print(f"s3://{folder.bucket}/{folder.run}/ to {target}")
     if folder.others:
         print(f"A run of this name lies elsewhere too: {folder.others}, {definition.run.owner}.")
-    count = f"{len(missing)} file{'' if len(missing) == 1 else 's'}"
-    print(f"{count}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
+    print(f"{counted(len(missing), 'file')}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
     if left:
         print(f"left in the bucket: {_readable(left)} of weights{'' if light else ' (--exports brings them)'}")
     for each in missing:
@@ -101,9 +100,9 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     if RECEIPT in lacking and reason:
         try:
             made = late_receipt.make(definition, folder, ec2, target, done, time.time(), before)
-            atomic.write_bytes(target / RECEIPT, made)
+            atomic.write_json(target / RECEIPT, made)
             lacking.remove(RECEIPT)
-            print(receipt_text(json.loads(made)))
+            print(receipt_text(made))
         except ValueError as error:
             print(f"No receipt can be made of what the run left: {error}.")
     if lacking == ["results.json"] and reason in EARLY:

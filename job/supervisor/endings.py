@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal
@@ -37,7 +36,7 @@ def finish(this: Underway, reason: str, detail: str = "") -> int:
         _insist(this, until, this.record.flush)
         _insist(this, until, lambda: this.store.put_bytes(this.world.log.path.read_bytes(), "job.log"))
         done = {"schema": 1, "reason": reason, "detail": detail, "instance": this.node.instance, "at": at}
-        _insist(this, until, lambda: this.store.put_bytes(_json(done), "done.json"))
+        _insist(this, until, lambda: this.store.put_bytes(atomic.json_bytes(done), "done.json"))
     except OSError as error:
         return crashed(this, f"the end of the run could not be written: {error}")
     return code
@@ -127,7 +126,7 @@ def _receipt(this: Underway, reason: str, detail: str, at: str) -> None:
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         this.say(f"no receipt: {type(error).__name__}: {error}")
         return
-    this.store.put_bytes(_json(made), "receipt.json")
+    this.store.put_bytes(atomic.json_bytes(made), "receipt.json")
     with suppress(OSError):
         atomic.write_json(this.workdir / "receipt.json", made)
     this.world.log.write((text + "\n").encode())
@@ -155,7 +154,3 @@ def _present(this: Underway) -> Attempt:
         floor=this.rung,
         exit=this.record.fields.get("exit"),
     )
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, sort_keys=True) + "\n").encode()

@@ -6,7 +6,6 @@ Kept are best, last and last but one, in the store and on the disk; older ones g
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -159,7 +158,7 @@ class Publisher:
         files = [{"name": name, "bytes": size, "sha256": digests[name]} for name, size in commit.files]
         manifest = {**commit.tree, **self._stamp(), "files": files, "required_files": required}
         self._check_cancel()
-        self._store.put_bytes(_json(manifest), f"{folder}/manifest.json")
+        self._store.put_bytes(atomic.json_bytes(manifest), f"{folder}/manifest.json")
         self._offer(commit.step, commit.val_loss)
         self._arrived = {}
         self._done.add(commit.step)
@@ -299,7 +298,7 @@ class Publisher:
         """best.json names this published step, if it is better than the one it names."""
         if self._improves(val_loss):
             best = {"schema": 1, "step": step, "val_loss": val_loss, "manifest": manifest_key(step)}
-            self._store.put_bytes(_json(best), "best.json")
+            self._store.put_bytes(atomic.json_bytes(best), "best.json")
             self._best = best
 
     def _kept(self, steps: list[int]) -> set[int]:
@@ -347,7 +346,3 @@ def _under(key: str, prefix: str) -> bool:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, sort_keys=True) + "\n").encode()
