@@ -15,9 +15,15 @@ from rehearsal.cloud import Cloud
 
 
 @pytest.fixture
-def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackDefinition:
-    """A small stack's definition, its project the current directory."""
-    return definition(stack_project(tmp_path, monkeypatch))
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small stack's file, its project the current directory."""
+    return stack_project(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def stack(path: Path) -> StackDefinition:
+    """That stack's definition."""
+    return definition(path)
 
 
 @pytest.fixture

@@ -11,24 +11,13 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from commands_world import TAGS, declare_bucket, declare_fleet, definition, project, put
+from commands_world import TAGS, declare_bucket, declare_fleet, put
 
 from infra.cli import main
 from infra.commands import aws, leftovers, sweep
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.cloud import Cloud
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return project(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def stack(path: Path) -> StackDefinition:
-    return definition(path)
-
 
 # results -------------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_world import TAGS, declare_bucket, declare_fleet, definition, project, put
+from commands_world import TAGS, declare_bucket, declare_fleet, put
 
 from infra.cli import main
 from infra.commands import aws, status
@@ -22,16 +22,6 @@ NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 BEAT = b'{"ts":"2026-11-21T12:00:00Z","step":1}\n' * 200 + (
     b'{"ts":"2026-11-21T12:08:00Z","step":120,"phase":"moe","spent_usd":0.42,"loss":2.5,"tok_s":51072}\n{"ts": torn'
 )
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return project(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def stack(path: Path) -> StackDefinition:
-    return definition(path)
 
 
 def stated(stack: StackDefinition) -> dict[str, str]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands_world import declare_bucket, declare_fleet, definition, project, put
+from commands_world import declare_bucket, declare_fleet, put
 
 from infra import receipts
 from infra.boot.run_config import encode, run_config
@@ -17,16 +17,6 @@ from infra.cli import main
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from rehearsal.cloud import Cloud
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return project(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def stack(path: Path) -> StackDefinition:
-    return definition(path)
 
 
 def boot_loop(cloud: Cloud, stack: StackDefinition, *, notice: bool = False) -> str:
