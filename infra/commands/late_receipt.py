@@ -1,12 +1,14 @@
-"""The receipt of a run whose end its node's script has written: the timer, the third failed boot in a row.
+"""The receipt of a run whose end no supervisor has seen.
 
-The supervisor, which writes every other, was hung, or never began; and what a bare node has (Python 3.9, no container)
-does not run the job's code. So it is made here, of the same records and by the same code.
+Its node's script wrote it, the timer or the third failed boot in a row: the supervisor, which writes every other, was
+hung, or never began; and what a bare node has (Python 3.9, no container) does not run the job's code. Or nobody did:
+its fleet was deleted, or expired while no node was there. So it is made here, of the same records and by the same code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,33 @@ from infra.definition import StackDefinition
 from job.run_file import load
 from job.supervisor import attempts, fleet, receipt
 from job.supervisor.store import S3Store
+
+CUT_OFF = "fleet-gone"
+SIGNS = ("attempts/", "heartbeat/")  # what a node writes of itself while it lives
+
+
+def cut_off(definition: StackDefinition, objects: Iterable[aws.Stored], ec2: Any, now: datetime) -> dict[str, Any]:
+    """What done.json would be of a run without one that nothing goes on with: no fleet that launches, no node, whoever
+    owns them. It ended when its nodes last wrote. Empty while it may go on, while AWS does not say, and of a run that
+    no node has begun.
+    """
+    written = [each.written for each in objects if each.name.startswith(SIGNS)]
+    if not written:
+        return {}
+    try:
+        nodes = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] != "terminated"]
+        if nodes or any(_goes_on(fleet, now) for fleet in aws.fleets(ec2, definition)):
+            return {}
+    except (BotoCoreError, ClientError):
+        return {}
+    detail = "its fleet was deleted or has expired, and it has no node"
+    return {"reason": CUT_OFF, "detail": detail, "at": f"{max(written).astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"}
+
+
+def _goes_on(fleet: Mapping[str, Any], now: datetime) -> bool:
+    """Also at a target of 0: its owner may raise it again."""
+    until = fleet.get("ValidUntil")
+    return fleet["FleetState"] not in aws.ENDED and not (until and until <= now)
 
 
 def make(

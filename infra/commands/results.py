@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,7 +27,8 @@ from job.text import counted
 CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
 RECEIPT = "receipt.json"
 EXPORTS, FINAL = "exports/", "final/"  # models: at each phase's start and end, and the last one
-EARLY = ("max_usd", "max_hours", "deadline", "expiry", "stopped")  # ends before the plan's that are no failure
+# Ends before the plan's that are no failure.
+EARLY = ("max_usd", "max_hours", "deadline", "expiry", "stopped", late_receipt.CUT_OFF)
 SCRIPTS = ("boot-loop", "timer")  # ends that the node's script writes
 WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
 
@@ -91,6 +93,8 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     names = {each.name for each in wanted}
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
     done = (folder.document("done.json") or {}) if lacking else {}
+    if RECEIPT in lacking and not done:  # of a run that is over there is at least its receipt
+        done = late_receipt.cut_off(definition, objects, ec2, datetime.now(UTC))
     reason, detail = done.get("reason"), done.get("detail")
     if RECEIPT in lacking:
         before = atomic.read_object(target / RECEIPT) or {}

@@ -63,6 +63,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     resting = not ended and not fleets[0]["TargetCapacitySpecification"]["TotalTargetCapacity"]
     if resting and not done:
         yield f"next        the fleet is at 0: gpufleet wait {definition.argument} says how the run goes on"
+    if ended and not done and not nodes:
+        yield f"next        nothing goes on with it: gpufleet results {stack.again(definition)} brings what it left"
     if done:
         yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()
         after = "" if stack.is_earlier(definition) else f"; pulumi destroy; gpufleet sweep {definition.argument}"

@@ -1,19 +1,22 @@
-"""The receipt of a run whose end its node's script has written: made by `gpufleet results` of what the run left."""
+"""The receipt of a run whose end no supervisor has seen: made by `gpufleet results` of what the run left."""
 
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from commands_world import declare_bucket, declare_fleet, put
 
 from infra import receipts
 from infra.boot.run_config import encode, run_config
 from infra.catalog import load_catalog
 from infra.cli import main
+from infra.commands import aws
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from rehearsal.cloud import Cloud
@@ -82,6 +85,72 @@ def test_what_a_timer_ended_is_counted_until_then(cloud: Cloud, path: Path, stac
     receipt = json.loads((path.parents[1] / "results/small-growth/r1/receipt.json").read_text())
     assert receipt["attempts"][2]["seconds"] == "7200.000"
     assert receipt["attempts"][2]["exit"]["reason"] == "timer"
+
+
+def begun(cloud: Cloud, stack: StackDefinition) -> str:
+    """A run that has trained for ten minutes, and its fleet with its node."""
+    bucket = boot_loop(cloud, stack)
+    cloud.client("s3").delete_object(Bucket=bucket, Key="r1/done.json")
+    put(cloud, bucket, "heartbeat/i-2.jsonl", b'{"attempt_s": "600", "lived_s": "600"}\n')
+    fleet = declare_fleet(cloud)
+    cloud.tick()
+    return fleet
+
+
+@pytest.mark.parametrize("end", ["destroyed", "expired"])
+def test_a_run_whose_fleet_is_gone_before_its_end_leaves_a_receipt(
+    cloud: Cloud,
+    path: Path,
+    stack: StackDefinition,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
+) -> None:
+    fleet, ec2 = begun(cloud, stack), cloud.client("ec2")
+    assert main(["results", "small-growth"]) == 1
+    assert "no results.json and no receipt.json: it is not done" in capsys.readouterr().out
+    if end == "destroyed":
+        ec2.delete_fleets(FleetIds=[fleet], TerminateInstances=True)
+    else:  # on a day on which AWS still shows it, in whichever state
+        (node,) = aws.nodes(ec2, stack)
+        ec2.modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+        ec2.terminate_instances(InstanceIds=[node["InstanceId"]])
+        monkeypatch.setattr(
+            "infra.commands.results.datetime", SimpleNamespace(now=lambda tz: datetime(2026, 11, 24, tzinfo=tz))
+        )
+    cloud.tick()
+    cloud.clock.advance(600)
+    cloud.tick()
+    assert main(["status", "small-growth"]) == 0
+    said = capsys.readouterr().out
+    assert ("nothing goes on with it: gpufleet results small-growth" in said) is (end == "destroyed")
+    assert main(["results", "small-growth"]) == 0
+    said = capsys.readouterr().out
+    assert "receipt of small-growth r1: fleet-gone, its fleet was deleted or has expired, and it has no node" in said
+    assert "Complete for a run that ended with fleet-gone, which left no results.json." in said
+    first = (path.parents[1] / "results/small-growth/r1/receipt.json").read_bytes()
+    receipt = json.loads(first)
+    assert [each["seconds"] for each in receipt["attempts"]] == ["360.000", "360.000", "600.000"]
+    receipts.keep(first, path.parents[1], "small-growth", "r1")  # it adds up
+    assert main(["results", "small-growth"]) == 0
+    assert (path.parents[1] / "results/small-growth/r1/receipt.json").read_bytes() == first
+
+
+def test_no_receipt_is_made_while_aws_does_not_say_that_the_run_is_over(
+    cloud: Cloud,
+    path: Path,
+    stack: StackDefinition,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun(cloud, stack)
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ClientError({"Error": {"Code": "UnauthorizedOperation"}}, "DescribeFleets")
+
+    monkeypatch.setattr(aws, "fleets", refused)
+    assert main(["results", "small-growth"]) == 1
+    assert "it is not done" in capsys.readouterr().out
 
 
 def test_a_run_that_left_too_little_for_a_receipt_says_so_and_keeps_no_old_one(
