@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import os
 import random
 import re
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Protocol
 
 from job.config.pretrain import CharData
 from job.dataset import prepare
-from job.dataset.shards import HEADER, MAGIC, VERSION, read_header
+from job.dataset.shards import read_header, write_payload
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 BOS = len(SYMBOLS)  # <|bos|>, never in a text
@@ -110,7 +109,7 @@ def prepare_characters(
 
     def write(made: Path) -> None:
         for name, payload in parts.items():
-            write_bytes(made / name, payload)
+            write_payload(made / name, payload, VOCAB, token_bytes=1)
 
     return prepare.publish(
         folder,
@@ -146,15 +145,6 @@ def encode(text: bytes, where: str = "text") -> bytes:
 def decode(ids: list[int]) -> str:
     """The text of ids 0 to 16."""
     return "".join(SYMBOLS[i] for i in ids)
-
-
-def write_bytes(path: Path, ids: bytes) -> None:
-    """One shard of one-byte ids, synced to disk."""
-    with path.open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, 1, VOCAB, len(ids), hashlib.sha256(ids).digest()))
-        file.write(ids)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def check_header(path: Path) -> int:

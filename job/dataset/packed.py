@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +41,7 @@ from job.dataset.rendering import (
     Template,
     WordTokenizer,
 )
-from job.dataset.shards import write_shard
+from job.dataset.shards import write_payload
 from job.text import counted
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
@@ -296,15 +295,8 @@ def _write_rows(
                 tokens[place, at:end] = example.tokens
                 marks[place, at:end] = 2 * number + example.counted
                 at = end
-        write_shard(folder / name, _flat(tokens), vocab)
-        write_shard(folder / f"marks_{name}", _flat(marks), 1 << 16)
-
-
-def _flat(values: NDArray[Any]) -> array[int]:
-    """As write_shard takes it, without a Python number per token."""
-    flat: array[int] = array("H" if values.itemsize == 2 else "I")
-    flat.frombytes(values.tobytes())
-    return flat
+        write_payload(folder / name, tokens.tobytes(), vocab, token_bytes=tokens.itemsize)
+        write_payload(folder / f"marks_{name}", marks.tobytes(), 1 << 16, token_bytes=marks.itemsize)
 
 
 def _prompts(chats: Chats, held_out: Sequence[int], renderer: Renderer, how: Packing) -> list[str]:

@@ -31,15 +31,18 @@ class ShardHeader:
 
 
 def write_shard(path: Path, tokens: Sequence[int], vocab: int) -> None:
-    """Writes one shard and syncs it to disk. Ids must be below `vocab`."""
-    narrow = vocab <= 1 << 16
-    flat = array("H" if narrow else "I", tokens)
+    """Writes one shard of 2 or 4 bytes per token and syncs it to disk. Ids must be below `vocab`."""
+    flat = array("H" if vocab <= 1 << 16 else "I", tokens)
     if sys.byteorder == "big":
         flat.byteswap()
-    payload = flat.tobytes()
+    write_payload(path, flat.tobytes(), vocab, token_bytes=flat.itemsize)
+
+
+def write_payload(path: Path, payload: bytes, vocab: int, *, token_bytes: int) -> None:
+    """The same of ids that are little-endian bytes already."""
     digest = hashlib.sha256(payload).digest()
     with path.open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, 2 if narrow else 4, vocab, len(flat), digest))
+        file.write(HEADER.pack(MAGIC, VERSION, token_bytes, vocab, len(payload) // token_bytes, digest))
         file.write(payload)
         file.flush()
         os.fsync(file.fileno())
