@@ -10,12 +10,12 @@ import random
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from job import atomic
 from job.dataset.encodings import foreign, not_utf8
@@ -24,6 +24,7 @@ ROLES = ("system", "user", "assistant")
 SHOWN = 20  # problems of a file, at most
 GENERATED = (3, 16)  # numbers in a generated list
 _HALF = re.compile("[\ud800-\udfff]")
+T = TypeVar("T")
 
 
 class Turn(NamedTuple):
@@ -57,40 +58,14 @@ class JsonlChats:
 
     @cached_property
     def name(self) -> str:
-        try:
-            return f"chat jsonl: sha256 {atomic.sha256(self.path)}"
-        except OSError as error:
-            raise ValueError(f"{self.path}: cannot be read ({error.strerror})") from error
+        return f"chat jsonl: sha256 {hashed(self.path)}"
 
     def conversations(self) -> Iterator[Conversation]:
-        """As long as there is no mistake; then reads on for others and raises ValueError with all of them."""
-        require_lines(self.path)
-        problems: list[str] = []
-        found, left = 0, Counter[str]()
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    tree = object_of(line)
-                    conversation = _conversation(tree)
-                except FormError as error:  # not a mistake of this line
-                    problems.append(f"{self.path}:{number}: {error}")
-                    break
-                except ValueError as error:
-                    problems.append(f"{self.path}:{number}: {error}")
-                    if len(problems) == SHOWN:
-                        problems.append(f"{self.path}: more after line {number} is not looked at")
-                        break
-                    continue
-                found += 1
-                left.update(_left_out(tree))
-                if not problems:
-                    yield conversation
-        if problems:
-            raise ValueError("\n".join(problems))
-        if not found:
-            raise ValueError(f"{self.path}: empty; give one JSON object a line with instruction and response")
+        """Raises ValueError like `lines_of`."""
+        left = Counter[str]()
+        for tree, conversation in lines_of(self.path, _line, "instruction and response"):
+            left.update(_left_out(tree))
+            yield conversation
         self.left_out.clear()
         self.left_out.update(left)
 
@@ -122,6 +97,44 @@ class GeneratedPairs:
 
 class FormError(ValueError):
     """The file's form: another encoding, or keys of another tool, the same on every line."""
+
+
+def hashed(path: Path) -> str:
+    """The sha256 of a file that the user names. Raises ValueError."""
+    try:
+        return atomic.sha256(path)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]:
+    """What `read` makes of each line that is not blank, as long as there is no mistake; then reads on for others and
+    raises ValueError with all of them. `wanted`: the keys of a line.
+    """
+    require_lines(path)
+    problems: list[str] = []
+    empty = True
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            empty = False
+            try:
+                found = read(line)
+            except ValueError as error:
+                problems.append(f"{path}:{number}: {error}")
+                if isinstance(error, FormError):  # not a mistake of this line
+                    break
+                if len(problems) == SHOWN:
+                    problems.append(f"{path}: more after line {number} is not looked at")
+                    break
+                continue
+            if not problems:
+                yield found
+    if problems:
+        raise ValueError("\n".join(problems))
+    if empty:
+        raise ValueError(f"{path}: empty; give one JSON object a line with {wanted}")
 
 
 def require_lines(path: Path) -> None:
@@ -166,6 +179,11 @@ def object_of(line: bytes, wanted: str = "instruction and response, or messages"
     if not isinstance(tree, dict):
         raise ValueError(f"not an object; give {wanted}")
     return tree
+
+
+def _line(line: bytes) -> tuple[dict[str, Any], Conversation]:
+    tree = object_of(line)
+    return tree, _conversation(tree)
 
 
 def _conversation(tree: dict[str, Any]) -> Conversation:

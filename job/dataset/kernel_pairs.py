@@ -7,7 +7,6 @@ in 256 ids and a few special tokens. The loss is on the answer. User mistakes ra
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 import re
@@ -19,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 from job.config.kernel import KernelConfig
-from job.dataset.chat import SHOWN, Conversation, FormError, Turn, object_of, require_lines, text_at
+from job.dataset.chat import Conversation, Turn, hashed, lines_of, object_of, text_at
 from job.dataset.packed import prepare_packed
 from job.dataset.packing import Packing
 from job.dataset.prepare import DatasetManifest
@@ -32,6 +31,7 @@ HELD_OUT = 0.02  # share of the pairs, for a validation loss; at least one
 LOOKED_AT = 1000  # answers at most: the longest take a second each
 FEW = 0.5  # of the answers: what a model learns from fewer is mostly refused
 BLOCKS = (128, 256, 512, 1024, 2048)
+WANTED = "prompt and answer"  # of a line
 
 
 def prepare_kernels(
@@ -111,38 +111,17 @@ class PairsFile:
 
     @cached_property
     def name(self) -> str:
-        try:
-            content = self.path.read_bytes()
-        except OSError as error:
-            raise ValueError(f"{self.path}: cannot be read ({error.strerror})") from error
-        digest = hashlib.sha256(content).hexdigest()
-        return f"kernel pairs: {self.samples} by seed {self.seed} of sha256 {digest}"
+        return f"kernel pairs: {self.samples} by seed {self.seed} of sha256 {hashed(self.path)}"
 
     def conversations(self) -> Iterator[Conversation]:
-        """Raises ValueError with all lines that are no pair."""
-        require_lines(self.path)
-        lines, problems = self.path.read_bytes().splitlines(), []
-        pairs: list[Conversation] = []
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                pairs.append(_pair(line))
-            except FormError as error:
-                raise ValueError(f"{self.path}:{number}: {error}") from error
-            except ValueError as error:
-                problems.append(f"{self.path}:{number}: {error}")
-        if problems:
-            more = [f"{self.path}: and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-            raise ValueError("\n".join((*problems[:SHOWN], *more)))
-        if not pairs:
-            raise ValueError(f"{self.path}: empty; give one JSON object a line with prompt and answer")
+        """Raises ValueError with the lines that are no pair."""
+        pairs = list(lines_of(self.path, _pair, WANTED))
         chosen = random.Random(f"pairs {self.seed}").sample(range(len(pairs)), min(self.samples, len(pairs)))
         yield from (pairs[index] for index in sorted(chosen))
 
 
 def _pair(line: bytes) -> Conversation:
-    tree = object_of(line, "prompt and answer")
+    tree = object_of(line, WANTED)
     return Turn("user", text_at(tree, "prompt")), Turn("assistant", text_at(tree, "answer"))
 
 
