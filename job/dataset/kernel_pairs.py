@@ -22,7 +22,7 @@ from job.dataset.chat import Conversation, Turn, hashed, lines_of, object_of, te
 from job.dataset.packed import prepare_packed
 from job.dataset.packing import Packing
 from job.dataset.prepare import DatasetManifest
-from job.dataset.rendering import TEMPLATES, FileTokenizer, Template
+from job.dataset.rendering import TEMPLATES, FileTokenizer, Template, own_tokenizer
 from job.kernels import answers, planted, rules
 from job.kernels.catalog import TASKS
 from job.kernels.curriculum import require_practice, tasks_of
@@ -52,13 +52,8 @@ def prepare_kernels(
         own = byte_tokenizer(template)
     elif text is None:
         raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK pairs.jsonl")
-    elif tokenizer is None:
-        raise ValueError(
-            "no tokenizer: put the base weights with their tokenizer.json into the folder that storage.base_weights "
-            "names, or give the file with --tokenizer"
-        )
     else:
-        pairs, own = PairsFile(text, data.samples, config.seed), FileTokenizer(tokenizer)
+        pairs, own = PairsFile(text, data.samples, config.seed), own_tokenizer(tokenizer)
         if data.curriculum != "off":
             _ = pairs.name  # raises ValueError where the file cannot be read
             tasks = (tasks_of(question.text) for question, _ in pairs.conversations())
@@ -133,8 +128,7 @@ def byte_tokenizer(template: Template) -> FileTokenizer:
     made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    pieces = (*template.begin, *template.header, template.end)
-    made.add_special_tokens(list(dict.fromkeys(piece for piece in pieces if piece.startswith("<|"))))
+    made.add_special_tokens(list(template.specials))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tokenizer.json"
         file.write_text(made.to_str(), encoding="utf-8")

@@ -40,6 +40,7 @@ from job.dataset.rendering import (
     Renderer,
     Template,
     WordTokenizer,
+    own_tokenizer,
 )
 from job.dataset.shards import write_payload
 from job.text import counted
@@ -87,12 +88,7 @@ def prepare_sft(
         return prepare_packed(folder, pairs, ids, template, how, model_vocab=config.model.vocab, say=say)
     if text is None:
         raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK examples.jsonl")
-    if tokenizer is None:
-        raise ValueError(
-            "no tokenizer: put the base weights with their tokenizer.json into the folder that storage.base_weights "
-            "names, or give the file with --tokenizer"
-        )
-    own, chats = FileTokenizer(tokenizer), JsonlChats(text)
+    own, chats = own_tokenizer(tokenizer), JsonlChats(text)
     manifest = prepare_packed(folder, chats, own, template, how, model_vocab=config.model.vocab, say=say)
     if chats.left_out:
         keys = ", ".join(f"{key} ({counted(f'{n:,}', 'line')})" for key, n in chats.left_out.most_common(SHOWN))

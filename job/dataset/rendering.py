@@ -32,6 +32,12 @@ class Template:
     end: str  # the special token that closes a turn; generation stops at it
     gap: str  # between turns
 
+    @property
+    def specials(self) -> tuple[str, ...]:
+        """Its special tokens, each once."""
+        pieces = (*self.begin, *self.header, self.end)
+        return tuple(dict.fromkeys(piece for piece in pieces if piece.startswith("<|")))
+
 
 _LLAMA3 = Template(  # Llama 3.1 model card, "prompt formats" (2024-07-23)
     name="llama-3",
@@ -136,6 +142,16 @@ class FileTokenizer:
         return text
 
 
+def own_tokenizer(file: Path | None) -> FileTokenizer:
+    """The base weights' own, where it was found. Raises ValueError."""
+    if file is None:
+        raise ValueError(
+            "no tokenizer: put the base weights with their tokenizer.json into the folder that storage.base_weights "
+            "names, or give the file with --tokenizer"
+        )
+    return FileTokenizer(file)
+
+
 class WordTokenizer:
     """One id per word, the special tokens of a template before them."""
 
@@ -149,9 +165,7 @@ class WordTokenizer:
     @classmethod
     def of(cls, text: str, template: Template) -> WordTokenizer:
         """Every word of `text` and the roles."""
-        pieces = (*template.begin, *template.header, template.end)
-        specials = tuple(dict.fromkeys(piece for piece in pieces if piece.startswith("<|")))
-        return cls(Words.of(" ".join((text, *ROLES))), specials)
+        return cls(Words.of(" ".join((text, *ROLES))), template.specials)
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -221,7 +235,7 @@ class Renderer:
     def _header(self, role: str) -> list[int]:
         ids: list[int] = []
         for piece in self.template.header:
-            special = piece.startswith("<|")
+            special = piece in self.template.specials
             ids += [self.tokenizer.special(piece)] if special else self._text(piece.replace("{role}", role))
         return ids
 
