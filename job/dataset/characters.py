@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from job.config.pretrain import CharData
 from job.dataset import prepare
@@ -30,17 +29,11 @@ _IDS = bytes.maketrans(SYMBOLS.encode(), bytes(range(len(SYMBOLS))))
 _FOREIGN = re.compile(b"[^" + re.escape(SYMBOLS.encode()) + b"]")
 
 
-class Source(Protocol):
-    """Characters, and a name that says everything they depend on."""
-
-    @property
-    def name(self) -> str: ...
-    def characters(self) -> bytes: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """A file of the 17 symbols and nothing else; byte-order mark and carriage returns are taken off."""
+    """A file of the 17 symbols and nothing else; byte-order mark and carriage returns are taken off. `name` says
+    everything that its characters depend on.
+    """
 
     path: Path
 
@@ -84,7 +77,7 @@ def prepare_characters(
     no text, a character outside the symbols, with its position, or too few characters for one row of `data.sequence` +
     1 in both parts.
     """
-    source: Source
+    source: TextFile | Sums
     sequence, held_out = data.sequence, data.held_out
     if text is not None:
         source = TextFile(path=text)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -199,7 +198,8 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
             for path in sorted(made.rglob("*"))
             if path.is_file()
         ]
-        _write_text(made / MANIFEST, json.dumps({"schema": 1, **fields, "files": files}, indent=1) + "\n")
+        tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
+        atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
         kept = already(folder)  # looked at late: another preparation's; only ever our own kind of folder
         if kept is not None and kept.sha256 == atomic.sha256(made / MANIFEST):
             say(f"{folder} is prepared already: {describe(kept)}")
@@ -254,18 +254,17 @@ def _strangers(folder: Path, manifest: DatasetManifest) -> list[str]:
 
 
 def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokenizer_id: str) -> dict[str, Any]:
-    """Shards and tokenizer of windows; dataset.json's fields."""
+    """Shards and tokenizer of windows; dataset.json's fields. A source has two stories at least."""
     stories = source.stories()
     held_out = max(1, round(len(stories) * HELD_OUT))
-    if len(stories) <= held_out:
-        raise ValueError(f"{source.name}: {len(stories)} story; at least 2 are needed, the last 1 % is held out")
     splits = {"train": stories[:-held_out], "validation": stories[-held_out:]}
     names: dict[str, list[str]] = {}
     tokens: dict[str, int] = {}
     for split, texts in splits.items():
         names[split], tokens[split] = _write_split(folder, split, texts, tokenizer)
     if isinstance(tokenizer, Words):
-        _write_text(folder / "vocab.json", json.dumps(tokenizer.words, ensure_ascii=False) + "\n")
+        words = json.dumps(tokenizer.words, ensure_ascii=False)
+        atomic.write_bytes(folder / "vocab.json", f"{words}\n".encode())
     if isinstance(tokenizer, Gpt2):
         shutil.copyfile(tokenizer.file, folder / "tokenizer.json")
     return {
@@ -297,10 +296,3 @@ def _ids(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[int]:
         for ids in encoded:
             yield from ids
             yield tokenizer.end
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -23,7 +23,7 @@ Named = tuple[Tokenizer, str, str]  # tokenizer, kind, id
 
 
 class Source(Protocol):
-    """Stories and the tokenizer for them. `stories` and `tokenizer` may fetch; both may raise ValueError."""
+    """Two stories or more, and the tokenizer for them. Both may fetch, and raise ValueError."""
 
     @property
     def name(self) -> str: ...

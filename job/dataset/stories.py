@@ -9,43 +9,16 @@ from __future__ import annotations
 import random
 
 _NAMES = (
-    "Lily",
-    "Tom",
-    "Anna",
-    "Ben",
-    "Mia",
-    "Sam",
-    "Sue",
-    "Max",
-    "Ella",
-    "Jack",
-    "Rosie",
-    "Leo",
-    "Amy",
-    "Tim",
-    "Kate",
-    "Fred",
-)
+    "Lily", "Tom", "Anna", "Ben", "Mia", "Sam", "Sue", "Max", "Ella", "Jack", "Rosie", "Leo", "Amy", "Tim",
+    "Kate", "Fred",
+)  # fmt: skip
 _BEINGS = ("girl", "boy", "dog", "cat", "bird", "rabbit", "bear", "fox", "duck", "mouse", "frog", "pony")
 _TRAITS = ("little", "brave", "kind", "happy", "shy", "clever", "funny", "tired", "sleepy", "curious")
 _PLACES = ("park", "garden", "forest", "house", "school", "river", "beach", "hill", "barn", "kitchen")
 _THINGS = (
-    "ball",
-    "kite",
-    "book",
-    "cake",
-    "flower",
-    "stone",
-    "hat",
-    "boat",
-    "apple",
-    "drum",
-    "shell",
-    "lamp",
-    "key",
-    "box",
-    "toy",
-)
+    "ball", "kite", "book", "cake", "flower", "stone", "hat", "boat", "apple", "drum", "shell", "lamp", "key",
+    "box", "toy",
+)  # fmt: skip
 _COLOURS = ("red", "blue", "green", "yellow", "white", "golden")
 _OPENINGS = (
     "Once upon a time there was a {trait} {being} named {name}.",

@@ -11,9 +11,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-Kind = Literal["gpt2", "bytes", "words"]
 END_OF_TEXT = "<|endoftext|>"
 GPT2_VOCAB = 50257
 BYTES_VOCAB = 257  # 256 bytes and the end of a story
