@@ -20,25 +20,17 @@ from typing import Any
 
 from job import atomic
 from job.supervisor.stages import Mirror, whole_lines
-from job.supervisor.staging import MANIFEST, manifest_key
+from job.supervisor.staging import BEST, MANIFEST, manifest_key
 from job.supervisor.store import GivenUpError, Store, StoreError
 
 PARALLEL = 8
 HELD = ".uploading"  # in a checkpoint's folder while it is sent; job/train/committed.py looks for it
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
 FOLDER = re.compile(r"step_(\d{8})")
-OWN = {
-    "run.json",
-    "stop.json",
-    "save.json",
-    "spent.json",
-    "receipt.json",
-    "rung.json",
-    "compiled.json",
-    "ended.json",
-    "accept.json",
-    "unreadable.json",
-}  # no results
+OWN = {  # no results
+    "run.json", "stop.json", "save.json", "spent.json", "receipt.json", "rung.json", "compiled.json", "ended.json",
+    "accept.json", "unreadable.json",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +98,7 @@ class Publisher:
         step: int = manifest["step"]
         self.newest = step
         self._done = {step}
-        best = atomic.parse_object(self._store.get_bytes("best.json")) or {}
+        best = atomic.parse_object(self._store.get_bytes(BEST)) or {}
         found = best.get("step")
         there = isinstance(found, int) and found <= step and self._store.size(manifest_key(found)) is not None
         self._best = best if there else None
@@ -298,7 +290,7 @@ class Publisher:
         """best.json names this published step, if it is better than the one it names."""
         if self._improves(val_loss):
             best = {"schema": 1, "step": step, "val_loss": val_loss, "manifest": manifest_key(step)}
-            self._store.put_bytes(atomic.json_bytes(best), "best.json")
+            self._store.put_bytes(atomic.json_bytes(best), BEST)
             self._best = best
 
     def _kept(self, steps: list[int]) -> set[int]:

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -39,7 +39,7 @@ class Stage:
     workdir: Path
     say: Callable[[str], None]
     check: Callable[[], None] = lambda: None
-    pause: Callable[[float], None] = field(default=lambda seconds: None)
+    pause: Callable[[float], None] = lambda seconds: None
     doubts: Callable[[str], bool] = lambda key: False  # a key's bytes that arrive wrong are this node's fault
 
 
@@ -141,8 +141,8 @@ def best_too(stage: Stage, newest: int) -> bool:
     """
     if not isinstance(stage.run.config, KEEPS_BEST):
         return True
-    best = atomic.parse_object(stage.store.get_bytes(BEST)) if _there(stage, BEST) else None
-    step = best.get("step") if best else None
+    best = atomic.parse_object(retried(stage, lambda: stage.store.get_bytes(BEST), BEST)) or {}
+    step = best.get("step")
     if not isinstance(step, int) or step >= newest:
         return True
     key = manifest_key(step)
@@ -158,10 +158,6 @@ def best_too(stage: Stage, newest: int) -> bool:
 
 def _sizes(stage: Stage) -> dict[str, int]:
     return {entry.key: entry.bytes for entry in retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
-
-
-def _there(stage: Stage, key: str) -> bool:
-    return any(entry.key == key for entry in retried(stage, lambda: stage.store.entries(key), key))
 
 
 def unfit(manifest: dict[str, Any] | None, key: str, sizes: dict[str, int], run: RunFile) -> str | None:
