@@ -113,10 +113,50 @@ def read(
     launches = [*(_launched(records[name]) for name in ordered), end]
     known = {name: bool(taken) for each in records.values() for name, taken in (each.get("reclaimed") or {}).items()}
     found = [
-        _attempt(run, name, records[name], _last(texts, name), until)
+        of(run, name, records[name], _last(texts, name), until)
         for name, until in zip(ordered, launches[1:], strict=True)
     ]
     return told(found, known)
+
+
+def of(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], until: float = 0.0) -> Attempt:
+    """What a node's record and its last heartbeat say. `until`: the launch of the node after it."""
+    kind, zone = str(record.get("type", "")), str(record.get("zone", ""))
+    rates = run.rates(kind, zone)
+    launched = _launched(record)
+    ended = _exit(record)
+    seen = Decimal(str(beat.get("attempt_s", 0)))
+    lived = Decimal(str(beat.get("lived_s", seen)))
+    for key in ("at", "ends_at"):
+        time = epoch((ended or {}).get(key))
+        if time is not None and launched:
+            lived = max(lived, Decimal(f"{time - launched:.3f}"))
+    if not beat and ended is None and launched:  # lost while it booted: it was there until another one came, at most
+        lived = Decimal(f"{min(max(until - launched, 0.0), LOST_BOOT_S):.3f}")
+    seconds = max(lived, MINIMUM_S)
+    compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.assumed * hours(seen)
+    compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.assumed)))
+    told, gone = epoch((ended or {}).get("at")), epoch((ended or {}).get("ends_at"))
+    started = record.get("started_s")
+    return Attempt(
+        instance=name,
+        type=kind,
+        zone=zone,
+        launched_at=launched,
+        seconds=seconds,
+        lived_s=lived,
+        usd=(compute + hours(seconds) * rates.extras).quantize(CENT_100),
+        compute_usd=compute.quantize(CENT_100),
+        free_usd=Decimal(0),
+        started_s=None if started is None else Decimal(str(started)),
+        resumed_step=int(record.get("resumed_step") or 0),
+        last_step=int(beat.get("step") or record.get("resumed_step") or 0),
+        step_s=float(beat.get("step_s") or 0.0),
+        idle_s=Decimal(f"{max(0.0, gone - told):.3f}") if told and gone else Decimal(0),
+        rung=record.get("rung"),
+        floor=int(record.get("floor") or 0),
+        exit=ended,
+    )
 
 
 def told(attempts: Iterable[Attempt], known: Mapping[str, bool]) -> list[Attempt]:
@@ -166,43 +206,3 @@ def _launched(record: dict[str, Any]) -> float:
 def _last(texts: dict[str, bytes | None], name: str) -> dict[str, Any]:
     lines = (texts.get(f"heartbeat/{name}.jsonl") or b"").splitlines()
     return next((beat for line in reversed(lines) if (beat := atomic.parse_object(line)) is not None), {})
-
-
-def _attempt(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], until: float) -> Attempt:
-    """`until`: the launch of the node after it."""
-    kind, zone = str(record.get("type", "")), str(record.get("zone", ""))
-    rates = run.rates(kind, zone)
-    launched = _launched(record)
-    ended = _exit(record)
-    seen = Decimal(str(beat.get("attempt_s", 0)))
-    lived = Decimal(str(beat.get("lived_s", seen)))
-    for key in ("at", "ends_at"):
-        time = epoch((ended or {}).get(key))
-        if time is not None and launched:
-            lived = max(lived, Decimal(f"{time - launched:.3f}"))
-    if not beat and ended is None and launched:  # lost while it booted: it was there until another one came, at most
-        lived = Decimal(f"{min(max(until - launched, 0.0), LOST_BOOT_S):.3f}")
-    seconds = max(lived, MINIMUM_S)
-    compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.assumed * hours(seen)
-    compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.assumed)))
-    told, gone = epoch((ended or {}).get("at")), epoch((ended or {}).get("ends_at"))
-    started = record.get("started_s")
-    return Attempt(
-        instance=name,
-        type=kind,
-        zone=zone,
-        launched_at=launched,
-        seconds=seconds,
-        lived_s=lived,
-        usd=(compute + hours(seconds) * rates.extras).quantize(CENT_100),
-        compute_usd=compute.quantize(CENT_100),
-        free_usd=Decimal(0),
-        started_s=None if started is None else Decimal(str(started)),
-        resumed_step=int(record.get("resumed_step") or 0),
-        last_step=int(beat.get("step") or record.get("resumed_step") or 0),
-        step_s=float(beat.get("step_s") or 0.0),
-        idle_s=Decimal(f"{max(0.0, gone - told):.3f}") if told and gone else Decimal(0),
-        rung=record.get("rung"),
-        floor=int(record.get("floor") or 0),
-        exit=ended,
-    )

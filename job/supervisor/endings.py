@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from decimal import Decimal
 from typing import Any
 
 from job import atomic
-from job.supervisor import receipt
-from job.supervisor.attempts import Attempt
+from job.supervisor import attempts, receipt
 from job.supervisor.store import StoreError
 from job.supervisor.underway import INTERRUPTED, Underway, interruption, iso
 
@@ -119,9 +117,10 @@ def _insist(this: Underway, until: float, act: Callable[[], Any]) -> None:
 def _receipt(this: Underway, reason: str, detail: str, at: str) -> None:
     """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
     try:
-        attempts = [*this.earlier, _present(this)]
-        measurement = receipt.measure(this.run_file, attempts, this.workdir, this.record.fields, at=at)
-        made = receipt.build(this.run_file, attempts, reason=reason, detail=detail, at=at, measurement=measurement)
+        run, record = this.run_file, this.record.fields
+        every = [*this.earlier, attempts.of(run, this.node.instance, record, this.heartbeat())]
+        measurement = receipt.measure(run, every, this.workdir, record, at=at)
+        made = receipt.build(run, every, reason=reason, detail=detail, at=at, measurement=measurement)
         text = receipt.text(made)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         this.say(f"no receipt: {type(error).__name__}: {error}")
@@ -130,27 +129,3 @@ def _receipt(this: Underway, reason: str, detail: str, at: str) -> None:
     with suppress(OSError):
         atomic.write_json(this.workdir / "receipt.json", made)
     this.world.log.write((text + "\n").encode())
-
-
-def _present(this: Underway) -> Attempt:
-    spent = this.meter.spent(this.clock())
-    started = this.record.fields.get("started_s")
-    return Attempt(
-        instance=this.node.instance,
-        type=this.node.type,
-        zone=this.node.zone,
-        launched_at=this.node.launched_at,
-        seconds=spent.attempt_s,
-        lived_s=Decimal(f"{this.clock() - this.node.launched_at:.3f}"),
-        usd=spent.attempt_usd,
-        compute_usd=spent.compute_usd,
-        free_usd=Decimal(0),
-        started_s=None if started is None else Decimal(str(started)),
-        resumed_step=this.resumed_step,
-        last_step=this.progress.step,
-        step_s=this.progress.step_s or 0.0,
-        idle_s=Decimal(0),
-        rung=this.record.fields.get("rung"),
-        floor=this.rung,
-        exit=this.record.fields.get("exit"),
-    )
