@@ -6,71 +6,26 @@ Kept are best, last and last but one, in the store and on the disk; older ones g
 
 from __future__ import annotations
 
-import math
-import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from job import atomic
+from job.supervisor.commits import Commit, commits, finite, held, step_of
 from job.supervisor.stages import Mirror, whole_lines
 from job.supervisor.staging import BEST, MANIFEST, manifest_key
 from job.supervisor.store import GivenUpError, Store, StoreError
 
 PARALLEL = 8
-HELD = ".uploading"  # in a checkpoint's folder while it is sent; job/train/committed.py looks for it
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
-FOLDER = re.compile(r"step_(\d{8})")
 OWN = {  # no results
     "run.json", "stop.json", "save.json", "spent.json", "receipt.json", "rung.json", "compiled.json", "ended.json",
     "accept.json", "unreadable.json",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Commit:
-    """A checkpoint that the trainer has completed on disk. `tree` is its commit.json."""
-
-    path: Path
-    step: int
-    reason: str
-    val_loss: float | None
-    files: tuple[tuple[str, int], ...]
-    requires: tuple[str, ...]
-    tree: dict[str, Any]
-
-    @property
-    def bytes(self) -> int:
-        """Of all files."""
-        return sum(size for _, size in self.files)
-
-
-def commits(workdir: Path) -> list[Commit]:
-    """Complete checkpoints on disk, lowest step first. What has no valid commit.json is none."""
-    found = []
-    for path in sorted((workdir / "ckpt").glob("step_*")):
-        tree = atomic.read_object(path / "commit.json")
-        match = FOLDER.fullmatch(path.name)
-        if tree is None or match is None or tree.get("step") != int(match[1]) or not tree.get("files"):
-            continue
-        found.append(
-            Commit(
-                path=path,
-                step=tree["step"],
-                reason=str(tree.get("reason", "timed")),
-                val_loss=_finite(tree.get("val_loss")),
-                files=tuple((entry["name"], entry["bytes"]) for entry in tree["files"]),
-                requires=tuple(tree.get("requires") or ()),
-                tree=tree,
-            )
-        )
-    return found
 
 
 class Publisher:
@@ -102,12 +57,12 @@ class Publisher:
         found = best.get("step")
         there = isinstance(found, int) and found <= step and self._store.size(manifest_key(found)) is not None
         self._best = best if there else None
-        self._offer(step, _finite(manifest.get("val_loss")))  # a node may end between the two
+        self._offer(step, finite(manifest.get("val_loss")))  # a node may end between the two
 
     def forget_best(self, manifest: Mapping[str, Any]) -> None:
         """The best cannot be had any more: what the trainer has, from the resumed `manifest` on, is all there is."""
         self._best = None
-        self._offer(manifest["step"], _finite(manifest.get("val_loss")))
+        self._offer(manifest["step"], finite(manifest.get("val_loss")))
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters."""
@@ -131,7 +86,7 @@ class Publisher:
     def publish(self, commit: Commit) -> None:
         """Raises StoreError (GivenUpError after `cancel`), or OSError when the files are not there as committed."""
         self._cancel.clear()
-        with _held(commit.path):
+        with held(commit.path):
             self._publish(commit)
 
     def _publish(self, commit: Commit) -> None:
@@ -192,13 +147,13 @@ class Publisher:
         old = [
             entry.key
             for entry in entries
-            if (step := _step(entry.key.split("/")[1])) < self.newest and step not in keep
+            if (step := step_of(entry.key.split("/")[1])) < self.newest and step not in keep
         ]
         self._store.delete([key for key in old if key.endswith("/manifest.json")])
         self._store.delete([key for key in old if not key.endswith("/manifest.json")])
         self._prune_disk(keep | {commit.step for commit in self.pending()})
-        held = [commit for commit in commits(self._workdir) if commit.step == self.newest]
-        if held and shutil.disk_usage(self._workdir).free < FREE_FACTOR * held[0].bytes:
+        last = [commit for commit in commits(self._workdir) if commit.step == self.newest]
+        if last and shutil.disk_usage(self._workdir).free < FREE_FACTOR * last[0].bytes:
             self._say("the disk is short of room for another checkpoint: only the last and the best stay on it")
             self._prune_disk(self._kept([]))
 
@@ -250,7 +205,7 @@ class Publisher:
             prefix = name.rstrip("/")
             for path in _files(self._workdir / prefix) or sorted(self._workdir.glob(prefix + ".*")):
                 self._export(path)
-            there = [entry for entry in self._store.entries(prefix) if _under(entry.key, prefix)]
+            there = [e for e in self._store.entries(prefix) if e.key.startswith((f"{prefix}/", f"{prefix}."))]
             if not there:
                 raise FileNotFoundError(f"{prefix} is required, but neither here nor in the store")
             found += [{"name": entry.key, "bytes": entry.bytes} for entry in there]
@@ -283,7 +238,7 @@ class Publisher:
             raise GivenUpError("publication given up")
 
     def _improves(self, val_loss: float | None) -> bool:
-        best = None if self._best is None else _finite(self._best.get("val_loss"))
+        best = None if self._best is None else finite(self._best.get("val_loss"))
         return val_loss is not None and (best is None or val_loss < best)
 
     def _offer(self, step: int, val_loss: float | None) -> None:
@@ -298,42 +253,9 @@ class Publisher:
 
     def _prune_disk(self, keep: set[int]) -> None:
         for path in (self._workdir / "ckpt").glob("step_*"):
-            if (step := _step(path.name)) < self.newest and step not in keep:
+            if (step := step_of(path.name)) < self.newest and step not in keep:
                 (path / "commit.json").unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Marks a checkpoint as under way: the trainer, which prunes beside us, leaves it alone. Without the mark an upload
-    slower than two saves would lose its files each time, and nothing would ever be published.
-    """
-    mark = folder / HELD
-    try:
-        mark.touch()
-    except FileNotFoundError:
-        raise StoreError(f"{folder.name} was pruned meanwhile") from None
-    except OSError:
-        pass  # a disk too full for a mark: as without one
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            mark.unlink(missing_ok=True)
-
-
-def _finite(value: Any) -> float | None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if number and math.isfinite(value) else None
-
-
-def _step(name: str) -> int:
-    match = FOLDER.fullmatch(name)
-    return int(match[1]) if match else 10**9
-
-
-def _under(key: str, prefix: str) -> bool:
-    return key.startswith((prefix + "/", prefix + "."))
 
 
 def _files(folder: Path) -> list[Path]:

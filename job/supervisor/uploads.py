@@ -11,7 +11,8 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-from job.supervisor.publish import Commit, Publisher
+from job.supervisor.commits import Commit
+from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError, Store, StoreError
 
 BACKOFF_S = (2.0, 60.0)  # first and longest pause after a failure

@@ -17,8 +17,8 @@ from job import atomic
 from job.config import Checkpoint
 from job.run_file import Node, config_digest, load
 from job.supervisor.child import Log
+from job.supervisor.commits import commits
 from job.supervisor.metadata import Metadata
-from job.supervisor.publish import commits
 from job.supervisor.store import FolderStore, Store, StoreError
 from job.supervisor.supervisor import Supervisor
 from job.supervisor.world import World

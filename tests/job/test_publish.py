@@ -16,8 +16,9 @@ import pytest
 from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, Inline, commit, state
 
 from job.config import GrowthConfig
+from job.supervisor.commits import commits
 from job.supervisor.forecast import Forecast
-from job.supervisor.publish import Publisher, commits
+from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError, StoreError
 from job.supervisor.uploads import Uploader
 from job.train.checkpoint import Checkpoints

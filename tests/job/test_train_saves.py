@@ -22,7 +22,7 @@ from job.config import from_json
 from job.experiments.kernel import Kernel
 from job.experiments.pretrain import Pretrain
 from job.experiments.tinystories_growth import TinystoriesGrowth
-from job.supervisor.publish import commits
+from job.supervisor.commits import commits
 from job.train import metrics, step
 from job.train.checkpoint import Checkpoints, Saved, State
 from job.train.committed import Commit
