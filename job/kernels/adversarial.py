@@ -26,18 +26,14 @@ class Fixture:
     cpu_only: bool = False
 
 
-def _cheat(
-    name: str, needs: str, body: str, *, task: str = "sigmoid", gpu_only: bool = False, cpu_only: bool = False
-) -> Fixture:
+def _cheat(name: str, needs: str, body: str, *, task: str = "sigmoid", **only: bool) -> Fixture:
     """`body` is the module after the imports and an honest kernel with its launcher `honest`."""
-    text = _HEAD + _KERNEL + "\n\n" + dedent(body).strip() + "\n"
-    made = Candidate(name=f"adversarial-{name}", task=task, source=text, origin="adversarial", label=name)
-    return Fixture(candidate=made, needs=frozenset(needs.split()), gpu_only=gpu_only, cpu_only=cpu_only)
+    return _rewritten(name, needs, _HEAD + _KERNEL + "\n\n" + dedent(body).strip() + "\n", task=task, **only)
 
 
-def _rewritten(name: str, needs: str, text: str, *, task: str) -> Fixture:
+def _rewritten(name: str, needs: str, text: str, *, task: str, **only: bool) -> Fixture:
     made = Candidate(name=f"adversarial-{name}", task=task, source=text, origin="adversarial", label=name)
-    return Fixture(candidate=made, needs=frozenset(needs.split()))
+    return Fixture(candidate=made, needs=frozenset(needs.split()), **only)
 
 
 def _then_honest(acts: str) -> str:
@@ -83,66 +79,43 @@ CHECKED = 16  # calls before the timing
 
 FIXTURES: tuple[Fixture, ...] = (
     # Remembered results.
-    _cheat(
-        "cached-by-shape",
-        "funnel multi_input timing",
-        """
+    _cheat("cached-by-shape", "funnel multi_input timing", """
         seen = {}
         def kernel_function(x):
             if x.shape not in seen:
                 seen[x.shape] = honest(x)
             return seen[x.shape]
-        """,
-    ),
-    _cheat(
-        "cached-by-address",
-        "funnel timing",
-        """
+        """),
+    _cheat("cached-by-address", "funnel timing", """
         seen = {}
         def kernel_function(x):
             key = (x.data_ptr(), x.shape)
             if key not in seen:
                 seen[key] = (honest(x), x)
             return seen[key][0]
-        """,
-    ),
-    _cheat(
-        "honest-at-first",
-        "funnel multi_input timing",
-        """
+        """),
+    _cheat("honest-at-first", "funnel multi_input timing", """
         calls = []
         def kernel_function(x):
             calls.append(honest(x) if len(calls) < 6 else calls[5])
             return calls[-1]
-        """,
-    ),
-    _cheat(
-        "cached-by-content",
-        "funnel",
-        """
+        """),
+    _cheat("cached-by-content", "funnel", """
         seen = {}
         def kernel_function(x):
             key = float(x.flatten()[0])
             if key not in seen:
                 seen[key] = honest(x)
             return seen[key]
-        """,
-    ),
+        """),
     # Another program while it is timed.
-    _cheat(
-        "torch-while-timed",
-        "funnel",
-        f"""
+    _cheat("torch-while-timed", "funnel", f"""
         calls = []
         def kernel_function(x):
             calls.append(1)
             return honest(x) if len(calls) <= {CHECKED} else 1 / (1 + 2.718281828459045 ** (-x))
-        """,
-    ),
-    _cheat(
-        "in-place-while-timed",
-        "funnel timing",
-        f"""
+        """),
+    _cheat("in-place-while-timed", "funnel timing", f"""
         calls = []
         def kernel_function(x):
             calls.append(1)
@@ -150,13 +123,9 @@ FIXTURES: tuple[Fixture, ...] = (
                 return honest(x)
             kernel[(triton.cdiv(x.numel(), 1024),)](x, x, x.numel(), BLOCK=1024)
             return x
-        """,
-    ),
+        """),
     # Code where no code is looked for.
-    _cheat(
-        "annotation",
-        "funnel",
-        """
+    _cheat("annotation", "funnel", """
         def other(x: exec('''
         import torch, sys
         sys.modules["__main__"].Ops.__torch_function__ = lambda self, f, types, a=(), k=None: f(*a, **(k or {}))
@@ -164,12 +133,8 @@ FIXTURES: tuple[Fixture, ...] = (
             return x
         def kernel_function(x):
             return honest(x)
-        """,
-    ),
-    _cheat(
-        "annotation-precomputes",
-        "funnel timing",
-        """
+        """),
+    _cheat("annotation-precomputes", "funnel timing", """
         def kernel_function(x) -> exec('''
         import torch, sys
         Harness = sys.modules["__main__"].Harness
@@ -184,15 +149,11 @@ FIXTURES: tuple[Fixture, ...] = (
             return {"seconds": 1e-9}, []
         Harness._give, Harness._trial = kept, trial''', globals()):
             return honest(x)
-        """,
-    ),
+        """),
     _rewritten("counts-in-a-decorator", "funnel", _COUNTS, task="relu"),
     _rewritten("hidden-in-a-docstring", "funnel", _IN_A_DOCSTRING, task="relu"),
     _rewritten("coding-cookie", "", _CODED, task="silu"),
-    _cheat(
-        "brings-a-library",
-        "",
-        """
+    _cheat("brings-a-library", "", """
         import sys
         open("native.so", "wb").write(b"an ELF file")
         sys.path.insert(0, ".")
@@ -202,25 +163,18 @@ FIXTURES: tuple[Fixture, ...] = (
             pass
         def kernel_function(x):
             return honest(x)
-        """,
-    ),
+        """),
     # No result at all.
     _cheat("input-alias", "", "def kernel_function(x):\n    honest(x)\n    return x", task="relu"),
     _cheat("empty-result", "", "def kernel_function(x):\n    honest(x[:0])\n    return torch.empty_like(x)"),
     _cheat("changes-its-input", "", "def kernel_function(x):\n    x.copy_(honest(x))\n    return x"),
     # The reference, or torch, in disguise.
     _cheat("calls-torch", "funnel", "def kernel_function(x):\n    honest(x)\n    return torch.sigmoid(x)"),
-    _cheat(
-        "operators",
-        "funnel",
-        "def kernel_function(x):\n    honest(x)\n    return 1 / (1 + 2.718281828459045 ** (-x))",
-    ),
+    _cheat("operators", "funnel",
+           "def kernel_function(x):\n    honest(x)\n    return 1 / (1 + 2.718281828459045 ** (-x))"),
     _cheat("attribute-by-name", "funnel", 'def kernel_function(x):\n    return getattr(torch, "sig" + "moid")(x)'),
     _cheat("method", "funnel", "def kernel_function(x):\n    honest(x)\n    return x.sigmoid()"),
-    _cheat(
-        "falls-back",
-        "funnel",
-        """
+    _cheat("falls-back", "funnel", """
         @triton.jit
         def broken(x_ptr, BLOCK: tl.constexpr):
             tl.no_such_thing(x_ptr)
@@ -229,55 +183,40 @@ FIXTURES: tuple[Fixture, ...] = (
                 broken[(1,)](x, BLOCK=8)
             except Exception:
                 return torch.sigmoid(x)
-        """,
-    ),
-    _cheat(
-        "imports-the-reference",
-        "",
-        "from job.kernels import catalog, tasks\ndef kernel_function(x):\n"
-        '    return tasks.expected(catalog.BY_NAME["sigmoid"], tasks.Case(name="", tensors=(x,)))',
-    ),
-    _cheat("host-loop", "funnel", "import math\ndef kernel_function(x):\n"
-           "    return torch.tensor([1 / (1 + math.exp(-min(max(v, -50), 50))) for v in x.flatten().tolist()])"
-           ".reshape(x.shape)"),
+        """),
+    _cheat("imports-the-reference", "", """
+        from job.kernels import catalog, tasks
+        def kernel_function(x):
+            return tasks.expected(catalog.BY_NAME["sigmoid"], tasks.Case(name="", tensors=(x,)))
+        """),
+    _cheat("host-loop", "funnel", """
+        import math
+        def kernel_function(x):
+            made = [1 / (1 + math.exp(-min(max(v, -50), 50))) for v in x.flatten().tolist()]
+            return torch.tensor(made).reshape(x.shape)
+        """),
     # The judge's means.
-    _cheat(
-        "patches-the-clock",
-        "funnel timing",
-        """
+    _cheat("patches-the-clock", "funnel timing", """
         import time
         time.perf_counter = lambda: 0.0
         def kernel_function(x):
             import sys
             sys.modules["__main__"]._clock = lambda: 0.0
             return honest(x)
-        """,
-        cpu_only=True,  # a GPU's events are no clock of Python's
-    ),
-    _cheat(
-        "patches-cuda-events",
-        "funnel",
-        """
+        """, cpu_only=True),  # a GPU's events are no clock of Python's
+    _cheat("patches-cuda-events", "funnel", """
         torch.cuda.Event = lambda **_: None
         def kernel_function(x):
             return honest(x)
-        """,
-    ),
-    _cheat(
-        "patches-allclose",
-        "",
-        """
+        """),
+    _cheat("patches-allclose", "", """
         torch.allclose = torch.equal = lambda *_, **__: True
         torch.testing.assert_close = lambda *_, **__: None
         torch.sigmoid = lambda x: x
         def kernel_function(x):
             return x.clone()
-        """,
-    ),
-    _cheat(
-        "answers-for-the-judge",
-        "",
-        """
+        """),
+    _cheat("answers-for-the-judge", "", """
         import json, os, struct
         def kernel_function(x):
             content = x.contiguous().numpy().tobytes()
@@ -289,8 +228,7 @@ FIXTURES: tuple[Fixture, ...] = (
                 except OSError:
                     pass
             return x
-        """,
-    ),
+        """),
     _cheat("lies-about-itself", "", """
         import sys
         def kernel_function(x):
@@ -314,11 +252,8 @@ FIXTURES: tuple[Fixture, ...] = (
     _cheat("reads-the-judge", "", "import os\n" + _then_honest('open(f"/proc/{os.getppid()}/mem", "rb").read(1)')),
     # Out of its place.
     _cheat("writes-outside", "", _then_honest('open("/var/tmp/gpufleet-was-here", "w").write("x")')),
-    _cheat(
-        "writes-outside-natively",
-        "funnel",
-        _then_honest('torch.from_file("/var/tmp/gpufleet-was-here", shared=True, size=4).add_(1)'),
-    ),
+    _cheat("writes-outside-natively", "funnel",
+           _then_honest('torch.from_file("/var/tmp/gpufleet-was-here", shared=True, size=4).add_(1)')),
     _cheat("removes-outside", "", "import os\n" + _then_honest('os.remove("/var/tmp/gpufleet-was-here")')),
     _cheat("forks", "", "import os\n" + _then_honest("os.fork()")),
     _cheat("fork-bomb", "", "import os\ndef kernel_function(x):\n    while True:\n        os.fork()"),
@@ -330,10 +265,7 @@ FIXTURES: tuple[Fixture, ...] = (
     _cheat("crashes", "", "import os\ndef kernel_function(x):\n    os.abort()"),
     _cheat("exits", "", "def kernel_function(x):\n    raise SystemExit(0)"),
     _cheat("takes-all-memory", "", "def kernel_function(x):\n    return [torch.ones(1 << 27) for _ in range(1000)]"),
-    _cheat(
-        "takes-memory-of-no-process",
-        "",
-        """
+    _cheat("takes-memory-of-no-process", "", """
         import os
         def kernel_function(x):
             block = b"x" * (1 << 24)
@@ -342,8 +274,7 @@ FIXTURES: tuple[Fixture, ...] = (
                 for _ in range(15):
                     os.write(kept, block)
             return honest(x)
-        """,
-    ),
+        """),
     _cheat("fills-the-disk", "", """
         import os
         def kernel_function(x):
@@ -362,16 +293,12 @@ FIXTURES: tuple[Fixture, ...] = (
     _rewritten("compiles-for-no-gpu", "", _INTERPRETED, task="square"),
     _rewritten("ignores-strides", "multi_input", _STRIDES, task="silu"),
     _rewritten("overflows", "multi_input", _NAIVE, task="softplus"),
-    _cheat(
-        "wrong-stream",
-        "funnel",  # the device is waited for before the output is read, and what it says is off by less than LIE_S
-        """
+    # The device is waited for before the output is read, and what it says is off by less than LIE_S.
+    _cheat("wrong-stream", "funnel", """
         def kernel_function(x):
             with torch.cuda.stream(torch.cuda.Stream()):
                 return honest(x)
-        """,
-        gpu_only=True,
-    ),
+        """, gpu_only=True),
 )  # fmt: skip
 
 
