@@ -19,13 +19,9 @@ from torch import Tensor
 from job.dataset.arrays import Floats
 from job.experiments.ranking_metrics import ndcg, reciprocal_rank
 from job.experiments.two_tower_data import Indices
+from job.student import t95
 
 METRICS = ("ndcg@10", "ndcg@5", "mrr")
-# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom, to three digits (any statistics table).
-T95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 def per_query(scores_QM: Floats, gains_QM: NDArray[np.float64]) -> dict[str, Tensor]:
@@ -88,11 +84,6 @@ def spread(values: list[float], possible: tuple[float, float] = (-math.inf, math
     half = t95(len(values) - 1) * std / math.sqrt(len(values))
     interval = [round(max(mean - half, possible[0]), 6), round(min(mean + half, possible[1]), 6)]
     return {"mean": round(mean, 6), "std": round(std, 6), "interval95": interval}
-
-
-def t95(degrees: int) -> float:
-    """Beyond the table by the first term of Cornish and Fisher's expansion."""
-    return T95[degrees - 1] if degrees <= len(T95) else 1.95996 + (1.95996**3 + 1.95996) / (4 * degrees)
 
 
 def text(tables: list[dict[str, Any]]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from statistics import NormalDist, fmean, variance
+from statistics import fmean, variance
+
+from job.student import Z95, t95
 
 DRAWS = 2000
 LEVEL = 0.95
@@ -40,27 +42,15 @@ def share_interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
     if not counts:
         raise ValueError("no tasks, no interval")
     shares = [correct / n for n, correct in counts]
-    share, worth, z = fmean(shares), float(sum(n for n, _ in counts)), NormalDist().inv_cdf((1 + LEVEL) / 2)
+    share, worth = fmean(shares), float(sum(n for n, _ in counts))
     if share in (0.0, 1.0) or len(counts) == 1:
         worth = float(len(counts))
     elif spread := variance(shares) / len(counts):
-        worth = min(worth, share * (1 - share) / spread * (z / _student(z, len(counts) - 1)) ** 2)
-    middle, width = share + z * z / (2 * worth), z * math.sqrt(share * (1 - share) / worth + (z / (2 * worth)) ** 2)
-    scale = 1 + z * z / worth
+        worth = min(worth, share * (1 - share) / spread * (Z95 / t95(len(counts) - 1)) ** 2)
+    middle = share + Z95**2 / (2 * worth)
+    width = Z95 * math.sqrt(share * (1 - share) / worth + (Z95 / (2 * worth)) ** 2)
+    scale = 1 + Z95**2 / worth
     return max(0.0, (middle - width) / scale), min(1.0, (middle + width) / scale)
-
-
-def _student(z: float, freedom: int) -> float:
-    """Student's t where the normal distribution has z (Abramowitz, Stegun 26.7.5): within 1 % from 2 degrees of freedom
-    on, 11 % too small with one.
-    """
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
 def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:

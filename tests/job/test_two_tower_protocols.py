@@ -27,6 +27,7 @@ from job.experiments.two_tower_data import Indices, fold_of, members, watched
 from job.experiments.two_tower_members import Members
 from job.sizing import Rung
 from job.sizing.two_tower import REFIT
+from job.student import t95
 from job.train import metrics
 
 CONFIG = world.config()
@@ -282,8 +283,8 @@ def test_two_methods_are_compared_by_hand() -> None:
     said = tables_of.verdict([found, better, {**found, "against": "random"}], "tower", [])
     assert said.startswith("tower does not beat popularity outside the fold-to-fold spread: popularity by +0.0333")
     assert "random" not in said
-    assert [tables_of.t95(degrees) for degrees in (1, 30)] == [12.706, 2.042]
-    assert [tables_of.t95(degrees) for degrees in (31, 100)] == pytest.approx([2.0395, 1.9840], abs=4e-3)
+    assert [t95(degrees) for degrees in (1, 30)] == [12.706, 2.042]
+    assert [t95(degrees) for degrees in (31, 100)] == pytest.approx([2.0395, 1.9840], abs=4e-3)
     shown = tables_of.text(
         [{"protocol": "honest", "note": "", "methods": [tables_of.absent("LambdaRank", "no LightGBM")]}]
     )
