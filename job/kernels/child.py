@@ -71,12 +71,12 @@ class Harness:
         self._flush: Tensor | None = None
         self._empty: dict[str, Callable[..., Any]] = {}
 
-    def answer(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def answer(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """The reply to one message of the judge's."""
-        act: Callable[..., tuple[dict[str, Any], list[wire.Blob]]] = getattr(self, f"_{head['do']}")
+        act: Callable[..., wire.Message] = getattr(self, f"_{head['do']}")
         return act(head, blobs)
 
-    def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """The text that was judged, not bytes that could be read as another. With `refuses` it may not compute with
         torch in any call; of those that are listed, `ops` says more.
         """
@@ -86,13 +86,13 @@ class Harness:
         self.entry = _entry("candidate", blobs[0].decode(), Harness.names)
         return {}, []
 
-    def _compile(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def _compile(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """What its launches are for the inputs of `calls`, compiled."""
         assert self.entry is not None
-        problem = compiler.compile_launches(self.entry, head["calls"], head.get("device", "cuda"))
+        problem = compiler.compile_launches(self.entry, head["calls"], head["device"])
         return {"problem": problem}, []
 
-    def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """New inputs; with `as_timed` where those of the trials are, if they can be: else an address would tell."""
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
         self.given, self.shifts = [_placed(tensor, self.device, Fences()) for tensor in given], [0] * len(given)
@@ -105,7 +105,7 @@ class Harness:
         self._sync()
         return {}, []
 
-    def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """One call on inputs of its own, and its output. With `as_timed` nothing tells that it is not timed.
         What was given before, for trials, stays where it is, and is there again when one is made ready.
         """
@@ -117,7 +117,7 @@ class Harness:
         self.given, self.inputs, self.fences, self.shifts = kept
         return found
 
-    def _ready(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def _ready(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """What is in the memory of each input moved on by one of `shifts`, so that what is remembered of it, by address
         or by what a kernel has read, is wrong; caches emptied when asked to; nothing under way. A trial may follow.
         """
@@ -136,7 +136,7 @@ class Harness:
         """What the inputs are to hold."""
         return [tensor.roll(shift) if shift else tensor for tensor, shift in zip(self.given, self.shifts, strict=True)]
 
-    def _trial(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def _trial(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """One timed call, or an `empty` launch. Seconds by events on the stream, or by the clock on a CPU. With `ops`
         the torch functions that it calls are listed, which takes time.
         """
@@ -146,7 +146,7 @@ class Harness:
         self.ops = Ops(fenced=head["do"] == "run") if head.get("ops") else None  # a trial's addresses are all alike
         with self.ops or nullcontext():
             if self.device.type == "cuda":
-                start, end = _events()
+                start, end = (_Event(enable_timing=True) for _ in range(2))
                 start.record()
                 self.output = call(*self.inputs)
                 end.record()
@@ -164,7 +164,7 @@ class Harness:
             self._empty = {"kernel": lambda *_: launch(one), "operation": lambda *_: one.add_(1)}
         return self._empty[kind]
 
-    def _stopwatch(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def _stopwatch(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """A call as many would time it: no warm-up, no flush, whatever `time.perf_counter` is by now."""
         assert self.entry is not None
         started = time.perf_counter()
@@ -172,7 +172,7 @@ class Harness:
         self._sync()
         return {"seconds": time.perf_counter() - started}, []
 
-    def _collect(self, head: dict[str, Any], blobs: list[wire.Blob]) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def _collect(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """The output of the last call, and what it has done besides."""
         found = self.output
         reply: dict[str, Any] = {"ops": sorted(self.ops.names)} if self.ops is not None else {}
@@ -201,10 +201,6 @@ def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
     module.__dict__.update(names)
     exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     return module.__dict__[ENTRY]
-
-
-def _events() -> tuple[Any, Any]:
-    return _Event(enable_timing=True), _Event(enable_timing=True)
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

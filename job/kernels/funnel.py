@@ -219,13 +219,13 @@ class Judge:
     def _time(self, task: Task, process: Process, reference: Process, course: Course) -> Timing:
         ask, more, own = (timing.bound(one, self.limits.candidate_s) for one in (process, process, reference))
 
-        def once_more(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[wire.Blob]]:
+        def once_more(*asked: Any, **kwargs: Any) -> wire.Message:
             try:
                 return more(*asked, **kwargs)
             except OutOfTime as error:  # as in stage 4: these calls have its time, and are no measurement
                 raise Rejected(str(error)) from error
 
-        def other(*asked: Any, **kwargs: Any) -> tuple[dict[str, Any], list[wire.Blob]]:
+        def other(*asked: Any, **kwargs: Any) -> wire.Message:
             try:
                 with process.paused():
                     reply, blobs = own(*asked, **kwargs)

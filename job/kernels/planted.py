@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from job.kernels.catalog import ENTRY, TASKS, Task
 
@@ -15,7 +15,7 @@ STOPS_AT: dict[str, int] = {  # stage of the funnel; 6: none
     "small-shapes-only": 4,
     "correct": 6,
 }
-KINDS: tuple[Kind, ...] = ("correct", "syntax-error", "wrong-result", "writes-nothing", "small-shapes-only")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 BLOCKS = (1024, 512)
 
 

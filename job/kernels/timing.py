@@ -80,7 +80,7 @@ class Timing:
     reference: Trials | None = None
 
 
-Ask = Callable[..., tuple[dict[str, Any], list[wire.Blob]]]  # Process.ask with the stage's limit filled in
+Ask = Callable[..., wire.Message]  # Process.ask with the stage's limit filled in
 Draw = Callable[[Task, str], Case]  # tasks.case of the judge's seed, for its device
 Empty = Literal["kernel", "operation"]  # which launch of nothing is subtracted: of a Triton kernel, or an eager one
 
@@ -289,9 +289,7 @@ def bound(process: Process, limit_s: float) -> Ask:
     """`process.ask` where all answers together may take `limit_s`. Between them the clock stands still."""
     left = limit_s
 
-    def ask(
-        head: dict[str, Any], blobs: list[wire.Blob] | None = None, *, most_bytes: int = 0
-    ) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def ask(head: dict[str, Any], blobs: list[wire.Blob] | None = None, *, most_bytes: int = 0) -> wire.Message:
         nonlocal left
         started = time.monotonic()
         try:

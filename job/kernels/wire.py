@@ -23,6 +23,7 @@ from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
 Blob = bytes | bytearray
+Message = tuple[dict[str, Any], list[Blob]]  # head and raw bytes
 HEAD_BYTES = 1 << 20
 WATCH_S = 0.05  # between two looks of whoever waits
 LEAST_S = 1e-3  # to wait at once; 0 would be for ever
@@ -106,7 +107,7 @@ def receive(
     most_bytes: int = 1 << 34,
     watch: Callable[[], None] = lambda: None,
     watch_s: float = WATCH_S,
-) -> tuple[dict[str, Any], list[Blob]]:
+) -> Message:
     """One message of any parts. `watch` is called every `watch_s` while waiting and may raise. Raises Late after
     `until` (monotonic seconds), and Closed when the other side is gone, sends more than `most_bytes`, or no such
     message.

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -157,9 +157,9 @@ class Process:
         dialogue: socket.socket,
         scratch: Path,
         memory_bytes: float,
-        ended: Any,
+        ended: Callable[[int], object],
         *,
-        watch_s: float = wire.WATCH_S,
+        watch_s: float,
     ) -> None:
         self.pid, self._dialogue, self.scratch = pid, dialogue, scratch
         self.cpu_s = 0.0  # as it last said
@@ -185,7 +185,7 @@ class Process:
 
     def ask(
         self, head: dict[str, Any], blobs: Sequence[wire.Blob] = (), *, limit_s: float, most_bytes: int = 0
-    ) -> tuple[dict[str, Any], list[wire.Blob]]:
+    ) -> wire.Message:
         """One question and its answer. Raises Lost with the reason."""
         if head["do"] != "trial":  # of which the time counts
             self._watch()
@@ -194,7 +194,7 @@ class Process:
             wire.send(self._dialogue, head, blobs, until=until)
         return self._receive(until, limit_s, most_bytes)
 
-    def _receive(self, until: float, limit_s: float, most_bytes: int) -> tuple[dict[str, Any], list[wire.Blob]]:
+    def _receive(self, until: float, limit_s: float, most_bytes: int) -> wire.Message:
         try:
             head, blobs = wire.receive(
                 self._dialogue, until=until, most_bytes=most_bytes, watch=self._watch, watch_s=self._watch_s

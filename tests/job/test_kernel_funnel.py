@@ -428,7 +428,7 @@ def test_a_process_without_its_gpu_is_no_verdict(workers: Workers, monkeypatch: 
         with theirs:
             wire.send(theirs, {"isolated": True, "error": "RuntimeError: no CUDA-capable device"})
         sleeping = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        return Process(sleeping.pid, ours, tmp, 1e9, lambda _: sleeping.wait())
+        return Process(sleeping.pid, ours, tmp, 1e9, lambda _: sleeping.wait(), watch_s=wire.WATCH_S)
 
     made, tmp = judge(workers), workers.folder / "none"
     monkeypatch.setattr(workers, "start", start)
@@ -1061,7 +1061,7 @@ def test_an_empty_launch_compiles_for_a_gpu(workers: Workers) -> None:
     with workers.start(memory_bytes=8e9, compiles=True) as process:
         process.ask({"do": "load"}, [NOTHING.encode()], limit_s=20)
         calls = [[{"dtype": "float32", "shape": [1], "stride": [1]}]]
-        reply, _ = process.ask({"do": "compile", "calls": calls}, limit_s=60)
+        reply, _ = process.ask({"do": "compile", "calls": calls, "device": "cuda"}, limit_s=60)
         assert reply["problem"] is None
         assert list((process.scratch / CACHE).glob("*/*.cubin"))
 
