@@ -24,12 +24,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from job import atomic
 from job.config.kernel import KernelConfig
 from job.dataset.chat import Turn
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import Renderer
-from job.experiments import tuning
+from job.experiments import kernel_results, tuning
 from job.kernels import ablation, adversarial, answers, planted
 from job.kernels.catalog import TASKS, Task
 from job.kernels.funnel import Judge
@@ -42,7 +41,7 @@ from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.kernel import AT_ONCE, TRIED
-from job.train import metrics, parallel
+from job.train import parallel
 from job.train.device import NodeRefusedError
 from job.train.experiment import Phase, Session, Stopped
 
@@ -73,7 +72,7 @@ def finish(kernel: KernelRun, module: Decoder) -> None:
     made = {each.name: candidates(kernel, module if each is phase else None, each) for each in kernel.phases}
     found = _by_the_first(session, partial(_verified, kernel, made))
     if found is not None:
-        _report(kernel, found, digest)
+        kernel_results.write(kernel, found, digest)
 
 
 def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[Candidate]:
@@ -127,9 +126,7 @@ def pass_rates(kernel: KernelRun, module: Decoder) -> dict[str, float]:
     def judged() -> dict[str, float]:
         sources = [_candidate(f"tried-{task}-{number}", task, answers.program(text)) for task, number, text in written]
         verdicts: list[Verdict] = []
-        with _workers(kernel) as workers, _able():
-            judge = _judge(kernel, workers)
-            judge.prove(session.say)
+        with _judge(kernel) as judge:
             judge.all(sources, Switches(), "curriculum", verdicts.append, partial(_look, kernel))
         correct = [verdict.task for verdict in verdicts if verdict.passed]  # however fast
         return {task.name: correct.count(task.name) / TRIED for task in tasks}
@@ -240,12 +237,10 @@ def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, 
     session, funnel, kept = kernel.session, kernel.config.funnel, kernel.phases[-1].name
     judged = [*made[kept], *planted.candidates(funnel.planted)]
     if funnel.ablations:
-        judged += adversarial.candidates(gpus=session.device.torch.type == "cuda")
+        judged += adversarial.candidates(gpus=session.device.is_cuda)
     rows = list(ablation.ROWS) if funnel.ablations else [ablation.FULL]
     ledger = Ledger(session.workdir / "stages" / "verdicts.jsonl")
-    with _workers(kernel) as workers, _able():
-        judge = _judge(kernel, workers)
-        judge.prove(session.say)
+    with _judge(kernel) as judge:
         session.say(
             f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
             f"at most {judge.bound_s(len(judged)) / 60:.0f} min a row; stage 2 {judge.compilation.words}"
@@ -261,12 +256,17 @@ def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, 
 
 
 @contextmanager
-def _able() -> Iterator[None]:
-    """Where this machine cannot judge, it is no verdict: the run goes on on another."""
-    try:
-        yield
-    except NoDeviceError as error:
-        raise NodeRefusedError(f"the funnel: {error}") from error
+def _judge(kernel: KernelRun) -> Iterator[Judge]:
+    """Tried on this machine. Where that cannot judge, it is no verdict: the run goes on on another."""
+    session = kernel.session
+    gpus = torch.cuda.device_count() if session.device.is_cuda else 0
+    with _workers(kernel) as workers:
+        judge = Judge(kernel.config.funnel, kernel.config.seed, workers, gpus=gpus)
+        try:
+            judge.prove(session.say)
+            yield judge
+        except NoDeviceError as error:
+            raise NodeRefusedError(f"the funnel: {error}") from error
 
 
 def _look(kernel: KernelRun) -> None:
@@ -276,64 +276,7 @@ def _look(kernel: KernelRun) -> None:
 
 
 def _workers(kernel: KernelRun) -> Workers:
-    return Workers(kernel.session.workdir / "scratch", gpus=kernel.session.device.torch.type == "cuda")
-
-
-def _judge(kernel: KernelRun, workers: Workers) -> Judge:
-    gpus = torch.cuda.device_count() if kernel.session.device.torch.type == "cuda" else 0
-    return Judge(kernel.config.funnel, kernel.config.seed, workers, gpus=gpus)
-
-
-def _report(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> None:
-    """ablation.json, results.json and a few lines."""
-    session, config, phase = kernel.session, kernel.config, kernel.phases[-1]
-    full = found[ablation.FULL]
-    table = [ablation.line(row, found[row], full, seed=config.seed) for row in ablation.ROWS if row in found]
-    generated = [verdict for verdict in full if verdict.origin == "generated"]
-    own = ablation.figures(phase.name, generated, seed=config.seed)
-    low, high = own["pass@1_interval"]
-    statement = (
-        f"{own['candidates']} candidates of {own['tasks']} tasks: pass@1 {own['pass@1']:.3f}, 95 % interval over tasks "
-        f"{low:.3f} to {high:.3f}. Only {phase.steps} optimizer steps on {kernel.manifest.facts['examples']} pairs "
-        "were trained: expect the answers' format from that, not skill."
-    )
-    trained = {each.name: found.get(each.name, generated) for each in kernel.phases}
-    val_loss = kernel.progress["val_loss"]
-    compared = ablation.compared(trained, seed=config.seed) if len(trained) > 1 else []
-    compared = [{**row, "val_loss": val_loss[row["row"]]} for row in compared]
-    atomic.write_json(session.workdir / "ablation.json", {"schema": 1, "rows": table, "curriculum": compared})
-    results = {
-        "schema": 1,
-        "experiment": "kernel-sft",
-        "statement": statement,
-        "steps": phase.steps,
-        "val_loss": val_loss[phase.name],
-        "generated": own,
-        "stages_reached": {str(stage): sum(v.stage == stage for v in generated) for stage in range(1, 7)},
-        "isolated": all(v.isolated for v in full if v.isolated is not None),
-        "curriculum": {
-            "mode": config.data.curriculum,
-            "evaluations": kernel.progress["evaluations"],
-            "compared": compared,
-        },
-        "ablation": table,
-        "device": session.device.name,
-        "ranks": session.world.size,
-        "torch": torch.__version__,
-        "dataset": {"sha256": kernel.manifest.sha256, **kernel.manifest.facts},
-        "predicted": session.prediction(phase.name),
-        "measured": metrics.measured(session.metrics.records(phase.name)),
-        "final": phase.name,
-        "weights_sha256": digest,
-    }
-    atomic.write_json(session.workdir / "results.json", results)
-    session.say(statement)
-    for text in (*ablation.text(table), *ablation.text(compared)):
-        session.say(text)
-    if compared:
-        session.say(f"final/ holds the weights of {phase.name}")
-    if not results["isolated"]:
-        session.say("this machine allows no namespaces: candidates ran with static rules, guard and limits alone")
+    return Workers(kernel.session.workdir / "scratch", gpus=kernel.session.device.is_cuda)
 
 
 def _name(phase: str, task: Task, number: int) -> str:

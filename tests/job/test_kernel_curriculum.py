@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,16 +264,13 @@ def test_what_timing_rejects_is_not_mastered(monkeypatch: pytest.MonkeyPatch) ->
         keep(wanted, ["pass"] * len(wanted))
 
     class Judge:
-        def prove(self, say: Any) -> None:
-            pass
-
         def all(self, sources: list[Candidate], switches: Switches, row: str, done: Any, check: Any) -> None:
             for one in sources:
                 course = Course(one, switches, row, "", stage=5)
                 done(course.verdict("its clock" if one.name == "tried-relu-0" else None))
 
     monkeypatch.setattr(kernel_stages, "_generate_share", written)
-    monkeypatch.setattr(kernel_stages, "_judge", lambda kernel, workers: Judge())
+    monkeypatch.setattr(kernel_stages, "_judge", lambda kernel: nullcontext(Judge()))
     world = SimpleNamespace(first=True, every=lambda own: [own], agree=lambda found: found)
     made: Any = SimpleNamespace(config=kernel.typed(), session=SimpleNamespace(world=world, say=print))
     assert kernel_stages.pass_rates(made, None) == {"relu": 0.75, "leaky_relu": 1.0}  # type: ignore[arg-type]
