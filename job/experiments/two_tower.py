@@ -194,10 +194,9 @@ class TwoTower(Experiment):
         missing = baselines.lambdarank_missing(config.data.models)
         found = {
             "popularity": results.by_query(own, tables, lambda m: baselines.popularity(m, tables)),
-            "LambdaRank": None if missing else results.by_query(own, tables, self._lambdarank),
+            "LambdaRank": missing or results.by_query(own, tables, self._lambdarank),
             "random": results.by_query(own, tables, lambda m: baselines.random_order(m, tables, config.seed)),
         }
-        notes = {"LambdaRank": missing}
         outcome = results.Outcome(
             config=config,
             tables=tables,
@@ -206,7 +205,6 @@ class TwoTower(Experiment):
             scores=self._module.scores.cpu().numpy(),
             optimistic=self._module.optimistic.cpu().numpy() if config.optimistic else None,
             baselines=found,
-            notes=notes,
         )
         session, meta = self.session, atomic.read_object(self.session.workdir / "final" / export.META) or {}
         results.write(
@@ -265,11 +263,9 @@ class TwoTower(Experiment):
         return self.families[phase.index][0]
 
     def _announce(self, phase: Phase, config: TwoTowerConfig) -> None:
-        count = parameters(config)
-        weak = self._batches.weak
-        alike = counted(len(self._members), "member")
+        alike, weak = counted(len(self._members), "member"), self._batches.weak
         self.session.say(
-            f"phase {phase.index + 1}/{len(self.phases)} {phase.name}: {alike} of {count:,} parameters,"
+            f"phase {phase.index + 1}/{len(self.phases)} {phase.name}: {alike} of {parameters(config):,} parameters,"
             f" {self._batches.queries} queries each, of them {min(weak)} to {max(weak)} weakly labelled"
         )
 

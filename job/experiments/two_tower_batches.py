@@ -36,7 +36,7 @@ class Batches:
         self._targets_KRM = self._placed(np.stack([own.targets for own in rows]))
         self._weights_KR = self._placed(np.stack([own.weights for own in rows]))
         if any(len(member.watch) for member in members):
-            queries_KV, gains_KVM, weights_KV = watched(list(members), tables)
+            queries_KV, gains_KVM, weights_KV = watched(members, tables)
             self._watched_x_KVS = self._placed(tables.queries[queries_KV])
             self._watched_gains_KVM = self._placed(gains_KVM)
             self._watched_weights_KV = self._placed(weights_KV)

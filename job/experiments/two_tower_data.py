@@ -14,6 +14,7 @@ R rows of a member.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -153,7 +154,7 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> Rows:
     return Rows(sentences=sentences, targets=targets, weights=weights, weak=len(kept))
 
 
-def watched(chosen: list[Member], tables: Tables) -> tuple[Indices, NDArray[np.float64], NDArray[np.float64]]:
+def watched(chosen: Sequence[Member], tables: Tables) -> tuple[Indices, NDArray[np.float64], NDArray[np.float64]]:
     """(queries [K, V], gains [K, V, M], weights [K, V] that sum to 1): what each member watches, padded."""
     width = max(len(member.watch) for member in chosen)
     queries = np.zeros((len(chosen), width), dtype=np.int64)

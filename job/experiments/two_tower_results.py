@@ -38,8 +38,7 @@ class Outcome:
     progress: dict[str, Any]
     scores: Floats  # [F, folds, Q, M]
     optimistic: Floats | None  # [F, Q, M]
-    baselines: dict[str, Floats | None]  # [Q, M]; None where it could not run
-    notes: dict[str, str | None]  # why
+    baselines: dict[str, Floats | str]  # [Q, M], or why it could not run
 
 
 def by_query(own: Sequence[Member], tables: Tables, score: Callable[[Member], Floats]) -> Floats:
@@ -71,7 +70,8 @@ def write(outcome: Outcome, workdir: Path, about: dict[str, Any], *, say: Callab
     """fold_table.json, fold_table.md, exports/scores.npz and results.json; `about` goes into the last."""
     config, folds = outcome.config, outcome.config.data.folds
     fold_Q, wanted = fold_of(config.data.queries, folds, config.seed), worth(outcome.tables.labels)
-    values = {name: None if s is None else tables_of.per_query(s, wanted) for name, s in outcome.baselines.items()}
+    ran = {name: tables_of.per_query(s, wanted) for name, s in outcome.baselines.items() if not isinstance(s, str)}
+    missing = {name: why for name, why in outcome.baselines.items() if isinstance(why, str)}
     rows, optimistic_rows, comparisons = [], [], []
     for index, family in enumerate(outcome.families):
         epochs = outcome.progress["families"][family]["epoch"]
@@ -82,21 +82,16 @@ def write(outcome: Outcome, workdir: Path, about: dict[str, Any], *, say: Callab
             best = tables_of.per_query(outcome.optimistic[index], wanted)
             optimistic_rows.append(tables_of.method(family, best, fold_Q, epochs[folds:]))
         comparisons += [
-            tables_of.compared(family, own["ndcg@10"], name, theirs["ndcg@10"], fold_Q)
-            for name, theirs in values.items()
-            if theirs is not None
+            tables_of.compared(family, own["ndcg@10"], name, theirs["ndcg@10"], fold_Q) for name, theirs in ran.items()
         ]
     others = [
-        tables_of.absent(name, outcome.notes[name] or "not run")
-        if theirs is None
-        else tables_of.method(name, theirs, fold_Q, None)
-        for name, theirs in values.items()
+        tables_of.absent(name, missing[name]) if name in missing else tables_of.method(name, ran[name], fold_Q, None)
+        for name in outcome.baselines
     ]
     tables: list[dict[str, Any]] = [{"protocol": "honest", "note": HONEST, "methods": [*rows, *others]}]
     if optimistic_rows:
         tables.append({"protocol": "optimistic", "note": OPTIMISTIC, "methods": optimistic_rows})
-    missing = [name for name, theirs in values.items() if theirs is None]
-    verdicts = {name: tables_of.verdict(comparisons, name, missing) for name in outcome.families}
+    verdicts = {name: tables_of.verdict(comparisons, name, list(missing)) for name in outcome.families}
     atomic.write_json(workdir / "fold_table.json", {"schema": 1, "tables": tables})
     atomic.write_bytes(workdir / "fold_table.md", tables_of.text(tables).encode())
     _write_scores(workdir / "exports" / "scores.npz", outcome, fold_Q)
