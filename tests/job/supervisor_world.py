@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from job.supervisor.commits import commits
 from job.supervisor.metadata import Metadata
 from job.supervisor.store import FolderStore, Store, StoreError
 from job.supervisor.supervisor import Supervisor
+from job.supervisor.underway import iso
 from job.supervisor.world import World
 
 STEPS = 12  # of runs.TINY
@@ -49,6 +51,26 @@ class Inline(Executor):
         except Exception as error:  # noqa: BLE001 - a future holds whatever happened; a Death passes
             future.set_exception(error)
         return future
+
+
+class Queue(Executor):
+    """Does nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Any], partial[Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.waiting.append((Future(), partial(fn, *args, **kwargs)))
+        return self.waiting[-1][0]
+
+    def run(self, error: Exception | None = None) -> None:
+        """The one thing that waits, or its end with `error`."""
+        ((future, work),) = self.waiting
+        self.waiting.clear()
+        if error is None:
+            future.set_result(work())
+        else:
+            future.set_exception(error)
 
 
 class Death(BaseException):
@@ -223,6 +245,12 @@ class Bench:
         launched = self.clock.now - 120 if launched_at is None else launched_at
         node = Node(instance=instance, type="g5.2xlarge", zone="us-east-2a", launched_at=launched)
         return Supervisor(run, node, workdir, world)
+
+    def notice(self, seconds: float) -> None:
+        """EC2 says that it ends the machine in so many."""
+        end = {"action": "terminate", "time": iso(self.clock.now + seconds)}
+        self.answers["spot/instance-action"] = json.dumps(end).encode()
+        self.metadata.poll()
 
     def json(self, key: str) -> dict[str, Any]:
         """An object of the run."""

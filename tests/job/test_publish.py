@@ -5,15 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, Inline, commit, state
+from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, Inline, Queue, commit, state
 
 from job.config import GrowthConfig
 from job.supervisor.commits import commits
@@ -172,22 +168,11 @@ def test_in_a_hurry_the_newest_goes_first_and_a_better_older_one_after_it(tmp_pa
     assert bench.json("best.json")["step"] == 3
 
 
-class Slow(Executor):
-    """Does nothing until it is told to."""
-
-    def __init__(self) -> None:
-        self.started: list[tuple[Future[None], partial[None]]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.started.append((Future(), partial(fn, *args, **kwargs)))
-        return self.started[-1][0]
-
-
 def test_a_hurry_lets_the_newest_go_on_and_ends_it_only_for_a_newer_one(tmp_path: Path) -> None:
-    bench, slow = Bench(tmp_path), Slow()
+    bench, queue = Bench(tmp_path), Queue()
     commit(tmp_path / "w", 3, "c")
     made = publisher(bench)
-    uploader = Uploader(made, slow, Clock(), lambda text: None, UPLOAD_S)
+    uploader = Uploader(made, queue, Clock(), lambda text: None, UPLOAD_S)
     uploader.poll()
     uploader.hurry(Clock()() + 120)
     uploader.poll()
@@ -195,27 +180,26 @@ def test_a_hurry_lets_the_newest_go_on_and_ends_it_only_for_a_newer_one(tmp_path
     commit(tmp_path / "w", 6, "c", reason="stop")
     uploader.poll()
     assert made._cancel.is_set()
-    slow.started[0][0].set_exception(GivenUpError("given up"))
+    queue.run(GivenUpError("given up"))
     uploader.poll()
-    slow.started[1][1]()
+    queue.run()
     assert bench.manifests() == [6]
 
 
 def test_a_hurry_does_not_end_an_upload_for_a_newer_one_that_cannot_arrive(tmp_path: Path) -> None:
-    bench, slow, clock = Bench(tmp_path), Slow(), Clock()
+    bench, queue, clock = Bench(tmp_path), Queue(), Clock()
     commit(tmp_path / "w", 3, "c")
     made = publisher(bench)
-    uploader = Uploader(made, slow, clock, lambda text: None, lambda size: 60.0)
+    uploader = Uploader(made, queue, clock, lambda text: None, lambda size: 60.0)
     uploader.poll()
     uploader.hurry(clock() + 100)
     clock.sleep(50)
     commit(tmp_path / "w", 6, "c", reason="stop")
     uploader.poll()
     assert not made._cancel.is_set()
-    slow.started[0][1]()
-    slow.started[0][0].set_result(None)
+    queue.run()
     uploader.poll()  # and then the newer one, for what it is worth
-    slow.started[1][1]()
+    queue.run()
     assert bench.manifests() == [3, 6]
 
 

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from supervisor_world import Bench, FaultyStore, commit
+from supervisor_world import Bench, FaultyStore, Queue, commit
 
 from job.supervisor import publish
 from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError
 from job.supervisor.uploads import Uploader
-
-
-class Queue(Executor):
-    """Does nothing until it is told to."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[Future[Any], partial[Any]]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.waiting.append((Future(), partial(fn, *args, **kwargs)))
-        return self.waiting[-1][0]
-
-    def run(self, error: Exception | None = None) -> None:
-        """The one thing that waits, or its end with `error`."""
-        ((future, work),) = self.waiting
-        self.waiting.clear()
-        if error is None:
-            future.set_result(work())
-        else:
-            future.set_exception(error)
 
 
 def exported(workdir: Path, name: str, content: bytes = b"weights") -> None:

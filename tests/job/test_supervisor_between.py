@@ -15,7 +15,6 @@ from supervisor_world import Bench, Death, FakeTrainer, FaultyStore
 from job.run_file import Node
 from job.supervisor import attempts, staging
 from job.supervisor.store import FolderStore, GivenUpError, StoreError, open_store
-from job.supervisor.underway import iso
 
 
 class SlowInputs:
@@ -36,17 +35,11 @@ class SlowInputs:
         return getattr(self._inner, name)
 
 
-def notice(bench: Bench, seconds: float) -> None:
-    at = iso(bench.clock.now + seconds)
-    bench.answers["instance-action"] = json.dumps({"action": "terminate", "time": at}).encode()
-    bench.metadata.poll()
-
-
 def test_a_notice_ends_a_download_and_is_recorded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
 
     def downloading(cancelled: threading.Event) -> None:
-        notice(bench, 120)
+        bench.notice(120)
         assert cancelled.wait(30), "the download was not ended"
         raise GivenUpError("given up")
 
@@ -88,7 +81,7 @@ def test_a_notice_while_the_end_is_uploaded_is_recorded_although_the_store_refus
             return None
         if not began:
             began.append(bench.clock.now)
-            notice(bench, 120)
+            bench.notice(120)
         return Death() if bench.clock.now > began[0] + 120 else StoreError("503 slow down")
 
     with pytest.raises(Death):
@@ -108,7 +101,7 @@ def test_a_notice_of_a_node_that_ends_the_run_anyway_is_recorded(tmp_path: Path,
     def asleep(seconds: float) -> None:
         bench.clock.sleep(seconds)
         if supervisor.cause is not None and bench.metadata.notice is None:
-            notice(bench, 110)
+            bench.notice(110)
         if bench.metadata.notice is not None and bench.clock.now > bench.metadata.notice.at:
             raise Death
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,15 @@ from job.supervisor.store import StoreError
 
 def notice_at(bench: Bench, seconds: float) -> Any:
     """A script entry: EC2 gives notice, `seconds` before the end."""
+    return lambda _: bench.notice(seconds)
 
-    def happens(_: FakeTrainer) -> None:
-        at = datetime.fromtimestamp(bench.clock.now + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        bench.answers["spot/instance-action"] = json.dumps({"action": "terminate", "time": at}).encode()
-        bench.metadata.poll()
 
-    return happens
+def interrupted(tmp_path: Path, **changes: Any) -> Bench:
+    """A run of which step 5 is published: there its first node was taken away."""
+    bench = Bench(tmp_path, **changes)
+    assert bench.attempt(script={5: notice_at(bench, 120)}).run() == 75
+    bench.answers.clear()
+    return bench
 
 
 def test_a_finished_run_leaves_results_receipt_and_done_marker(tmp_path: Path) -> None:
@@ -69,9 +70,7 @@ def test_a_notice_saves_the_step_under_way_and_exits_75(tmp_path: Path) -> None:
 
 
 def test_the_next_attempt_resumes_where_the_notice_stopped(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.attempt(script={5: notice_at(bench, 120)}).run()
-    bench.answers.clear()
+    bench = interrupted(tmp_path)
     assert bench.attempt("i-2").run() == 0
     assert bench.trainers[1].began_at == 5
     assert bench.json("attempts/i-2.json")["resumed_step"] == 5
@@ -104,7 +103,7 @@ def test_a_trainer_deaf_to_a_notice_is_killed_at_the_deadline(tmp_path: Path) ->
     bench = Bench(tmp_path)
 
     def deaf(trainer: FakeTrainer) -> None:
-        notice_at(bench, 30)(trainer)
+        bench.notice(30)
         trainer.hangs = True
 
     assert bench.attempt(script={5: deaf}).run() == 75
@@ -123,7 +122,7 @@ def test_a_machine_taken_away_amid_its_last_upload_was_told_so(tmp_path: Path) -
 def test_a_notice_before_training_starts_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     supervisor = bench.attempt()
-    notice_at(bench, 120)(None)
+    bench.notice(120)
     assert supervisor.run() == 75
     assert bench.trainers == []
     assert bench.json("attempts/i-1.json")["exit"]["notice"] is True
@@ -169,7 +168,7 @@ def test_the_best_checkpoint_is_kept_when_staging_it_is_cut_short(
             if "step_00000002" in key:
                 if trouble == "an outage":
                     raise StoreError("503 slow down")
-                notice_at(bench, 110)(None)  # type: ignore[arg-type]
+                bench.notice(110)
             self.inner.get_file(key, path)
 
     assert bench.attempt("i-2", store=Cut(bench.store, lambda _, key: None)).run() == (
@@ -184,7 +183,7 @@ def test_a_notice_during_the_last_uploads_does_not_turn_the_end_into_an_interrup
 
     def late(_: int, key: str) -> None:
         if key == "results.json":
-            notice_at(bench, 120)(None)
+            bench.notice(120)
 
     assert bench.attempt(store=FaultyStore(bench.store, late)).run() == 0
     assert bench.metadata.notice is not None
@@ -311,9 +310,7 @@ def test_a_run_that_is_asked_to_stop_ends_as_at_a_limit(tmp_path: Path) -> None:
 
 
 def test_a_node_that_comes_after_the_request_leaves_what_the_checkpoint_holds(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.attempt(script={5: notice_at(bench, 120)}).run()
-    bench.answers.clear()
+    bench = interrupted(tmp_path)
     bench.store.put_bytes(b"{}", "stop.json")
     assert bench.attempt("i-2").run() == 0
     assert [trainer.step for trainer in bench.trainers] == [5, 5]  # started to export, and stopped at once
@@ -323,9 +320,7 @@ def test_a_node_that_comes_after_the_request_leaves_what_the_checkpoint_holds(tm
 def test_a_trainer_asked_to_stop_while_it_starts_is_given_the_time_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path)
-    bench.attempt(script={5: notice_at(bench, 120)}).run()
-    bench.answers.clear()
+    bench = interrupted(tmp_path)
     bench.store.put_bytes(b"{}", "stop.json")
     ready_at = bench.clock.now + 300  # imports, pre-flight, weights
     poll = FakeTrainer.poll
@@ -340,9 +335,7 @@ def test_a_trainer_asked_to_stop_while_it_starts_is_given_the_time_to_start(
 def test_a_bad_node_that_comes_after_the_request_leaves_it_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path)
-    bench.attempt(script={5: notice_at(bench, 120)}).run()
-    bench.answers.clear()
+    bench = interrupted(tmp_path)
     bench.store.put_bytes(b"{}", "stop.json")
     with monkeypatch.context() as bad:
         bad.setattr(FakeTrainer, "poll", lambda self: 71)
@@ -381,9 +374,7 @@ def test_a_limit_that_is_reached_already_starts_no_trainer(tmp_path: Path) -> No
 
 
 def test_earlier_attempts_count_towards_the_limit(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, limits={"max_usd": "3.00", "max_hours": "0.16", "deadline": None})
-    bench.attempt(script={5: notice_at(bench, 120)}).run()
-    bench.answers.clear()
+    bench = interrupted(tmp_path, limits={"max_usd": "3.00", "max_hours": "0.16", "deadline": None})
     bench.clock.sleep(600)
 
     def idle(_: FakeTrainer) -> None:
@@ -437,9 +428,7 @@ def test_an_outage_delays_uploads_and_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_a_store_that_stutters_while_a_node_arrives_costs_no_node(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.attempt(script={5: notice_at(bench, 120)}).run()
-    bench.answers.clear()
+    bench = interrupted(tmp_path)
     asked: Counter[str] = Counter()
 
     class Stuttering(FaultyStore):
