@@ -34,10 +34,17 @@ def verdicts(
     return {verdict.label: verdict for verdict in found}
 
 
+def judged(workers: Workers, one: Candidate, switches: Switches | None = None, **limits: float) -> Verdict:
+    return verdicts(judge(workers, **limits), [one], switches)[one.label]
+
+
+def candidate(source: str, task: str = "relu", label: str = "x") -> Candidate:
+    return Candidate(name=f"c-{label}", task=task, source=source, origin="generated", label=label)
+
+
 def honest(task: str = "relu", change: Callable[[str], str] = lambda text: text, label: str = "x") -> Candidate:
     """A correct candidate, changed."""
-    source = change(planted.source(BY_NAME[task]))
-    return Candidate(name=f"c-{label}", task=task, source=source, origin="generated", label=label)
+    return candidate(change(planted.source(BY_NAME[task])), task, label)
 
 
 def never_misses_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,29 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_judge import honest, judge, never_misses_its_gpu, scratch, verdicts
+from kernel_judge import candidate, honest, judge, judged, never_misses_its_gpu, scratch
 
 from job.kernels import adversarial, answers, forkserver, planted, rules, tasks, timing, wire
 from job.kernels.catalog import BY_NAME
 from job.kernels.funnel import digest
-from job.kernels.planted import Candidate
-from job.kernels.verdict import Course, Switches, Verdict
+from job.kernels.verdict import Course, Switches
 from job.kernels.worker import Lost, NotBegun, OutOfTime, Process, Workers
 
 NO_RULES = Switches(funnel=False)
 
 
-def candidate(source: str, task: str = "relu") -> Candidate:
-    return Candidate(name="c", task=task, source=source, origin="generated")
-
-
 def course() -> Course:
     return Course(honest(), NO_RULES, "row", "")
-
-
-def judged(workers: Workers, one: Candidate, switches: Switches | None = None, **limits: float) -> Verdict:
-    """With an empty label."""
-    return verdicts(judge(workers, **limits), [one], switches)[one.label]
 
 
 JITTED = "@triton.jit\ndef kernel():\n    pass\n"
