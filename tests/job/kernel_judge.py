@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from job.config.kernel import Funnel
-from job.kernels import planted
+from job.kernels import planted, wire
 from job.kernels.catalog import BY_NAME
 from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
@@ -45,6 +46,14 @@ def candidate(source: str, task: str = "relu", label: str = "x") -> Candidate:
 def honest(task: str = "relu", change: Callable[[str], str] = lambda text: text, label: str = "x") -> Candidate:
     """A correct candidate, changed."""
     return candidate(change(planted.source(BY_NAME[task])), task, label)
+
+
+def run(process: Process, source: str, *tensors: Tensor) -> wire.Message:
+    """A source's answer to one watched call."""
+    process.ask({"do": "load"}, [source.encode()], limit_s=20)
+    packed = [wire.pack(tensor) for tensor in tensors]
+    head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": True}
+    return process.ask(head, [blob for _, blob in packed], limit_s=20, most_bytes=1 << 20)
 
 
 def never_misses_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,363 @@
+"""A candidate's process: started, confined, limited, and ended with all that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kernel_judge import honest, judge, never_misses_its_gpu, run, scratch, verdicts
+
+from job.kernels import forkserver, wire, worker
+from job.kernels.verdict import Switches
+from job.kernels.worker import Lost, NoDeviceError, OutOfTime, Process, Workers
+
+MULTIPLY = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x_ptr, o_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    x = tl.load(x_ptr + at)
+    tl.store(o_ptr + at, tl.dot(x, x))
+
+def kernel_function(x):
+    out = torch.empty_like(x)
+    kernel[(1,)](x, out, N=32)
+    return out + x @ x
+"""
+
+
+@pytest.mark.parametrize("fails", ["never", "in namespaces", "everywhere"])
+def test_a_machine_is_tried_on_a_kernel_that_is_right_before_any_candidate(
+    workers: Workers, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, said = Process.ask, list[str]()
+
+    def failing(process: Process, head: dict[str, Any], *more: Any, **rest: Any) -> Any:
+        reply = ask(process, head, *more, **rest)
+        broken = fails == "everywhere" or (fails == "in namespaces" and workers.confines)
+        return ({"error": "CUDA error 304"}, []) if broken and head["do"] == "run" else reply
+
+    monkeypatch.setattr(workers, "confines", True)
+    monkeypatch.setattr(Process, "ask", failing)
+    made = judge(workers)
+    if fails == "everywhere":
+        with pytest.raises(NoDeviceError, match="fails on this machine's cpu:0: tiny: CUDA error 304; without"):
+            made.prove(said.append)
+        return
+    made.prove(said.append)
+    assert ["fails in namespaces, cpu:0: tiny: CUDA error 304; " in line for line in said] == [True] * (
+        fails != "never"
+    )
+    assert workers.confines is (fails == "never")
+    if fails != "never":
+        verdict = verdicts(made, [honest()], Switches(timing=False))["x"]
+        assert (verdict.passed, verdict.isolated) == (True, False)
+
+
+def test_a_process_without_its_gpu_is_no_verdict(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(**_: Any) -> Process:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            wire.send(theirs, {"isolated": True, "error": "RuntimeError: no CUDA-capable device"})
+        sleeping = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        return Process(sleeping.pid, ours, tmp, 1e9, lambda _: sleeping.wait(), watch_s=wire.WATCH_S)
+
+    made, tmp = judge(workers), workers.folder / "none"
+    monkeypatch.setattr(workers, "start", start)
+    with pytest.raises(NoDeviceError, match="no CUDA-capable device"):
+        made.all([honest()], Switches(multi_input=False), "row", lambda verdict: pytest.fail(str(verdict)))
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_process_that_ends_before_it_has_got_a_source_is_no_verdict(
+    workers: Workers, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Process.__init__
+
+    def dying(process: Process, pid: int, dialogue: socket.socket, *more: Any, **how: Any) -> None:
+        if (how["watch_s"] == worker.COMPILING_S) is compiles:
+            os.kill(pid, signal.SIGKILL)
+            dialogue.close()  # it may have greeted before it died
+            dialogue, other = socket.socketpair()
+            other.close()
+        begin(process, pid, dialogue, *more, **how)
+
+    monkeypatch.setattr(Process, "__init__", dying)
+    one = honest(change=lambda text: f"# {compiles}\n{text}")  # not compiled before
+    with pytest.raises(NoDeviceError, match="before it had got a source: the process ended"):
+        judge(workers).all([one], Switches(), "row", lambda verdict: pytest.fail(str(verdict)))
+
+
+@pytest.mark.parametrize(("seen", "gpu", "visible"), [("", 1, "1"), ("3,5", 1, "5"), ("GPU-a", 0, "GPU-a")])
+def test_a_process_uses_a_gpu_of_those_that_the_judge_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, gpu: int, visible: str
+) -> None:
+    given: list[dict[str, str]] = []
+
+    def python(theirs: socket.socket, arguments: list[str], environment: dict[str, str]) -> SimpleNamespace:
+        given.append(environment)
+        return SimpleNamespace(pid=1)
+
+    monkeypatch.setattr(worker, "python", python)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    with socket.socket() as theirs:
+        Workers(tmp_path, gpus=True)._spawn(theirs, "{}", gpu)
+    assert given[0]["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_nothing_of_a_candidate_is_left_when_it_is_over(workers: Workers) -> None:
+    before = set(_all_pids())
+    with workers.start(memory_bytes=2e9) as process:
+        folder = process.scratch
+        assert _ours_since(before)
+    assert not folder.exists()
+    _wait_until_none(before)
+
+
+def test_processes_that_begin_and_end_at_once_leave_each_other_alone(workers: Workers) -> None:
+    def one(number: int) -> str:
+        with workers.start(memory_bytes=2e9) as process:
+            reply, _ = process.ask({"do": "ready", "flush": False}, limit_s=20)
+        return str(reply.get("error"))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(one, range(60))) == {"None"}
+
+
+def test_a_child_multiplies_matrices_after_a_parallel_operation_here(workers: Workers) -> None:
+    torch.mm(torch.ones(600, 600), torch.ones(600, 600))
+    x = torch.eye(32) * 2
+    with workers.start(memory_bytes=2e9) as process:
+        reply, blobs = run(process, MULTIPLY, x)
+    assert reply.get("error") is None
+    assert torch.frombuffer(bytearray(blobs[0]), dtype=torch.float32).reshape(32, 32).equal(2 * x @ x)
+
+
+@pytest.mark.slow
+def test_a_new_process_instead_of_a_fork_gives_the_same_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Workers(scratch(tmp_path), gpus=False) as spawned:
+        monkeypatch.setattr(spawned._running, "fork", lambda theirs, asked: spawned._spawn(theirs, asked, 0))
+        verdict = judge(spawned).verdict(honest("square", lambda text: text.replace("x * x", "x")), Switches(), "full")
+    assert (verdict.stage, verdict.passed) == (3, False)
+
+
+def test_neither_network_nor_files_nor_credentials_are_within_reach(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, outside = listener.getsockname()[1], tmp_path / "outside"
+    source = f"""
+import os, socket, torch
+def kernel_function(x):
+    found = []
+    try:
+        socket.create_connection(("127.0.0.1", {port}), 1)
+        found.append("network")
+    except OSError:
+        pass
+    try:
+        open({str(outside)!r}, "w").write("x")
+        found.append("file")
+    except OSError:
+        pass
+    open("inside", "w").write("x")
+    if "secret" in os.environ.values():
+        found.append("secret")
+    raise ValueError(",".join(found) or "nothing")
+"""
+    with listener, workers.start(memory_bytes=2e9, guarded=False) as process:  # without the guard: namespaces alone
+        if not process.isolated:
+            pytest.skip("this kernel allows no namespaces here: the guard and the static rules stand alone")
+        reply, _ = run(process, source, torch.ones(3))
+    assert reply["error"] == "ValueError: nothing"
+    assert not outside.exists()
+
+
+def test_a_fork_that_leaves_its_parent_ends_with_the_candidate(workers: Workers, tmp_path: Path) -> None:
+    source = """
+import os
+def kernel_function(x):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            while True:
+                pass
+        os._exit(0)
+    raise ValueError("forked")
+"""
+    before = set(_all_pids())
+    with workers.start(memory_bytes=2e9, guarded=False) as process:
+        reply, _ = run(process, source, torch.ones(3))
+    assert reply["error"] == "ValueError: forked"
+    _wait_until_none(before)
+
+
+def _wait_until_none(before: set[int]) -> None:
+    for _ in range(100_000):
+        if not _ours_since(before):
+            return
+        os.sched_yield()
+    raise AssertionError("a process is left")
+
+
+def _ours_since(before: set[int]) -> list[int]:
+    return [pid for pid in set(_all_pids()) - before if _is_ours(pid)]
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        return "job.kernels.child" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def test_a_process_that_compiles_is_looked_at_once_a_second(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = dict.fromkeys((True, False), 0)
+
+    def looked(pids: Any) -> int:
+        looks[compiles] += 1
+        return 0
+
+    monkeypatch.setattr("job.kernels.worker.usage.memory_bytes", looked)
+    for compiles in looks:
+        with workers.start(memory_bytes=2e9, compiles=compiles) as process:
+            looks[compiles] = 0
+            with pytest.raises(OutOfTime):
+                process.ask({"do": "load"}, [b"while True:\n    pass"], limit_s=1.5)
+    assert looks[True] <= 3
+    assert looks[False] > looks[True]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_process_that_takes_more_memory_than_allowed_is_ended(workers: Workers, compiles: bool) -> None:
+    with pytest.raises(Lost, match="of memory"), workers.start(memory_bytes=1.0, compiles=compiles) as process:
+        process.ask({"do": "load"}, [b"while True: pass"], limit_s=20.0)
+
+
+def test_memory_of_offspring_and_of_no_process_counts(workers: Workers) -> None:
+    grows = "x = b'x' * (600 << 20)\nwhile True:\n    pass"
+    forks = f"import os\nif os.fork() == 0:\n    {grows.replace(chr(10), chr(10) + '    ')}\nos.wait()"
+    writes = "import os\nwhile True:\n    kept = os.memfd_create('x')\n    os.posix_fallocate(kept, 0, 160 << 20)"
+    for source in (forks, writes):
+        with (
+            workers.start(memory_bytes=1.0e9, guarded=False) as process,
+            pytest.raises(Lost, match=r"of memory, 1\.0 are allowed"),
+        ):
+            process.ask({"do": "load"}, [source.encode()], limit_s=60)
+
+
+@pytest.mark.parametrize(
+    "fills",
+    [
+        "os.posix_fallocate(os.open('a', os.O_CREAT | os.O_WRONLY), 0, 200 << 20)\n"
+        "os.posix_fallocate(os.open('b', os.O_CREAT | os.O_WRONLY), 0, 100 << 20)",
+        "for n in range(11_000):\n    os.close(os.open(str(n), os.O_CREAT))",
+        "at = os.open('.', os.O_RDONLY)\nfor _ in range(1100):\n    os.mkdir('deep', dir_fd=at)\n"
+        "    outer, at = at, os.open('deep', os.O_RDONLY, dir_fd=at)\n    os.close(outer)",
+        "os.mkdir('hidden')\nos.posix_fallocate(os.open('hidden/a', os.O_CREAT | os.O_WRONLY), 0, 200 << 20)\n"
+        "os.posix_fallocate(os.open('hidden/b', os.O_CREAT | os.O_WRONLY), 0, 100 << 20)",
+    ],
+)
+def test_the_scratch_folder_as_a_whole_is_limited(workers: Workers, fills: str) -> None:
+    def asks() -> None:
+        process.ask({"do": "load"}, [f"import os\n{fills}\nkernel_function = len".encode()], limit_s=60)
+        for _ in range(100_000):  # it is looked at between the questions as well
+            process.ask({"do": "ready", "flush": False}, limit_s=60)
+
+    with workers.start(memory_bytes=2e9) as process, pytest.raises(Lost, match="more in its folder than 256 MiB"):
+        asks()
+    assert not process.scratch.exists()
+
+
+@pytest.mark.slow
+def test_only_a_gpus_process_loads_a_library_of_its_own_and_only_from_tritons_cache_and_forks_no_more_than_others(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_misses_its_gpu(monkeypatch)
+
+    def brings(folder: str) -> str:
+        return f"""
+import os, importlib.machinery, importlib.util
+os.makedirs({folder!r}, exist_ok=True)
+open({folder!r} + "/native.so", "wb").write(b"nothing")
+loader = importlib.machinery.ExtensionFileLoader("native", os.path.abspath({folder!r} + "/native.so"))
+importlib.util.module_from_spec(importlib.machinery.ModuleSpec("native", loader, origin=loader.path))
+"""
+
+    def says(made: Workers, source: str) -> str:
+        with made.start(memory_bytes=4e9) as process:
+            try:
+                return str(process.ask({"do": "load"}, [source.encode()], limit_s=60)[0]["error"])
+            except Lost as error:
+                return str(error)
+
+    with Workers(scratch(tmp_path), gpus=True) as spawning:
+        assert says(workers, brings("cache/a")) == says(spawning, brings("a")) == "forbidden: import native"
+        assert says(spawning, brings("cache/a")).startswith("ImportError")
+        assert says(spawning, "import os\nos.fork()") == "forbidden: os.fork"
+
+
+SERVES = """
+import socket, struct, sys, time
+end, greeting = socket.socket(fileno=int(sys.argv[1])), b'{"blobs": []}'
+end.sendall(struct.pack("!I", len(greeting)) + greeting)
+if sys.argv[2] == "1":
+    end.close()
+    time.sleep(60)
+end.recv(4096)
+end.sendall(b"77")
+end.recv(1)
+"""
+
+
+def test_a_fork_server_that_is_about_to_end_is_another_one_at_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def python(theirs: socket.socket, *_: object) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-S", "-c", SERVES, str(theirs.fileno()), str(len(begun) + 1)]
+        begun.append(subprocess.Popen(words, pass_fds=[theirs.fileno()]))
+        return begun[-1]
+
+    monkeypatch.setattr(forkserver, "python", python)
+    server = forkserver.ForkServer([], {})
+    server.ready()
+    with socket.socket() as theirs:
+        assert server.fork(theirs, "{}") == 77
+    server.close()
+    assert [each.poll() is not None for each in begun] == [True, True]
+
+
+def test_what_a_process_starts_while_it_is_ended_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain of any length."""
+    below, ended = {pid: [pid + 1] for pid in range(1, 2000)}, list[int]()
+
+    def kill(pid: int, number: int) -> None:
+        ended.append(pid)
+        if pid == 7:
+            below[1] = [2, 5000]
+
+    monkeypatch.setattr(forkserver, "children", lambda pid: below.get(pid, []))
+    monkeypatch.setattr(forkserver.os, "kill", kill)
+    forkserver.kill_all(1)
+    assert sorted(ended) == [*range(1, 2001), 5000]
+    assert ended[-1] == 1
