@@ -20,6 +20,7 @@ from job.run_file import Node, config_digest, load
 from job.supervisor.child import Log
 from job.supervisor.commits import commits
 from job.supervisor.metadata import Metadata
+from job.supervisor.publish import Publisher
 from job.supervisor.store import FolderStore, Store, StoreError
 from job.supervisor.supervisor import Supervisor
 from job.supervisor.underway import iso
@@ -279,3 +280,26 @@ class Bench:
             if path.endswith(end):
                 return 200, body
         return 404, b""
+
+
+def publisher(bench: Bench, store: object = None, node: str = "w") -> Publisher:
+    """Of this node's work folder."""
+    return Publisher(
+        store=store or bench.store,  # type: ignore[arg-type]
+        workdir=bench.folder / node,
+        stamp=lambda: {"run": "r1"},
+        say=lambda text: None,
+    )
+
+
+def notice_at(bench: Bench, seconds: float) -> Any:
+    """A script entry: EC2 gives notice, `seconds` before the end."""
+    return lambda _: bench.notice(seconds)
+
+
+def interrupted(tmp_path: Path, **changes: Any) -> Bench:
+    """A run of which step 5 is published: there its first node was taken away."""
+    bench = Bench(tmp_path, **changes)
+    assert bench.attempt(script={5: notice_at(bench, 120)}).run() == 75
+    bench.answers.clear()
+    return bench

@@ -9,27 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, Inline, Queue, commit, state
+from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, commit, publisher, state
 
-from job.config import GrowthConfig
 from job.supervisor.commits import commits
-from job.supervisor.forecast import Forecast
-from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError, StoreError
-from job.supervisor.uploads import Uploader
 from job.train.checkpoint import Checkpoints
 
-UPLOAD_S = Forecast(GrowthConfig(), {}, "x").upload_s
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
-
-
-def publisher(bench: Bench, store: object = None) -> Publisher:
-    return Publisher(
-        store=store or bench.store,  # type: ignore[arg-type]
-        workdir=bench.folder / "w",
-        stamp=lambda: {"run": "r1"},
-        say=lambda text: None,
-    )
 
 
 def test_a_node_that_dies_at_any_put_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,85 +116,11 @@ def test_a_torn_save_is_no_commit(tmp_path: Path) -> None:
     assert [found.step for found in commits(tmp_path / "w")] == [3]
 
 
-def test_a_commit_that_lost_a_file_is_given_up_and_the_next_goes_on(tmp_path: Path) -> None:
-    bench, said = Bench(tmp_path), []
-    damaged = commit(tmp_path / "w", 3, "c", reason="boundary")
-    (damaged / "w.bin").write_bytes(b"cut")
-    commit(tmp_path / "w", 6, "c")
-    uploader = Uploader(publisher(bench), Inline(), Clock(), said.append, UPLOAD_S)
-    for _ in range(4):
-        uploader.poll()
-    assert uploader.idle
-    assert bench.manifests() == [6]
-    assert "step 3 cannot be published" in said[0]
-
-
 def test_only_the_newest_of_the_timed_ones_is_sent(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for step, reason, loss in ((3, "timed", None), (4, "best", 1.0), (5, "boundary", None), (6, "timed", None)):
         commit(tmp_path / "w", step, "c", reason=reason, val_loss=loss)
     assert [found.step for found in publisher(bench).pending()] == [4, 5, 6]
-
-
-def test_in_a_hurry_the_newest_goes_first_and_a_better_older_one_after_it(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    commit(tmp_path / "w", 3, "c", reason="best", val_loss=1.0)
-    commit(tmp_path / "w", 5, "c", reason="boundary")
-    commit(tmp_path / "w", 6, "c", reason="stop")
-    keys: list[str] = []
-    store = FaultyStore(bench.store, lambda _, key: keys.append(key))
-    uploader = Uploader(publisher(bench, store), Inline(), Clock(), lambda text: None, UPLOAD_S)
-    uploader.hurry(Clock()() + 120)
-    while not uploader.idle:
-        uploader.poll()
-    assert [key for key in keys if key.endswith("manifest.json")] == [
-        "ckpt/step_00000006/manifest.json",
-        "ckpt/step_00000003/manifest.json",
-    ]
-    assert bench.json("best.json")["step"] == 3
-
-
-def test_a_hurry_lets_the_newest_go_on_and_ends_it_only_for_a_newer_one(tmp_path: Path) -> None:
-    bench, queue = Bench(tmp_path), Queue()
-    commit(tmp_path / "w", 3, "c")
-    made = publisher(bench)
-    uploader = Uploader(made, queue, Clock(), lambda text: None, UPLOAD_S)
-    uploader.poll()
-    uploader.hurry(Clock()() + 120)
-    uploader.poll()
-    assert not made._cancel.is_set()  # half an upload is worth more than none
-    commit(tmp_path / "w", 6, "c", reason="stop")
-    uploader.poll()
-    assert made._cancel.is_set()
-    queue.run(GivenUpError("given up"))
-    uploader.poll()
-    queue.run()
-    assert bench.manifests() == [6]
-
-
-def test_a_hurry_does_not_end_an_upload_for_a_newer_one_that_cannot_arrive(tmp_path: Path) -> None:
-    bench, queue, clock = Bench(tmp_path), Queue(), Clock()
-    commit(tmp_path / "w", 3, "c")
-    made = publisher(bench)
-    uploader = Uploader(made, queue, clock, lambda text: None, lambda size: 60.0)
-    uploader.poll()
-    uploader.hurry(clock() + 100)
-    clock.sleep(50)
-    commit(tmp_path / "w", 6, "c", reason="stop")
-    uploader.poll()
-    assert not made._cancel.is_set()
-    queue.run()
-    uploader.poll()  # and then the newer one, for what it is worth
-    queue.run()
-    assert bench.manifests() == [3, 6]
-
-
-def test_what_nobody_foresaw_delays_an_upload_and_stops_nothing(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    store = FaultyStore(bench.store, lambda put, _: RuntimeError("can't start new thread") if put == 9 else None)
-    assert bench.attempt(store=store).run() == 0
-    assert bench.manifests()[-1] == STEPS
-    assert "can't start new thread" in bench.said
 
 
 def test_a_checkpoint_is_published_after_what_the_stages_left(tmp_path: Path) -> None:
@@ -294,28 +206,6 @@ def test_a_publication_given_up_leaves_no_manifest_and_can_be_done_later(tmp_pat
     assert bench.manifests() == []
     made._store = bench.store
     made.publish(made.pending()[0])
-    assert bench.manifests() == [3]
-
-
-def test_failures_are_tried_again_ever_longer_apart(tmp_path: Path) -> None:
-    bench, clock = Bench(tmp_path), Clock(0)
-    commit(tmp_path / "w", 3, "c")
-    tries: list[float] = []
-
-    def refuse(put: int, key: str) -> StoreError | None:
-        if key.endswith(".metadata"):
-            tries.append(clock.now)
-        return StoreError("503") if clock.now < 100 else None
-
-    uploader = Uploader(
-        publisher(bench, FaultyStore(bench.store, refuse)), Inline(), clock, lambda text: None, UPLOAD_S
-    )
-    while not uploader.idle:
-        uploader.poll()
-        clock.sleep(0.5)
-    gaps = [round(after - before) for before, after in itertools.pairwise(tries)]
-    assert gaps[:5] == sorted(gaps[:5])
-    assert len(tries) <= 8
     assert bench.manifests() == [3]
 
 

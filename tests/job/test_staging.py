@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import Bench, FaultyStore, commit, state
+from supervisor_world import Bench, FaultyStore, commit, publisher, state
 
 from job.config import GrowthConfig
 from job.run_file import load
 from job.supervisor import staging
-from job.supervisor.publish import Publisher
 from job.supervisor.store import StoreError
 
 
@@ -21,11 +20,10 @@ from job.supervisor.store import StoreError
 def bench(tmp_path: Path) -> Bench:
     """Steps 3 and 6 are published."""
     made = Bench(tmp_path)
-    workdir = tmp_path / "first"
-    publisher = Publisher(store=made.store, workdir=workdir, stamp=lambda: {"run": "r1"}, say=lambda text: None)
+    publishes = publisher(made, node="first")
     for step in (3, 6):
-        commit(workdir, step, made.config_sha256)
-        publisher.publish(publisher.pending()[-1])
+        commit(tmp_path / "first", step, made.config_sha256)
+        publishes.publish(publishes.pending()[-1])
     return made
 
 

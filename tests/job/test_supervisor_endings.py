@@ -5,29 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, outage, state
+from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, interrupted, notice_at, outage, state
 
-from job import atomic, sizing
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job import atomic
+from job.config import GrowthConfig
 from job.supervisor import arrival
-from job.supervisor.forecast import Forecast
 from job.supervisor.store import StoreError
-
-
-def notice_at(bench: Bench, seconds: float) -> Any:
-    """A script entry: EC2 gives notice, `seconds` before the end."""
-    return lambda _: bench.notice(seconds)
-
-
-def interrupted(tmp_path: Path, **changes: Any) -> Bench:
-    """A run of which step 5 is published: there its first node was taken away."""
-    bench = Bench(tmp_path, **changes)
-    assert bench.attempt(script={5: notice_at(bench, 120)}).run() == 75
-    bench.answers.clear()
-    return bench
 
 
 def test_a_finished_run_leaves_results_receipt_and_done_marker(tmp_path: Path) -> None:
@@ -273,118 +258,6 @@ def test_output_alone_is_a_sign_of_life(tmp_path: Path) -> None:
     assert len(quiet) == 4000
 
 
-@pytest.mark.parametrize(
-    ("limits", "reason"),
-    [
-        ({"max_usd": "0.0300", "max_hours": "2", "deadline": None}, "max_usd"),
-        ({"max_usd": "3.00", "max_hours": "0.055", "deadline": None}, "max_hours"),
-        ({"max_usd": "3.00", "max_hours": "2", "deadline": "2027-01-15T08:03:10Z"}, "deadline"),
-        ({"max_usd": "3.00", "max_hours": "2", "deadline": None, "expires": "2027-01-15T08:03:10Z"}, "expiry"),
-    ],
-)
-def test_a_limit_ends_the_run_with_everything_saved(tmp_path: Path, limits: dict[str, Any], reason: str) -> None:
-    bench = Bench(tmp_path, limits=limits)
-
-    def idle(trainer: FakeTrainer) -> None:
-        bench.clock.sleep(20)
-        trainer.step = min(trainer.step, 5)  # a run that would go on for ever
-
-    assert bench.attempt(script={4: idle, 5: idle, 6: idle}).run() == 0
-    assert bench.json("done.json")["reason"] == reason
-    assert bench.manifests()[-1] == bench.trainers[0].step
-    receipt = bench.json("receipt.json")
-    assert receipt["reason"] == reason
-    assert float(receipt["usd"]["actual"]) <= 0.0300
-
-
-def test_a_run_that_is_asked_to_stop_ends_as_at_a_limit(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-
-    def ask(_: FakeTrainer) -> None:
-        bench.store.put_bytes(b"{}", "stop.json")
-        bench.clock.sleep(61)  # one heartbeat
-
-    assert bench.attempt(script={4: ask}).run() == 0
-    assert (bench.json("done.json")["reason"], bench.json("receipt.json")["reason"]) == ("stopped", "stopped")
-    assert bench.manifests()[-1] == bench.trainers[0].step < STEPS
-
-
-def test_a_node_that_comes_after_the_request_leaves_what_the_checkpoint_holds(tmp_path: Path) -> None:
-    bench = interrupted(tmp_path)
-    bench.store.put_bytes(b"{}", "stop.json")
-    assert bench.attempt("i-2").run() == 0
-    assert [trainer.step for trainer in bench.trainers] == [5, 5]  # started to export, and stopped at once
-    assert bench.json("done.json")["reason"] == "stopped"
-
-
-def test_a_trainer_asked_to_stop_while_it_starts_is_given_the_time_to_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = interrupted(tmp_path)
-    bench.store.put_bytes(b"{}", "stop.json")
-    ready_at = bench.clock.now + 300  # imports, pre-flight, weights
-    poll = FakeTrainer.poll
-    monkeypatch.setattr(
-        FakeTrainer, "poll", lambda self: None if self.clock.now < ready_at and not self.killed else poll(self)
-    )
-    assert bench.attempt("i-2").run() == 0
-    assert "did not stop in time" not in bench.said
-    assert bench.json("done.json")["reason"] == "stopped"
-
-
-def test_a_bad_node_that_comes_after_the_request_leaves_it_to_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = interrupted(tmp_path)
-    bench.store.put_bytes(b"{}", "stop.json")
-    with monkeypatch.context() as bad:
-        bad.setattr(FakeTrainer, "poll", lambda self: 71)
-        assert bench.attempt("i-2").run() == 71
-    assert bench.store.get_bytes("done.json") is None
-    assert bench.attempt("i-3").run() == 0
-    assert (bench.json("done.json")["reason"], bench.json("done.json")["detail"]) == ("stopped", "")
-
-
-def test_a_trainer_deaf_to_a_stop_by_hand_is_killed_as_at_a_limit(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, limits={"max_usd": "3.00", "max_hours": "0.2", "deadline": None})
-
-    def deaf(trainer: FakeTrainer) -> None:
-        bench.store.put_bytes(b"{}", "stop.json")
-        bench.clock.sleep(61)
-        trainer.hangs = True
-
-    assert bench.attempt(script={4: deaf}).run() == 0
-    assert bench.json("done.json")["detail"] == "the trainer did not stop in time"
-    assert float(bench.json("receipt.json")["hours"]["actual"]) <= 0.2 + 120 / 3600  # as at a limit
-
-
-def test_a_request_before_anything_is_saved_starts_no_trainer(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.store.put_bytes(b"{}", "stop.json")
-    assert bench.attempt().run() == 0
-    assert bench.trainers == []
-    assert bench.json("done.json")["reason"] == "stopped"
-
-
-def test_a_limit_that_is_reached_already_starts_no_trainer(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, limits={"max_usd": "0.0100", "max_hours": "2", "deadline": None})
-    assert bench.attempt().run() == 0
-    assert bench.trainers == []
-    assert bench.json("done.json")["reason"] == "max_usd"
-
-
-def test_earlier_attempts_count_towards_the_limit(tmp_path: Path) -> None:
-    bench = interrupted(tmp_path, limits={"max_usd": "3.00", "max_hours": "0.16", "deadline": None})
-    bench.clock.sleep(600)
-
-    def idle(_: FakeTrainer) -> None:
-        bench.clock.sleep(40)
-
-    assert bench.attempt("i-2", script=dict.fromkeys(range(1, 13), idle)).run() == 0
-    assert bench.json("done.json")["reason"] == "max_hours"
-    assert bench.trainers[1].step < STEPS
-
-
 def test_what_the_fleet_s_history_said_of_a_node_is_kept_for_later_attempts(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for instance, step in (("i-1", 3), ("i-2", 6)):
@@ -458,46 +331,3 @@ def test_a_supervisor_that_dies_in_the_middle_takes_its_trainer_along(tmp_path: 
     with pytest.raises(Death):
         bench.attempt(store=dying).run()
     assert bench.trainers[0].killed
-
-
-def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> None:
-    config = KernelConfig()  # 16 steps by its estimate, 25 by its data
-    (first, *_), rows = sizing.phases(config), [{"phase": "sft", "steps": 25, "step_ms": 8000.0}]
-    forecast = Forecast(config, {"phases": rows}, "p5.48xlarge")
-    assert first.steps == 16
-    assert forecast.stop_s(24, None) == forecast.stop_s(0, None)
-    assert forecast.stop_s(0, None) == pytest.approx(8 + 2 + 2.5 * 98.3, abs=0.5)  # a checkpoint of 98.3 GB
-    assert forecast.stop_s(25, None) < 10  # nothing is left to save
-
-
-def test_a_stop_takes_a_save_besides_an_upload_that_was_measured_to_be_slow() -> None:
-    forecast, size = Forecast(KernelConfig(), {}, "p5.48xlarge"), 98.3  # GB
-    billed = forecast.stop_s(0, None)
-    forecast.learn((10**9, 1.5))  # as billed
-    assert forecast.stop_s(0, None) == billed
-    forecast.learn((10**9, 2.0))
-    assert forecast.stop_s(0, None) == pytest.approx(2 + 1.0 * size + 2.0 * size, abs=0.5)
-
-
-def test_an_upload_takes_as_long_as_the_last_one_that_could_be_measured() -> None:
-    forecast = Forecast(KernelConfig(), {}, "p5.48xlarge")
-    forecast.learn((49_999_999, 100.0))  # all latency
-    assert forecast.upload_s(10**9) == 2 + 1.5
-    forecast.learn((50_000_000, 0.2))
-    assert forecast.upload_s(10**9) == pytest.approx(2 + 1.25 * 4)
-
-
-@pytest.mark.parametrize(
-    ("config", "seconds"),
-    [
-        (PretrainConfig(), 41.9),  # 16.7 GB
-        (SftConfig(), 0.84),  # the adapter
-        (SftConfig(method="full"), 40.2),  # 16.1 GB
-        (GrowthConfig(), 1.0),  # of the first phase, in fp32
-        (KernelConfig(), 40.9),
-        (TwoTowerConfig(), 0),
-    ],
-)
-def test_a_limit_leaves_time_for_what_is_exported_then(config: JobConfig, seconds: float) -> None:
-    forecast = Forecast(config, {}, "p5.48xlarge")
-    assert forecast.end_s(9, 4.0) - forecast.stop_s(9, 4.0) == pytest.approx(seconds, abs=0.1)

@@ -1,0 +1,52 @@
+"""How long a stop, an upload and what is exported at a limit take."""
+
+from __future__ import annotations
+
+import pytest
+
+from job import sizing
+from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.supervisor.forecast import Forecast
+
+
+def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> None:
+    config = KernelConfig()  # 16 steps by its estimate, 25 by its data
+    (first, *_), rows = sizing.phases(config), [{"phase": "sft", "steps": 25, "step_ms": 8000.0}]
+    forecast = Forecast(config, {"phases": rows}, "p5.48xlarge")
+    assert first.steps == 16
+    assert forecast.stop_s(24, None) == forecast.stop_s(0, None)
+    assert forecast.stop_s(0, None) == pytest.approx(8 + 2 + 2.5 * 98.3, abs=0.5)  # a checkpoint of 98.3 GB
+    assert forecast.stop_s(25, None) < 10  # nothing is left to save
+
+
+def test_a_stop_takes_a_save_besides_an_upload_that_was_measured_to_be_slow() -> None:
+    forecast, size = Forecast(KernelConfig(), {}, "p5.48xlarge"), 98.3  # GB
+    billed = forecast.stop_s(0, None)
+    forecast.learn((10**9, 1.5))  # as billed
+    assert forecast.stop_s(0, None) == billed
+    forecast.learn((10**9, 2.0))
+    assert forecast.stop_s(0, None) == pytest.approx(2 + 1.0 * size + 2.0 * size, abs=0.5)
+
+
+def test_an_upload_takes_as_long_as_the_last_one_that_could_be_measured() -> None:
+    forecast = Forecast(KernelConfig(), {}, "p5.48xlarge")
+    forecast.learn((49_999_999, 100.0))  # all latency
+    assert forecast.upload_s(10**9) == 2 + 1.5
+    forecast.learn((50_000_000, 0.2))
+    assert forecast.upload_s(10**9) == pytest.approx(2 + 1.25 * 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "seconds"),
+    [
+        (PretrainConfig(), 41.9),  # 16.7 GB
+        (SftConfig(), 0.84),  # the adapter
+        (SftConfig(method="full"), 40.2),  # 16.1 GB
+        (GrowthConfig(), 1.0),  # of the first phase, in fp32
+        (KernelConfig(), 40.9),
+        (TwoTowerConfig(), 0),
+    ],
+)
+def test_a_limit_leaves_time_for_what_is_exported_then(config: JobConfig, seconds: float) -> None:
+    forecast = Forecast(config, {}, "p5.48xlarge")
+    assert forecast.end_s(9, 4.0) - forecast.stop_s(9, 4.0) == pytest.approx(seconds, abs=0.1)

@@ -1,0 +1,206 @@
+"""Uploads beside training: what goes first, what is tried again, and exports while nothing is more urgent."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from supervisor_world import STEPS, Bench, Clock, FaultyStore, Inline, Queue, commit, publisher
+
+from job.supervisor import publish
+from job.supervisor.publish import Publisher
+from job.supervisor.store import GivenUpError, StoreError
+from job.supervisor.uploads import Uploader
+
+
+def at_once(size: int) -> float:
+    """Seconds that an upload takes."""
+    return 0.0
+
+
+def test_a_commit_that_lost_a_file_is_given_up_and_the_next_goes_on(tmp_path: Path) -> None:
+    bench, said = Bench(tmp_path), []
+    damaged = commit(tmp_path / "w", 3, "c", reason="boundary")
+    (damaged / "w.bin").write_bytes(b"cut")
+    commit(tmp_path / "w", 6, "c")
+    uploader = Uploader(publisher(bench), Inline(), Clock(), said.append, at_once)
+    for _ in range(4):
+        uploader.poll()
+    assert uploader.idle
+    assert bench.manifests() == [6]
+    assert "step 3 cannot be published" in said[0]
+
+
+def test_in_a_hurry_the_newest_goes_first_and_a_better_older_one_after_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c", reason="best", val_loss=1.0)
+    commit(tmp_path / "w", 5, "c", reason="boundary")
+    commit(tmp_path / "w", 6, "c", reason="stop")
+    keys: list[str] = []
+    store = FaultyStore(bench.store, lambda _, key: keys.append(key))
+    uploader = Uploader(publisher(bench, store), Inline(), Clock(), lambda text: None, at_once)
+    uploader.hurry(Clock()() + 120)
+    while not uploader.idle:
+        uploader.poll()
+    assert [key for key in keys if key.endswith("manifest.json")] == [
+        "ckpt/step_00000006/manifest.json",
+        "ckpt/step_00000003/manifest.json",
+    ]
+    assert bench.json("best.json")["step"] == 3
+
+
+def test_a_hurry_lets_the_newest_go_on_and_ends_it_only_for_a_newer_one(tmp_path: Path) -> None:
+    bench, queue = Bench(tmp_path), Queue()
+    commit(tmp_path / "w", 3, "c")
+    made = publisher(bench)
+    uploader = Uploader(made, queue, Clock(), lambda text: None, at_once)
+    uploader.poll()
+    uploader.hurry(Clock()() + 120)
+    uploader.poll()
+    assert not made._cancel.is_set()  # half an upload is worth more than none
+    commit(tmp_path / "w", 6, "c", reason="stop")
+    uploader.poll()
+    assert made._cancel.is_set()
+    queue.run(GivenUpError("given up"))
+    uploader.poll()
+    queue.run()
+    assert bench.manifests() == [6]
+
+
+def test_a_hurry_does_not_end_an_upload_for_a_newer_one_that_cannot_arrive(tmp_path: Path) -> None:
+    bench, queue, clock = Bench(tmp_path), Queue(), Clock()
+    commit(tmp_path / "w", 3, "c")
+    made = publisher(bench)
+    uploader = Uploader(made, queue, clock, lambda text: None, lambda size: 60.0)
+    uploader.poll()
+    uploader.hurry(clock() + 100)
+    clock.sleep(50)
+    commit(tmp_path / "w", 6, "c", reason="stop")
+    uploader.poll()
+    assert not made._cancel.is_set()
+    queue.run()
+    uploader.poll()  # and then the newer one, for what it is worth
+    queue.run()
+    assert bench.manifests() == [3, 6]
+
+
+def test_what_nobody_foresaw_delays_an_upload_and_stops_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    store = FaultyStore(bench.store, lambda put, _: RuntimeError("can't start new thread") if put == 9 else None)
+    assert bench.attempt(store=store).run() == 0
+    assert bench.manifests()[-1] == STEPS
+    assert "can't start new thread" in bench.said
+
+
+def test_failures_are_tried_again_ever_longer_apart(tmp_path: Path) -> None:
+    bench, clock = Bench(tmp_path), Clock(0)
+    commit(tmp_path / "w", 3, "c")
+    tries: list[float] = []
+
+    def refuse(put: int, key: str) -> StoreError | None:
+        if key.endswith(".metadata"):
+            tries.append(clock.now)
+        return StoreError("503") if clock.now < 100 else None
+
+    uploader = Uploader(publisher(bench, FaultyStore(bench.store, refuse)), Inline(), clock, lambda text: None, at_once)
+    while not uploader.idle:
+        uploader.poll()
+        clock.sleep(0.5)
+    gaps = [round(after - before) for before, after in itertools.pairwise(tries)]
+    assert gaps[:5] == sorted(gaps[:5])
+    assert len(tries) <= 8
+    assert bench.manifests() == [3]
+
+
+def exported(workdir: Path, name: str, content: bytes = b"weights") -> None:
+    folder = workdir / "exports" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(content)
+    (folder / "meta.json").write_text("{}")
+
+
+def idle(bench: Bench) -> tuple[Uploader, Queue, Publisher]:
+    made, queue = publisher(bench), Queue()
+    return Uploader(made, queue, bench.clock, lambda line: None, at_once), queue, made
+
+
+def test_a_complete_export_is_sent_once_nothing_is_more_urgent(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    uploader, queue, _ = idle(bench)
+    exported(tmp_path / "w", "phase1_end")
+    (tmp_path / "w" / "exports" / "phase1_end" / ".model.safetensors.part").write_bytes(b"half")
+    (tmp_path / "w" / "exports" / "phase2_start").mkdir()
+    (tmp_path / "w" / "exports" / "phase2_start" / "model.safetensors").write_bytes(b"half")
+    commit(tmp_path / "w", 3, "c")
+    uploader.poll()
+    queue.run()
+    assert bench.manifests() == [3]
+    assert bench.store.get_bytes("exports/phase1_end/model.safetensors") is None
+    uploader.poll()
+    queue.run()
+    assert bench.store.get_bytes("exports/phase1_end/model.safetensors") == b"weights"
+    assert bench.store.get_bytes("exports/phase1_end/.model.safetensors.part") is None
+    assert bench.store.get_bytes("exports/phase2_start/model.safetensors") is None  # no meta.json yet
+    uploader.poll()
+    assert not queue.waiting
+    assert uploader.idle
+
+
+def test_an_export_written_anew_is_sent_anew(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    uploader, queue, _ = idle(bench)
+    for content in (b"first", b"second"):
+        exported(tmp_path / "w", "phase1_end", content)
+        uploader.poll()
+        queue.run()
+        uploader.poll()
+        assert bench.store.get_bytes("exports/phase1_end/model.safetensors") == content
+
+
+def test_an_export_that_is_replaced_while_it_is_listed_stops_no_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed(folder: Path) -> list[Path]:
+        found = real(folder)
+        (folder / "meta.json").unlink()
+        return found
+
+    real = publish._files
+    made = publisher(Bench(tmp_path))
+    exported(tmp_path / "w", "phase1_end")
+    monkeypatch.setattr(publish, "_files", listed)
+    assert [path.name for path in made.exported()] == ["model.safetensors"]
+
+
+def test_in_a_hurry_an_export_makes_room_for_a_checkpoint_and_none_is_begun(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    uploader, queue, made = idle(bench)
+    exported(tmp_path / "w", "phase1_end")
+    uploader.poll()  # the export is on its way
+    uploader.hurry(bench.clock() + 120)
+    assert uploader.idle  # nobody waits for it
+    commit(tmp_path / "w", 3, "c")
+    assert not uploader.idle
+    uploader.poll()
+    assert made._cancel.is_set()
+    queue.run(error=GivenUpError("publication given up"))
+    uploader.poll()
+    queue.run()
+    assert bench.manifests() == [3]
+    uploader.poll()
+    assert not queue.waiting
+
+
+def test_tensorboards_files_go_with_the_metrics_when_they_have_grown(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    puts: list[str] = []
+    store = FaultyStore(bench.store, lambda put, key: puts.append(key))
+    made = publisher(bench, store)
+    (tmp_path / "w" / "tb").mkdir(parents=True)
+    events = tmp_path / "w" / "tb" / "events.1"
+    for content in (b"one", b"one", b"onetwo"):
+        events.write_bytes(content)
+        made.metrics()
+    assert puts == ["tb/events.1"] * 2
+    assert bench.store.get_bytes("tb/events.1") == b"onetwo"
