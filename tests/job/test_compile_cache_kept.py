@@ -165,14 +165,3 @@ def test_under_a_stop_nothing_is_sent_and_what_is_on_its_way_is_given_up_before_
     assert supervisor.run() == 75
     assert [event for event in happened if event.endswith(".bin") and "/" not in event] == ["a.bin"]
     assert happened.index("a.bin") < happened.index("given up") < happened.index("ckpt/step_00000006/manifest.json")
-
-
-def test_the_attempt_records_what_compiling_took_and_the_run_s_results_do_not(tmp_path: Path) -> None:
-    bench, took = Bench(tmp_path), {"dense": {"seconds": 41.2, "graphs": 12, "cached": 0}}
-
-    def compiled(trainer: FakeTrainer) -> None:
-        atomic.write_json(trainer.workdir / "compiled.json", took)
-
-    assert bench.attempt(script={1: compiled}).run() == 0
-    assert bench.json("attempts/i-1.json")["compiled"] == took
-    assert bench.store.get_bytes("compiled.json") is None

@@ -131,16 +131,6 @@ def test_what_somebody_put_beside_a_dataset_is_never_replaced_with_it(tmp_path: 
     assert (folder / "notes" / "mine.txt").read_text() == "x"
 
 
-def test_a_failure_on_the_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(prepare, "write_shard", fail)
-    with pytest.raises(OSError, match="No space"):
-        prepare.prepare(tmp_path / "set", Generated(count=100, seed=3), model_vocab=300)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

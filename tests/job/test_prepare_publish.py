@@ -42,13 +42,6 @@ def test_the_same_dataset_again_leaves_the_folder_alone(tmp_path: Path) -> None:
     assert (tmp_path / "data").stat().st_ino == before
 
 
-def test_another_content_replaces_it(tmp_path: Path) -> None:
-    first = made(tmp_path / "data")
-    second = made(tmp_path / "data", b"other")
-    assert first.sha256 != second.sha256
-    assert (tmp_path / "data" / "rows" / "train.bin").read_bytes() == b"other"
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_to_another_disk_stays_a_link(there: bool, tmp_path: Path) -> None:
     place, link = tmp_path / "large" / "sets" / "data", tmp_path / "data"
@@ -69,13 +62,6 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="row 7"):
         publish(tmp_path / "data", kind="packed", source="x", facts={}, write=fail)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_somebody_elses_folder_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="not a prepared dataset"):
-        made(tmp_path / "data")
 
 
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) -> None:

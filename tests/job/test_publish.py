@@ -305,6 +305,7 @@ def test_a_disk_short_of_room_keeps_the_best_beside_the_last(tmp_path: Path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     made.prune()
     assert [found.step for found in commits(tmp_path / "w")] == [3, 9]
+    assert bench.manifests() == [3, 6, 9]
 
 
 def test_a_try_that_failed_late_sends_again_only_what_had_not_arrived(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_what_the_trainer_leaves_beside_its_metrics_is_recorded_of_the_attempt(t
     assert bench.attempt(script={4: leave}).run() == 0
     noted = bench.json("attempts/i-1.json")
     assert (noted["rung"], noted["preflight"], noted["compiled"]) == (1, left["preflight"], left["compiled"])
+    assert bench.store.get_bytes("rung.json") is bench.store.get_bytes("compiled.json") is None  # no results
 
 
 def unreadable(trainer: FakeTrainer) -> int | None:
@@ -241,14 +242,6 @@ def test_a_full_disk_loses_notes_and_no_training(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(atomic, "write_json", full)
     assert supervisor.run() == 0
     assert "spent.json cannot be written" in bench.said
-
-
-def test_a_short_disk_keeps_only_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path)
-    monkeypatch.setattr("job.supervisor.publish.shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
-    bench.attempt().run()
-    assert [path.name for path in (tmp_path / "i-1" / "ckpt").glob("step_*")] == ["step_00000012"]
-    assert bench.manifests() == [9, 12]
 
 
 def test_a_used_work_folder_is_no_memory(tmp_path: Path) -> None:

@@ -14,16 +14,17 @@ import torch
 import train_world
 import two_tower_world as world
 from torch import Tensor
+from two_tower_world import TABLES, flipped
 
 from job.config.two_tower import variants
 from job.dataset import ranking
-from job.dataset.ranking import GAINS, Tables, generate
+from job.dataset.ranking import GAINS, Tables
 from job.experiments import two_tower_baselines as baselines
 from job.experiments import two_tower_results as results
 from job.experiments import two_tower_tables as tables_of
 from job.experiments.two_tower import REFIT_SEEDS, TwoTower
 from job.experiments.two_tower_batches import Batches
-from job.experiments.two_tower_data import Indices, fold_of, members, watched
+from job.experiments.two_tower_data import fold_of, members, watched
 from job.experiments.two_tower_members import Members
 from job.sizing import Rung
 from job.sizing.two_tower import REFIT
@@ -31,7 +32,6 @@ from job.student import t95
 from job.train import metrics
 
 CONFIG = world.config()
-TABLES = generate(23, 31, 12, 16, seed=3)
 HONEST = [member for member in members(CONFIG) if member.protocol == "honest"]
 
 # Where each member is made to be at its best: never only at the end. The honest median is 2, their maximum 4.
@@ -39,13 +39,6 @@ BEST: dict[str, list[int]] = {"honest": [1, 2, 4, 1, 3], "optimistic": [4, 3, 1,
 SCRIPT = torch.full((5, 10), 0.1, dtype=torch.float64)  # [epoch, member]
 SCRIPT[1] = 0.5
 SCRIPT[BEST["honest"] + BEST["optimistic"], torch.arange(10)] = torch.linspace(0.6, 0.9, 10, dtype=torch.float64)
-
-
-def flipped(queries: Indices) -> Tables:
-    """The same dataset, but for these queries every judgement is another."""
-    labels = TABLES.labels.copy()
-    labels[queries] = (labels[queries] + 1) % 3
-    return replace(TABLES, labels=labels)
 
 
 @pytest.mark.parametrize("fold", range(5))

@@ -182,7 +182,3 @@ def test_lambdarank_is_billed_by_queries_models_and_folds_where_it_runs(data: di
     assert [phase.cpu_core_s for phase in sizing.phases(config)] == [0.0, pytest.approx(core_s, rel=1e-12)]
     missing = two_tower_baselines.lambdarank_missing(config.data.models) or ""
     assert ("models per query" in missing) == (core_s == 0)
-
-
-def test_lambdarank_of_the_default_data_is_billed_to_the_digit_as_measured() -> None:
-    assert sizing.phases(FULL)[-1].cpu_core_s == 190.0

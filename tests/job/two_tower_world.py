@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from job.config import TwoTowerConfig, from_json
-from job.dataset.ranking import prepare_ranking
+from job.dataset.ranking import Tables, generate, prepare_ranking
+from job.experiments.two_tower_data import Indices
 
 REHEARSAL: dict[str, Any] = {
     "epochs": 15,
@@ -46,6 +48,14 @@ TOY: dict[str, Any] = {
     "data": {"source": "generated-relevance", "queries": 23, "models": 31, "folds": 5},
     "weak": {"queries": 12, "similarity": 0.2, "confidence": 0.2, "neighbours": 5},
 }
+TABLES = generate(23, 31, 12, 16, seed=3)  # of TOY's sizes
+
+
+def flipped(queries: Indices | int) -> Tables:
+    """TABLES, but of these queries every judgement is another."""
+    labels = TABLES.labels.copy()
+    labels[queries] = (labels[queries] + 1) % 3
+    return replace(TABLES, labels=labels)
 
 
 def config(tree: dict[str, Any] = TOY, **changed: Any) -> TwoTowerConfig:
