@@ -53,17 +53,24 @@ def kernel_function(x):
     assert rules.problem(source) is None
 
 
+HONEST = honest().source
+
+
 def replaced(old: str, new: str) -> str:
     """A correct candidate with another text in the place of one."""
-    source = honest().source
-    assert old in source
-    return source.replace(old, new)
+    assert old in HONEST
+    return HONEST.replace(old, new)
 
 
 def after(line: str) -> str:
     """A correct candidate whose launcher begins with this line."""
     first = "    x = x.contiguous()\n"
     return replaced(first, f"{first}    {line}\n")
+
+
+def importing(line: str, source: str = HONEST) -> str:
+    """A candidate that imports something else, too."""
+    return source.replace("import torch\n", f"import torch\n{line}\n")
 
 
 @pytest.mark.parametrize(
@@ -174,49 +181,34 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
     [
         ("def kernel_function(x)\n    return x", "syntax"),
         ("", "there is no @triton.jit kernel"),
+        (replaced("import torch\n", "import torch, numpy\n"), "import of numpy"),
+        (replaced("import torch\n", "from torch import relu\n"), "import from torch"),
+        (importing("from triton import runtime"), "import from triton"),
+        (importing("from triton import jit\nj = jit"), "jit, but to call it"),
+        (importing("from triton import jit", after("other = jit")), "jit, but to call it"),
         (
-            replaced("import torch\n", "import torch, numpy\n"),
-            "import of numpy",
-        ),
-        (
-            replaced("import torch\n", "from torch import relu\n"),
-            "import from torch",
-        ),
-        (replaced("import torch\n", "import torch\nfrom triton import runtime\n"), "import from triton"),
-        (replaced("import torch\n", "import torch\nfrom triton import jit\nj = jit\n"), "jit, but to call it"),
-        (
-            replaced("import torch\n", "import torch\nfrom triton import jit\n").replace(
-                "    out = ", "    other = jit\n    out = "
-            ),
-            "jit, but to call it",
-        ),
-        (
-            replaced("import torch\n", "import torch\nfrom triton import jit\n").replace(
-                "    out = ", "    other = jit()(kernel_function)\n    out = "
-            ),
+            importing("from triton import jit", after("other = jit()(kernel_function)")),
             "triton.jit, but as a decorator",
         ),
         (
-            replaced("import torch\n", "import torch\nfrom triton import Config as C\n").replace(
-                "    out = ", "    c = C({}, pre_hook=kernel_function)\n    out = "
-            ),
+            importing("from triton import Config as C", after("c = C({}, pre_hook=kernel_function)")),
             "triton.Config with pre_hook",
         ),
         (
-            replaced("import torch\n", "import torch\nfrom triton import jit\n")
+            importing("from triton import jit")
             .replace("@triton.jit", "@jit")
             .replace("    at = tl", "    '''\ndef kernel(x_ptr):\n    import os\n#'''\n    at = tl"),
             "another line that begins with def",
         ),
-        (replaced("import torch\n", "import torch\nfrom math import fsum\n"), "import from math"),
+        (importing("from math import fsum"), "import from math"),
         (replaced("def kernel_function", "def launch") + "kernel_function = kernel\n", "no function"),
         (replaced("def kernel_function", "def launch") + "kernel_function = 1\n", "no function"),
-        (honest().source + "min = 1\n", "given another meaning"),
+        (HONEST + "min = 1\n", "given another meaning"),
         (replaced("kernel_function", "other"), "no function kernel_function"),
         (replaced("    kernel[", "    # kernel["), "no kernel is launched"),
         (replaced("@triton.jit", "@torch.compile"), "decorator torch.compile"),
-        (honest().source + "torch.relu = None\n", "only names are assigned"),
-        (honest().source + "print(1)\n", "Expr at the top"),
+        (HONEST + "torch.relu = None\n", "only names are assigned"),
+        (HONEST + "print(1)\n", "Expr at the top"),
         ("x = " + "(" * 5000, "syntax"),
         (replaced("kernel_function(x)", "kernel_function(x: exec('1'))"), "Call in an annotation"),
         (replaced("kernel_function(x):", "kernel_function(x) -> exec('1'):"), "Call in an annotation"),
@@ -225,21 +217,21 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (replaced("kernel_function(x)", "kernel_function(x, y=[])"), "List at the top, or in a default"),
         (replaced("n, BLOCK: tl.constexpr", "n, BLOCK: exec('1')"), "Call in an annotation"),
         (replaced("kernel_function(x)", "kernel_function(x: torch.ops)"), "torch.ops"),
-        (honest().source + "N: exec('1') = 1\n", "Call in an annotation"),
-        (honest().source + "exec: int\nexec('1')\n", "a name without a value"),
-        (honest().source + "eval = eval('1')\n", "a call at the top"),
-        (honest().source + "eval = 1\n", "given another meaning"),
-        (honest().source + "def exec(x):\n    return x\n", "given another meaning"),
-        (honest().source + "def kernel(x):\n    return x\n", "given another meaning"),
-        (honest().source + "def __getattr__(name):\n    return name\n", "the name __getattr__"),
-        (honest().source + "import torch as __builtins__\n", "the name __builtins__"),
-        (honest().source + "import torch as len\n", "given another meaning"),
-        (honest().source + "import math as tl\n", "given another meaning"),
-        (honest().source + "from torch import *\n", "import from torch"),
-        (honest().source + "from . import language\n", "import from None"),
-        (honest().source + "from .triton import language\n", "import from triton"),
-        (honest().source + "class A:\n    x = 1\n", "ClassDef at the top"),
-        (honest().source + "calls = []\ndef f(x):\n    calls.append(x)\n", "for decorators alone"),
+        (HONEST + "N: exec('1') = 1\n", "Call in an annotation"),
+        (HONEST + "exec: int\nexec('1')\n", "a name without a value"),
+        (HONEST + "eval = eval('1')\n", "a call at the top"),
+        (HONEST + "eval = 1\n", "given another meaning"),
+        (HONEST + "def exec(x):\n    return x\n", "given another meaning"),
+        (HONEST + "def kernel(x):\n    return x\n", "given another meaning"),
+        (HONEST + "def __getattr__(name):\n    return name\n", "the name __getattr__"),
+        (HONEST + "import torch as __builtins__\n", "the name __builtins__"),
+        (HONEST + "import torch as len\n", "given another meaning"),
+        (HONEST + "import math as tl\n", "given another meaning"),
+        (HONEST + "from torch import *\n", "import from torch"),
+        (HONEST + "from . import language\n", "import from None"),
+        (HONEST + "from .triton import language\n", "import from triton"),
+        (HONEST + "class A:\n    x = 1\n", "ClassDef at the top"),
+        (HONEST + "calls = []\ndef f(x):\n    calls.append(x)\n", "for decorators alone"),
         (
             replaced("@triton.jit", "S = [1]\n@triton.heuristics({'B': lambda a: S.append(1)})\n@triton.jit"),
             "for decorators alone",
@@ -248,23 +240,23 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
             replaced("@triton.jit", "S = [1]\nD = {'B': lambda a: S}\n@triton.heuristics(D)\n@triton.jit"),
             "for decorators alone",
         ),
-        (honest().source + "calls = ([], 1)\n", "List at the top"),
-        (honest().source + "one = (two := 1)\n", "the name two"),
-        (honest().source + "one = print(1)\n", "a call at the top"),
-        (honest().source + "one = 1\ndel one\n", "Delete at the top"),
-        (honest().source + "calls = {1}\n", "Set at the top"),
+        (HONEST + "calls = ([], 1)\n", "List at the top"),
+        (HONEST + "one = (two := 1)\n", "the name two"),
+        (HONEST + "one = print(1)\n", "a call at the top"),
+        (HONEST + "one = 1\ndel one\n", "Delete at the top"),
+        (HONEST + "calls = {1}\n", "Set at the top"),
         (replaced("kernel_function(x)", "kernel_function(x, y={1})"), "Set at the top, or in a default"),
         (replaced("def kernel_function", "@torch.no_grad(exec('1'))\ndef kernel_function"), "decorator torch.no_grad"),
         (replaced("@triton.jit", "@torch.no_grad()\n@triton.jit"), "decorator torch.no_grad"),
-        (replaced("import torch\n", "import torch\nfrom triton.language.extra import cuda\n"), "import from triton"),
+        (importing("from triton.language.extra import cuda"), "import from triton"),
         (
             replaced("    n = ", "    made = 1\n    g = lambda a, b=made: a\n    n = ") + "made = [1]\n",
             "made can be changed, and outlives a call",
         ),
-        (honest().source + "calls = enumerate(range(9))\n", "a call at the top"),
-        (honest().source + "made = []\ncalls = tuple(made)\n", "made can be changed"),
-        (honest().source + "f = torch.empty(9)\n", "a call at the top"),
-        (honest().source + "f = (1).size()\n", "a call at the top"),
+        (HONEST + "calls = enumerate(range(9))\n", "a call at the top"),
+        (HONEST + "made = []\ncalls = tuple(made)\n", "made can be changed"),
+        (HONEST + "f = torch.empty(9)\n", "a call at the top"),
+        (HONEST + "f = (1).size()\n", "a call at the top"),
         (replaced("@triton.jit", "@triton.jit(repr=triton.cdiv)"), "triton.jit with repr"),
         (replaced("@triton.jit", "@triton.heuristics({'B': lambda a: exec('1')})\n@triton.jit"), "the name exec"),
     ],
@@ -318,10 +310,8 @@ CONFIGS = "[triton.Config({'BLOCK': size}) for size in (64, 128)]"
         replaced("@triton.jit", "")
         .replace("import torch\n", "")
         .replace("\n\n\n\ndef kernel", f"\n{FROM_TRITON}\ndef kernel"),
-        replaced("triton.cdiv", "cdiv").replace("import torch\n", "import torch\nfrom triton import cdiv\n"),
-        replaced("triton.cdiv(n, 1024)", "ceil(n / 1024)").replace(
-            "import torch\n", "import torch\nfrom math import ceil\n"
-        ),
+        importing("from triton import cdiv", replaced("triton.cdiv", "cdiv")),
+        importing("from math import ceil", replaced("triton.cdiv(n, 1024)", "ceil(n / 1024)")),
         replaced("n, BLOCK", "n, min, max, BLOCK").replace("out, n,", "out, n, 0.0, 1.0,"),
         replaced("def kernel_function", "def launch") + "kernel_function = launch\n",
         replaced(
@@ -342,12 +332,8 @@ def test_what_modules_commonly_have_is_allowed(source: str) -> None:
         replaced("    inside = ", "    default_value = 0.0\n    for _ in tl.range(0, 1):\n        pass\n    inside = "),
         replaced("    inside = ", "    tl.static_print('x')\n    inside = "),
         replaced("tl.maximum(x, 0.0)", "tl.extra.cuda.libdevice.tanh(x)"),
-        replaced("tl.maximum(x, 0.0)", "libdevice.tanh(x)").replace(
-            "import torch\n", "import torch\nfrom triton.language.extra import libdevice\n"
-        ),
-        replaced("tl.maximum(x, 0.0)", "tanh(x)").replace(
-            "import torch\n", "import torch\nfrom triton.language.extra.cuda.libdevice import tanh\n"
-        ),
+        importing("from triton.language.extra import libdevice", replaced("tl.maximum(x, 0.0)", "libdevice.tanh(x)")),
+        importing("from triton.language.extra.cuda.libdevice import tanh", replaced("tl.maximum(x, 0.0)", "tanh(x)")),
         replaced("@triton.jit", "DEVICE = torch.device('cuda')\n\n\n@triton.jit"),
         replaced("@triton.jit", f"DEVICE = {ACTIVE_DEVICE}()\n\n\n@triton.jit"),
         replaced("def kernel_function", "@torch.no_grad()\ndef kernel_function"),
@@ -399,14 +385,14 @@ def test_a_kernel_that_triton_would_read_from_another_line_is_refused(source: st
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("# coding: utf-7\n" + honest().source, "declares a coding"),
-        ("\n# -*- coding=latin-1 -*-\n" + honest().source, "declares a coding"),
-        ("\ufeff" + honest().source, "U+FEFF"),
-        (honest().source + "# \0", "U+0000"),
-        (honest().source + "# \ud800", "U+D800"),
-        (honest().source + "# \rimport os\n", "U+000D"),
-        (honest().source + "# \x0c\n", "U+000C"),
-        (honest().source + "#" * 16_384, "longer than 16,384 characters"),
+        ("# coding: utf-7\n" + HONEST, "declares a coding"),
+        ("\n# -*- coding=latin-1 -*-\n" + HONEST, "declares a coding"),
+        ("\ufeff" + HONEST, "U+FEFF"),
+        (HONEST + "# \0", "U+0000"),
+        (HONEST + "# \ud800", "U+D800"),
+        (HONEST + "# \rimport os\n", "U+000D"),
+        (HONEST + "# \x0c\n", "U+000C"),
+        (HONEST + "#" * 16_384, "longer than 16,384 characters"),
     ],
 )
 def test_a_text_that_python_could_read_otherwise_is_refused(source: str, why: str) -> None:
@@ -415,7 +401,7 @@ def test_a_text_that_python_could_read_otherwise_is_refused(source: str, why: st
 
 
 def test_ends_of_lines_as_windows_has_them_are_read() -> None:
-    assert rules.problem(honest().source.replace("\n", "\r\n")) is None
+    assert rules.problem(HONEST.replace("\n", "\r\n")) is None
 
 
 def test_names_that_python_has_too_may_be_a_functions_own() -> None:
