@@ -59,7 +59,6 @@ def prepare_ranking(
     config: TwoTowerConfig,
     *,
     text: Path | None = None,
-    encoder: Encoder | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> prepare.DatasetManifest:
     """The prepared dataset in `folder`, made now or found there. `text` is the folder of a million-llms dataset. Raises
@@ -80,18 +79,14 @@ def prepare_ranking(
         )
     elif text is not None:
         prepare.already(folder)  # raises where it is no dataset: before minutes of encoding
-        chosen = encoder or choose(width, say)
-        made = read_folder(text, chosen, config, say)
-        source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {chosen.name}"
+        made = read_folder(text, choose(width, say), config, say)
+        source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {made.encoder}"
     else:
         raise ValueError(
             f"{folder}: not prepared, and job.parameters.data.source is million-llms: name the folder that holds "
             "queries.jsonl, labels.csv and discovery.jsonl (gpufleet prepare STACK FOLDER), or set data.source: "
             "generated-relevance"
         )
-    problems = mismatches(config, made.queries.shape, made.labels.shape)
-    if problems:
-        raise ValueError(f"{source if text is None else text}: " + "; ".join(problems))
     return prepare.publish(
         folder,
         kind="ranking",

@@ -48,8 +48,8 @@ def verify(
     ledger: Ledger,
     *,
     rows: Sequence[str],
-    check: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] = lambda line: None,
+    check: Callable[[], None],
+    say: Callable[[str], None],
 ) -> dict[str, list[Verdict]]:
     """Verdicts per row, in the order of `candidates`. Those in the ledger are taken from it, new ones appended as they
     fall. `check` is called between candidates and may raise. `rows` begins with the full one.

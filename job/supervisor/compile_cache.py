@@ -72,7 +72,8 @@ class CompileCache:
         """Begins to send a file that is new, if there is one and none is on its way."""
         if self._running is not None and not self._running.done():
             return
-        new = [path for path in sorted(self._folder.glob("*.bin")) if self._sent.get(path.name) != _written(path)]
+        there = sorted(self._folder.glob("*.bin"))
+        new = [path for path in there if self._sent.get(path.name) != path.stat().st_mtime_ns]
         self._running = executor.submit(self._send, new[0]) if new else None
 
     def cancel(self) -> None:
@@ -82,7 +83,7 @@ class CompileCache:
     def _send(self, path: Path) -> None:
         """Once, whatever comes of it."""
         try:
-            self._sent[path.name] = _written(path)
+            self._sent[path.name] = path.stat().st_mtime_ns
             if sum(each.stat().st_size for each in self._folder.glob("*.bin")) > MOST_BYTES:
                 self._say(f"compiled graphs: {path.name} is not kept, {MOST_BYTES / 1e6:.0f} MB are enough")
                 return
@@ -91,7 +92,3 @@ class CompileCache:
             return
         except OSError as error:
             self._say(f"compiled graphs not kept: {error}")
-
-
-def _written(path: Path) -> int:
-    return path.stat().st_mtime_ns

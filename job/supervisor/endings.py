@@ -46,7 +46,6 @@ def interrupted(this: Underway) -> int:
     assert cause is not None
     assert cause.deadline is not None
     this.uploader.hurry(cause.deadline)
-    this.uploader.fast()
     published = drain(this, cause.deadline + (LATE_S if cause.reason == "notice" else 0.0))
     this.say(
         f"interrupted ({cause.reason}); newest published step {this.publisher.newest}"

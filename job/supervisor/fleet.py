@@ -20,11 +20,6 @@ CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "delet
 Changes = Callable[[float], list[float] | None]  # since (epoch seconds) -> when; None: not known
 
 
-def unknown(since: float) -> list[float] | None:
-    """Where there is nobody to ask."""
-    return None
-
-
 def changes(ec2: Any, fleet: str, since: float) -> list[float]:
     """When its owner changed the fleet. Raises botocore's errors."""
     asked: dict[str, Any] = {"FleetId": fleet, "StartTime": datetime.fromtimestamp(since, UTC)}

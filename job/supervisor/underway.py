@@ -78,18 +78,13 @@ class Underway:
         ending = self.cause is not None and self.cause.deadline is not None
         if notice is not None and not ending and "exit" not in self.record.fields:
             self.note(Cause(reason="notice", deadline=notice.at), now)
-        else:
-            self.beat_when_due()
+        elif now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
+            self.beat()
 
     def note(self, cause: Cause, now: float) -> None:
         """At once: a machine taken away amid its last upload must not look like a crash to the next boot."""
         self.record.update(exit=interruption(cause, now))
         self.beat()
-
-    def beat_when_due(self) -> None:
-        """One heartbeat every `checkpoint.heartbeat_s`."""
-        if self.clock() >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
-            self.beat()
 
     def beat(self) -> None:
         """Now, with what the trainer has left beside its metrics."""

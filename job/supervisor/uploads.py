@@ -56,14 +56,10 @@ class Uploader:
             self._running = (None, self._executor.submit(self.publisher.send_exports))
 
     def hurry(self, until: float) -> None:
-        """The machine goes away: from now on the newest commit goes first. An older one under way makes room for a
-        newer that can still arrive by `until`.
+        """The machine goes away: from now on the newest commit goes first, and at once, whatever has failed before. An
+        older one under way makes room for a newer that can still arrive by `until`.
         """
-        self._until = until
-
-    def fast(self) -> None:
-        """Forgets pauses after failures: there is no time for them."""
-        self._pause_s, self._not_before = BACKOFF_S[0], 0.0
+        self._until, self._pause_s, self._not_before = until, BACKOFF_S[0], 0.0
 
     @property
     def idle(self) -> bool:

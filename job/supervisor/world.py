@@ -10,7 +10,7 @@ from typing import Protocol
 
 from job.supervisor import machine
 from job.supervisor.child import Log
-from job.supervisor.fleet import Changes, unknown
+from job.supervisor.fleet import Changes
 from job.supervisor.metadata import Metadata
 from job.supervisor.meter import SpotPrice
 from job.supervisor.store import Store
@@ -38,8 +38,8 @@ class World:
     log: Log
     spot_price: SpotPrice
     ranks: int = 1  # processes that train
-    fleet_changes: Changes = unknown
-    gpus: Callable[[], tuple[machine.Gpu, ...]] = machine.gpus
+    fleet_changes: Changes
+    gpus: Callable[[], tuple[machine.Gpu, ...]]
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
 
