@@ -99,7 +99,7 @@ def _end_children() -> None:
             os.waitpid(-1, 0)
 
 
-def confine(scratch: Path, *, namespaces: bool, cuda: bool = False) -> bool:
+def confine(scratch: Path, *, namespaces: bool, cuda: bool) -> bool:
     """No core files, no large files and, in namespaces, no file to change but in the scratch folder and, for `cuda`, in
     /proc/self. Whether all of it holds.
     """

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,10 +118,10 @@ def test_a_process_uses_a_gpu_of_those_that_the_judge_sees(
 
 
 def test_nothing_of_a_candidate_is_left_when_it_is_over(workers: Workers) -> None:
-    before = set(_all_pids())
+    before = _ours()
     with workers.start(memory_bytes=2e9) as process:
         folder = process.scratch
-        assert _ours_since(before)
+        assert _ours() - before
     assert not folder.exists()
     _wait_until_none(before)
 
@@ -199,7 +200,7 @@ def kernel_function(x):
         os._exit(0)
     raise ValueError("forked")
 """
-    before = set(_all_pids())
+    before = _ours()
     with workers.start(memory_bytes=2e9, guarded=False) as process:
         reply, _ = run(process, source, torch.ones(3))
     assert reply["error"] == "ValueError: forked"
@@ -208,25 +209,20 @@ def kernel_function(x):
 
 def _wait_until_none(before: set[int]) -> None:
     for _ in range(100_000):
-        if not _ours_since(before):
+        if not _ours() - before:
             return
         os.sched_yield()
     raise AssertionError("a process is left")
 
 
-def _ours_since(before: set[int]) -> list[int]:
-    return [pid for pid in set(_all_pids()) - before if _is_ours(pid)]
-
-
-def _all_pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _is_ours(pid: int) -> bool:
-    try:
-        return "job.kernels.child" in Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
+def _ours() -> set[int]:
+    """Candidates' processes and their servers."""
+    found = set[int]()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if "job.kernels.child" in path.read_text():
+                found.add(int(path.parent.name))
+    return found
 
 
 def test_a_process_that_compiles_is_looked_at_once_a_second(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
