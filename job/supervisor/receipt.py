@@ -14,7 +14,7 @@ A receipt also keeps what the run measured of its own speed, so that the next bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -44,8 +44,8 @@ def build(
     estimate = run.estimate
     usd = {key: Decimal(value) for key, value in estimate["usd"].items()}
     rows = _rows(run, attempts)
-    total = sum((row.actual for row in rows), Decimal(0))
-    used = sum((hours(attempt.seconds) for attempt in attempts), Decimal(0))
+    total = _total(row.actual for row in rows)
+    used = _total(hours(attempt.seconds) for attempt in attempts)
     difference = total - usd["p50"]
     return {
         "schema": SCHEMA,
@@ -67,7 +67,7 @@ def build(
             for row in rows
         ],
         "causes": {name: _money(amount) for name, amount in causes(run, attempts, difference).items()},
-        "free_first_hour_usd": _money(sum((attempt.free_usd for attempt in attempts), Decimal(0))),
+        "free_first_hour_usd": _money(_total(attempt.free_usd for attempt in attempts)),
         "interruptions": {
             "expected": estimate.get("interruptions_expected"),
             "with_notice": sum(attempt.interrupted for attempt in attempts),
@@ -130,17 +130,17 @@ def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> di
     compute = lines["compute"]
     price, estimated_h = Decimal(compute["unit_price"]), Decimal(compute["quantity"])
     extras = Decimal(run.tree["extras"]["disk_usd_per_hour"]) + Decimal(run.tree["extras"]["ipv4_usd_per_hour"])
-    used_h = sum((hours(attempt.seconds) for attempt in attempts), Decimal(0))
+    used_h = _total(hours(attempt.seconds) for attempt in attempts)
     lost_h = hours(_lost(attempts))
-    free = sum((attempt.free_usd for attempt in attempts), Decimal(0))
+    free = _total(attempt.free_usd for attempt in attempts)
     estimated = Decimal(lines["interruptions"]["amount"]) if "interruptions" in lines else Decimal(0)
-    paid = sum((attempt.compute_usd for attempt in attempts), Decimal(0))
+    paid = _total(attempt.compute_usd for attempt in attempts)
     found = {
         "price": (paid - used_h * price).quantize(CENT_100),
         "runtime": ((used_h - lost_h - estimated_h) * (price + extras)).quantize(CENT_100),
         "interruptions": (lost_h * (price + extras) - free - estimated).quantize(CENT_100),
     }
-    return {**found, "other": difference - sum(found.values(), Decimal(0))}
+    return {**found, "other": difference - _total(found.values())}
 
 
 def text(receipt: dict[str, Any]) -> str:
@@ -177,12 +177,12 @@ class _Row:
 
 def _rows(run: RunFile, attempts: Sequence[Attempt]) -> list[_Row]:
     """Every line of the bill with what became of it. Disks are one line: the meter does not tell them apart."""
-    used = sum((hours(attempt.seconds) for attempt in attempts), Decimal(0))
+    used = _total(hours(attempt.seconds) for attempt in attempts)
     extras, listed = run.tree["extras"], [(line["name"], Decimal(line["amount"])) for line in run.estimate["lines"]]
-    free = sum((attempt.free_usd for attempt in attempts), Decimal(0))
-    compute = sum((attempt.compute_usd for attempt in attempts), Decimal(0))
+    free = _total(attempt.free_usd for attempt in attempts)
+    compute = _total(attempt.compute_usd for attempt in attempts)
     ipv4 = (used * Decimal(extras["ipv4_usd_per_hour"])).quantize(CENT_100)
-    disks = sum((attempt.usd - attempt.compute_usd for attempt in attempts), Decimal(0)) - ipv4
+    disks = _total(attempt.usd - attempt.compute_usd for attempt in attempts) - ipv4
     actual = {"compute": compute, "disks": disks, "public IPv4": ipv4}
     estimate = dict.fromkeys(actual, Decimal(0))
     fixed, interruptions = [], Decimal(0)
@@ -213,8 +213,8 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
             seconds += Decimal(f"{repeated * attempt.step_s:.3f}")
         reached = max(reached, attempt.last_step)
         total += min(seconds, attempt.lived_s)
-    lived = sum((attempt.lived_s for attempt in attempts), Decimal(0))
-    billed = sum((attempt.seconds for attempt in attempts), Decimal(0))
+    lived = _total(attempt.lived_s for attempt in attempts)
+    billed = _total(attempt.seconds for attempt in attempts)
     return total + billed - max(lived, MINIMUM_S)  # one start in one piece has its minimum too
 
 
@@ -235,6 +235,10 @@ def _attempt(attempt: Attempt, *, last: bool) -> dict[str, Any]:
         "rung": attempt.rung,
         "exit": attempt.exit,
     }
+
+
+def _total(amounts: Iterable[Decimal]) -> Decimal:
+    return sum(amounts, Decimal(0))
 
 
 def _money(amount: Decimal) -> str:
