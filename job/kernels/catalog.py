@@ -11,14 +11,14 @@ from dataclasses import dataclass
 ENTRY = "kernel_function"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """`reference` is an expression of torch and x, y, z; `triton` one way to write it inside a kernel."""
 
     name: str
-    arity: int
     reference: str
     triton: str
+    arity: int = 1
     dtype: str = "float32"
 
     @property
@@ -39,30 +39,26 @@ class Task:
         )
 
 
-def _task(name: str, torch_: str, triton_: str, arity: int = 1, dtype: str = "float32") -> Task:
-    return Task(name=name, arity=arity, reference=torch_, triton=triton_, dtype=dtype)
-
-
 TASKS: tuple[Task, ...] = (
-    _task("relu", "torch.relu(x)", "tl.maximum(x, 0.0)"),
-    _task("leaky_relu", "torch.where(x > 0, x, 0.01 * x)", "tl.where(x > 0, x, 0.01 * x)"),
-    _task("sigmoid", "torch.sigmoid(x)", "tl.sigmoid(x)"),
-    _task("silu", "x * torch.sigmoid(x)", "x * tl.sigmoid(x)"),
-    _task("softplus", "torch.nn.functional.softplus(x)", "tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))"),
-    _task("elu", "torch.nn.functional.elu(x)", "tl.where(x > 0, x, tl.exp(tl.minimum(x, 0.0)) - 1.0)"),
-    _task("square", "x * x", "x * x"),
-    _task("absolute", "torch.abs(x)", "tl.abs(x)"),
-    _task("tanh", "torch.tanh(x)", "2.0 * tl.sigmoid(2.0 * x) - 1.0"),
-    _task("hardtanh", "torch.clamp(x, -1, 1)", "tl.minimum(tl.maximum(x, -1.0), 1.0)", dtype="float16"),
-    _task("hardswish", "x * torch.clamp(x + 3, 0, 6) / 6", "x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) / 6.0"),
-    _task("relu_squared", "torch.relu(x) ** 2", "tl.maximum(x, 0.0) * tl.maximum(x, 0.0)"),
-    _task("gelu_sigmoid", "x * torch.sigmoid(1.702 * x)", "x * tl.sigmoid(1.702 * x)"),
-    _task("add", "x + y", "x + y", 2),
-    _task("multiply", "x * y", "x * y", 2),
-    _task("maximum", "torch.maximum(x, y)", "tl.maximum(x, y)", 2, "float16"),
-    _task("squared_difference", "(x - y) ** 2", "(x - y) * (x - y)", 2),
-    _task("axpy", "2.5 * x + y", "2.5 * x + y", 2),
-    _task("addcmul", "x + 0.5 * y * z", "x + 0.5 * y * z", 3),
-    _task("lerp", "x + 0.3 * (y - x)", "x + 0.3 * (y - x)", 2),
+    Task("relu", "torch.relu(x)", "tl.maximum(x, 0.0)"),
+    Task("leaky_relu", "torch.where(x > 0, x, 0.01 * x)", "tl.where(x > 0, x, 0.01 * x)"),
+    Task("sigmoid", "torch.sigmoid(x)", "tl.sigmoid(x)"),
+    Task("silu", "x * torch.sigmoid(x)", "x * tl.sigmoid(x)"),
+    Task("softplus", "torch.nn.functional.softplus(x)", "tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))"),
+    Task("elu", "torch.nn.functional.elu(x)", "tl.where(x > 0, x, tl.exp(tl.minimum(x, 0.0)) - 1.0)"),
+    Task("square", "x * x", "x * x"),
+    Task("absolute", "torch.abs(x)", "tl.abs(x)"),
+    Task("tanh", "torch.tanh(x)", "2.0 * tl.sigmoid(2.0 * x) - 1.0"),
+    Task("hardtanh", "torch.clamp(x, -1, 1)", "tl.minimum(tl.maximum(x, -1.0), 1.0)", dtype="float16"),
+    Task("hardswish", "x * torch.clamp(x + 3, 0, 6) / 6", "x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) / 6.0"),
+    Task("relu_squared", "torch.relu(x) ** 2", "tl.maximum(x, 0.0) * tl.maximum(x, 0.0)"),
+    Task("gelu_sigmoid", "x * torch.sigmoid(1.702 * x)", "x * tl.sigmoid(1.702 * x)"),
+    Task("add", "x + y", "x + y", 2),
+    Task("multiply", "x * y", "x * y", 2),
+    Task("maximum", "torch.maximum(x, y)", "tl.maximum(x, y)", 2, "float16"),
+    Task("squared_difference", "(x - y) ** 2", "(x - y) * (x - y)", 2),
+    Task("axpy", "2.5 * x + y", "2.5 * x + y", 2),
+    Task("addcmul", "x + 0.5 * y * z", "x + 0.5 * y * z", 3),
+    Task("lerp", "x + 0.3 * (y - x)", "x + 0.3 * (y - x)", 2),
 )
 BY_NAME = {task.name: task for task in TASKS}
