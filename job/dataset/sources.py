@@ -67,7 +67,9 @@ class TextTokenizer:
         if self.file is not None:
             return self._gpt2(self.file)
         if self.model_vocab < GPT2_VOCAB:
-            return self._bytes(f"the model's vocabulary, {self.model_vocab}, is below GPT-2's {GPT2_VOCAB}")
+            why = f"the model's vocabulary, {self.model_vocab}, is below GPT-2's {GPT2_VOCAB}"
+            self.say(f"tokenizer: bytes, {BYTES_VOCAB} ids, because {why}")
+            return Bytes(), "bytes", "bytes-1"
         try:
             return self._gpt2(fetch.fetch(self.url, self.cache / "gpt2-tokenizer.json"))
         except fetch.FetchError as error:
@@ -90,10 +92,6 @@ class TextTokenizer:
             ) from error
         self.say(f"tokenizer: GPT-2 BPE from {file}")
         return tokenizer, "gpt2", "gpt2-" + hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-
-    def _bytes(self, reason: str) -> Named:
-        self.say(f"tokenizer: bytes, {BYTES_VOCAB} ids, because {reason}")
-        return Bytes(), "bytes", "bytes-1"
 
 
 @dataclass(frozen=True, kw_only=True)

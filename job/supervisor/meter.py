@@ -33,8 +33,6 @@ class Spent:
     attempt_usd: Decimal
     attempt_s: Decimal
     compute_usd: Decimal
-    disk_usd: Decimal
-    ipv4_usd: Decimal
     usd_per_hour: Decimal  # compute, in this hour
 
 
@@ -80,17 +78,13 @@ class Meter:
             compute += hours(part) * self._rate(hour)
             left, hour = left - part, hour + 1
         compute = compute.quantize(CENT_100)
-        disk = (hours(seconds) * self.rates.disk).quantize(CENT_100)
-        ipv4 = (hours(seconds) * self.rates.ipv4).quantize(CENT_100)
-        attempt = compute + disk + ipv4
+        attempt = compute + (hours(seconds) * self.rates.extras).quantize(CENT_100)
         return Spent(
             usd=self.prior_usd + self.fixed_usd + attempt,
             seconds=self.prior_s + seconds,
             attempt_usd=attempt,
             attempt_s=seconds,
             compute_usd=compute,
-            disk_usd=disk,
-            ipv4_usd=ipv4,
             usd_per_hour=self._rate(hour - 1),
         )
 
