@@ -13,7 +13,6 @@ import socket
 import threading
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -31,20 +30,11 @@ REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
 Fetch = Callable[[str, str, dict[str, str]], tuple[int, bytes]]  # method, path, headers -> status, body; or OSError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Notice:
-    """EC2 ends the machine at `at` (epoch seconds)."""
-
-    action: str
-    at: float
-    seen_at: float
-
-
 class Metadata:
     """Notice and recommendation, from IMDSv2. `poll` once per interval; attributes may be read from another thread."""
 
     def __init__(self, *, fetch: Fetch, clock: Callable[[], float], say: Callable[[str], None]) -> None:
-        self.notice: Notice | None = None  # stays once seen
+        self.notice: float | None = None  # when EC2 ends the machine (epoch seconds); stays once seen
         self.save_wanted: str | None = None  # changes with each new recommendation or doubtful notice
         self._fetch, self._clock, self._say = fetch, clock, say
         self._token: str | None = None
@@ -84,7 +74,7 @@ class Metadata:
             raise _DoubtError(
                 f"metadata: {action} at {str(document.get('time'))[:40]!r} cannot be: saving, not stopping"
             )
-        self.notice = Notice(action=str(action), at=at, seen_at=now)
+        self.notice = at
         self._say(f"spot notice: {action} in {at - now:.0f} s")
 
     def _take_recommendation(self, body: bytes | None) -> None:

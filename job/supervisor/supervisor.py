@@ -151,7 +151,7 @@ class Supervisor(Underway):
                 self._kill_at = min(self._kill_at, now + max(PATIENCE_S, 3 * end_s))
             return
         if notice is not None:
-            self.cause = Cause(reason="notice", deadline=notice.at)
+            self.cause = Cause(reason="notice", deadline=notice)
         elif terminated is not None:
             self.cause = Cause(reason="sigterm", deadline=terminated + SIGTERM_S)
         elif self.asked:

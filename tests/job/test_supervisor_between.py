@@ -102,7 +102,7 @@ def test_a_notice_of_a_node_that_ends_the_run_anyway_is_recorded(tmp_path: Path,
         bench.clock.sleep(seconds)
         if supervisor.cause is not None and bench.metadata.notice is None:
             bench.notice(110)
-        if bench.metadata.notice is not None and bench.clock.now > bench.metadata.notice.at:
+        if bench.metadata.notice is not None and bench.clock.now > bench.metadata.notice:
             raise Death
 
     refusing = FaultyStore(bench.store, lambda _, key: StoreError("503") if key.startswith("ckpt/") else None)

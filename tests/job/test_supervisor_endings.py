@@ -68,7 +68,7 @@ def test_a_notice_too_short_to_save_saves_nothing_and_keeps_the_last_manifest(tm
     assert bench.attempt(script={5: notice_at(bench, 11)}).run() == 75  # the bill says 7 s, and 5 s are spared
     assert atomic.read_object(tmp_path / "i-1" / "stop.json") == {
         "reason": "notice",
-        "deadline": bench.metadata.notice.at if bench.metadata.notice else None,
+        "deadline": bench.metadata.notice,
         "save": False,
     }
     assert bench.manifests() == [3]
