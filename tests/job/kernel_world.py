@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job import atomic
 from job.config import from_json
 from job.config.kernel import KernelConfig
 from job.dataset.kernel_pairs import prepare_kernels
@@ -62,10 +61,13 @@ def make(workdir: Path, **changed: Any) -> Path:
     return workdir
 
 
-def results(workdir: Path) -> dict[str, Any]:
-    found = atomic.read_object(workdir / "results.json")
-    assert found is not None
-    return found
+def read(workdir: Path, name: str) -> Any:
+    """A JSON file of the work folder."""
+    return json.loads((workdir / name).read_text())
+
+
+def results(workdir: Path) -> Any:
+    return read(workdir, "results.json")
 
 
 def lines(workdir: Path, stage: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import torch
 import train_world as world
 from train_world import StopAt
 
-from job import atomic, sizing
+from job import sizing
 from job.config import from_json
 from job.dataset.packing import order
 from job.experiments import kernel_stages
@@ -81,8 +81,7 @@ def test_without_the_curriculum_it_is_the_plain_training(compared: Path, tmp_pat
 
 
 def test_the_table_has_a_row_for_each_over_the_same_tasks(compared: Path) -> None:
-    table = atomic.read_object(compared / "ablation.json")
-    assert table is not None
+    table = kernel.read(compared, "ablation.json")
     rows = table["curriculum"]
     assert [row["row"] for row in rows] == ["sft-uniform", "sft-adaptive"]
     assert [(row["candidates"], row["tasks"]) for row in rows] == [(GENERATED, 2)] * 2
@@ -96,8 +95,7 @@ def test_the_table_has_a_row_for_each_over_the_same_tasks(compared: Path) -> Non
 
 
 def test_final_holds_the_adaptive_weights_and_says_so(compared: Path) -> None:
-    meta = atomic.read_object(compared / "final" / "meta.json")
-    assert meta is not None
+    meta = kernel.read(compared, "final/meta.json")
     assert (meta["phase"], meta["step"]) == ("sft-adaptive", 2 * STEPS)
     assert kernel.results(compared)["final"] == "sft-adaptive"
     assert kernel.results(compared)["weights_sha256"] == meta["files"][0]["sha256"]
@@ -173,8 +171,7 @@ def test_a_limit_met_while_the_model_is_tried_again_leaves_what_was_trained(tmp_
     workdir = make(tmp_path, "on", generate={"candidates": 1})
     assert world.train(workdir, StopAt(workdir, 4)) == 75  # at the first token after step 4: another start tries again
     assert world.train(workdir, StopAt(workdir, 1, ends=True)) == 75  # and meets the limit there
-    meta = atomic.read_object(workdir / "final" / "meta.json")
-    assert meta is not None
+    meta = kernel.read(workdir, "final/meta.json")
     assert meta["step"] == world.committed(workdir)[-1] == 4
 
 

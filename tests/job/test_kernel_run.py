@@ -15,7 +15,6 @@ import train_world as world
 from safetensors.torch import load_file
 from train_world import StopAt
 
-from job import atomic
 from job.experiments import kernel_stages
 from job.kernels import funnel
 from job.kernels.worker import Workers
@@ -51,8 +50,7 @@ def test_it_leaves_weights_candidates_verdicts_and_a_statement(finished: Path) -
     assert "Only 4 optimizer steps on 11 pairs were trained" in found["statement"]
     reached = {stage: number for stage, number in found["stages_reached"].items() if number}
     assert reached == {"1": GENERATED}  # six bytes are no program; what is planted is not counted
-    meta = atomic.read_object(finished / "final" / "meta.json")
-    assert meta is not None
+    meta = kernel.read(finished, "final/meta.json")
     assert meta["files"][0]["sha256"] == found["weights_sha256"]
     weights = load_file(finished / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -167,13 +165,13 @@ def test_a_stop_is_heeded_in_every_stage_and_the_run_goes_on(finished: Path, tmp
 def test_weights_that_a_limit_cuts_short_are_left_as_their_last_step_made_them(finished: Path, tmp_path: Path) -> None:
     workdir, last = kernel.make(tmp_path), kernel.results(finished)["steps"]
     assert world.train(workdir, StopAt(workdir, 3, ends=True)) == 75
-    meta = atomic.read_object(workdir / "final" / "meta.json") or {}
+    meta = kernel.read(workdir, "final/meta.json")
     assert (meta["phase"], meta["step"], meta["val_loss"]) == ("sft", max(world.committed(workdir)), None)
     assert 0 < meta["step"] < last
     assert world.train(workdir, StopAt(workdir, last - meta["step"] + 1, ends=True)) == 75  # nothing left to train
     assert world.final_hash(workdir) == world.final_hash(finished)
     assert world.train(workdir, StopAt(workdir, 18, ends=True)) == 75  # its candidates are being written
-    meta = atomic.read_object(workdir / "final" / "meta.json") or {}
+    meta = kernel.read(workdir, "final/meta.json")
     assert meta["val_loss"] is not None
 
 
@@ -205,8 +203,7 @@ def test_ablations_judge_the_same_candidates_in_five_rows(tmp_path: Path, monkey
     workdir = kernel.make(tmp_path, funnel={"ablations": True, "planted": 100, "candidate_s": 20.0})
     monkeypatch.setattr(kernel_stages.planted, "candidates", _some_planted(kernel_stages.planted.candidates(200)))
     assert world.train(workdir) == 0
-    table = atomic.read_object(workdir / "ablation.json")
-    assert table is not None
+    table = kernel.read(workdir, "ablation.json")
     rows = {row["row"]: row for row in table["rows"]}
     assert {row: found["false_accepts"] for row, found in rows.items()} == {
         "full": 0,

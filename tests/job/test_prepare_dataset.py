@@ -27,10 +27,8 @@ def said() -> list[str]:
 def text_file(tmp_path: Path, content: bytes, said: list[str] | None = None, vocab: int = 300) -> TextFile:
     path = tmp_path / "stories.txt"
     path.write_bytes(content)
-    chosen = TextTokenizer(
-        model_vocab=vocab, cache=tmp_path / "cache", say=(said or []).append if said is None else said.append
-    )
-    return TextFile(path=path, text_tokenizer=chosen)
+    say = list[str]().append if said is None else said.append
+    return TextFile(path=path, text_tokenizer=TextTokenizer(model_vocab=vocab, cache=tmp_path / "cache", say=say))
 
 
 def tokens(folder: Path, name: str) -> list[int]:
