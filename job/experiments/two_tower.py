@@ -192,11 +192,6 @@ class TwoTower(Experiment):
         own = [member for member in members(config) if member.protocol == "honest"]
         self.session.say("baselines: popularity, LambdaRank and random order on the same folds")
         missing = baselines.lambdarank_missing(config.data.models)
-        found = {
-            "popularity": results.by_query(own, tables, lambda m: baselines.popularity(m, tables)),
-            "LambdaRank": missing or results.by_query(own, tables, self._lambdarank),
-            "random": results.by_query(own, tables, lambda m: baselines.random_order(m, tables, config.seed)),
-        }
         outcome = results.Outcome(
             config=config,
             tables=tables,
@@ -204,7 +199,11 @@ class TwoTower(Experiment):
             progress=self.progress,
             scores=self._module.scores.cpu().numpy(),
             optimistic=self._module.optimistic.cpu().numpy() if config.optimistic else None,
-            baselines=found,
+            baselines={
+                "popularity": results.by_query(own, tables, lambda m: baselines.popularity(m, tables)),
+                "LambdaRank": missing or results.by_query(own, tables, self._lambdarank),
+                "random": results.by_query(own, tables, lambda m: baselines.random_order(m, tables, config.seed)),
+            },
         )
         session, meta = self.session, atomic.read_object(self.session.workdir / "final" / export.META) or {}
         results.write(
