@@ -25,7 +25,7 @@ def test_inputs_reach_the_candidate_with_their_gaps(workers: Workers) -> None:
 def test_an_index_that_takes_a_part_is_no_operation_and_any_other_is(workers: Workers, index: str, view: bool) -> None:
     with workers.start(memory_bytes=2e9) as process:
         reply, _ = run(process, f"def kernel_function(x):\n    x[{index}]\n    return x + 1", torch.zeros(3))
-    assert ("__getitem__" in reply["ops"]) is not bool(view)  # type: ignore[operator]
+    assert ("__getitem__" in reply["ops"]) is not bool(view)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_write_beside_what_was_made_or_given_is_seen(
 ) -> None:
     with workers.start(memory_bytes=2e9) as process:
         reply, _ = run(process, BESIDE.format(made=made, where=where, place=place), torch.ones(8))
-    assert ("writes beyond" in reply.get("error", "")) is bool(seen), reply  # type: ignore[operator]
+    assert ("writes beyond" in reply.get("error", "")) is bool(seen), reply
 
 
 def test_no_address_tells_a_trial_that_is_listed_from_another(workers: Workers) -> None:
