@@ -1,4 +1,4 @@
-"""Judges for tests: small limits, one fork server per module."""
+"""Judges and candidates for tests, with small limits."""
 
 from __future__ import annotations
 
