@@ -20,6 +20,7 @@ from job.text import counted
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
 _FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise
+_EMPTY_SHARE = 0.05  # of a step's rows: with more of them empty it is worth a sentence
 _SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
 
 
@@ -127,9 +128,14 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
         instance = option.instance
         if instance is None:
             continue
-        used = sizing.ranks(config, instance.gpu_count)
-        if used < instance.gpu_count and config.device == "cuda":
-            yield f"{option.type} has {instance.gpu_count} GPUs, this job uses {'one' if used == 1 else used}"
+        nodes = definition.nodes
+        used, paid = sizing.ranks(config, instance.gpu_count, nodes), instance.gpu_count * nodes
+        if used < paid and config.device == "cuda":
+            has = f"{option.type} has" if nodes == 1 else f"{nodes} nodes of {option.type} have"
+            yield f"{has} {paid} GPUs, this job uses {'one' if used == 1 else used}"
+        rows, empty = sizing.rows(config), sizing.empty_rows(config, used)
+        if empty > _EMPTY_SHARE * rows and config.device == "cuda":
+            yield f"{option.type}: a step of {rows} rows takes {used} GPUs as long as one of {rows + empty}"
         room_gb = instance.nvme_gb or (definition.storage.root.size_gib - _IMAGE_AND_SYSTEM_GIB) * 1.073741824
         if needs_gb > room_gb:
             yield (

@@ -111,7 +111,7 @@ def hours(
     Raises GpufleetError when its speed can be derived from nothing.
     """
     sizes = sizing.phases(config)
-    ranks = sizing.ranks(config, instance.gpu_count) * nodes
+    ranks = sizing.ranks(config, instance.gpu_count, nodes)
     if estimate.step_ms is not None or nodes > 1:
         calibration = None
     upload_gb_s = upload_rate(instance, estimate)
@@ -206,7 +206,8 @@ def _limit_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ran
     peak, bandwidth = instance.gpu.peak_tflops(sizing.products(config)), instance.gpu.bandwidth_gb_s
     if peak is None or bandwidth is None:
         return None
-    compute_s = size.tokens_per_step * size.flops_per_token / (peak * instance.gpu_share * ranks * 1e12)
+    tokens = size.tokens_per_step * (1 + sizing.empty_rows(config, ranks) / sizing.rows(config))
+    compute_s = tokens * size.flops_per_token / (peak * instance.gpu_share * ranks * 1e12)
     cut = ranks if size.sharded else 1
     traffic_s = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
     return (compute_s + traffic_s / (bandwidth * instance.gpu_share * 1e9)) * 1e3

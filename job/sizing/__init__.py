@@ -33,6 +33,7 @@ __all__ = [
     "choose_rung",
     "cut_bytes",
     "dataset_bytes",
+    "empty_rows",
     "end_bytes",
     "export_bytes",
     "final_bytes",
@@ -47,6 +48,7 @@ __all__ = [
     "problems",
     "ranks",
     "require",
+    "rows",
     "shape",
     "state_dtype",
     "total_steps",
@@ -130,9 +132,24 @@ def phases(config: JobConfig) -> tuple[PhaseSize, ...]:
     return _MODULES[type(config)].phases(config)
 
 
-def ranks(config: JobConfig, gpu_count: int) -> int:
-    """Processes on a node with `gpu_count` GPUs, one per GPU used; on a CPU run as many as the config asks for."""
-    return _MODULES[type(config)].ranks(config, gpu_count)
+def ranks(config: JobConfig, gpu_count: int, nodes: int = 1) -> int:
+    """Processes on a node with `gpu_count` GPUs, one per GPU used; on a CPU run as many as the config asks for. On
+    several `nodes` as many on each, together never more than a step has rows.
+    """
+    each = _MODULES[type(config)].ranks(config, gpu_count)
+    if nodes == 1 or isinstance(config, GrowthConfig | TwoTowerConfig):  # these are one process, wherever they run
+        return each
+    return min(each * nodes, rows(config))
+
+
+def rows(config: JobConfig) -> int:
+    """Of a step, over all ranks."""
+    return _MODULES[type(config)].rows_per_rank(config, 1)
+
+
+def empty_rows(config: JobConfig, ranks: int) -> int:
+    """Of a step, over all ranks: each takes as many rows as the others, and where they run out, empty ones."""
+    return _MODULES[type(config)].rows_per_rank(config, ranks) * ranks - rows(config)
 
 
 def total_steps(config: JobConfig) -> int:

@@ -15,9 +15,10 @@ from infra.cost import doubts, fit, record
 from infra.cost.bill import Bill
 from infra.cost.estimate import price, problems
 from infra.cost.limits import enough
-from infra.definition import Disk, Keep
+from infra.definition import Disk, Keep, Variant
 from infra.errors import DefinitionError, GpufleetError
 from job import sizing
+from job.config import SftConfig
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes
@@ -193,6 +194,22 @@ def test_zones_that_differ_and_a_spot_price_at_on_demand_are_shown() -> None:
     assert any("spot zones differ, 17.6289 (az6) to 55.04" in warning for warning in found)
     assert any("costs as much as on demand" in warning for warning in found)
     assert any("8 GPUs, this job uses one" in warning for warning in found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "nodes", "said"),
+    [
+        (12, 1, ["p4d.24xlarge: a step of 12 rows takes 8 GPUs as long as one of 16"]),
+        (16, 1, []),
+        (16, 4, ["4 nodes of p4d.24xlarge have 32 GPUs, this job uses 16"]),
+    ],
+)
+def test_gpus_that_a_steps_rows_leave_without_work_are_said(rows: int, nodes: int, said: list[str]) -> None:
+    config = SftConfig()
+    config = replace(config, batch=replace(config.batch, tokens=rows * config.data.row))
+    plan = definition(types=("p4d.24xlarge",))
+    plan = replace(plan, job=replace(plan.job, parameters=config), variant=Variant(nodes=nodes))
+    assert [warning for warning in price(plan, CATALOG, runs=10).warnings if "GPUs" in warning] == said
 
 
 def test_what_the_caller_found_not_ready_is_among_the_warnings() -> None:

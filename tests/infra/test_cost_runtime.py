@@ -214,3 +214,34 @@ def test_with_a_frozen_base_an_evaluation_takes_nearly_half_of_a_step_per_token(
     forward = 2 * (7_504_658_432 + 167_772_160) + 2 * 32 * 4096 * 361  # matrices, adapters, attention in an example
     seconds = (evaluations - 1) * tokens * forward / (0.45 * 989.5e12)
     assert found.evaluation_s - other.evaluation_s == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "like"),
+    [
+        (SftConfig(), 12, 16),  # on eight GPUs two rows for each
+        (SftConfig(method="full"), 9, 16),
+        (KernelConfig(), 60, 64),
+    ],
+)
+def test_gpus_without_a_row_wait_for_those_that_have_one(
+    config: SftConfig | KernelConfig, rows: int, like: int
+) -> None:
+    def step_ms(count: int) -> float:
+        cut = replace(config, batch=replace(config.batch, tokens=count * config.data.row))
+        found = runtime.hours(cut, instance("p4d.24xlarge"), Estimate(), ROOT)
+        assert found.ranks == 8
+        return found.phases[0].step_ms
+
+    assert step_ms(rows) == pytest.approx(step_ms(like), rel=1e-9)
+    assert step_ms(like) > 1.05 * step_ms(like - 8)
+
+
+def test_nodes_beyond_a_steps_rows_make_nothing_faster() -> None:
+    def step_ms(config: GrowthConfig | SftConfig, type_: str, nodes: int) -> float:
+        return runtime.hours(config, instance(type_), Estimate(), ROOT, nodes=nodes).phases[0].step_ms
+
+    four, eight = (step_ms(SftConfig(), "p5.4xlarge", nodes) for nodes in (4, 8))  # 4 rows a step
+    assert four == eight
+    assert four < 0.3 * step_ms(SftConfig(), "p5.4xlarge", 1)
+    assert step_ms(GrowthConfig(), "g5.2xlarge", 2) == step_ms(GrowthConfig(), "g5.2xlarge", 1)  # one process
