@@ -268,7 +268,7 @@ def _beside_s(
     work on something else. `ended`: all but evaluations is in what was measured after the last step.
     """
     token_s = step_ms / 1e3 / size.tokens_per_step * size.forward_share
-    evaluation_s = token_s * size.evaluation_tokens
+    evaluation_s = size.evaluation_s(step_ms / 1e3)
     if seen is not None and seen.evaluation_s is not None:
         evaluation_s = seen.evaluation_s
     if ended:

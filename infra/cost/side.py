@@ -250,7 +250,9 @@ def _exposure(
 def reserve_h(config: JobConfig, option: TypeCost) -> float:
     """Hours before a limit at which the job's meter stops it at the end of its work, so that all is saved by then."""
     seconds = [{"type": each.type, "phase": each.phase, "seconds": each.total_s} for each in option.notices]
-    forecast = Forecast(config, {"notice": seconds}, option.type)
+    phases = option.runtime.phases if option.runtime else ()
+    pace = [{"phase": each.name, "steps": each.steps, "step_ms": each.step_ms} for each in phases if each.steps]
+    forecast = Forecast(config, {"notice": seconds, "phases": pace}, option.type)
     return (forecast.end_s(sizing.total_steps(config), None) + RESERVE_S) / 3600
 
 

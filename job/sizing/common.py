@@ -43,6 +43,10 @@ class PhaseSize:
     attention: Literal["causal", "full"] | None = "causal"  # as flops_per_token counts it; None: there is none
     validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
 
+    def evaluation_s(self, step_s: float) -> float:
+        """Of one evaluation, where a step takes `step_s`."""
+        return step_s / self.tokens_per_step * self.forward_share * self.evaluation_tokens
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:

@@ -60,13 +60,27 @@ class Forecast:
         return max(found, predicted_s + LATENCY_S + save_s + sent_s) + slower
 
     def end_s(self, step: int, step_s: float | None) -> float:
-        """The same where a limit ends the run: what it then exports comes on top."""
-        return self.stop_s(step, step_s) + sizing.cut_bytes(self._config, self.phase(step)) / 1e9 * GB_S
+        """The same where a limit ends the run. An evaluation comes on top, which looks for no request to stop (a notice
+        that falls into a long one is as one missed), and what is then exported.
+        """
+        export = sizing.cut_bytes(self._config, self.phase(step))
+        save_s = export / 1e9 * (GB_S - UPLOAD_GB_S)
+        sent_s = export * max(UPLOAD_GB_S / 1e9, self._upload_s_per_byte or 0.0)
+        return self.stop_s(step, step_s) + self._evaluation_s(step, step_s) + save_s + sent_s
 
     def line_s(self, step: int) -> float:
-        """Between two lines of metrics.jsonl at `step`, at the bill's pace: one every log.every steps, one a save."""
+        """Between two lines of metrics.jsonl at `step`, at the bill's pace: one every log.every steps, one a save; the
+        evaluation before a line comes on top.
+        """
         step_s = self._step_s.get(self._names[self.phase(step)], 0.0)
-        return min(self._config.log.every * step_s, self._config.checkpoint.interval_s + step_s)
+        pace_s = min(self._config.log.every * step_s, self._config.checkpoint.interval_s + step_s)
+        return pace_s + self._evaluation_s(step, None)
+
+    def _evaluation_s(self, step: int, step_s: float | None) -> float:
+        """Of one evaluation at `step`, at the slower of the bill's steps and those of `step_s`."""
+        phase = sizing.phases(self._config)[self.phase(step)]
+        pace_s = max(step_s or 0.0, self._step_s.get(phase.name, 0.0))
+        return phase.evaluation_s(pace_s) if phase.evaluations else 0.0
 
     def upload_s(self, size: int) -> float:
         """To publish `size` bytes that are on the disk, as measured, or before that as the bills have it."""

@@ -37,16 +37,26 @@ def test_an_upload_takes_as_long_as_the_last_one_that_could_be_measured() -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "seconds"),
+    ("config", "evaluation_s", "export_gb"),
     [
-        (PretrainConfig(), 41.9),  # 16.7 GB
-        (SftConfig(), 0.84),  # the adapter
-        (SftConfig(method="full"), 40.2),  # 16.1 GB
-        (GrowthConfig(), 1.0),  # of the first phase, in fp32
-        (KernelConfig(), 40.9),
-        (TwoTowerConfig(), 0),
+        (PretrainConfig(), 4.0 / 256 / 3 * 160, 16.75),
+        (SftConfig(), 4.0 / 4 * 0.479 * 512, 0.336),  # nearly half of training's work per row, and the adapter
+        (SftConfig(method="full"), 4.0 / 4 / 3 * 512, 16.06),
+        (GrowthConfig(), 4.0 / 16 / 3 * 32, 0.4),  # of the first phase, in fp32
+        (KernelConfig(), 0, 16.38),
+        (TwoTowerConfig(), 4.0 / (20 * 409) / 3 * 20 * 35, 0),
     ],
 )
-def test_a_limit_leaves_time_for_what_is_exported_then(config: JobConfig, seconds: float) -> None:
+def test_a_limit_leaves_time_for_an_evaluation_and_for_what_is_exported_then(
+    config: JobConfig, evaluation_s: float, export_gb: float
+) -> None:
     forecast = Forecast(config, {}, "p5.48xlarge")
-    assert forecast.end_s(9, 4.0) - forecast.stop_s(9, 4.0) == pytest.approx(seconds, abs=0.1)
+
+    def beside() -> float:
+        return forecast.end_s(9, 4.0) - forecast.stop_s(9, 4.0)
+
+    assert beside() == pytest.approx(evaluation_s + 2.5 * export_gb, rel=0.01, abs=0.1)
+    forecast.learn((10**9, 0.5))  # no less for an upload that was faster than billed
+    assert beside() == pytest.approx(evaluation_s + 2.5 * export_gb, rel=0.01, abs=0.1)
+    forecast.learn((10**9, 10.0))
+    assert beside() == pytest.approx(evaluation_s + (1.0 + 10.0) * export_gb, rel=0.01, abs=0.1)

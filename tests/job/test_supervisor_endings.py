@@ -233,6 +233,19 @@ def test_a_trainer_told_to_write_a_line_every_thousand_seconds_is_given_the_time
     assert 3000 <= bench.clock.now - began <= 3050
 
 
+def test_an_evaluation_is_not_taken_for_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("job.supervisor.supervisor.TICK_S", 10.0)
+    bench = Bench(tmp_path)
+    bench.tree["job"]["parameters"]["eval"]["windows"] = 60_000  # 500 s by the bill
+
+    def hang(trainer: FakeTrainer) -> None:
+        trainer.hangs = True
+
+    began = bench.clock.now
+    assert bench.attempt(script={4: hang}).run() == 1
+    assert 1500 <= bench.clock.now - began <= 1560
+
+
 def test_output_alone_is_a_sign_of_life(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     quiet: list[float] = []
