@@ -31,7 +31,7 @@ BASE_IOPS = 3000  # included with any size
 MAX_ZONES = 6  # us-east-1 has the most
 MAX_TYPES = 20  # a choice: a longer list is no longer read by anyone
 PLACE = "a folder inside the project, or s3://bucket/prefix"
-_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=-]+)*/?")
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

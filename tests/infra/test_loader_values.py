@@ -228,6 +228,7 @@ REFUSED = [
     ("storage", "data: {iops: 3000}", "storage.data.size_gib", "whole number from 1", "", "a disk without size"),
     ("storage", "dataset: s3:/bucket/x", "storage.dataset", "s3://bucket/prefix", "colon", "one slash"),
     ("storage", "dataset: s3://Bucket/x", "storage.dataset", "s3://", "bucket name", "capital letters"),
+    ("storage", "dataset: s3://bucket/x/*", "storage.dataset", "s3://", "plain folder names", "a wildcard of IAM's"),
     ("storage", "dataset: /home/me/data", "storage.dataset", "inside the project", "relative", "absolute path"),
     ("storage", "dataset: ../data", "storage.dataset", "inside the project", "relative", "above the project"),
     ("run", "id: R1", "run.id", "a-z, 0-9", "", "capital run id"),
