@@ -21,6 +21,7 @@ from rehearsal.fleet import Event, Fleet
 from rehearsal.launch import Instance, Launcher, LaunchFailedError, Pool
 from rehearsal.refusals import refuse_at_create
 
+HISTORY_PAGE = 1000  # records in an answer (EC2 API reference, DescribeFleetHistory, 2026-11-23)
 LINGER = timedelta(hours=48)  # a deleted fleet stays in the API two days (EC2 User Guide, fleet states, 2026-11-21)
 
 
@@ -169,12 +170,10 @@ class FleetController:
                 if event.at >= start.replace(tzinfo=event.at.tzinfo, microsecond=0)
                 and (not allowed or event.type in allowed)
             ]
-            return {
-                "FleetId": fleet.id,
-                "HistoryRecords": records,
-                "LastEvaluatedTime": self.clock.now(),
-                "StartTime": start,
-            }
+            begin = int(request.get("NextToken") or 0)
+            end = begin + int(request.get("MaxResults") or HISTORY_PAGE)
+            last = {"NextToken": str(end)} if end < len(records) else {"LastEvaluatedTime": self.clock.now()}
+            return {"FleetId": fleet.id, "HistoryRecords": records[begin:end], "StartTime": start, **last}
 
     # What happens without a request ---------------------------------------------------------------------------------
 
@@ -229,14 +228,14 @@ class FleetController:
         self._event(fleet, "fleetRequestChange", "expired")
         if fleet.request.get("TerminateInstancesWithExpiration"):
             for node in self.living(fleet.id):
-                self._notify(node, now)
+                self._release(node, now)
 
     def _shrink(self, fleet: Fleet, now: datetime) -> None:
         if fleet.state != "active" or fleet.expired or fleet.excess != "termination":
             return
         staying = [node for node in self.living(fleet.id) if node.terminate_at is None]
         for node in staying[fleet.target :]:
-            self._notify(node, now)
+            self._release(node, now)
 
     def _fill(self, fleet: Fleet, now: datetime) -> None:
         if fleet.state != "active" or fleet.expired or (fleet.next_launch and now < fleet.next_launch):
@@ -274,6 +273,13 @@ class FleetController:
         pools = self.launcher.pools(fleet.region, fleet.configs)
         ended = [(i.type, i.zone) for i in self.instances.values() if i.fleet_id == fleet.id and i.notice_at]
         return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))
+
+    def _release(self, node: Instance, now: datetime) -> None:
+        """The fleet wants it no more: only spot nodes are told (EC2 User Guide, interruptions of fleets, June 2023)."""
+        if node.spot:
+            self._notify(node, now)
+        else:
+            self.launcher.terminate(node.id)
 
     def _notify(self, node: Instance, now: datetime) -> None:
         if node.ended_at or node.terminate_at:

@@ -79,6 +79,23 @@ def test_modify_fleet_to_zero_gives_a_notice_and_then_terminates_for_good(cloud:
     assert describe(cloud, fleet_id)["TargetCapacitySpecification"]["TotalTargetCapacity"] == 0
 
 
+@pytest.mark.parametrize("expires", [False, True])
+def test_a_node_on_demand_goes_without_a_notice(cloud: Cloud, clock: ManualClock, expires: bool) -> None:
+    until = ManualClock(clock.now())
+    until.advance(60)
+    on_demand = {"TotalTargetCapacity": 1, "DefaultTargetCapacityType": "on-demand"}
+    fleet_id = fleet(cloud, TargetCapacitySpecification=on_demand, ValidUntil=stamp(until.now()))
+    cloud.tick()
+    if not expires:
+        cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    later(cloud, clock, 60)
+    later(cloud, clock, 0)
+    (node,) = cloud.instances()
+    assert living(cloud) == []
+    assert node.notice_at is None
+    assert ("instanceChange", "termination_notified") not in events(cloud, fleet_id)
+
+
 def test_no_termination_neither_shrinks_nor_replaces(cloud: Cloud, clock: ManualClock) -> None:
     fleet_id = fleet(cloud, ExcessCapacityTerminationPolicy="no-termination")
     cloud.tick()

@@ -20,6 +20,7 @@ from job.supervisor.store import MissingError, RefusedError, S3Store
 from rehearsal import rights
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
+from rehearsal.fleet import Event
 
 ROOT = Path(__file__).parents[2]
 RUN = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 21, tzinfo=UTC))
@@ -159,3 +160,6 @@ def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_p
         cloud.client("ec2").modify_fleet(FleetId=own, TargetCapacitySpecification={"TotalTargetCapacity": 0})
         assert of_node(node.id, ec2)(began) == [began + 60]
         assert of_node("i-0123456789abcdef0", ec2)(began) is None
+        history = cloud.fleets.fleets[own].history  # longer than one answer
+        history[:0] = [Event(cloud.clock.now(), "information", "launchSpecTemporarilyBlacklisted")] * 1000
+        assert of_node(node.id, ec2)(began) == [began + 60]
