@@ -157,6 +157,12 @@ def may_launch(fleet: dict[str, Any]) -> bool:
     return fleet["FleetState"] in ("submitted", "active", "modifying") and wants > 0
 
 
+def expired(fleet: dict[str, Any], now: datetime) -> bool:
+    """Whether it launches nothing more, in whatever state AWS shows it then: which one that is, is not known."""
+    until: datetime | None = fleet.get("ValidUntil")
+    return until is not None and until <= now
+
+
 def instances(ec2: Any, filters: Iterable[tuple[str, list[str]]]) -> list[dict[str, Any]]:
     """Instances by filter, oldest first."""
     named = [{"Name": name, "Values": values} for name, values in filters]

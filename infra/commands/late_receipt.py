@@ -42,10 +42,9 @@ def cut_off(definition: StackDefinition, objects: Iterable[aws.Stored], ec2: Any
     return {"reason": CUT_OFF, "detail": detail, "at": f"{max(written).astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"}
 
 
-def _goes_on(fleet: Mapping[str, Any], now: datetime) -> bool:
+def _goes_on(fleet: dict[str, Any], now: datetime) -> bool:
     """Also at a target of 0: its owner may raise it again."""
-    until = fleet.get("ValidUntil")
-    return fleet["FleetState"] not in aws.ENDED and not (until and until <= now)
+    return fleet["FleetState"] not in aws.ENDED and not aws.expired(fleet, now)
 
 
 def make(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -44,7 +45,7 @@ class Left:
         return bool(self.usd_per_month) or self.launches
 
 
-def look(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Left]:
+def look(definition: StackDefinition, client: Callable[[str, str], Any], now: datetime) -> Iterator[Left]:
     """Everything found, dearest kinds first, and last what AWS would not show: one right that is missing must not hide
     a node that runs.
     """
@@ -63,7 +64,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iter
     fleets = seen("fleets", lambda: aws.fleets(ec2, definition, every_run=True))
     fleets = [fleet for fleet in fleets if fleet["FleetState"] != "deleted"]
     nodes = seen("instances", lambda: _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets]))
-    yield from _fleets(fleets, definition)
+    yield from _fleets(fleets, definition, now)
     yield from _instances(nodes, definition)
     for what, part in (
         ("volumes", lambda: _volumes(ec2, definition, {node["InstanceId"]: node for node in nodes})),
@@ -87,11 +88,13 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
     return list({node["InstanceId"]: node for node in found}.values())
 
 
-def _fleets(fleets: list[dict[str, Any]], definition: StackDefinition) -> Iterator[Left]:
+def _fleets(fleets: list[dict[str, Any]], definition: StackDefinition, now: datetime) -> Iterator[Left]:
     for fleet in fleets:
         wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
-        launches = aws.may_launch(fleet)
-        note = f"{fleet['FleetState']}, wants {wants}" + (": it can launch a node at any time" if launches else "")
+        expired = aws.expired(fleet, now)
+        launches = aws.may_launch(fleet) and not expired
+        note = f"{fleet['FleetState']}, wants {wants}"
+        note += ": it can launch a node at any time" if launches else ", expired" if expired else ""
         command = f"aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet['FleetId']}" if launches else ""
         owner = _other_owner(fleet, definition)
         yield Left(kind="fleet", id=fleet["FleetId"], note=note, remove=command, owner=owner, launches=launches)

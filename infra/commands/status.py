@@ -36,7 +36,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     if not fleets and folder is None:
         raise aws.no_run(s3, definition)
     yield f"{name}, run {run_id}, {definition.fleet.region}"
-    yield from _fleet(fleets)
+    yield from _fleet(fleets, now)
     for other in fleets[1:]:
         if other["FleetState"] not in aws.ENDED:
             theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner(other) or 'unknown'}"
@@ -53,7 +53,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     if folder.others:
         yield f"            also {folder.others}, {definition.run.owner}"
     yield from _attempts(folder, {node["InstanceId"] for node in nodes})
-    ended = not fleets or fleets[0]["FleetState"] in aws.ENDED
+    ended = not fleets or fleets[0]["FleetState"] in aws.ENDED or aws.expired(fleets[0], now)
     yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
     done = folder.document("done.json")
@@ -71,7 +71,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
         yield f"next        gpufleet results {stack.again(definition)}{after}"
 
 
-def _fleet(fleets: list[dict[str, Any]]) -> Iterator[str]:
+def _fleet(fleets: list[dict[str, Any]], now: datetime) -> Iterator[str]:
     if not fleets:
         yield "fleet       none: destroyed, or deleted more than two days ago"
         return
@@ -79,8 +79,9 @@ def _fleet(fleets: list[dict[str, Any]]) -> Iterator[str]:
     capacity = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
     until = fleet.get("ValidUntil")
     expiry = f", ends at the latest {until:%Y-%m-%d %H:%M} UTC" if until else ""
-    if fleet["FleetState"] in aws.ENDED:
-        yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}: it launches nothing more"
+    if fleet["FleetState"] in aws.ENDED or aws.expired(fleet, now):
+        why = f", expired {until:%Y-%m-%d %H:%M} UTC" if aws.expired(fleet, now) else ""
+        yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{why}: it launches nothing more"
         return
     yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}, wants {capacity} node{expiry}"
 

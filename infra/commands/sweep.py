@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from decimal import Decimal
 
 from infra.commands import account, aws, stack
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if who.state == "problem":
         raise AwsRefused(who.found)
     print(f"{region}, {who.found}:")  # in another account there is nothing left over either
-    found = list(look(definition, aws.client))
+    found = list(look(definition, aws.client, datetime.now(UTC)))
     print("\n".join(table(definition, found)))
     if any(left.bills and left.ours and not left.asked_for and not left.owner for left in found):
         return 1

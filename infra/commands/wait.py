@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from infra.commands import aws, stack
@@ -46,6 +47,7 @@ class Watch:
     s3: Any
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
     say: Callable[[str], None] = print
     said: set[str] = field(default_factory=set)
     reasons: list[Reason] = field(default_factory=list)
@@ -60,20 +62,20 @@ class Watch:
                 return 1
             fleet = fleets[0]
             stopped = not fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
-            if (stopped or fleet["FleetState"] in aws.ENDED) and (done := self._done()):
+            ended, expired = fleet["FleetState"] in aws.ENDED, aws.expired(fleet, self.now())
+            if (stopped or ended or expired) and (done := self._done()):
                 self.say(f"the run is over: {done.get('reason')}. {done.get('detail') or ''}".strip())
                 self.say(f"Next: `gpufleet results {self.definition.argument}`, then `pulumi destroy`.")
                 return 0
-            if fleet["FleetState"] in ("failed", *aws.ENDED):
-                self._say(f"fleet {fleet['FleetId']} is {fleet['FleetState']}: it launches nothing more.")
-                self._history(fleet)
-                self.say(f"A new run.id and `pulumi up` start a new one. {self._status()}")
-                return 1
-            if stopped:
+            if ended or fleet["FleetState"] == "failed":
+                return self._no_more(fleet, fleet["FleetState"])
+            if stopped and not expired:
                 self._resting(fleet)
                 return 1
             if self._node(fleet):
                 return 0
+            if expired:
+                return self._no_more(fleet, "expired")
             self._history(fleet)
             final = next((reason for reason in self.reasons if reason.final), None)
             if final:
@@ -166,6 +168,12 @@ class Watch:
         if reason and reason not in self.reasons:
             self.reasons.append(reason)
             self.say(f"  That means {reason.cause}.\n  {reason.remedy}")
+
+    def _no_more(self, fleet: dict[str, Any], why: str) -> int:
+        self.say(f"fleet {fleet['FleetId']} is {why}: it launches nothing more.")
+        self._history(fleet)
+        self.say(f"A new run.id and `pulumi up` start a new one. {self._status()}")
+        return 1
 
     def _resting(self, fleet: dict[str, Any]) -> None:
         self.say(

@@ -23,6 +23,7 @@ from rehearsal.registry import digest
 NAME, RUN = "small-growth", "r1"
 TAGS = {"gpufleet:stack": NAME, "gpufleet:run": RUN, "gpufleet:owner": "you"}
 AMI = next(iter(AMI_PARAMETERS))
+EXPIRES = datetime(2126, 11, 23, tzinfo=UTC)
 DEFINITION = f"""\
 # A small growth. Bound: one hour.
 run: {{id: {RUN}, owner: you}}
@@ -99,7 +100,7 @@ def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you") -> str:
         TargetCapacitySpecification={"TotalTargetCapacity": 1, "DefaultTargetCapacityType": "spot"},
         SpotOptions={"AllocationStrategy": "price-capacity-optimized"},
         ExcessCapacityTerminationPolicy="termination",
-        ValidUntil=datetime(2026, 11, 23, tzinfo=UTC),
+        ValidUntil=EXPIRES,
         LaunchTemplateConfigs=[
             {
                 "LaunchTemplateSpecification": {"LaunchTemplateId": template, "Version": "1"},

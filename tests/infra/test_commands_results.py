@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from commands_world import TAGS, declare_bucket, declare_fleet, put
+from commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, put
 
 from infra.cli import main
 from infra.commands import aws, leftovers, sweep
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.cloud import Cloud
+
+NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 
 # results -------------------------------------------------------------------------------------------------------------
 
@@ -183,8 +185,8 @@ def test_no_object_can_be_written_outside_the_folder(
 # sweep ---------------------------------------------------------------------------------------------------------------
 
 
-def left(stack: StackDefinition) -> dict[str, leftovers.Left]:
-    return {found.kind: found for found in leftovers.look(stack, aws.client)}
+def left(stack: StackDefinition, now: datetime = NOW) -> dict[str, leftovers.Left]:
+    return {found.kind: found for found in leftovers.look(stack, aws.client, now)}
 
 
 def test_sweep_of_an_empty_account_finds_nothing(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +219,16 @@ def test_a_fleet_that_waits_for_a_node_is_a_leftover_though_it_costs_nothing_yet
     said = list(sweep.table(stack, [waiting]))
     assert said[0] == "Billed, and nobody asked for it:"
     assert said[-1].endswith(": $0.00 a month nobody asked for. A fleet can launch a node at any time.")
+
+
+def test_an_expired_fleet_launches_nothing_though_aws_may_show_it_as_active(
+    cloud: Cloud, stack: StackDefinition
+) -> None:
+    cloud.no_capacity()
+    declare_fleet(cloud)
+    assert left(stack)["fleet"].launches
+    found = left(stack, EXPIRES)["fleet"]
+    assert (found.note, found.bills) == ("active, wants 1, expired", False)
 
 
 def test_sweep_does_not_take_another_owner_s_node_for_a_leftover(
@@ -295,7 +307,9 @@ def test_a_bucket_that_hides_its_tags_hides_none_of_ours(
     folder = aws.run_folder(s3, stack)
     assert folder is not None
     assert folder.bucket == ours
-    found = [each for each in leftovers.look(stack, lambda service, _: cloud.client(service)) if each.kind == "bucket"]
+    found = [
+        each for each in leftovers.look(stack, lambda service, _: cloud.client(service), NOW) if each.kind == "bucket"
+    ]
     assert [(each.id, each.unseen) for each in found] == [("gpufleet-small-growth-9z8y7x6", True), (ours, False)]
     assert "let you call GetBucketTagging: Access Denied" in found[0].note
 

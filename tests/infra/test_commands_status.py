@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_world import TAGS, declare_bucket, declare_fleet, put
+from commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, put
 
 from infra.cli import main
 from infra.commands import aws, status
@@ -45,7 +45,7 @@ def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDe
     put(cloud, bucket, "ckpt/step_00000110/model.pt", b"not published")
     put(cloud, bucket, "best.json", {"step": 90})
     told = stated(stack)
-    assert told["fleet"].startswith(f"{fleet}, active, wants 1 node, ends at the latest 2026-11-23 00:00 UTC")
+    assert told["fleet"].startswith(f"{fleet}, active, wants 1 node, ends at the latest 2126-11-23 00:00 UTC")
     assert told["node"].startswith(f"{node.id}, g5.2xlarge spot in us-east-2a, running since 2026-11-21")
     assert told["attempt"].endswith("running")
     assert told["heartbeat"] == "2026-11-21T12:08:00Z, 120 s ago"
@@ -53,6 +53,16 @@ def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDe
     assert told["spent"] == "$0.4200 of $3.00"
     assert told["checkpoint"] == "steps 90, 100, best 90"
     assert "done" not in told
+
+
+def test_status_says_that_a_fleet_has_expired(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet = declare_fleet(cloud)
+    (line,) = [
+        each
+        for each in status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), EXPIRES)
+        if each.startswith("fleet")
+    ]
+    assert line == f"fleet       {fleet}, active, expired 2126-11-23 00:00 UTC: it launches nothing more"
 
 
 def test_status_tells_a_node_that_was_lost_from_the_one_that_took_its_place(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from commands_world import AMI, declare_bucket, declare_fleet, put
+from commands_world import AMI, EXPIRES, declare_bucket, declare_fleet, put
 
 from infra.commands import aws
 from infra.commands.explain import explain
@@ -15,6 +15,7 @@ from infra.errors import AwsRefused
 from rehearsal.account import ami_id
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
+from rehearsal.fleet import Event
 
 
 def waited(cloud: Cloud, stack: StackDefinition, timeout_s: float = 60) -> tuple[int, str]:
@@ -28,6 +29,7 @@ def waited(cloud: Cloud, stack: StackDefinition, timeout_s: float = 60) -> tuple
         s3=aws.client("s3", "us-east-2"),
         sleep=clock.advance,
         clock=lambda: (clock.now() - start).total_seconds(),
+        now=clock.now,
         say=said.append,
     )
     return watch.until_node(timeout_s), "\n".join(said)
@@ -131,6 +133,13 @@ def test_an_error_is_explained_however_aws_spells_its_kind(stack: StackDefinitio
     assert len(said) == 2
 
 
+def test_a_reason_beyond_the_first_answer_of_a_long_history_is_found(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet = declare_fleet(cloud)
+    no_role(cloud)
+    cloud.fleets.fleets[fleet].history += [Event(cloud.clock.now(), "information", "odd")] * 1000
+    assert "Waiting cannot help: the fleet may not launch" in waited(cloud, stack)[1]
+
+
 def test_a_wait_that_times_out_ends_with_the_reasons_and_the_next_command(cloud: Cloud, stack: StackDefinition) -> None:
     declare_fleet(cloud)
     cloud.no_capacity()
@@ -171,6 +180,25 @@ def test_a_deleted_fleet_launches_nothing_more(cloud: Cloud, stack: StackDefinit
     code, said = waited(cloud, stack)
     assert code == 1
     assert "launches nothing more" in said
+
+
+@pytest.mark.parametrize("capacity", [1, 0])
+@pytest.mark.parametrize("state", ["active", "deleted"])
+def test_an_expired_fleet_is_not_waited_for_whatever_state_aws_shows_it_in(
+    cloud: Cloud, stack: StackDefinition, state: str, capacity: int
+) -> None:
+    fleet = declare_fleet(cloud)
+    cloud.no_capacity()
+    cloud.fleets.expired_state = state
+    capacities = {"TotalTargetCapacity": capacity}
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification=capacities)
+    assert isinstance(cloud.clock, ManualClock)
+    cloud.clock.advance((EXPIRES - cloud.clock.now()).total_seconds())
+    code, said = waited(cloud, stack, timeout_s=1800)
+    assert code == 1
+    assert "it launches nothing more." in said
+    assert "waiting for fleet" not in said
+    assert "TotalTargetCapacity" not in said
 
 
 def test_a_fleet_of_another_run_is_not_taken_for_ours(cloud: Cloud, stack: StackDefinition) -> None:

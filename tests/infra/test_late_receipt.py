@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from commands_world import declare_bucket, declare_fleet, put
+from commands_world import EXPIRES, declare_bucket, declare_fleet, put
 
 from infra import receipts
 from infra.boot.run_config import encode, run_config
@@ -115,9 +114,7 @@ def test_a_run_whose_fleet_is_gone_before_its_end_leaves_a_receipt(
         (node,) = aws.nodes(ec2, stack)
         ec2.modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
         ec2.terminate_instances(InstanceIds=[node["InstanceId"]])
-        monkeypatch.setattr(
-            "infra.commands.results.datetime", SimpleNamespace(now=lambda tz: datetime(2026, 11, 24, tzinfo=tz))
-        )
+        monkeypatch.setattr("infra.commands.results.datetime", SimpleNamespace(now=lambda _: EXPIRES))
     cloud.tick()
     cloud.clock.advance(600)
     cloud.tick()
