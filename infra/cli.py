@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever runs this: gpufleet cost STACK >&-
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # logs --follow | tee: each line at once, in any encoding
+        strict = sys.stdout.errors == "strict"
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace" if strict else None)
     for number in (signal.SIGTERM, signal.SIGHUP):  # a polite end and a closed terminal clean up as Ctrl-C does
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
             signal.signal(number, signal.default_int_handler)

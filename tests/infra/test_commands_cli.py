@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import re
 import subprocess
 import sys
@@ -223,3 +224,19 @@ def test_a_closed_standard_output_is_no_traceback(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.main(["prices", "--json"]) == 0
     sys.stdout.close()
+
+
+def test_a_line_into_a_pipe_arrives_when_it_is_printed_and_in_any_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `logs --follow | tee`: hours of silence otherwise, and a traceback where the terminal is latin-1."""
+    pipe = io.BytesIO()
+    arrived = list[bytes]()
+
+    def run(_: object) -> int:
+        sys.stdout.write("waiting \u2615\n")
+        arrived.append(pipe.getvalue())
+        return 0
+
+    monkeypatch.setattr(prices, "run", run)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe, encoding="latin-1"))
+    assert cli.main(["prices"]) == 0
+    assert arrived == [b"waiting \\u2615\n"]
