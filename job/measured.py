@@ -177,14 +177,14 @@ def _intervals(
 
 
 def _boundary_s(records: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], step_ms: float) -> float | None:
-    """Seconds between two phases; None for the first one, and where the run was interrupted in between."""
+    """Seconds between two phases; None for the first one, and where the run was interrupted in between. A phase's first
+    step has a line, as the last one has of the phase before, which may have ended before the last that was planned.
+    """
     index = next(index for index, record in enumerate(records) if record is own[0])
     if index == 0 or "resumed" in _event(own[0]):
         return None
-    before = records[index - 1]
-    steps: int = own[0]["step"] - before["step"]
-    between: float = own[0]["ts"] - before["ts"]
-    return round(max(0.0, between - steps * step_ms / 1e3), 4)
+    between: float = own[0]["ts"] - records[index - 1]["ts"]
+    return round(max(0.0, between - step_ms / 1e3), 4)
 
 
 def _quantile(timed: Sequence[tuple[float, int]], share: float) -> float:

@@ -39,6 +39,11 @@ def test_time_is_told_apart_into_steps_evaluations_saves_and_what_lies_between_p
     assert moe["save"] is None
 
 
+def test_steps_that_an_early_end_leaves_out_take_no_time() -> None:
+    early = [*RECORDS[:4], *({**record, "step": record["step"] + 200} for record in RECORDS[4:])]
+    assert measured.phases(early)[1]["boundary_s"] == pytest.approx(7.0)
+
+
 def test_each_line_stands_for_the_steps_that_it_timed() -> None:
     lines = [line("a", 10, 0, None), line("a", 15, 1, 9.0), line("a", 115, 2, 1.0), line("a", 120, 3, 9.0)]
     (phase,) = measured.phases(lines)
