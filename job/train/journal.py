@@ -27,6 +27,7 @@ class Journal:
 
     def __init__(self, session: Session, phases: Sequence[Phase]) -> None:
         self._session, self._phases = session, phases
+        self.left_out = 0  # tokens of the steps that phases which ended early did not take
         self._utilization = Utilization(session.device, gpus=session.world.size, wanted=session.world.first)
         self._events: list[str] = []  # for the next line
         self._thresholds: dict[str, Thresholds] = {}
@@ -56,8 +57,9 @@ class Journal:
         self._events.append(text)
 
     def tokens(self, step: int) -> int:
-        """Trained on in `step` steps."""
-        return sum(max(0, min(step, phase.last) - phase.first) * phase.tokens_per_step for phase in self._phases)
+        """Trained on when `step` is reached."""
+        planned = sum(max(0, min(step, phase.last) - phase.first) * phase.tokens_per_step for phase in self._phases)
+        return planned - self.left_out
 
     def write(
         self,

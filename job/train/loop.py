@@ -78,6 +78,7 @@ class Loop:
             self.step = max(self.step, phase.first)  # the phase before may have ended early
             module = self.experiment.begin(phase, module) if found is None else self.experiment.blank(phase)
             self._phase(phase, module, found)
+            self._journal.left_out += (phase.last - self.step) * phase.tokens_per_step
             found = None
             self.session.device.tidy()
             self._heed(phase, None, self.world.agree(self._stop()))
@@ -90,6 +91,7 @@ class Loop:
         """Takes over where the checkpoint stands; the phases that are left, its own included."""
         self.step, self.val_loss = found.step, found.progress["val_loss"]
         self._ended = found.progress.get("ended")
+        self._journal.left_out = found.progress.get("left_out", 0)
         self._cadence.resume(found.progress["best"])
         self.experiment.progress.update(found.progress["experiment"])
         self.session.say(f"resuming from step {self.step} ({found.commit['phase']}, {found.commit['reason']})")
@@ -240,6 +242,7 @@ class Loop:
             "experiment": copy.deepcopy(self.experiment.progress),
         }
         self._note(checkpoints.save(state, commit, progress))
+            "left_out": self._journal.left_out,
 
     def _note(self, ended: list[Saved]) -> None:
         """Says what became of a save. One that failed costs a checkpoint, never the run."""

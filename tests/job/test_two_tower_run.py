@@ -22,6 +22,7 @@ from train_world import StopAt
 from job.dataset import prepare, ranking
 from job.experiments import two_tower, two_tower_baselines
 from job.experiments.ranking_metrics import ndcg
+from job.experiments.two_tower_batches import Batches
 from job.experiments.two_tower_data import Member, fold_of
 
 SWEEP: dict[str, Any] = {"sweep": ["o", "r"], "epochs": 2, "steps_per_epoch": 2}
@@ -115,6 +116,23 @@ def test_a_run_stopped_amid_its_folds_or_its_refit_ends_the_same_to_the_bit(
     assert train_world.final_hash(workdir) == train_world.final_hash(finished)
     for name, array in scores(finished).items():
         assert array.tobytes() == scores(workdir)[name].tobytes()
+
+
+def test_steps_that_folds_leave_out_as_they_end_early_are_no_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody gets better: two epochs of four, then one of the refit, stopped within it and resumed."""
+    monkeypatch.setattr(Batches, "watched_ndcg", lambda batches, module: torch.full((10,), 0.5))
+    workdir = world.make(tmp_path, patience=1, log={"every": 1})
+    assert train_world.train(workdir, StopAt(workdir, 10)) == 75
+    assert train_world.train(workdir) == 0
+    found = [(record["step"], record["tokens"]) for record in train_world.records(workdir)]
+    folds, refit = 10 * (19 + 12), 23 + 12
+    assert found == [
+        *((step, step * folds) for step in range(1, 7)),
+        *((12 + step, 6 * folds + step * refit) for step in range(1, 4)),
+    ]
+    assert world.read(workdir, "ckpt/step_00000015/commit.json")["tokens"] == found[-1][1]
 
 
 def test_a_flipped_test_label_changes_no_prediction_for_its_own_fold(finished: Path, tmp_path: Path) -> None:
