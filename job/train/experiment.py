@@ -67,6 +67,7 @@ class Work(NamedTuple):
 
     micros: Iterable[Micro]
     total: int
+    full: float = 1.0  # how much of the rows of a step it has: the last one of all epochs may have fewer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,6 +69,7 @@ class Journal:
         *,
         lr: float,
         step_s: float | None,
+        tok_s: float | None,
         shown_val_loss: float | None,
     ) -> None:
         """One logged step. `values`: loss, val_loss (None unless evaluated now), grad_norm, the experiment's own.
@@ -79,7 +80,6 @@ class Journal:
         if not session.world.first:
             self._events.clear()
             return
-        tok_s = phase.tokens_per_step / step_s if step_s else None
         peak = session.device.peak_tflops
         mfu = tok_s * phase.flops_per_token / (peak * 1e12 * session.world.size) if tok_s and peak else None
         spent = (atomic.read_object(session.workdir / "spent.json") or {}).get("spent_usd")

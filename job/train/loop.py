@@ -164,14 +164,15 @@ class Loop:
         """One optimizer step with its log line; the validation loss where this step is evaluated."""
         lr = self.experiment.schedule(phase, opt, self.step)
         self._clock.start()
-        result = step.update(self.experiment, module, opt, self.experiment.batch(phase, self.step, rung), self.step)
+        work = self.experiment.batch(phase, self.step, rung)
+        result = step.update(self.experiment, module, opt, work, self.step)
         self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
         self.step += 1
         evaluated = self.experiment.evaluated(phase, self.step)
         values = None
         if first or evaluated or self._look or (self.step - phase.first) % self.config.log.every == 0:
             values = self._read_back(result)
-        self._clock.stop()
+        self._clock.stop(work.full)
         if values is not None:
             self._require_finite()  # before anything is made of weights that may not be
         val_loss = None
@@ -185,10 +186,13 @@ class Loop:
         if self._graphs is not None and (compiled := self._graphs.keep()) is not None:
             self._journal.event(compiled, aloud=True)
         if values is not None:
-            steps, step_s = self._clock.steps, self._clock.read()
+            steps, full, step_s = self._clock.steps, self._clock.full, self._clock.read()
+            tok_s = full / steps * phase.tokens_per_step / step_s if step_s else None
             self._cadence.stall.see(step_s, steps, busy=self.session.checkpoints.busy)
             values["val_loss"] = val_loss
-            self._journal.write(phase, self.step, values, lr=lr, step_s=step_s, shown_val_loss=self.val_loss)
+            self._journal.write(
+                phase, self.step, values, lr=lr, step_s=step_s, tok_s=tok_s, shown_val_loss=self.val_loss
+            )
             self._guard.see(values["loss"], self.step)
         self._judged = values is not None
         return val_loss
@@ -238,11 +242,11 @@ class Loop:
             "best": self._cadence.best,
             "val_loss": self.val_loss,
             "ended": self._ended,
+            "left_out": self._journal.left_out,
             "guard": self._guard.state,
             "experiment": copy.deepcopy(self.experiment.progress),
         }
         self._note(checkpoints.save(state, commit, progress))
-            "left_out": self._journal.left_out,
 
     def _note(self, ended: list[Saved]) -> None:
         """Says what became of a save. One that failed costs a checkpoint, never the run."""

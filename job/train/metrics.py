@@ -35,11 +35,12 @@ class StepClock:
         self._warm = 0
         self._seconds = 0.0
         self.steps = 0  # that the next reading is the mean of
+        self.full = 0.0  # the same, one with fewer rows counted for as much as it has of them
         self._began = 0.0
 
     def restart(self) -> None:
         """A new warm-up."""
-        self._warm, self._seconds, self.steps = 0, 0.0, 0
+        self._warm, self._seconds, self.steps, self.full = 0, 0.0, 0, 0.0
 
     def start(self) -> None:
         """A step begins."""
@@ -48,13 +49,14 @@ class StepClock:
             self._warm += 1
         self._began = self._clock()
 
-    def stop(self) -> None:
-        """It ended; where it is logged, after the read-back."""
+    def stop(self, full: float = 1.0) -> None:
+        """It ended; where it is logged, after the read-back. `full`: Work's."""
         if self._warm < WARM_UP:
             self._warm += 1
             return
         self._seconds += self._clock() - self._began
         self.steps += 1
+        self.full += full
 
     def settle(self) -> None:
         """Before something other than a step waits for the device: what steps have left it to do is their time."""
@@ -66,7 +68,7 @@ class StepClock:
     def read(self) -> float | None:
         """Seconds per step since the last reading; None within the warm-up."""
         seconds, steps = self._seconds, self.steps
-        self._seconds, self.steps = 0.0, 0
+        self._seconds, self.steps, self.full = 0.0, 0, 0.0
         return seconds / steps if steps else None
 
 

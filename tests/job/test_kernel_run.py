@@ -19,6 +19,7 @@ from job.experiments import kernel_stages
 from job.kernels import funnel
 from job.kernels.worker import Workers
 from job.ledger import Ledger
+from job.train import metrics
 
 pytestmark = pytest.mark.usefixtures("one_judge")
 
@@ -99,6 +100,15 @@ def test_a_line_within_a_batch_is_said_once_a_minute(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernel_stages.time, "monotonic", lambda: now[0])
     kernel_stages._generate(one, None, [], "", "sft")  # type: ignore[arg-type]
     assert said == pytest.approx([60.0, 120.0], abs=0.3)
+
+
+def test_a_last_step_of_fewer_rows_is_no_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eleven rows in steps of three."""
+    monkeypatch.setattr(metrics, "WARM_UP", 0)
+    workdir = kernel.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, 4)) == 75
+    trained = [record["tok_s"] * record["step_ms"] / 1000 / 1024 for record in world.records(workdir)]
+    assert trained == pytest.approx([3, 3, 3, 2], rel=1e-3)
 
 
 def test_it_learns(finished: Path) -> None:
