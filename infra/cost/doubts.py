@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import Decimal
+from typing import Any
 
 from infra.calibration import Refused
 from infra.cost import fit, limits
 from infra.cost.bill import Bill
 from infra.cost.limits import AS_COUNTED
 from infra.cost.options import Calibrations
-from infra.cost.runtime import Runtime
+from infra.cost.runtime import Runtime, hours
 from infra.definition import StackDefinition
 from job import sizing
-from job.config import GrowthConfig, JobConfig, KernelConfig, SftConfig, TwoTowerConfig
+from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.config.common import CosineAdamW
 from job.text import counted
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
 _FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise
 _EMPTY_SHARE = 0.05  # of a step's rows: with more of them empty it is worth a sentence
+_WORTH = 0.9  # of a step's time: what a larger micro-batch has to come below to be worth a sentence
 _SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
 
 
@@ -34,6 +37,7 @@ def warnings(
         if isinstance(calibration, Refused):
             yield f"{type_}: {calibration.why}"
     yield from schedule(definition.job.parameters, bill.chosen.runtime)
+    yield from _micro(definition, bill)
     yield from _limits(bill)
     yield from _free_hours(bill)
     yield from _types(definition, bill)
@@ -103,6 +107,39 @@ def _warmup(config: JobConfig, runtime: Runtime) -> str:
         f"optim.{key} is {counted(length, 'step')}, {whole} {steps}: the learning rate never reaches {_rate(rate)}."
         f" Lower optim.{key}, or {instead}"
     )
+
+
+def _micro(definition: StackDefinition, bill: Bill) -> Iterator[str]:
+    """Micro-batches that the GPU is through with before the host has launched the next: the ladder begins at what a
+    large model holds, and a small one is paid for its launches.
+    """
+    runtime = bill.chosen.runtime
+    config: Any = definition.job.parameters
+    if runtime.measured or not isinstance(config, PretrainConfig | SftConfig | KernelConfig):
+        return
+    key, row = ("micro", 1) if isinstance(config, PretrainConfig) else ("micro_tokens", config.data.row)
+    instance = next(option.instance for option in bill.types if option.type == bill.chosen.type)
+    if instance is None or getattr(config.batch, key) is not None or bill.chosen.exposure.nodes > 1:
+        return
+    now = shortest = runtime.phases[0].step_ms
+    memory_gb, ranks = instance.gpu_memory_gb, sizing.ranks(config, instance.gpu_count)
+    first = sizing.choose_rung(config, memory_gb, ranks=ranks)
+    while first is not None and not first.checkpointing:
+        micro = first.micro
+        batch: Any = config.batch
+        config = replace(config, batch=replace(batch, **{key: 2 * micro * row}))
+        first = sizing.ladder(config, ranks)[0]
+        if first.micro == micro or sizing.choose_rung(config, memory_gb, ranks=ranks) != first:
+            break  # all of a rank's rows, or more than its memory holds
+        took = hours(config, instance, definition.estimate, definition.storage.root).phases[0].step_ms
+        if took > _WORTH * shortest:
+            break
+        shortest, best = took, first.micro * row
+    if shortest < now:
+        yield (
+            f"batch.{key} is not set: a micro-batch is so small that its GPU waits for the host. batch.{key}: {best}"
+            f" fits {instance.type} and takes {shortest:.1f} ms a step instead of {now:.1f}"
+        )
 
 
 def _rate(value: float) -> str:
