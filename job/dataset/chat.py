@@ -5,6 +5,7 @@ User mistakes raise ValueError with line numbers.
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
 import re
@@ -116,7 +117,7 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
     empty = True
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
+            if is_blank(line):
                 continue
             empty = False
             try:
@@ -138,12 +139,16 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
 
 
 def require_lines(path: Path) -> None:
-    """Raises ValueError for a file that is one JSON array, of which every line would be a mistake."""
+    """Raises ValueError for a file that is a table or one JSON array, of which every line would be a mistake."""
     with path.open("rb") as file:
-        if not file.read(64).lstrip().startswith(b"["):
+        begins = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
+        if path.suffix.lower() == ".csv" and not begins.startswith(b"{"):
+            made = f"pandas.read_csv({path.name!r}).to_json({path.stem + '.jsonl'!r}, orient='records', lines=True)"
+            raise ValueError(f"{path}: a table; one JSON object a line is wanted: {made}")
+        if not begins.startswith(b"["):
             return
         file.seek(0)
-        lines = (line for line in file if line.strip())
+        lines = (line.removeprefix(codecs.BOM_UTF8) for line in file if not is_blank(line))
         first, more = next(lines), next(lines, None)
     if more is not None:
         with suppress(ValueError, RecursionError):
@@ -152,6 +157,11 @@ def require_lines(path: Path) -> None:
     name = shlex.quote(path.name)
     made = shlex.quote(f"{path.stem}{'-lines' if path.suffix == '.jsonl' else ''}.jsonl")
     raise ValueError(f"{path}: a JSON array; one object a line is wanted: `jq -c '.[]' {name} > {made}`")
+
+
+def is_blank(line: bytes) -> bool:
+    """Nothing on it but a byte-order mark, perhaps."""
+    return not line.removeprefix(codecs.BOM_UTF8).strip()
 
 
 def require_characters(text: str, path: str) -> None:

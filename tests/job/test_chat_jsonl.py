@@ -61,13 +61,30 @@ def test_parquet_is_said_once_where_its_first_line_happens_to_be_text(tmp_path: 
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_a_table_is_said_once_with_what_makes_lines_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "my data.csv"
+    path.write_text("instruction,response\na,b\n" * 30, encoding="utf-8-sig")
+    with pytest.raises(ValueError, match="a table; one JSON object a line is wanted") as error:
+        list(JsonlChats(path).conversations())
+    assert str(error.value).endswith(
+        "pandas.read_csv('my data.csv').to_json('my data.jsonl', orient='records', lines=True)"
+    )
+
+
+def test_a_byte_order_mark_on_a_line_of_its_own_is_a_blank_line(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('\n{"instruction": "a", "response": "b"}\n', encoding="utf-8-sig")
+    assert list(JsonlChats(path).conversations()) == [(Turn("user", "a"), Turn("assistant", "b"))]
+
+
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_json_array_is_said_once_with_what_makes_lines_of_it(tmp_path: Path, indent: int | None) -> None:
     for name, command in (
         ("arr.json", "`jq -c '.[]' arr.json > arr.jsonl`"),
         ("arr.jsonl", "`jq -c '.[]' arr.jsonl > arr-lines.jsonl`"),
     ):
-        (tmp_path / name).write_text(json.dumps([{"instruction": "a", "response": "b"}] * 30, indent=indent))
+        text = json.dumps([{"instruction": "a", "response": "b"}] * 30, indent=indent)
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")  # as Windows writes it
         with pytest.raises(ValueError, match="a JSON array; one object a line is wanted: ") as error:
             list(JsonlChats(tmp_path / name).conversations())
         assert str(error.value).endswith(command)
