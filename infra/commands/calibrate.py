@@ -97,6 +97,7 @@ def calibrate(definition: StackDefinition, root: Path, *, steps: int, gpus: Sequ
             f"{definition.source}: job.parameters.device is cuda and this machine has no NVIDIA GPU: run this on a node"
             " with the GPU that the bill is for, or use --rehearsal"
         )
+    steps = min(steps, sizing.total_steps(config))  # a bill that stands on this says how many
     plan, ranks = shorten(config, steps), sizing.ranks(config, len(gpus))
     too_short = [size for size in sizing.phases(config) if 0 < size.steps <= WARM_UP]
     if too_short:

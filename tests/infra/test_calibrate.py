@@ -111,6 +111,13 @@ def test_calibrate_writes_a_file_that_the_bill_accepts(
     assert found.phase("moe") is not None
 
 
+def test_a_probe_of_the_whole_run_says_how_many_steps_that_is(path: Path, probed: list[dict[str, Any]]) -> None:
+    config = definition(path).job.parameters
+    tree = calibrate.calibrate(definition(path), project_root(path.parent), steps=100_000, gpus=A10G)
+    assert tree["source"] == f"probe of {sizing.total_steps(config)} steps"
+    assert probed[0]["parameters"]["steps_per_phase"] * 3 == sizing.total_steps(config)
+
+
 def test_a_probe_that_timed_no_step_of_a_phase_promises_no_bill(
     path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
