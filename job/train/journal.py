@@ -41,7 +41,8 @@ class Journal:
         with self._on_any_disk("metrics.jsonl"):
             self._session.metrics.resume(step)
         if self._session.config.log.tensorboard:
-            self._scalars = Scalars(self._session.workdir, step)
+            with self._on_any_disk("TensorBoard's"):
+                self._scalars = Scalars(self._session.workdir, step)
 
     def close(self) -> None:
         """Ends what runs beside."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from job import atomic, ledger
+from job import atomic
 
 WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
 
@@ -99,10 +99,13 @@ class MetricsFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def records(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Every line, or those of one phase."""
+        """Every line, or those of one phase. One that is none, left by a kill where the disk then was too full for
+        `resume`, is passed over: it must not fail the run at a phase's end.
+        """
         if not self.path.exists():
             return []
-        return [record for record in ledger.read(self.path) if phase in (None, record["phase"])]
+        found = (atomic.parse_object(line) for line in self.path.read_bytes().split(b"\n"))
+        return [record for record in found if record is not None and phase in (None, record["phase"])]
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

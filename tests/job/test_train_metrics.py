@@ -103,7 +103,8 @@ def full(*given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [(metrics.MetricsFile, "write"), (metrics.MetricsFile, "resume"), (Scalars, "write")]
+    "broken",
+    [(metrics.MetricsFile, "write"), (metrics.MetricsFile, "resume"), (Scalars, "__init__"), (Scalars, "write")],
 )
 def test_a_log_that_cannot_be_written_is_said_once_and_costs_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: tuple[type, str]
@@ -112,6 +113,15 @@ def test_a_log_that_cannot_be_written_is_said_once_and_costs_no_run(
     monkeypatch.setattr(*broken, full)
     assert world.train(workdir, world.StopAt(workdir, 3)) == 75
     assert capsys.readouterr().out.count("lines are lost") == 1
+
+
+def test_half_a_line_that_could_not_be_cut_off_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, world.StopAt(workdir, 3)) == 75
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"ts": 1.0, "pha')  # a kill
+    monkeypatch.setattr(metrics.MetricsFile, "resume", full)
+    assert world.train(workdir) == 0
 
 
 def test_a_rung_that_cannot_be_written_down_costs_no_run(
