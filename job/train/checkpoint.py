@@ -81,17 +81,10 @@ class Checkpoints:
         it, if there is one. What is this node's fault (memory, disk, GPU) is raised as it is.
         """
         problem: str | None = None
-        try:
-            load(
-                {kind: dict(tensors) for kind, tensors in state.items()},
-                storage_reader=FileSystemReader(found.path),
-                no_dist=True,
-            )
-        except CheckpointException as error:
-            cause = _cause(error)
+        if (cause := _failure(found.path, state)) is not None:
             own = isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError)
             if own and not isinstance(cause, FileNotFoundError):
-                raise cause from error  # of this node, and says nothing of the checkpoint
+                raise cause  # of this node, and says nothing of the checkpoint
             problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:
@@ -251,6 +244,20 @@ def _host_copy(tensor: Tensor) -> Tensor:
         with suppress(RuntimeError):
             return torch.empty_like(tensor, device="cpu", pin_memory=True)
     return torch.empty_like(tensor, device="cpu")
+
+
+def _failure(path: Path, state: State) -> BaseException | None:
+    """Reads a checkpoint's tensors into `state`'s own. Why it could not, if so."""
+    reader = FileSystemReader(path)
+    try:
+        reader.read_metadata()  # `load` takes whatever goes wrong there for a file that is not there
+    except Exception as error:  # noqa: BLE001 - unpickling raises anything
+        return error
+    try:
+        load({kind: dict(tensors) for kind, tensors in state.items()}, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        return _cause(error)
+    return None
 
 
 def _cause(error: CheckpointException) -> BaseException:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import train_world as world
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import STEPS, StopAt
 
 from job import atomic
@@ -271,6 +272,22 @@ def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_resumes_from_the_o
     said = capsys.readouterr().out
     assert f"step_{newest:08d} cannot be read" in said
     assert f"resuming from step {before} " in said
+
+
+@pytest.mark.parametrize("method", ["read_metadata", "read_data"])
+def test_a_disk_that_cannot_be_read_is_this_nodes_fault_and_costs_no_checkpoint(
+    two: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(FileSystemReader, method, broken)
+    checkpoints = opened(two)
+    found = checkpoints.newest()
+    assert found is not None
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints.load(found, state())
+    assert newest_step(two) == 2
 
 
 def test_a_damaged_checkpoint_without_another_is_never_a_run_from_the_beginning(tmp_path: Path) -> None:
