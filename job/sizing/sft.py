@@ -12,6 +12,7 @@ from job.sizing.common import Memory, PhaseSize, Rung, cuts, in_gb, processes
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
+BASE_BYTES = 2  # of a frozen parameter: bf16, whatever the products are in
 FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
 
 
@@ -104,14 +105,18 @@ def answers_at_once(config: SftConfig) -> int:
 def memory(
     config: SftConfig, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1
 ) -> Memory:
-    """LoRA: base in the compute dtype, adapters with fp32 state, on every rank. Full: fp32 state cut over the ranks,
-    and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2).
+    """LoRA: base in bf16, adapters with fp32 state, on every rank; products in fp32 cast the base's matrices, which
+    stays until backward (with checkpointing one layer's). Full: fp32 state cut over the ranks, and the gathered weights
+    of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2).
     """
     m = config.model
     compute = 2 if config.precision.compute == "bf16" else 4
     total, own = decoder.parameters(m), trained(config)
     if config.method == "lora":
-        weights, gradients, moments = float(total * compute + own * 4), float(own * 4), float(own * 8)
+        layers = 0 if compute == BASE_BYTES else 1 if checkpointing else m.layers
+        cast = layers * decoder.layer_matmul(m) + (m.vocab * m.width if layers else 0)
+        base = total * BASE_BYTES + own * 4
+        weights, gradients, moments = float(base + cast * compute), float(own * 4), float(own * 8)
         rank = config.lora.rank
     else:
         weights, gradients, moments = decoder.whole_state(m, compute, ranks, reshard=config.reshard_after_forward)
@@ -123,7 +128,7 @@ def memory(
         activations = tokens * decoder.layer_activation_bytes(  # of one layer at a time
             m, compute, checkpointing=checkpointing, adapters=rank
         )
-        weights = total * compute + own * 4 if config.method == "lora" else total * compute
+        weights = base if config.method == "lora" else total * compute
     logits = decoder.loss_bytes(m, tokens, trained=config.method == "full" and phase_index == 0)
     return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 

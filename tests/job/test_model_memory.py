@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from job import sizing
 from job.config import Precision
+from job.config.common import Compute, TokenBatch
 from job.config.common import Decoder as Shape
-from job.config.sft import Lora
+from job.config.sft import Lora, SftConfig
 from job.models import decoder, lora
-from job.models.blocks import rotations
+from job.models.blocks import DTYPES, rotations
 from job.models.growth import Growth, build, load
 from job.sizing.decoder import layer_activation_bytes
 
@@ -139,3 +140,30 @@ def test_checkpointed_layers_with_adapters_hold_each_product_once() -> None:
     counted = layer_activation_bytes(shape, 2, checkpointing=True, adapters=16)
     results = 2 * 2 * shape.width  # of o and down, which are held without need
     assert (held[1] - held[0]) / tokens.numel() == pytest.approx(counted + results, rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_a_frozen_base_is_bf16_and_what_fp32_products_cast_of_it_stays_until_backward(
+    compute: str, checkpointing: bool
+) -> None:
+    shape = Shape(vocab=512, layers=4, width=256, heads=4, kv_heads=4, head_dim=64, ffn=1024, rope_scaling="none")
+    config = replace(
+        SftConfig(),
+        model=shape,
+        lora=Lora(rank=8, dropout=0.1),
+        data=replace(SftConfig().data, row=64, longest=64),
+        batch=TokenBatch(tokens=64),
+        precision=Compute(compute=compute),  # type: ignore[arg-type]
+    )
+    drawn = torch.Generator().manual_seed(1)
+    base = decoder.build(shape, compute=DTYPES[compute], dtype=torch.bfloat16, generator=drawn)
+    module = lora.attach(base, config.lora, drawn)
+    module.train()
+    module.checkpointing = checkpointing
+    tokens, parameters = torch.zeros(1, 64, dtype=torch.int64), list(module.parameters())
+    with Alive(parameters) as alive:
+        torch.autograd.backward(module(tokens, tokens).loss_sum)
+    found = alive.peak + sum(parameter.nbytes for parameter in parameters)
+    predicted = sizing.memory(config, 0, 1, checkpointing=checkpointing)
+    assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.1)
