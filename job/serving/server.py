@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from email.errors import MissingHeaderBodySeparatorDefect
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -154,6 +155,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         """The whole body, so that the connection can be used again. Raises Refused, and then closes it."""
+        if any(isinstance(defect, MissingHeaderBodySeparatorDefect) for defect in self.headers.defects):
+            self.close_connection = True  # the headers from there on are not read: one may say that a body follows
+            raise Refused(400, "a header line without a name and a colon right behind it")
         lengths = self.headers.get_all("Content-Length", [])
         if len(lengths) + ("Transfer-Encoding" in self.headers) > 1:  # two ends of one body: what follows is anyone's
             self.close_connection = True

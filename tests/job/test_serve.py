@@ -172,6 +172,8 @@ def test_a_wrong_method_path_or_size_is_refused(
         ),
         (b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n", b"400", b"more"),
         (b"POST /generate HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 7\r\n\r\nhello", b"400", b"more than one"),
+        (b"GET /info HTTP/1.1\r\nContent-Length : 19\r\n\r\nGET / HTTP/1.1\r\n\r\n", b"400", b"a name and a colon"),
+        (b"POST /generate HTTP/1.1\r\nnonsense\r\nContent-Length: 2\r\n\r\n{}", b"400", b"a name and a colon"),
         (b"nonsense\r\n\r\n", b"400", b"error"),
         (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414", b"error"),
     ],
