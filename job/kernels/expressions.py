@@ -99,16 +99,20 @@ class Expressions:
         """Which GPU is meant, or no gradients, and nothing else: another stream could be as well."""
         for item in node.items:
             call = item.context_expr
-            if ast.unparse(call).endswith("()") and self._full(getattr(call, "func", call)) == "torch.no_grad":
+            if self._without_gradients(call):
                 if item.optional_vars:
                     raise Forbidden(node, "a name for torch.no_grad()")
                 continue
             if not isinstance(call, ast.Call) or self._full(call.func) != "torch.cuda.device" or item.optional_vars:
                 raise Forbidden(node, "With is not allowed, but of torch.cuda.device and torch.no_grad()")
-            for part in (*call.args, *(keyword.value for keyword in call.keywords)):
+            for part in given(call):
                 self._expression(part)
         for statement in node.body:
             self._statement(statement)
+
+    def _without_gradients(self, node: ast.expr) -> bool:
+        """torch.no_grad(), with nothing between its brackets."""
+        return isinstance(node, ast.Call) and not given(node) and self._full(node.func) == "torch.no_grad"
 
     def _annotation(self, node: ast.expr) -> None:
         """Python evaluates it. Names of types, one of several, or text."""
@@ -256,6 +260,11 @@ class Expressions:
                 if number:
                     iterated(part.iter)
             element(node.elt)
+
+
+def given(call: ast.Call) -> list[ast.expr]:
+    """Its arguments, by place and by name."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def argument_names(arguments: ast.arguments) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from job.kernels import source_text
 from job.kernels.catalog import ENTRY
-from job.kernels.expressions import Expressions, Forbidden, argument_names, stored
+from job.kernels.expressions import Expressions, Forbidden, argument_names, given, stored
 from job.kernels.vocabulary import ALLOWED_OPS, ALONE, METHODS, MODULES, OF_BLOCKS
 
 PYTHONS = frozenset(dir(builtins))  # what a name means at the top of a module before, or where, it is given no meaning
@@ -163,7 +163,7 @@ class _Module(Expressions):
             self._expression(node)
         elif isinstance(node, ast.Call) and self._full(node.func) == "triton.Config":
             self._plain(node)
-            for part in (*node.args, *(keyword.value for keyword in node.keywords)):
+            for part in given(node):
                 pairs = [*part.keys, *part.values] if isinstance(part, ast.Dict) else [part]
                 for each in pairs:
                     self._constant(each or node)
@@ -172,7 +172,7 @@ class _Module(Expressions):
 
     def _iterated(self, node: ast.expr) -> None:
         if isinstance(node, ast.Call) and self._full(node.func) == "range":
-            node = ast.List([*node.args, *(keyword.value for keyword in node.keywords)])
+            node = ast.List(given(node))
         for part in node.elts if isinstance(node, ast.List) else [node]:
             self._constant(part)
 
@@ -183,13 +183,13 @@ class _Module(Expressions):
     def _function(self, function: ast.FunctionDef) -> None:
         for decorator in function.decorator_list:
             name = self._decorator(decorator)
-            if name == "torch.no_grad" and ast.unparse(decorator).endswith("()") and function.name not in self.kernels:
+            if self._without_gradients(decorator) and function.name not in self.kernels:
                 continue
             if name not in DECORATORS:
                 raise Forbidden(function, f"the decorator {name}")
             if isinstance(decorator, ast.Call):
                 self._plain(decorator)
-                for part in (*decorator.args, *(keyword.value for keyword in decorator.keywords)):
+                for part in given(decorator):
                     self._held(part)
         if getattr(function, "type_params", None):
             raise Forbidden(function, "parameters that are types")
