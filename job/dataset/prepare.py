@@ -45,6 +45,12 @@ class DatasetFile:
     bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path, folder: Path) -> DatasetFile:
+        """Of a file below `folder`, hashed now."""
+        name = path.relative_to(folder).as_posix()
+        return cls(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetManifest:
@@ -189,15 +195,7 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         made = Path(scratch) / "dataset"
         made.mkdir()
         fields = fill(made)
-        files = [
-            asdict(
-                DatasetFile(
-                    name=path.relative_to(made).as_posix(), bytes=path.stat().st_size, sha256=atomic.sha256(path)
-                )
-            )
-            for path in sorted(made.rglob("*"))
-            if path.is_file()
-        ]
+        files = [asdict(DatasetFile.of(path, made)) for path in sorted(made.rglob("*")) if path.is_file()]
         tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
         atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
         kept = already(folder)  # looked at late: another preparation's; only ever our own kind of folder

@@ -111,11 +111,8 @@ def name_of(folder: Path | None) -> str | None:
 
 def describe(folder: Path) -> WeightsManifest:
     """Hashes every file and writes weights.json. Raises ValueError like `paths`."""
-    files = []
-    for path in paths(folder):
-        name = path.relative_to(folder).as_posix()
-        files.append(DatasetFile(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path)))
-    atomic.write_json(folder / MANIFEST, {"schema": 1, "name": folder.name, "files": [asdict(file) for file in files]})
+    files = [asdict(DatasetFile.of(path, folder)) for path in paths(folder)]
+    atomic.write_json(folder / MANIFEST, {"schema": 1, "name": folder.name, "files": files})
     return read(folder)
 
 
