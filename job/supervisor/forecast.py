@@ -25,11 +25,10 @@ class Forecast:
 
     def __init__(self, config: JobConfig, estimate: dict[str, Any], instance_type: str) -> None:
         self._config = config
-        phases = sizing.phases(config)
-        self._names = [phase.name for phase in phases]
+        self._phases = sizing.phases(config)
         rows = estimate.get("phases", ())
         counted = {row["phase"]: int(row["steps"]) for row in rows if "steps" in row}  # of the dataset as it is
-        self._last = list(itertools.accumulate(counted.get(phase.name, phase.steps) for phase in phases))
+        self._last = list(itertools.accumulate(counted.get(phase.name, phase.steps) for phase in self._phases))
         self._step_s = {row["phase"]: float(row["step_ms"]) / 1000 for row in rows}
         self._stop_s = {
             row["phase"]: float(row["seconds"])
@@ -45,12 +44,12 @@ class Forecast:
 
     def phase(self, step: int) -> int:
         """The phase that optimizer step `step` belongs to."""
-        return next((index for index, last in enumerate(self._last) if step < last), len(self._names) - 1)
+        return next((index for index, last in enumerate(self._last) if step < last), len(self._phases) - 1)
 
     def stop_s(self, step: int, step_s: float | None) -> float:
         """From the request to the published manifest, at `step`, with steps of `step_s` (None: the bill's)."""
         index = self.phase(step)
-        name, size = self._names[index], sizing.checkpoint_bytes(self._config, index)
+        name, size = self._phases[index].name, sizing.checkpoint_bytes(self._config, index)
         predicted_s = self._step_s.get(name, 0.0)
         found = self._stop_s.get(name, predicted_s + LATENCY_S + size / 1e9 * GB_S)
         slower = max(0.0, (step_s or 0.0) - predicted_s)
@@ -72,13 +71,13 @@ class Forecast:
         """Between two lines of metrics.jsonl at `step`, at the bill's pace: one every log.every steps, one a save; the
         evaluation before a line comes on top.
         """
-        step_s = self._step_s.get(self._names[self.phase(step)], 0.0)
+        step_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)
         pace_s = min(self._config.log.every * step_s, self._config.checkpoint.interval_s + step_s)
         return pace_s + self._evaluation_s(step, None)
 
     def _evaluation_s(self, step: int, step_s: float | None) -> float:
         """Of one evaluation at `step`, at the slower of the bill's steps and those of `step_s`."""
-        phase = sizing.phases(self._config)[self.phase(step)]
+        phase = self._phases[self.phase(step)]
         pace_s = max(step_s or 0.0, self._step_s.get(phase.name, 0.0))
         return phase.evaluation_s(pace_s) if phase.evaluations else 0.0
 
