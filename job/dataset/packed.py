@@ -120,7 +120,8 @@ def prepare_packed(
         return kept
     renderer = Renderer(template, tokenizer)
     read = _read(chats, renderer, how, say)
-    held = _held_out(len(read.examples), how)
+    count = len(read.examples)
+    held = set(order(how.seed, count, count)[: held_out_of(count, how.held_out)].tolist())
     splits: dict[Split, list[Example]] = {
         "train": [example for i, example in enumerate(read.examples) if i not in held],
         "validation": [read.examples[i] for i in sorted(held)],
@@ -205,10 +206,6 @@ def _read(chats: Chats, renderer: Renderer, how: Packing, say: Callable[[str], N
             f"{len(read.examples)}; at least 2 are needed, one of them is held out"
         )
     return read
-
-
-def _held_out(count: int, how: Packing) -> set[int]:
-    return set(order(how.seed, count, count)[: held_out_of(count, how.held_out)].tolist())
 
 
 def _learned_too(splits: dict[Split, list[Example]]) -> int:

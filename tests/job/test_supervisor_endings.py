@@ -15,6 +15,10 @@ from job.supervisor import arrival
 from job.supervisor.store import StoreError
 
 
+def hang(trainer: FakeTrainer) -> None:
+    trainer.hangs = True
+
+
 def test_a_finished_run_leaves_results_receipt_and_done_marker(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     assert bench.attempt().run() == 0
@@ -207,9 +211,6 @@ def test_a_silent_trainer_is_killed_as_a_crash(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("job.supervisor.supervisor.TICK_S", 5.0)
     bench = Bench(tmp_path)
 
-    def hang(trainer: FakeTrainer) -> None:
-        trainer.hangs = True
-
     began = bench.clock.now
     assert bench.attempt(script={4: hang}).run() == 1
     assert bench.trainers[0].killed
@@ -225,9 +226,6 @@ def test_a_trainer_told_to_write_a_line_every_thousand_seconds_is_given_the_time
     parameters = bench.tree["job"]["parameters"]
     parameters["log"]["every"], parameters["checkpoint"]["interval_s"] = 10_000, 7200.0  # of 0.1 s in the bill
 
-    def hang(trainer: FakeTrainer) -> None:
-        trainer.hangs = True
-
     began = bench.clock.now
     assert bench.attempt(script={1: hang}).run() == 1
     assert 3000 <= bench.clock.now - began <= 3050
@@ -238,9 +236,6 @@ def test_an_evaluation_is_not_taken_for_silence(tmp_path: Path, monkeypatch: pyt
     bench = Bench(tmp_path)
     bench.tree["job"]["parameters"]["eval"]["windows"] = 60_000  # 500 s by the bill
 
-    def hang(trainer: FakeTrainer) -> None:
-        trainer.hangs = True
-
     began = bench.clock.now
     assert bench.attempt(script={4: hang}).run() == 1
     assert 1500 <= bench.clock.now - began <= 1560
@@ -249,9 +244,6 @@ def test_an_evaluation_is_not_taken_for_silence(tmp_path: Path, monkeypatch: pyt
 def test_output_alone_is_a_sign_of_life(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     quiet: list[float] = []
-
-    def boundary(trainer: FakeTrainer) -> None:
-        trainer.hangs = True
 
     class Talking(FakeTrainer):
         def poll(self) -> int | None:
@@ -265,7 +257,7 @@ def test_output_alone_is_a_sign_of_life(tmp_path: Path) -> None:
     object.__setattr__(
         supervisor.world,
         "start",
-        lambda rung: Talking(tmp_path / "i-1", bench.config_sha256, bench.clock, script={4: boundary}),
+        lambda rung: Talking(tmp_path / "i-1", bench.config_sha256, bench.clock, script={4: hang}),
     )
     assert supervisor.run() == 0
     assert len(quiet) == 4000
