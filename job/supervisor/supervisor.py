@@ -206,15 +206,14 @@ class Supervisor(Underway):
         if code == FATAL:
             fatal = atomic.read_object(self.workdir / "fatal.json") or {}
             return endings.finish(self, "failed", f"{fatal.get('error')}: {fatal.get('detail')}")
-        refused = code == REFUSED and (self.cause is None or self._by_hand)  # another node may do
-        if self.cause is not None and self.cause.deadline is None and not refused:
-            detail = "" if code == STOPPED else self.killed or f"the trainer ended with {code}"
-            return endings.finish(self, self.cause.reason, detail)
-        if self.cause is not None and not refused:
-            return endings.interrupted(self)
-        if refused:
+        if code == REFUSED and (self.cause is None or self._by_hand):  # another node may do
             problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
             return endings.crashed(self, f"node refused: {'; '.join(problems)}", code=endings.REFUSED)
+        if self.cause is not None and self.cause.deadline is None:
+            detail = "" if code == STOPPED else self.killed or f"the trainer ended with {code}"
+            return endings.finish(self, self.cause.reason, detail)
+        if self.cause is not None:
+            return endings.interrupted(self)
         if code == UNREADABLE:
             return endings.crashed(self, f"{self._unreadable.get('problem')}, and there is none before it")
         return endings.crashed(self, self.killed or f"the trainer ended with {code}")
