@@ -33,14 +33,14 @@ class ForkServer:
         self.live: set[int] = set()
         self.said: dict[str, Any] = {}
         self._ready = False
-        self.begin()
+        self._begin()
 
     @property
     def pid(self) -> int:
         assert self._server is not None
         return self._server.pid
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Does not wait until it can fork."""
         if self._control is not None:
             self._control.close()
@@ -71,7 +71,7 @@ class ForkServer:
             for _ in range(2):
                 assert self._server is not None
                 if self._server.poll() is not None:
-                    self.begin()
+                    self._begin()
                 with suppress(OSError):
                     control = self._greeted()
                     socket.send_fds(control, [asked.encode()], [theirs.fileno()])

@@ -168,6 +168,7 @@ def test_heartbeats_carry_progress_and_money(tmp_path: Path) -> None:
     hours = (120 + 12 * 60) / 3600
     assert float(str(last["attempt_usd"])) == pytest.approx(hours * (0.36 + 0.015959), abs=2e-3)
     assert float(str(last["spent_usd"])) == pytest.approx(float(str(last["attempt_usd"])) + 0.0092, abs=1e-4)
+    assert bench.json("receipt.json")["attempts"][0]["usd"] == last["attempt_usd"]
 
 
 def test_the_trainer_can_read_what_was_spent(tmp_path: Path) -> None:
