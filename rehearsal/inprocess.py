@@ -53,7 +53,7 @@ class Monitor(mocks.MockMonitor):
         if not self._preview:
             aws = Aws(environment=self._environment, region=region)
             resource_id = handler(request.type).create(aws, inputs)
-            state = table.state(handler(request.type), aws, resource_id, inputs) or {}
+            state = table.written(request.type, handler(request.type), aws, resource_id, inputs)
         with self._lock:
             self.declared.append(
                 {

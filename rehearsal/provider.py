@@ -101,7 +101,13 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
     @_explained
     def Diff(self, request: Any, context: Any) -> Any:
         kind, _ = _identity(request.urn)
-        return _diff_response(table.diff(handler(kind), plain(request.olds), plain(request.news)))
+        changed, ignored = (
+            table.diff(handler(kind), plain(request.olds), plain(request.news)),
+            set(request.ignoreChanges),
+        )
+        return _diff_response(
+            {path: each for path, each in changed.items() if not {path, path.split(".")[0]} & ignored}
+        )
 
     @_explained
     def Create(self, request: Any, context: Any) -> Any:
@@ -110,8 +116,8 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         if request.preview:
             return provider_pb2.CreateResponse(properties=struct(table.expected(handler(kind), {}, inputs)))
         resource_id = handler(kind).create(aws, inputs)
-        state = table.state(handler(kind), aws, resource_id, inputs)
-        return provider_pb2.CreateResponse(id=resource_id, properties=struct(_there(kind, resource_id, state)))
+        state = table.written(kind, handler(kind), aws, resource_id, inputs)
+        return provider_pb2.CreateResponse(id=resource_id, properties=struct(state))
 
     @_explained
     def Read(self, request: Any, context: Any) -> Any:
@@ -133,8 +139,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         if update is None:
             raise RefusedError(f"{kind} cannot be updated in place")
         update(aws, request.id, old, new)
-        state = table.state(handler(kind), aws, request.id, new)
-        return provider_pb2.UpdateResponse(properties=struct(_there(kind, request.id, state)))
+        return provider_pb2.UpdateResponse(properties=struct(table.written(kind, handler(kind), aws, request.id, new)))
 
     @_explained
     def Delete(self, request: Any, context: Any) -> Any:
@@ -164,12 +169,6 @@ def _identity(urn: str) -> tuple[str, str]:
     """Type token and logical name: urn:pulumi:stack::project::parent$type::name."""
     kind, name = urn.split("::", 3)[2:]
     return kind.split("$")[-1], name
-
-
-def _there(kind: str, resource_id: str, state: Properties | None) -> Properties:
-    if state is None:
-        raise RefusedError(f"{kind} {resource_id} is gone right after it was written")
-    return state
 
 
 def _failures(failures: list[tuple[str, str]]) -> list[Any]:

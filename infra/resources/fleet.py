@@ -112,6 +112,7 @@ class Fleet(pulumi.ComponentResource):
                         "targetCapacitySpecification",
                         "spotOptions",
                         "excessCapacityTerminationPolicy",
+                        "validFrom",  # not declared, but the provider takes it from AWS's answer
                     ],
                     custom_timeouts=pulumi.CustomTimeouts(delete=DELETE_TIMEOUT),
                 ),

@@ -136,7 +136,7 @@ def _read_fleet(aws: Aws, resource_id: str, like: Properties) -> Properties | No
     fleet = _fleet(aws, resource_id)
     if fleet is None or fleet["FleetState"] in _GONE_STATES:
         return None
-    until = fleet.get("ValidUntil")
+    begin, until = fleet.get("ValidFrom"), fleet.get("ValidUntil")
     return {
         "type": fleet["Type"],
         "launchTemplateConfigs": _from_api(fleet["LaunchTemplateConfigs"]),
@@ -145,6 +145,7 @@ def _read_fleet(aws: Aws, resource_id: str, like: Properties) -> Properties | No
         "excessCapacityTerminationPolicy": fleet["ExcessCapacityTerminationPolicy"],
         "terminateInstancesWithExpiration": fleet["TerminateInstancesWithExpiration"],
         "replaceUnhealthyInstances": fleet["ReplaceUnhealthyInstances"],
+        "validFrom": f"{begin:%Y-%m-%dT%H:%M:%SZ}" if begin else None,
         "validUntil": f"{until:%Y-%m-%dT%H:%M:%SZ}" if until else None,
         "fleetState": fleet["FleetState"],
         "fulfilledCapacity": fleet["FulfilledCapacity"],
@@ -213,12 +214,13 @@ HANDLERS = {
             "replaceUnhealthyInstances validUntil tags"
         ),
         replaces=fields(
-            "type validUntil terminateInstancesWithExpiration replaceUnhealthyInstances spotOptions "
+            "type validFrom validUntil terminateInstancesWithExpiration replaceUnhealthyInstances spotOptions "
             "targetCapacitySpecification.defaultTargetCapacityType"
         ),
         computed=fields("arn fleetState fulfilledCapacity tagsAll"),
         volatile=fields("fulfilledCapacity tagsAll"),
         only_ours=fields("terminateInstances"),
+        answered=fields("validFrom"),
         allowed={
             "type": fields("maintain"),
             "excessCapacityTerminationPolicy": fields("termination no-termination"),

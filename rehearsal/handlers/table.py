@@ -81,6 +81,7 @@ class Handler:
     computed: frozenset[str] = frozenset()  # only AWS knows them
     volatile: frozenset[str] = frozenset()  # of those, what an update changes
     only_ours: frozenset[str] = frozenset()  # inputs that AWS does not keep: they stay as declared
+    answered: frozenset[str] = frozenset()  # never declared here, but the provider takes them from AWS's answer
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # enums, by property
     name: str | None = None  # the property that gets a unique name when the program gives none
 
@@ -108,8 +109,8 @@ def check(
 def diff(handler: Handler, state: Properties, new: Properties) -> dict[str, bool]:
     """Changed properties, each with whether the change needs a new resource. Nested ones as dotted paths."""
     changed: dict[str, bool] = {}
-    accepted = handler.required | handler.optional
-    for key in sorted(accepted & (set(state) | set(new))):
+    known = handler.required | handler.optional | handler.answered
+    for key in sorted(known & (set(state) | set(new))):
         if same(state.get(key), new.get(key)):
             continue
         nested = [path for path in handler.replaces if path.startswith(f"{key}.")]
@@ -122,17 +123,29 @@ def diff(handler: Handler, state: Properties, new: Properties) -> dict[str, bool
 
 
 def state(handler: Handler, aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    """What AWS has now for the keys of `like`, in their shape, plus the computed ones. None: it is gone."""
+    """What AWS has now for the keys of `like`, in their shape, plus what the provider adds. None: it is gone."""
     live = handler.read(aws, resource_id, like)
     if live is None:
         return None
     result = {key: like[key] for key in handler.only_ours if key in like}
     for key, value in live.items():
-        if key in handler.computed:
+        if key in handler.computed | handler.answered:
             result[key] = value
         elif key in like and value is not None:
             result[key] = shaped(value, like[key])
     return result
+
+
+def written(kind: str, handler: Handler, aws: Aws, resource_id: str, inputs: Properties) -> Properties:
+    """The state right after the inputs were written. Raises RefusedError where AWS does not have them all: a nested
+    property that a handler passes over must not look done.
+    """
+    found = state(handler, aws, resource_id, inputs)
+    if found is None:
+        raise RefusedError(f"{kind} {resource_id} is gone right after it was written")
+    if lost := [path for path in diff(handler, found, inputs) if path.split(".")[0] in inputs]:
+        raise RefusedError(f"{kind} {resource_id}: the embedded AWS has not taken {', '.join(lost)} as declared")
+    return found
 
 
 def expected(handler: Handler, old: Properties, new: Properties) -> Properties:

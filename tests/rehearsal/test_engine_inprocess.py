@@ -139,6 +139,7 @@ def test_the_fleet_is_replaced_by_a_new_run_id_only_and_old_one_first(story: Sto
     assert options["delete_before_replace"] is True
     assert options["delete_timeout"] == "30m"
     assert set(options["ignore_changes"]) >= {
+        "validFrom",
         "validUntil",
         "targetCapacitySpecification.totalTargetCapacity",
         "launchTemplateConfigs",
