@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from infra.definition import Interruptions, Place
+from infra.definition import Interruptions, Place, StackDefinition
 
 Kind = Literal["notice", "loss"]
 
@@ -22,6 +22,12 @@ class Planned:
     step: int
     kind: Kind
     place: Place = "step"
+
+
+def possible(definition: StackDefinition) -> Interruptions:
+    """The definition's, as far as AWS makes such: it gives no notice to a node on demand, and credits it no hour."""
+    on_demand = definition.fleet.capacity == "on-demand"
+    return replace(definition.interruptions, with_notice=0) if on_demand else definition.interruptions
 
 
 def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -27,7 +28,7 @@ from job import sizing
 from rehearsal import evidence, report, scratch
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result
-from rehearsal.interruptions import plan
+from rehearsal.interruptions import plan, possible
 from rehearsal.node import NodeRunner
 from rehearsal.state import Rehearsal
 from rehearsal.timeline import Timeline, say
@@ -51,6 +52,7 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
     path = selected(name_or_path, root).path
     now = datetime.now(UTC)
     definition = load(path, now=now, rehearsal=True)
+    definition = replace(definition, interruptions=possible(definition))
     if lacking := _lacking(definition):
         raise GpufleetError(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from infra.definition import Interruptions
+from infra.loader import load
 from rehearsal import picture, scratch
-from rehearsal.interruptions import plan
+from rehearsal.interruptions import plan, possible
 from rehearsal.timeline import Timeline, clock
+
+GROWTH = Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -51,6 +54,14 @@ def test_the_first_phase_can_be_interrupted_too() -> None:
     assert (notice.kind, loss.kind) == ("notice", "loss")
     assert 30 <= notice.step <= 70
     assert loss.step > 100
+
+
+@pytest.mark.parametrize(("capacity", "kinds"), [("spot", ["notice", "loss"]), ("on-demand", ["loss"])])
+def test_a_node_on_demand_is_taken_away_without_a_notice_alone(capacity: str, kinds: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(GROWTH.read_text().replace("capacity: spot", f"capacity: {capacity}").replace("3.00", "30.00"))
+    definition = load(file, now=datetime(2026, 11, 21, tzinfo=UTC), rehearsal=True)
+    assert sorted(each.kind for each in plan(possible(definition), [30, 30, 30])) == sorted(kinds)
 
 
 def test_no_interruptions_are_none() -> None:
