@@ -172,6 +172,18 @@ def test_a_retired_type_is_shown_and_marked() -> None:
     assert "left EC2" in row.why
 
 
+def test_a_sweep_is_priced_by_its_work_within_the_hour_that_was_meant_for_it() -> None:
+    sweep = rows("two-tower")["sweep"]
+    assert sweep.usd is not None
+    assert sweep.hours is not None
+    assert sweep.hours.p90 < 1
+    assert sweep.usd.p90 < Decimal("0.44")
+    assert not sweep.over_limit
+    each = [rows("two-tower")[name].compute_h or 0.0 for name in ("o", "p", "q", "r", "weak-2m", "full")]
+    refit_h = 35 * 100 * 0.010 / 3600  # one for all of them
+    assert sweep.compute_h == pytest.approx(sum(each) - 5 * refit_h)
+
+
 def test_a_type_whose_gpu_the_image_cannot_use_is_marked_with_its_price() -> None:
     definition, _ = stack("two-tower")
     option = type_cost(definition, load_catalog(), "p3dn.24xlarge")

@@ -49,6 +49,11 @@ def test_what_is_there_only_to_be_priced_is_not_run(stack: str, scenario: str, s
         one(ROOT / "stacks" / f"{stack}.yaml", scenario, now=NOW)
 
 
+def test_every_configuration_of_two_tower_can_be_run() -> None:
+    for name in ("o", "p", "q", "r", "weak-2m", "full", "sweep"):
+        assert one(ROOT / "stacks" / "two-tower.yaml", name, now=NOW).variant.only_priced == ""
+
+
 def test_a_scenario_on_a_retired_type_can_be_listed_but_not_run() -> None:
     path = ROOT / "stacks" / "two-tower.yaml"
     assert any(made.scenario == "o-p3.8x" for made in scenarios(path, now=NOW))
