@@ -48,7 +48,7 @@ class Measures:
     pretokenised: bool = True  # packed ids; False: texts beside them, tokenised while training (prepare again)
     packing: bool = True  # rows filled with whole examples; False: one padded example per row (prepare again)
     async_checkpoints: bool = True  # training goes on while a save is written
-    compile: bool = True  # of each block, on a GPU
+    compile: bool = True  # of each block and the loss, on a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
