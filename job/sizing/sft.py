@@ -39,7 +39,7 @@ def trained(config: SftConfig) -> int:
 def flops_per_token(config: SftConfig) -> int:
     """Useful training work of one token."""
     matmul = decoder.matmul_parameters(config.model)
-    context = min(config.data.tokens_per_example, config.data.longest) if config.measures.packing else config.data.row
+    context = example_tokens(config) if config.measures.packing else config.data.row
     attention = decoder.attention_flops(config.model, context)
     if config.method == "full":
         return 6 * matmul + attention
@@ -55,13 +55,21 @@ def forward_share(config: SftConfig) -> float:
     return (2 * (matmul + own) + attention / 3) / whole
 
 
+def example_tokens(config: SftConfig) -> float:
+    """Of the mean example, cut where `data.longest` cuts it."""
+    return min(config.data.tokens_per_example, config.data.longest)
+
+
+def fill(config: SftConfig) -> float:
+    """Share of a row that is text, the rest being padding."""
+    return config.data.fill if config.measures.packing else example_tokens(config) / config.data.row
+
+
 def phases(config: SftConfig) -> tuple[PhaseSize, ...]:
     """`train`, then `merge`: five validation losses and the stored answers."""
     m, rows = config.model, config.batch.tokens // config.data.row
-    unpacked = min(config.data.tokens_per_example, config.data.row) / config.data.row
-    fill = config.data.fill if config.measures.packing else unpacked
-    train_tokens = config.epochs * config.data.examples * (1 - config.data.held_out) * config.data.tokens_per_example
-    count = decoder.steps(train_tokens, rows * config.data.row * fill)
+    train_tokens = config.epochs * config.data.examples * (1 - config.data.held_out) * example_tokens(config)
+    count = decoder.steps(train_tokens, rows * config.data.row * fill(config))
     total = decoder.parameters(m)
     sharded = config.method == "full"
     adapters = 0 if sharded else trained(config)
@@ -174,7 +182,7 @@ def cut_bytes(config: SftConfig, phase_index: int) -> int:
 def dataset_bytes(config: SftConfig) -> int:
     """A token and what it belongs to: 4 bytes, or 6 where an id needs more than two."""
     each = 6 if config.model.vocab > 1 << 16 else 4
-    return int(config.data.examples * config.data.tokens_per_example * each / config.data.fill)
+    return int(config.data.examples * example_tokens(config) * each / fill(config))
 
 
 def weights_bytes(config: SftConfig) -> int:

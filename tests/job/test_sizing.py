@@ -282,8 +282,11 @@ def test_tuning_by_hand() -> None:
     for longest, context in ((1024, 361), (200, 200)):
         config = replace(full, data=replace(base.data, longest=longest))
         assert sizing.phases(config)[0].flops_per_token == 6 * matmul + decoder.attention_flops(base.model, context)
+        assert sizing.phases(config)[0].steps == -(-3 * 594_000 * context // (base.batch.tokens * 0.98))  # cut there
+        assert sizing.dataset_bytes(config) == pytest.approx(600_000 * context * 6 / 0.98, abs=1)
     padded = replace(base, measures=replace(base.measures, packing=False))  # a row holds one example
     assert sizing.phases(padded)[0].steps == -(-3 * 594_000 // (base.batch.tokens // 4096))
+    assert sizing.dataset_bytes(padded) == pytest.approx(600_000 * 4096 * 6, abs=1)
     assert [rung.micro for rung in sizing.ladder(base) if not rung.checkpointing] == [2, 1]
     layer = 4096 * decoder.layer_activation_bytes(base.model, 2, checkpointing=False)
     adapted = 4096 * decoder.layer_activation_bytes(base.model, 2, checkpointing=False, adapters=64)
