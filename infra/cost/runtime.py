@@ -279,7 +279,8 @@ def _beside_s(
     if instance.gpu.bandwidth_gb_s is not None and config.device != "cpu":
         width = 2 if config.precision.compute == "bf16" else 4
         decode_s = max(decode_s, size.params_total * width / 1e9 / (instance.gpu.bandwidth_gb_s * instance.gpu_share))
-    beside_s = size.cpu_core_s / instance.vcpu + size.gpu_s / ranks
+    workers = size.workers or (ranks if config.device == "cpu" else instance.gpu_count)
+    beside_s = size.cpu_core_s / instance.vcpu + size.gpu_s / workers
     rounds = math.ceil(math.ceil(size.decode_sequences / ranks) / size.decode_at_once)
     return forward_s + rounds * size.decode_steps * decode_s + beside_s
 

@@ -16,7 +16,8 @@ class PhaseSize:
 
     Work beside the optimizer steps: `evaluations` of `evaluation_tokens` each and `forward_tokens` once, forward only;
     `decode_steps` tokens generated one after another in each of `decode_sequences`, which the ranks share and of which
-    one takes `decode_at_once` side by side; `cpu_core_s` spread over the node's vCPUs and `gpu_s` over its GPUs.
+    one takes `decode_at_once` side by side; `cpu_core_s` spread over the node's vCPUs, `gpu_s` over `workers`: where
+    nobody says how many, as many as the node has GPUs.
     """
 
     name: str
@@ -37,6 +38,7 @@ class PhaseSize:
     decode_at_once: int = 1
     cpu_core_s: float = 0.0
     gpu_s: float = 0.0
+    workers: int | None = None
     launch_ms: float = 0.0  # of the host, launching a step's kernels beside the GPU: a step takes the longer of both
     micro_launch_ms: float = 0.0  # more of it for each micro-batch, where the node decides how many of these there are
     sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each

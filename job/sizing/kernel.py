@@ -21,6 +21,7 @@ STARTED_GPU_S = 6.0
 # thread CPU time of funnel.Judge on four tasks, the last of packing and comparing alone, torch on the CPU in the
 # candidate's place; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is assumed.
 CORRECT_GPU_S = 35.0
+FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # of that stage 4; its random inputs then, and job/kernels/tasks.py's
 INTERPRETED_S = 0.3  # of a rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
 CHEATS = 56  # job/kernels/adversarial.py (of 57 one needs a CPU)
@@ -50,6 +51,11 @@ def candidates(config: KernelConfig) -> int:
     return config.generate.tasks * config.generate.candidates + config.funnel.planted + cheats
 
 
+def correct_s(config: KernelConfig) -> float:
+    """Of a worker, for a correct candidate besides."""
+    return CORRECT_GPU_S + FULL_RUN_S * (config.funnel.inputs - INPUTS) / (INPUTS + ADVERSARIAL)
+
+
 def trainings(config: KernelConfig) -> tuple[str, ...]:
     """Names of the phases that train, each from the base weights. The last one's are kept."""
     return ("sft-uniform", "sft-adaptive") if config.data.curriculum == "compare" else ("sft",)
@@ -72,10 +78,11 @@ def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
         "launch_ms": decoder.LAUNCH_MS,
         "micro_launch_ms": m.layers * decoder.LAYER_LAUNCH_MS,
         "sharded": True,
+        "workers": config.funnel.workers,
     }
     names, on_gpu = trainings(config), config.device == "cuda"
     compile_s = COMPILE_CORE_S if on_gpu else 0.0  # once: the ablations share the cache
-    judge_s = STARTED_GPU_S + CORRECT_SHARE * CORRECT_GPU_S if on_gpu else INTERPRETED_S
+    judge_s = STARTED_GPU_S + CORRECT_SHARE * correct_s(config) if on_gpu else INTERPRETED_S
     rows = ABLATION_ROWS if config.funnel.ablations else 1
     others = (len(names) - 1) * config.generate.tasks * config.generate.candidates  # judged in one row
 

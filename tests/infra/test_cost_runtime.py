@@ -245,3 +245,12 @@ def test_nodes_beyond_a_steps_rows_make_nothing_faster() -> None:
     assert four == eight
     assert four < 0.3 * step_ms(SftConfig(), "p5.4xlarge", 1)
     assert step_ms(GrowthConfig(), "g5.2xlarge", 2) == step_ms(GrowthConfig(), "g5.2xlarge", 1)  # one process
+
+
+@pytest.mark.parametrize(("workers", "parallel"), [(None, 8), (1, 1), (16, 16)])
+def test_candidates_are_judged_by_the_funnels_workers_or_by_one_per_gpu(workers: int | None, parallel: int) -> None:
+    config = KernelConfig(gpus=4)  # that train: all of the node's judge
+    config = replace(config, funnel=replace(config.funnel, workers=workers))
+    found = runtime.hours(config, instance("p5.48xlarge"), Estimate(), ROOT)
+    verify, compiled_s = sizing.phases(config)[-1], sizing.phases(config)[-1].cpu_core_s / 192
+    assert found.phases[-1].seconds - found.upload_s == pytest.approx(compiled_s + verify.gpu_s / parallel)

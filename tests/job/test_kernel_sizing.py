@@ -12,7 +12,7 @@ from job.config import KernelConfig
 from job.config.common import Decoder
 from job.config.kernel import Funnel, Generation
 from job.dataset import kernel_pairs
-from job.kernels import adversarial, planted
+from job.kernels import adversarial, planted, tasks
 from job.kernels.catalog import TASKS
 from job.sizing import decoder, kernel
 
@@ -86,6 +86,8 @@ def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
     assert verify.gpu_s == pytest.approx(5 * 256 * (6.0 + 0.2 * 35.0))
     one_row = replace(FULL, funnel=replace(FULL.funnel, ablations=False))
     assert sizing.phases(one_row)[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * 35.0))
+    twice = replace(one_row, funnel=replace(one_row.funnel, inputs=5 + 14))  # stage 4 runs 28 cases instead of 14
+    assert sizing.phases(twice)[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * (35.0 + 10.0)))
 
 
 def test_planted_candidates_are_verified_too() -> None:
@@ -97,6 +99,7 @@ def test_the_tasks_and_planted_candidates_are_those_there_are() -> None:
     most = {each.name: each.metadata.get("maximum") for section in (Generation, Funnel) for each in fields(section)}
     assert (len(TASKS), len(planted.candidates(10_000))) == (most["tasks"], most["planted"])
     assert len(adversarial.candidates(gpus=True)) == kernel.CHEATS
+    assert (FULL.funnel.inputs, len(tasks.ADVERSARIAL)) == (kernel.INPUTS, kernel.ADVERSARIAL)
 
 
 def test_the_test_worlds_parameters_are_counted() -> None:
