@@ -138,7 +138,7 @@ def hours(
         growth = _growth_s(config, size, seen) if index else 0.0
         training_s = size.steps * step_ms / 1e3
         saves = (training_s + beside) / config.checkpoint.interval_s + size.evaluations + 1 if size.steps else 0.0
-        blocked_s = saves * _save_s(config, size, index, ranks, seen)
+        blocked_s = saves * _save_s(config, size, index, ranks, scratch_rate(instance, root), seen)
         last = upload_s if index == len(sizes) - 1 else 0.0
         peak = instance.gpu.bf16_tflops
         flop = size.tokens_per_step * size.flops_per_token
@@ -247,12 +247,20 @@ def _launch_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ra
     return size.launch_ms + sizing.micro_batches(config, rung, ranks) * size.micro_launch_ms
 
 
-def _save_s(config: JobConfig, size: sizing.PhaseSize, index: int, ranks: int, seen: PhaseSpeed | None) -> float:
-    """What one save keeps the trainer waiting: each rank copies what it holds, a part of what is sharded or all."""
-    if seen is not None and seen.save_blocks_s is not None:
-        return seen.save_blocks_s
-    held_gb = sizing.checkpoint_bytes(config, index) / 1e9 / (ranks if size.sharded else 1)
-    return SAVE_BLOCKS_S + held_gb / HOST_COPY_GB_S
+def _save_s(
+    config: JobConfig, size: sizing.PhaseSize, index: int, ranks: int, write_gb_s: float, seen: PhaseSpeed | None
+) -> float:
+    """What one save keeps the trainer waiting: each rank copies what it holds, a part of what is sharded or all. Saves
+    that are not asynchronous are waited for until they are written.
+    """
+    whole_gb = sizing.checkpoint_bytes(config, index) / 1e9
+    copied_s = SAVE_BLOCKS_S + whole_gb / (ranks if size.sharded else 1) / HOST_COPY_GB_S
+    written_s = whole_gb / write_gb_s
+    if seen is not None:
+        copied_s = copied_s if seen.save_blocks_s is None else seen.save_blocks_s
+        written_s = written_s if seen.save_write_s is None else seen.save_write_s
+    waits = isinstance(config, SftConfig) and not config.measures.async_checkpoints
+    return copied_s + (written_s if waits else 0.0)
 
 
 def _beside_s(

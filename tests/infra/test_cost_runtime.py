@@ -254,3 +254,12 @@ def test_candidates_are_judged_by_the_funnels_workers_or_by_one_per_gpu(workers:
     found = runtime.hours(config, instance("p5.48xlarge"), Estimate(), ROOT)
     verify, compiled_s = sizing.phases(config)[-1], sizing.phases(config)[-1].cpu_core_s / 192
     assert found.phases[-1].seconds - found.upload_s == pytest.approx(compiled_s + verify.gpu_s / parallel)
+
+
+def test_saves_that_are_not_asynchronous_are_waited_for_until_they_are_written() -> None:
+    config = SftConfig(method="full", batch=replace(SftConfig().batch, tokens=65_536))
+    plain = replace(config, measures=replace(config.measures, async_checkpoints=False))
+    beside, within = (runtime.hours(each, instance("p5.48xlarge"), Estimate(), ROOT) for each in (config, plain))
+    written_s = sizing.checkpoint_bytes(config, 0) / 1e9  # 96 GB at 1 GB/s
+    assert beside.stalls_s == pytest.approx(beside.phases[0].saves * (0.1 + written_s / 8 / 4))
+    assert within.stalls_s - beside.stalls_s == pytest.approx(within.phases[0].saves * written_s)
