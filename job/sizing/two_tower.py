@@ -13,7 +13,7 @@ from itertools import pairwise
 from job.config.two_tower import VARIANTS, Towers, TwoTowerConfig, variants
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
 
-# 274 kernels and 354 views a step, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
+# 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
 LAUNCH_MS = 10.0
 GROUP_SCORES = 1 << 23  # that the loss holds at once, or one member's (job/models/two_tower.py's GROUP)
@@ -215,7 +215,7 @@ def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> PhaseSiz
         evaluations=0 if last else config.epochs,
         evaluation_tokens=0 if last else count * max(fold_sizes(config)),
         cpu_core_s=baselines_core_s(config) if last else 0.0,
-        launch_ms=LAUNCH_MS,
+        micro_launch_ms=LAUNCH_MS,  # of each chunk: both towers and the scores are made anew
         validation=None if last else VALIDATION,
     )
 

@@ -13,7 +13,7 @@ from infra.cost import runtime
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
 from job import sizing
-from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig
+from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 ROOT = Disk(size_gib=100)
 
@@ -263,3 +263,9 @@ def test_saves_that_are_not_asynchronous_are_waited_for_until_they_are_written()
     written_s = sizing.checkpoint_bytes(config, 0) / 1e9  # 96 GB at 1 GB/s
     assert beside.stalls_s == pytest.approx(beside.phases[0].saves * (0.1 + written_s / 8 / 4))
     assert within.stalls_s - beside.stalls_s == pytest.approx(within.phases[0].saves * written_s)
+
+
+@pytest.mark.parametrize(("chunk", "step_ms"), [(None, 10.0), (64, 70.0)])  # of at most 443 queries
+def test_each_chunk_of_the_towers_queries_is_launched_anew(chunk: int | None, step_ms: float) -> None:
+    found = runtime.hours(TwoTowerConfig(chunk=chunk), instance("g5.xlarge"), Estimate(), ROOT)
+    assert [phase.step_ms for phase in found.phases] == [step_ms] * 2
