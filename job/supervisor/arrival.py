@@ -123,6 +123,8 @@ def _resume(this: Underway) -> None:
             atomic.write_bytes(this.workdir / "metrics.jsonl", metrics)
     this.progress.skip(this.resumed_step)
     this.record.update(resumed_step=this.resumed_step)
+    if manifest is not None:
+        this.beat()  # lost within the interval of heartbeats, this node would look as if it had begun anew
 
 
 def _patiently(this: Underway, act: Callable[[], T], what: str) -> T:
