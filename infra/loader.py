@@ -84,8 +84,8 @@ def find(name_or_path: str, root: Path) -> Path:
 
 
 def names_of(root: Path) -> list[str]:
-    """The stacks of `stacks/`, by name."""
-    return sorted(file.stem for file in (root / "stacks").glob("*.yaml") if file.is_file())
+    """The stacks of `stacks/`, by name; hidden files are none, such as macOS's `._name.yaml`."""
+    return sorted(file.stem for file in (root / "stacks").glob("[!.]*.yaml") if file.is_file())
 
 
 def project_root(start: Path) -> Path:

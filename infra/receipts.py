@@ -81,7 +81,7 @@ class Score:
 def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]]:
     """Every receipt under `root` (the project), by stack and oldest first, and a sentence for each that is none."""
     found, damaged = [], []
-    for path in sorted((root / FOLDER).glob("*/*.json")):
+    for path in sorted((root / FOLDER).glob("*/[!.]*.json")):
         if stack not in (None, path.parent.name):
             continue
         try:
@@ -195,7 +195,7 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
 
 def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
     found = []
-    for path in sorted(path for path in folder.glob("*") if path.suffix in (".csv", ".json")):
+    for path in sorted(path for path in folder.glob("[!.]*") if path.suffix in (".csv", ".json")):
         if path.resolve() in but:
             continue
         from infra.catalog import load_catalog  # here: most projects have no traces

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import find, load, project_root, rehearsal_text
+from infra.loader import find, load, names_of, project_root, rehearsal_text
 from infra.pin import pin
 from infra.readiness import not_ready
 
@@ -180,6 +180,13 @@ def test_a_stack_with_the_other_ending_is_told_to_take_this_one(tmp_path: Path) 
     (tmp_path / "stacks" / "mine.yml").touch()
     with pytest.raises(GpufleetError, match=r"stacks/mine\.yml is there: give it the ending \.yaml"):
         find("mine", tmp_path)
+
+
+def test_a_hidden_file_is_no_stack(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    for name in ("mine.yaml", "._mine.yaml"):  # the second one macOS writes beside the first on other disks
+        (tmp_path / "stacks" / name).touch()
+    assert names_of(tmp_path) == ["mine"]
 
 
 def test_a_folder_called_like_a_stack_is_not_offered_as_the_nearest_one(tmp_path: Path) -> None:

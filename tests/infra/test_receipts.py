@@ -180,6 +180,10 @@ def test_traces_of_the_project_teach_the_hazard_too(tmp_path: Path) -> None:
     path = folder / "a.csv"
     path.write_text("# type=g5.2xlarge, zone=us-east-2c\nat_h,available\n0,1\n5,0\n6,1\n10,0\n")
     (folder / "readme.md").write_text("where these come from")
+    for hidden in (folder / "._a.csv", tmp_path / "receipts" / "tinystories-growth" / "._r1.json"):  # macOS leaves them
+        hidden.parent.mkdir(parents=True, exist_ok=True)
+        hidden.write_bytes(b"\x00\x05\x16\x07\xff")
+    assert receipts.read(tmp_path)[1] == []
     trace, *runs = receipts.observations(tmp_path)
     assert (trace.type, trace.zone, trace.node_hours, trace.interruptions) == ("g5.2xlarge", "us-east-2c", 9.0, 1)
     assert len(runs) == 2
