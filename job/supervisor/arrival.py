@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any, TypeVar
 
 from job import atomic, sizing
 from job.supervisor import attempts, endings, machine, stages, staging
 from job.supervisor.meter import Meter
+from job.supervisor.store import StoreError
 from job.supervisor.underway import Underway, iso
 
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
@@ -124,7 +126,8 @@ def _resume(this: Underway) -> None:
     this.progress.skip(this.resumed_step)
     this.record.update(resumed_step=this.resumed_step)
     if manifest is not None:
-        this.beat()  # lost within the interval of heartbeats, this node would look as if it had begun anew
+        with suppress(StoreError):  # a heartbeat sends it then; lost before one, this node would seem to begin anew
+            this.record.flush()
 
 
 def _patiently(this: Underway, act: Callable[[], T], what: str) -> T:
