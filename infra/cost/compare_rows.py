@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from infra.catalog import Catalog
+from infra.catalog import Catalog, Instance
 from infra.cost import risk, side
 from infra.cost.lines import CENT_100
 from infra.cost.options import Capacity, Footing, TypeCost
@@ -25,6 +25,8 @@ from infra.cost.text import hours
 from infra.definition import Claim, Limits, StackDefinition
 from infra.errors import PriceMissing
 from job import sizing
+from job.config import JobConfig
+from job.text import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +121,7 @@ def draft(
     fleet, instance, runtime = definition.fleet, option.instance, option.runtime
     config, variant = definition.job.parameters, definition.variant
     unfit = next((phase for phase in option.fits if not phase.fits), None)
-    why = _unlaunchable(option, fleet.region, definition.nodes)
+    why = _unlaunchable(option, fleet.region, definition.nodes) or _lacking(config, instance)
     row = Row(
         scenario=name,
         type=option.type,
@@ -231,6 +233,14 @@ def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:
     if instance.regions is not None and region not in instance.regions:
         return f"not offered in {region}"
     return "" if nodes == 1 else f"{nodes} nodes: priced only, a run is one node"
+
+
+def _lacking(config: JobConfig, instance: Instance | None) -> str:
+    """Why a file that lists the type would be refused, and a node of it too."""
+    asked = getattr(config, "gpus", None) if config.device == "cuda" else None
+    if instance is None or asked is None or asked <= instance.gpu_count:
+        return ""
+    return f"has {counted(instance.gpu_count, 'GPU')}, and job.parameters.gpus asks for {asked}: leave that out"
 
 
 def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:

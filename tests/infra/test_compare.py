@@ -190,6 +190,16 @@ def test_a_type_whose_gpu_the_image_cannot_use_is_marked_with_its_price() -> Non
     assert "compute capability 7.0" in compare_rows._unlaunchable(option, "us-east-1", 1)
 
 
+def test_a_type_with_fewer_gpus_than_the_job_asks_for_is_no_option_as_its_file_would_be_refused() -> None:
+    definition, variants = stack("sft-h100")
+    four = [variant for variant in variants if variant.scenario == "zero3-4xa100"]  # gpus: 4
+    types = ("g6e.2xlarge", "g6e.12xlarge")
+    found = compare.every_option(definition, four, load_catalog(), types=types, runs=10)
+    assert {row.type for row in found if row.ranked} == {"g6e.12xlarge"}
+    (said,) = {row.lost for row in found if row.type == "g6e.2xlarge"}
+    assert said == "has 1 GPU, and job.parameters.gpus asks for 4: leave that out"
+
+
 def test_a_row_beyond_the_limits_is_marked_and_still_priced() -> None:
     row = rows("pretrain-d64")["d64-true"]
     assert row.over_limit
