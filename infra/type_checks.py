@@ -55,9 +55,7 @@ def instance_types(
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """A node with fewer GPUs than the job asks for would be refused, and so would its replacement."""
-    asked = getattr(config, "gpus", None)
-    if asked is None or config.device == "cpu":  # there as many processes
-        return
+    asked = sizing.least_gpus(config)
     kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instance(name)) is not None]
     few = [f"{kind.type} has {kind.gpu_count}" for kind in kinds if kind.gpu_count < asked]
     if few:
@@ -95,10 +93,14 @@ def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instanc
     """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits; one
     whose speed cannot be derived, so that it has no bill, only where there is no other.
     """
+    gpus = 1 if config is None else sizing.least_gpus(config)
     fits = [
         other
         for other in current
-        if other.gpu_memory_gb >= kind.gpu_memory_gb and other.vcpu >= kind.vcpu and not _misfit(other, config)
+        if other.gpu_memory_gb >= kind.gpu_memory_gb
+        and other.vcpu >= kind.vcpu
+        and other.gpu_count >= gpus
+        and not _misfit(other, config)
     ]
 
     def order(other: Instance) -> tuple[bool, int, float, int, str]:

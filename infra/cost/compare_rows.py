@@ -237,8 +237,8 @@ def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:
 
 def _lacking(config: JobConfig, instance: Instance | None) -> str:
     """Why a file that lists the type would be refused, and a node of it too."""
-    asked = getattr(config, "gpus", None) if config.device == "cuda" else None
-    if instance is None or asked is None or asked <= instance.gpu_count:
+    asked = sizing.least_gpus(config)
+    if instance is None or asked <= instance.gpu_count:
         return ""
     return f"has {counted(instance.gpu_count, 'GPU')}, and job.parameters.gpus asks for {asked}: leave that out"
 

@@ -173,6 +173,8 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
 def _holds(config: JobConfig, instance: Instance) -> bool:
     if config.precision.compute == "bf16" and not instance.gpu.bf16:
         return False
+    if instance.gpu_count < sizing.least_gpus(config):
+        return False
     if sizing.choose_rung(config, instance.gpu_memory_gb, ranks=sizing.ranks(config, instance.gpu_count)) is None:
         return False
     largest = max(sizing.checkpoint_bytes(config, index) for index in range(len(sizing.phases(config))))

@@ -40,6 +40,7 @@ __all__ = [
     "fits",
     "flops_per_token",
     "ladder",
+    "least_gpus",
     "lower_rung",
     "memory",
     "micro_batches",
@@ -140,6 +141,12 @@ def ranks(config: JobConfig, gpu_count: int, nodes: int = 1) -> int:
     if nodes == 1 or isinstance(config, GrowthConfig | TwoTowerConfig):  # these are one process, wherever they run
         return each
     return min(each * nodes, rows(config))
+
+
+def least_gpus(config: JobConfig) -> int:
+    """Of a node: with fewer than the config asks for it would be refused."""
+    asked: int | None = getattr(config, "gpus", None)
+    return 1 if asked is None or config.device == "cpu" else asked
 
 
 def rows(config: JobConfig) -> int:

@@ -25,6 +25,7 @@ from infra.definition import Disk, Keep, StackDefinition
 from infra.loader import load
 from infra.scenarios import scenario
 from job import run_file
+from job.config import SftConfig
 from job.run_file import Rates
 from job.supervisor.forecast import RESERVE_S, Forecast
 from job.supervisor.meter import Meter
@@ -251,6 +252,11 @@ def test_no_type_is_recommended_that_has_no_bill() -> None:
     plan = replace(load(SHIPPED / "kernel-sft.yaml", now=NOW), scenario="")
     on_it = replace(plan, fleet=replace(plan.fleet, instance_types=(named,), capacity="on-demand"))
     assert price(on_it, CATALOG).usd.p50 > 0
+
+
+def test_no_type_is_recommended_that_has_too_few_gpus() -> None:
+    for gpus, named in ((None, "g6e.xlarge"), (1, "g6e.xlarge"), (4, "g6e.12xlarge"), (8, "p4d.24xlarge")):
+        assert cheapest_holder(SftConfig(gpus=gpus), CATALOG, "us-east-1").startswith(f"{named} ")
 
 
 # The deadline ---------------------------------------------------------------------------------------------------------
