@@ -41,7 +41,7 @@ def warnings(
     yield from _limits(bill)
     yield from _free_hours(bill)
     yield from _types(definition, bill)
-    for notice in bill.notice:
+    for notice in bill.notice if bill.capacity == "spot" else ():
         if not notice.fits:
             yield (
                 f"{notice.type}, phase {notice.phase}: save and upload take {notice.total_s:.0f} s, a notice gives"

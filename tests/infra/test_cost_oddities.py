@@ -201,6 +201,8 @@ def test_save_and_upload_that_miss_the_notice_are_said_before_the_run() -> None:
     late = [notice for notice in found.notice if not notice.fits]
     assert [notice.phase for notice in late] == ["grown"]
     assert any("phase grown: save and upload take" in warning for warning in found.warnings)
+    sure = bill(upload_gb_per_s="0.05", capacity="on-demand")  # AWS takes no node on demand back
+    assert not any("a notice gives" in warning for warning in sure.warnings)
 
 
 def test_an_uncalibrated_bill_says_so_and_shows_half_the_speed() -> None:
