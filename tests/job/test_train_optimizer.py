@@ -10,10 +10,12 @@ import train_world as world
 from torch import nn
 
 from job.config import AdamW, GrowthConfig
+from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models.growth import build
 from job.sizing import Rung
 from job.train import optimizer
 from job.train.optimizer import NarrowAdamW, stochastic_bf16
+from job.train.parallel import World
 from job.train.step import update
 
 CONFIG = AdamW(weight_decay=0.1)
@@ -155,3 +157,18 @@ def test_cutting_the_batch_changes_only_rounding(phase: int, tmp_path: Path) -> 
     for cut in (1, 2):
         assert losses[cut] == pytest.approx(losses[0], rel=1e-5)
         assert norms[cut] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_what_is_a_mean_already_weighs_the_same_however_the_batch_is_cut(tmp_path: Path) -> None:
+    """The load-balance term and the router's entropy; of one window four times, so that each piece has the whole's."""
+    experiment = world.experiment(world.make(tmp_path, optim={"load_balance": 10.0}))
+    assert isinstance(experiment, TinystoriesGrowth)
+    phase, starts, found = experiment.phases[1], torch.zeros(4, dtype=torch.int64), []
+    for micro in (4, 3, 1):
+        module = build(experiment.config, phase.index)
+        opt = experiment.optimizer(phase, module)
+        found.append(update(experiment, module, opt, experiment.dataset.train.work(starts, World(), micro), 0))
+    for cut in found[1:]:
+        assert cut.grad_norm.item() == pytest.approx(found[0].grad_norm.item(), rel=1e-4)
+        assert torch.equal(cut.aux["load"], found[0].aux["load"])
+        torch.testing.assert_close(cut.aux["entropy"], found[0].aux["entropy"])
