@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     args = parser.parse_args(argv)
+    if not args.host:  # an unset variable; to a socket it is every address of this machine
+        parser.error("--host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 the network too")
     try:
         import torch  # seconds: not for --help, and Ctrl-C ends them too
 
