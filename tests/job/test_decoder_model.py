@@ -279,6 +279,17 @@ def test_llama_31_scaling_divides_slow_rotations_by_eight_and_leaves_fast_ones()
     assert ((ratio > 1 / 8) & (ratio < 1)).any()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_weights_follow_the_table(family: str) -> None:
+    module = build(replace(FAMILIES[family], layers=8), compute=torch.float32, generator=generator())
+    for name, parameter in module.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            assert torch.equal(parameter, torch.full_like(parameter, "norm" in name))
+        else:
+            wanted = 0.02 / 4 if name.endswith(("o.weight", "down.weight")) else 0.02  # sqrt(2 x 8 layers)
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.15), name
+
+
 def test_parameters_fall_into_groups_as_the_table_says() -> None:
     module = model("qwen2")
     decayed, plain = groups(module, decays, 0.1)

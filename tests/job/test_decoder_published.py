@@ -321,6 +321,14 @@ def test_only_adapters_are_trained_and_checkpointed() -> None:
     assert {p.dtype for p in lora.weights(module).values()} == {torch.float32}
 
 
+def test_a_fresh_adapter_is_uniform_within_one_over_the_root_of_its_inputs_and_zero() -> None:
+    for name, layer in lora.layers(lora.attach(model("llama"), Lora(rank=50), generator())):
+        bound = layer.weight.shape[1] ** -0.5
+        assert 0.98 * bound < layer.lora_a.abs().max() <= bound, name
+        assert layer.lora_a.std().item() == pytest.approx(bound / 3**0.5, rel=0.05), name
+        assert not layer.lora_b.any(), name
+
+
 def test_a_fresh_adapter_answers_as_its_base() -> None:
     module, tokens = lora.attach(model("llama"), Lora(rank=4), generator()), torch.tensor([[1, 2, 3, 4]])
     module.eval()

@@ -202,7 +202,9 @@ def test_growth_is_pure_keeps_dtype_and_repeats() -> None:
 
 
 def test_noise_is_a_tenth_of_each_matrix_own_spread() -> None:
-    old, new = moe(torch.float64), widen(moe(torch.float64), noise=0.1, generator=generator())
+    old = moe(torch.float64)
+    old["blocks.1.ffn.up.weight"][3] *= 10  # one expert's, among those stacked with it
+    new = widen(old, noise=0.1, generator=generator())
     for name in ("blocks.1.attention.q.weight", "blocks.1.ffn.router.weight", "blocks.1.ffn.up.weight"):
         left, right = new[name].chunk(2, dim=-1)
         noise, spread = (left - right) / 2, old[name].std(dim=(-2, -1))
