@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, interrupted, notice_at, outage, state
@@ -219,38 +220,27 @@ def test_a_crash_publishes_what_was_committed_and_leaves_the_run_open(tmp_path: 
     assert b"the trainer ended with" in (bench.store.get_bytes("job.log") or b"")
 
 
-def test_a_silent_trainer_is_killed_as_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("job.supervisor.supervisor.TICK_S", 5.0)
-    bench = Bench(tmp_path)
-
-    began = bench.clock.now
-    assert bench.attempt(script={4: hang}).run() == 1
-    assert bench.trainers[0].killed
-    assert 900 <= bench.clock.now - began <= 930
-    assert bench.json("attempts/i-1.json")["exit"]["reason"].startswith("no sign of progress for 90")
-
-
-def test_a_trainer_told_to_write_a_line_every_thousand_seconds_is_given_the_time_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "step", "patience_s"),
+    [
+        ({}, 4, 900),
+        ({"log": {"every": 10_000}, "checkpoint": {"interval_s": 7200.0}}, 1, 3000),  # steps of 0.1 s by the bill
+        ({"eval": {"windows": 60_000}}, 4, 1500),  # 500 s by the bill
+    ],
+    ids=["at its pace", "told to write a line every thousand seconds", "that may be evaluating"],
+)
+def test_a_silent_trainer_is_killed_as_a_crash_when_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], step: int, patience_s: int
 ) -> None:
     monkeypatch.setattr("job.supervisor.supervisor.TICK_S", 10.0)
     bench = Bench(tmp_path)
-    parameters = bench.tree["job"]["parameters"]
-    parameters["log"]["every"], parameters["checkpoint"]["interval_s"] = 10_000, 7200.0  # of 0.1 s in the bill
-
+    for section, changed in settings.items():
+        bench.tree["job"]["parameters"][section].update(changed)
     began = bench.clock.now
-    assert bench.attempt(script={1: hang}).run() == 1
-    assert 3000 <= bench.clock.now - began <= 3050
-
-
-def test_an_evaluation_is_not_taken_for_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("job.supervisor.supervisor.TICK_S", 10.0)
-    bench = Bench(tmp_path)
-    bench.tree["job"]["parameters"]["eval"]["windows"] = 60_000  # 500 s by the bill
-
-    began = bench.clock.now
-    assert bench.attempt(script={4: hang}).run() == 1
-    assert 1500 <= bench.clock.now - began <= 1560
+    assert bench.attempt(script={step: hang}).run() == 1
+    assert bench.trainers[0].killed
+    assert patience_s <= bench.clock.now - began <= patience_s + 60
+    assert bench.json("attempts/i-1.json")["exit"]["reason"].startswith("no sign of progress for ")
 
 
 def test_output_alone_is_a_sign_of_life(tmp_path: Path) -> None:
