@@ -275,7 +275,7 @@ class FleetController:
         return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))
 
     def _release(self, node: Instance, now: datetime) -> None:
-        """The fleet wants it no more: only spot nodes are told (EC2 User Guide, interruptions of fleets, June 2023)."""
+        """The fleet wants it no more: only spot nodes are told (EC2 User Guide, June 2023)."""
         if node.spot:
             self._notify(node, now)
         else:

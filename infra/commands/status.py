@@ -79,8 +79,9 @@ def _fleet(fleets: list[dict[str, Any]], now: datetime) -> Iterator[str]:
     capacity = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
     until = fleet.get("ValidUntil")
     expiry = f", ends at the latest {until:%Y-%m-%d %H:%M} UTC" if until else ""
-    if fleet["FleetState"] in aws.ENDED or aws.expired(fleet, now):
-        why = f", expired {until:%Y-%m-%d %H:%M} UTC" if aws.expired(fleet, now) else ""
+    expired = aws.expired(fleet, now)
+    if fleet["FleetState"] in aws.ENDED or expired:
+        why = f", expired {until:%Y-%m-%d %H:%M} UTC" if expired else ""
         yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{why}: it launches nothing more"
         return
     yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}, wants {capacity} node{expiry}"
