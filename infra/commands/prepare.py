@@ -131,6 +131,8 @@ def prepared(
     if name.startswith("s3://"):
         raise GpufleetError(f"storage.dataset is {name}, prepared already; name a local folder to prepare one here")
     config = definition.job.parameters
+    if text is not None and text.exists() and not (text.is_file() or text.is_dir()):  # <(zcat ...), /dev/stdin
+        raise GpufleetError(f"{text}: a pipe or device, and it is read more than once: write it to a file first")
     if tokenizer is not None and isinstance(config, PretrainConfig | TwoTowerConfig):
         raise GpufleetError(f"{definition.job.experiment} takes no tokenizer: leave out --tokenizer")
     folder = root / name

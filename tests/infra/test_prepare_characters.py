@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +36,16 @@ def test_a_text_with_a_foreign_character_is_refused_with_its_place(tmp_path: Pat
     with pytest.raises(GpufleetError, match=r"'=' at position 9001 \(line 3001, column 2\)"):
         prepared(definition(), tmp_path, text=text)
     assert not (tmp_path / "data/characters").exists()
+
+
+def test_a_pipe_which_can_be_read_once_is_refused(tmp_path: Path) -> None:
+    """`prepare STACK <(zcat numbers.gz)`: the dataset would be named by the hash of the nothing that is left."""
+    reading, writing = os.pipe()
+    os.write(writing, b"12+3\n15\n\n" * 1000)
+    os.close(writing)
+    with pytest.raises(GpufleetError, match="a pipe or device, and it is read more than once: write it to a file"):
+        prepared(definition(), tmp_path, text=Path(f"/dev/fd/{reading}"))
+    os.close(reading)
 
 
 def test_without_a_text_it_says_which_command_takes_one(tmp_path: Path) -> None:
