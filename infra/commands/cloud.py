@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
             project = scratch.make(Path(folder) / "project", {})
-            for name in names_of(root):  # as they are: what is wrong in one is said when it is read
+            names = names_of(root)
+            for name in names:  # as they are: what is wrong in one is said when it is read
                 shutil.copy(root / "stacks" / f"{name}.yaml", project / "stacks")
             if (root / "data").is_dir():
                 (project / "data").symlink_to(root / "data", target_is_directory=True)
@@ -61,12 +62,20 @@ def run(args: argparse.Namespace) -> int:
                 for name, value in {**cloud.environment(), **engine.settings(project, port)}.items():
                     print(f"export {name}={shlex.quote(value)}")
                 print(f"cd {shlex.quote(str(project))}")
-                print("# For example: pulumi stack init tinystories-growth && pulumi preview")
+                print(f"# {example(names)}")
                 print("# Ctrl-C here ends it and removes the folder.", flush=True)
                 wait(args.timeout)
     except KeyboardInterrupt:
         print("\n# The embedded AWS is gone.")
     return 0
+
+
+def example(names: list[str]) -> str:
+    """What to do in the other shell, with a stack that is there."""
+    if not names:
+        return "There is no stack: run this inside a project, or put definition files into the folder's stacks/."
+    first = "tinystories-growth" if "tinystories-growth" in names else names[0]
+    return f"For example: pulumi stack init {first} && pulumi preview"
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli import main
+from infra.commands import cloud
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,15 @@ def test_a_rehearsal_of_no_stack_names_those_there_are(
     assert "which stack is to be rehearsed? There are growth; --all" in capsys.readouterr().err
     assert main(["rehearse", "growth", "--all"]) == 2
     assert "give one of the two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["mine", "tinystories-growth"], "stack init tinystories-growth &&"),
+        (["mine"], "stack init mine &&"),
+        ([], "There is no stack"),
+    ],
+)
+def test_the_example_is_of_a_stack_that_is_there(names: list[str], said: str) -> None:
+    assert said in cloud.example(names)
