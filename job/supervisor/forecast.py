@@ -17,6 +17,7 @@ RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit
 LATENCY_S = 2.0  # of a save and an upload of next to nothing
 UPLOAD_GB_S = 1.5  # of them to hash and send
 SLACK = 1.25
+SLOWEST = 2.0  # times the bill's step: by how much an evaluation may be slower, since one step that hung says no more
 MEASURABLE_BYTES = 50_000_000  # below this an upload's time is all latency
 
 
@@ -76,10 +77,13 @@ class Forecast:
         return pace_s + max(self._evaluation_s(index, None) for index in range(self.phase(step) + 1))
 
     def _evaluation_s(self, index: int, step_s: float | None) -> float:
-        """Of one evaluation in that phase, at the slower of the bill's steps and those of `step_s`."""
+        """Of one evaluation in that phase, at the bill's steps or, within reason, slower ones of `step_s`."""
         phase = self._phases[index]
-        pace_s = max(step_s or 0.0, self._step_s.get(phase.name, 0.0))
-        return phase.evaluation_s(pace_s) if phase.evaluations else 0.0
+        if not phase.evaluations:
+            return 0.0
+        seen_s = step_s or 0.0
+        billed_s = self._step_s.get(phase.name, seen_s)
+        return phase.evaluation_s(min(max(seen_s, billed_s), SLOWEST * billed_s))
 
     def upload_s(self, size: int) -> float:
         """To publish `size` bytes that are on the disk, as measured, or before that as the bills have it."""

@@ -71,3 +71,15 @@ def test_an_adapters_validation_after_training_is_not_taken_for_silence() -> Non
     evaluation_s = 3.16 / 4 * 0.493 * 5000  # half an hour without a word
     assert forecast.line_s(99) == pytest.approx(10 * 3.16 + evaluation_s, rel=0.01)
     assert forecast.line_s(100) == pytest.approx(evaluation_s, rel=0.01)
+
+
+def test_one_step_that_hung_makes_no_evaluation_of_hours() -> None:
+    rows = [{"phase": "train", "steps": 100, "step_ms": 1155.0}]
+    forecast = Forecast(SftConfig(), {"phases": rows}, "p5.4xlarge")
+
+    def waited(step_s: float | None) -> float:
+        return forecast.end_s(9, step_s) - forecast.stop_s(9, step_s) - 2.5 * 0.336
+
+    assert waited(None) == pytest.approx(1.155 / 4 * 0.493 * 512, rel=0.01)
+    assert waited(1.5) == pytest.approx(1.5 / 4 * 0.493 * 512, rel=0.01)
+    assert waited(60.0) == pytest.approx(2 * waited(None), rel=0.001)  # not an hour before the limit
