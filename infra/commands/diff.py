@@ -59,6 +59,10 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
             raise GpufleetError(
                 f"HEAD has {links[1][0]} as a link, which a review does not follow: commit the file itself"
             )
+        if not any(map(_texts, folders)):  # a check that runs in another folder would hold whatever changes
+            raise GpufleetError(
+                f"neither commit has a definition file in stacks/ of {project}: run this inside the project"
+            )
         try:
             new, new_note = commits.catalog(folders[1])
             chosen = _policy(folders[1], rules)

@@ -295,6 +295,14 @@ def test_an_unknown_commit_is_an_error_that_says_how_to_get_it(project: Project)
             diff.make(project.folder, *words)
 
 
+def test_beside_the_project_no_review_holds(project: Project) -> None:
+    """A check that runs at the top of a repository whose project is a folder of it would pass whatever changes."""
+    commit = project.stack()
+    (project.root / "docs").mkdir()
+    with pytest.raises(GpufleetError, match=r"neither commit has a definition file in stacks/ of .*docs: run this in"):
+        diff.make(project.root / "docs", commit, commit)
+
+
 def test_outside_a_repository_and_without_git_that_is_what_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
