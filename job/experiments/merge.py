@@ -158,7 +158,7 @@ def _loss(sft: SftRun, module: Decoder, variant: Variant) -> dict[str, Any]:
     module.compute_dtype = variant.compute
     lora.set_mode(module, variant.mode)
     try:
-        for micro in work.micros:
+        for micro in sft.session.aloud(work):
             sft.session.heed()
             loss_sum = module(*micro.inputs).loss_sum
             assert loss_sum is not None
@@ -224,6 +224,7 @@ def _answers(sft: SftRun, module: Decoder, done: Done) -> list[dict[str, Any]]:
             ]
 
         found += done.get(f"answers {start}", answer) or []
+        session.say(f"answers: {start + len(part)} of {len(asked)}")
     for item in found[:3]:
         session.say(f"  {item['prompt']!r} -> {item['answer']!r}")
     return found

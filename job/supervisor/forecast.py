@@ -66,19 +66,18 @@ class Forecast:
         export = sizing.cut_bytes(self._config, self.phase(step))
         save_s = export / 1e9 * (GB_S - UPLOAD_GB_S)
         sent_s = export * max(UPLOAD_GB_S / 1e9, self._upload_s_per_byte or 0.0)
-        return self.stop_s(step, step_s) + self._evaluation_s(self.phase(step), step_s) + save_s + sent_s
+        return self.stop_s(step, step_s) + self._evaluation_s(step, step_s) + save_s + sent_s
 
     def line_s(self, step: int) -> float:
-        """Between two lines of metrics.jsonl at `step`, at the bill's pace: one every log.every steps, one a save; the
-        evaluation before a line comes on top, after training too, where the merge of an adapter makes more of them.
+        """Between two lines of metrics.jsonl at `step`, at the bill's pace: one every log.every steps, one a save. In
+        an evaluation the trainer says how far it is.
         """
         step_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)
-        pace_s = min(self._config.log.every * step_s, self._config.checkpoint.interval_s + step_s)
-        return pace_s + max(self._evaluation_s(index, None) for index in range(self.phase(step) + 1))
+        return min(self._config.log.every * step_s, self._config.checkpoint.interval_s + step_s)
 
-    def _evaluation_s(self, index: int, step_s: float | None) -> float:
-        """Of one evaluation in that phase, at the bill's steps or, within reason, slower ones of `step_s`."""
-        phase = self._phases[index]
+    def _evaluation_s(self, step: int, step_s: float | None) -> float:
+        """Of one evaluation at `step`, at the bill's steps or, within reason, slower ones of `step_s`."""
+        phase = self._phases[self.phase(step)]
         if not phase.evaluations:
             return 0.0
         seen_s = step_s or 0.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,8 @@ from job.train.device import Device
 from job.train.metrics import MetricsFile
 from job.train.parallel import World
 from job.train.requests import Requests
+
+SPOKEN_S = 60.0  # between two lines of an evaluation: a trainer that says nothing for long is taken for a stuck one
 
 
 class Stopped(Exception):
@@ -131,6 +134,16 @@ class Session:
         """The bill's figures of the phase of that name."""
         return next((figures for figures in self.predicted if figures.get("phase") == phase), None)
 
+    def aloud(self, work: Work) -> Iterator[Micro]:
+        """The micro-batches of an evaluation, which says once a minute how far it is."""
+        said, seen = time.monotonic(), 0
+        for micro in work.micros:
+            if seen and time.monotonic() >= said + SPOKEN_S:
+                said = time.monotonic()
+                self.say(f"evaluation: {seen * self.world.size / work.total:.0%} of its tokens")
+            seen += micro.tokens
+            yield micro
+
     def heed(self) -> None:
         """Between the parts of what follows training, all ranks together. Raises Stopped."""
         stop = self.requests.stop() if self.world.first else None
@@ -189,7 +202,7 @@ class Experiment(ABC):
         module.eval()
         work = self.validation(phase, rung)
         total = torch.zeros((), dtype=torch.float64, device=self.session.device.torch)
-        for micro in work.micros:
+        for micro in self.session.aloud(work):
             total += module(*micro.inputs).loss_sum.double()
         module.train()
         return self.session.world.sum(total).item() / work.total

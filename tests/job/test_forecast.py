@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from job import sizing
@@ -62,15 +60,6 @@ def test_a_limit_leaves_time_for_an_evaluation_and_for_what_is_exported_then(
     assert beside() == pytest.approx(evaluation_s + 2.5 * export_gb, rel=0.01, abs=0.1)
     forecast.learn((10**9, 10.0))
     assert beside() == pytest.approx(evaluation_s + (1.0 + 10.0) * export_gb, rel=0.01, abs=0.1)
-
-
-def test_an_adapters_validation_after_training_is_not_taken_for_silence() -> None:
-    config = replace(SftConfig(), eval=replace(SftConfig().eval, rows=5000))
-    rows = [{"phase": "train", "steps": 100, "step_ms": 3160.0}]  # one L40S
-    forecast = Forecast(config, {"phases": rows}, "g6e.2xlarge")
-    evaluation_s = 3.16 / 4 * 0.493 * 5000  # half an hour without a word
-    assert forecast.line_s(99) == pytest.approx(10 * 3.16 + evaluation_s, rel=0.01)
-    assert forecast.line_s(100) == pytest.approx(evaluation_s, rel=0.01)
 
 
 def test_one_step_that_hung_makes_no_evaluation_of_hours() -> None:

@@ -225,9 +225,8 @@ def test_a_crash_publishes_what_was_committed_and_leaves_the_run_open(tmp_path: 
     [
         ({}, 4, 900),
         ({"log": {"every": 10_000}, "checkpoint": {"interval_s": 7200.0}}, 1, 3000),  # steps of 0.1 s by the bill
-        ({"eval": {"windows": 60_000}}, 4, 1500),  # 500 s by the bill
     ],
-    ids=["at its pace", "told to write a line every thousand seconds", "that may be evaluating"],
+    ids=["at its pace", "told to write a line every thousand seconds"],
 )
 def test_a_silent_trainer_is_killed_as_a_crash_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], step: int, patience_s: int

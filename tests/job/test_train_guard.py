@@ -182,6 +182,16 @@ def test_a_slow_run_is_warned_of_in_its_log(tmp_path: Path, capsys: pytest.Captu
     assert sum("warning: " in (record["event"] or "") for record in world.records(workdir)) == 3
 
 
+def test_a_long_evaluation_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Silent for a quarter of an hour, as one of 2,100 rows of sft-h100 is on an L40S, it would be killed each time."""
+    monkeypatch.setattr("job.train.experiment.SPOKEN_S", 0.0)
+    workdir = world.make(tmp_path, batch={"micro": 1})
+    assert world.train(workdir, StopAt(workdir, 3)) == 75
+    assert re.findall(r"evaluation: (\d+)% of its tokens", capsys.readouterr().out) == ["25", "50", "75"]
+
+
 def test_utilisation_is_a_mean_over_five_minutes_once_they_are_over() -> None:
     utilization = Utilization(replace(GPU, torch=torch.device("cpu")))
     utilization._recent.extend([50.0] * (UTILIZATION_SAMPLES - 1))
