@@ -104,10 +104,11 @@ class Pretrain(Experiment):
         assert best is not None
         if best["step"] != at_hand["step"]:
             self._read(best["step"], module)
-        samples = {prompt: self._continue(module, prompt) for prompt in self.config.eval.prompts}
-        for prompt, text in samples.items():
-            session.say(f"  {prompt!r} -> {text!r}")
-        session.heed()
+        samples: dict[str, str] = {}
+        for prompt in self.config.eval.prompts:
+            samples[prompt] = self._continue(module, prompt)
+            session.say(f"  {prompt!r} -> {samples[prompt]!r}")
+            session.heed()
         self._leave(module, best, samples, at_hand["step"])
 
     def cut(self, step: int) -> None:

@@ -243,6 +243,14 @@ def test_a_limit_met_after_the_last_step_costs_no_export(tmp_path: Path) -> None
     assert (workdir / "final" / "meta.json").is_file()
 
 
+def test_a_stop_is_heeded_between_two_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003}, eval={"prompts": ["1+2", "3"]})
+    assert world.train(workdir, world.StopAt(workdir, 15)) == trainer.STOPPED
+    said = capsys.readouterr().out
+    assert "'1+2' -> " in said
+    assert "'3' -> " not in said
+
+
 DEFAULT = EarlyStop()
 
 
