@@ -338,14 +338,23 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours() -> None:
     assert generate(module, [[5, 6]], 8, temperature=1.0, seeds=[2]) == together[1:2]
 
 
-def test_samples_follow_the_distribution() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_samples_follow_the_distribution(temperature: float) -> None:
     module = model("llama")
     module.compute_dtype = torch.float32
-    expected = module(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1)
-    drawn = generate(module, [[5, 6]] * 4000, 1, temperature=1.0, seeds=range(4000))
+    expected = (module(torch.tensor([[5, 6]])).logits[0, -1] / temperature).softmax(-1)
+    drawn = generate(module, [[5, 6]] * 4000, 1, temperature=temperature, seeds=range(4000))
     seen = torch.bincount(torch.tensor([tokens[0] for tokens in drawn]), minlength=96) / 4000
     assert (seen - expected).abs().max() < 0.03
     assert abs(sum(uniform(seed, 0) for seed in range(4000)) / 4000 - 0.5) < 0.02
+
+
+def test_every_token_is_drawn_anew() -> None:
+    module = model("llama")
+    assert module.head is not None
+    torch.nn.init.zeros_(module.head.weight)  # every token is as likely, whatever was before
+    (drawn,) = generate(module, [[5]], 60, temperature=1.0, seeds=[1])
+    assert len(set(drawn)) > 30  # of 96; 45 are expected
 
 
 def test_generation_ends_at_a_stop_token_and_leaves_it_out() -> None:
