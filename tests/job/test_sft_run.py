@@ -108,6 +108,18 @@ def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) 
     assert found == sized - merged  # it is sized in fp32, which it could have had to be
 
 
+def test_bf16_losses_are_of_all_validation_rows_and_fp32_ones_of_a_few(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge, "VALIDATION_ROWS", 2)
+    experiment = world.experiment(finished)
+    assert isinstance(experiment, Sft)
+    module = experiment.begin(experiment.phases[0], None)
+    assert isinstance(module, decoder.Decoder)
+    found = {variant.name: merge._loss(experiment, module, variant)["rows"] for variant in merge.VARIANTS}
+    assert found == {"base": 3, "adapter": 3, "merged_bf16": 3, "adapter_fp32": 2, "merged_fp32": 2}
+
+
 def test_an_adapter_that_a_limit_cuts_short_is_left_as_its_last_step_made_it(tmp_path: Path, finished: Path) -> None:
     workdir = sft.make(tmp_path)
     assert world.train(workdir, StopAt(workdir, 5, ends=True)) == trainer.STOPPED
