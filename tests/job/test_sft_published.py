@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sft_world as sft
@@ -24,6 +26,7 @@ from job.models.decoder import build
 from job.models.generate import generate
 from job.train import __main__ as trainer
 
+ROOT = Path(__file__).parents[2]
 FAMILY = {"family": "qwen3", "tied": True, "norm_eps": 1e-6, "rope_theta": 1e6}
 CHANGED = {
     "epochs": 6,
@@ -148,6 +151,22 @@ def test_transformers_alone_answers_in_the_template_and_stops(tuned: Path, monke
     written = module.generate(**tokens, max_new_tokens=50, do_sample=False)[0, tokens["input_ids"].shape[1] :]
     assert tokenizer.decode(written) == "the answer<|im_end|>"
     assert tokenizer.eos_token == "<|im_end|>"
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_the_pages_way_to_ask_gets_the_answer(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="parity needs the optional extra `hf`")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tuned)
+    (lines,) = re.findall(r"(?ms)^```python\n(tokenizer, .*?)```", (ROOT / "docs/sft.md").read_text())
+    names: dict[str, Any] = {
+        "AutoTokenizer": transformers.AutoTokenizer,
+        "Path": Path,
+        "model": transformers.AutoModelForCausalLM.from_pretrained("final"),
+        "messages": [{"role": "user", "content": "what is 7?"}],
+    }
+    exec(lines, names)  # our own page
+    assert names["tokenizer"].decode(names["written"][0]).endswith("the answer<|im_end|>")
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs
