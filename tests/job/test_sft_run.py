@@ -355,5 +355,6 @@ def test_the_rate_warms_up_and_falls_to_its_floor() -> None:
     rates = [tuning.cosine(config, step, 20) for step in range(21)]
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[8] == pytest.approx(2.0 * (0.1 + 0.9 * 0.8536), rel=1e-4)  # a quarter of the cosine, no straight line
     assert rates[12] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert math.isclose(rates[20], 0.2)
