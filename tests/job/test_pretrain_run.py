@@ -149,18 +149,35 @@ def planted(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     monkeypatch.setattr(Pretrain, "evaluate", evaluate)
 
 
-def test_a_best_that_could_not_be_saved_is_not_what_the_next_must_beat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def full_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """No room on the disk for that checkpoint."""
+
     def make_way(self: Checkpoints, path: Path, size: int) -> str | None:
-        return "full" if path.name == "step_00000008" else real(self, path, size)
+        return "full" if path.name == f"step_{step:08d}" else real(self, path, size)
 
     real = Checkpoints._make_way
     monkeypatch.setattr(Checkpoints, "_make_way", make_way)
+
+
+def test_a_best_that_could_not_be_saved_is_not_what_the_next_must_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_at(monkeypatch, 8)
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.05, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
     assert world.train(workdir) == trainer.FINISHED
     assert world.committed(workdir) == [12, 16]
+    assert results(workdir)["best_step"] == 12
+
+
+def test_the_last_weights_are_exported_where_they_are_the_best_and_could_not_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_at(monkeypatch, 12)
+    planted(monkeypatch, {4: 1.2, 8: 1.1, 12: 1.0})
+    workdir = pretrain.make(tmp_path)
+    assert world.train(workdir) == trainer.FINISHED
+    assert world.committed(workdir) == [4, 8]
     assert results(workdir)["best_step"] == 12
 
 
