@@ -141,6 +141,17 @@ def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
     assert optimizer.clip([parameter], 0.0).item() == pytest.approx(expected, rel=2e-4)  # in bf16 2e-3
 
 
+def test_each_phase_of_a_growth_has_its_rate_and_warms_up_anew(tmp_path: Path) -> None:
+    found = world.experiment(world.make(tmp_path, optim={"lr": [0.01, 0.004, 0.002], "warmup_after_growth": 2}))
+    opt = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    rates = []
+    for phase in found.phases:
+        for step in range(phase.first, phase.last):
+            rates.append(found.schedule(phase, opt, step))
+            assert opt.param_groups[0]["lr"] == rates[-1]
+    assert rates == [0.01] * 4 + [0.002, 0.004, 0.004, 0.004] + [0.001, 0.002, 0.002, 0.002]
+
+
 @pytest.mark.parametrize("phase", [0, 1])
 def test_cutting_the_batch_changes_only_rounding(phase: int, tmp_path: Path) -> None:
     experiment = world.experiment(world.make(tmp_path, optim={"lr": [1e-2, 1e-2, 1e-2], "load_balance": 0.0}))
