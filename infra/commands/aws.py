@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -22,6 +22,7 @@ from job import atomic
 from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
+ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try
 NO_RUN = (INPUTS_PREFIX, COMPILE_CACHE)  # folders of a stack's bucket that are no run's
 _CONFIG = Config(
     connect_timeout=5,
@@ -155,6 +156,25 @@ def may_launch(fleet: dict[str, Any]) -> bool:
     """Whether it can launch a node at any time."""
     wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
     return fleet["FleetState"] in ("submitted", "active", "modifying") and wants > 0
+
+
+def needless(fleet: dict[str, Any], done: Mapping[str, Any], now: datetime) -> str:
+    """What to say of a fleet that goes on launching nodes for a run that is over; empty while its node ends it."""
+    try:
+        late = (now - datetime.fromisoformat(str(done.get("at")))).total_seconds() > ENDING_S
+    except (ValueError, TypeError):
+        late = True
+    if not late or not may_launch(fleet) or expired(fleet, now):
+        return ""
+    return (
+        f"fleet {fleet['FleetId']} still launches nodes, each billed until it finds that the run is over: they may "
+        "neither set it to 0 nor delete it. End it:"
+    )
+
+
+def ending(fleet: dict[str, Any], region: str) -> str:
+    """The command that ends a fleet and its nodes."""
+    return f"aws ec2 delete-fleets --terminate-instances --region {region} --fleet-ids {fleet['FleetId']}"
 
 
 def expired(fleet: dict[str, Any], now: datetime) -> bool:

@@ -68,6 +68,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     if done:
         yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()
         after = "" if stack.is_earlier(definition) else f"; pulumi destroy; gpufleet sweep {definition.argument}"
+        if fleets and aws.owner(fleets[0]) == definition.run.owner and (more := aws.needless(fleets[0], done, now)):
+            yield f"needless    {more}\n            {aws.ending(fleets[0], definition.fleet.region)}"
         yield f"next        gpufleet results {stack.again(definition)}{after}"
 
 

@@ -73,7 +73,7 @@ class Watch:
                 self._resting(fleet)
                 return 1
             if self._node(fleet):
-                return 0
+                return self._for_nothing(fleet)
             if expired:
                 return self._no_more(fleet, "expired")
             self._history(fleet)
@@ -110,10 +110,8 @@ class Watch:
             f"fleet_id` names. Or a second stack has this file up as run {run}: that one wants another run.id."
         )
         for fleet in fleets:
-            self.say(
-                f"  aws ec2 delete-fleets --terminate-instances --region {self.definition.fleet.region} --fleet-ids "
-                f"{fleet['FleetId']}   # made {fleet['CreateTime']:%Y-%m-%d %H:%M:%S} UTC"
-            )
+            made = f"{fleet['CreateTime']:%Y-%m-%d %H:%M:%S} UTC"
+            self.say(f"  {aws.ending(fleet, self.definition.fleet.region)}   # made {made}")
 
     def _done(self) -> dict[str, Any] | None:
         folder = aws.run_folder(self.s3, self.definition)
@@ -131,6 +129,14 @@ class Watch:
                 return True
             self._say(f"node {where} is {node['State']['Name']}.")
         return False
+
+    def _for_nothing(self, fleet: dict[str, Any]) -> int:
+        """A node runs: 1 where it is one that finds its run over, as did those before it."""
+        done = self._done()
+        needless = aws.needless(fleet, done, self.now()) if done else ""
+        if needless:
+            self.say(f"The run is over, but {needless}\n  {aws.ending(fleet, self.definition.fleet.region)}")
+        return 1 if needless else 0
 
     def _history(self, fleet: dict[str, Any]) -> None:
         """Says every event not said before, and collects what explains a missing node."""

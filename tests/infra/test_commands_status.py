@@ -96,6 +96,17 @@ def test_status_says_when_the_heartbeat_has_stopped(cloud: Cloud, stack: StackDe
     assert "that is more than 5 intervals of 60 s: see `gpufleet logs small-growth`" in stated(stack)[""]
 
 
+@pytest.mark.parametrize("capacity", [1, 0])
+def test_status_names_a_fleet_that_goes_on_after_its_run(cloud: Cloud, stack: StackDefinition, capacity: int) -> None:
+    fleet, bucket = declare_fleet(cloud), declare_bucket(cloud)
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": capacity})
+    put(cloud, bucket, "heartbeat/i-1.jsonl", b'{"ts":"2026-11-21T12:00:00Z"}\n')
+    put(cloud, bucket, "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
+    told = stated(stack).get("needless", "")
+    assert told.endswith(f"--fleet-ids {fleet}") is bool(capacity)
+    assert ("each billed until it finds that the run is over" in told) is bool(capacity)
+
+
 def test_status_of_a_run_that_is_done_says_what_comes_next(cloud: Cloud, stack: StackDefinition) -> None:
     bucket = declare_bucket(cloud)
     put(cloud, bucket, "heartbeat/i-1.jsonl", b'{"ts":"2026-11-21T12:00:00Z"}\n')

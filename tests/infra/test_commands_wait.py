@@ -161,6 +161,18 @@ def test_a_run_that_is_done_is_no_failure(cloud: Cloud, stack: StackDefinition) 
     )
 
 
+@pytest.mark.parametrize(("at", "code"), [("2026-11-21T11:50:00Z", 1), ("2026-11-21T11:59:00Z", 0)])
+def test_a_fleet_that_goes_on_after_its_run_is_named_with_how_to_end_it(
+    cloud: Cloud, stack: StackDefinition, at: str, code: int
+) -> None:
+    fleet = declare_fleet(cloud)
+    put(cloud, declare_bucket(cloud), "done.json", {"reason": "finished", "at": at})
+    found, said = waited(cloud, stack)
+    assert found == code
+    last = f"  aws ec2 delete-fleets --terminate-instances --region us-east-2 --fleet-ids {fleet}"
+    assert (said.splitlines()[-1] == last) is bool(code)
+
+
 def test_a_fleet_at_zero_without_a_done_marker_is_a_failure(cloud: Cloud, stack: StackDefinition) -> None:
     fleet = declare_fleet(cloud)
     cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
