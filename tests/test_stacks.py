@@ -15,6 +15,7 @@ from infra.catalog import load_catalog
 from infra.definition import Claim, Disk, Interruptions, Keep, StackDefinition, Variant
 from infra.loader import load, rehearsal_text
 from infra.rules import RULES
+from infra.scenarios import scenarios
 from infra.schema import SECTIONS, describe
 from job import sizing
 from job.config import EXPERIMENTS
@@ -106,6 +107,13 @@ def test_the_rehearsal_is_the_same_job_on_a_laptop(stack: StackDefinition, rehea
     assert max(phase.params_total for phase in sizing.phases(rehearsed.job.parameters)) < 20_000_000
     assert rehearsed.interruptions.with_notice >= 1
     assert rehearsed.interruptions.without_notice >= 1
+
+
+def test_a_scenario_of_another_model_starts_from_other_weights(path: Path, stack: StackDefinition) -> None:
+    for one in scenarios(path, now=NOW):
+        if stack.storage.base_weights is not None:
+            same = one.job.parameters.model == stack.job.parameters.model  # type: ignore[union-attr]
+            assert (one.storage.base_weights == stack.storage.base_weights) is same, one.scenario
 
 
 def test_the_rehearsals_file_loads_to_the_rehearsal(path: Path, rehearsed: StackDefinition, tmp_path: Path) -> None:
