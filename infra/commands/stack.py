@@ -12,7 +12,7 @@ from pathlib import Path
 from infra.definition import Run, StackDefinition
 from infra.loader import project_root
 from infra.rules import RULES
-from infra.selected import SCENARIO, selected
+from infra.selected import SCENARIO, Selected, selected
 from infra.yaml_tree import Scalar, at
 
 
@@ -35,7 +35,7 @@ def _id(text: str) -> str:
 
 def path_of(args: argparse.Namespace) -> Path:
     """The definition file that STACK names."""
-    return selected(args.stack, project_root(Path.cwd())).path
+    return _chosen(args).path
 
 
 def definition_of(args: argparse.Namespace, *, past_deadline: bool = True) -> StackDefinition:
@@ -43,12 +43,26 @@ def definition_of(args: argparse.Namespace, *, past_deadline: bool = True) -> St
 
     A deadline may have passed: the run it belongs to can still be looked at and swept.
     """
-    chosen = selected(args.stack, project_root(Path.cwd()))
+    chosen = _chosen(args)
     definition = chosen.load(now=datetime.now(UTC), past_deadline=past_deadline)
     if chosen.scenario:
         print(f"gpufleet: {definition.name}'s scenario {chosen.scenario}, as {SCENARIO} says", file=sys.stderr)
     run = getattr(args, "run_id", None)
     return replace(definition, run=replace(definition.run, id=run)) if run else definition
+
+
+def _chosen(args: argparse.Namespace) -> Selected:
+    """What STACK names. Says where it is named from outside of its project, whose folders count for nothing then."""
+    root = project_root(Path.cwd())
+    chosen = selected(args.stack, root)
+    home = project_root(chosen.path.resolve().parent)
+    if (home / "stacks").is_dir() and not (root / "stacks").is_dir():
+        print(
+            f"gpufleet: {chosen.path} is of the project in {home}, and this runs outside of it: data is looked for"
+            f" in {root}, and the project's prices, measurements, traces and policy.yaml count for nothing. cd there.",
+            file=sys.stderr,
+        )
+    return chosen
 
 
 def is_earlier(definition: StackDefinition) -> bool:

@@ -240,3 +240,16 @@ def test_a_line_into_a_pipe_arrives_when_it_is_printed_and_in_any_encoding(monke
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe, encoding="latin-1"))
     assert cli.main(["prices"]) == 0
     assert arrived == [b"waiting \\u2615\n"]
+
+
+def test_a_file_named_from_outside_of_its_project_is_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its policy.yaml would be broken in silence, and prepare would write its data elsewhere."""
+    (tmp_path / "stacks").mkdir()
+    path = tmp_path / "stacks" / "mine.yaml"
+    path.write_text((ROOT / "stacks" / "two-tower.yaml").read_text())
+    for folder, said in ((tmp_path.parent, True), (tmp_path, False), (tmp_path / "stacks", False), (ROOT, False)):
+        monkeypatch.chdir(folder)
+        assert cli.main(["cost", str(path)]) == 0
+        assert ("this runs outside of it" in capsys.readouterr().err) is said
