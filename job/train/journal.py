@@ -32,7 +32,7 @@ class Journal:
         self._events: list[str] = []  # for the next line
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None
-        self._lost = False  # a line could not be written, and it was said
+        self._lost: set[str] = set()  # whose lines could not be written, and it was said
 
     def open(self, step: int) -> None:
         """Goes on after `step`; what is there beyond it will be repeated. Raises ValueError."""
@@ -143,13 +143,13 @@ class Journal:
 
     @contextmanager
     def _on_any_disk(self, whose: str) -> Iterator[None]:
-        """What cannot be written within it is lost, and said once: a full disk costs lines, never the run."""
+        """What cannot be written within it is lost, and said once of each: a full disk costs lines, never the run."""
         try:
             yield
         except OSError as error:
-            if not self._lost:
+            if whose not in self._lost:
                 self._session.say(f"warning: lines are lost ({whose}): {error}")
-            self._lost = True
+            self._lost.add(whose)
 
     def _eta_s(self, phase: Phase, step: int, step_s: float) -> float:
         """Steps that are left, later phases' in proportion to their FLOPs; no growth, no evaluation."""
