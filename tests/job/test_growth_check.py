@@ -58,8 +58,13 @@ def test_a_changed_function_stops_with_the_numbers() -> None:
         GrowthCheckFailed, match=r"growth into phase 'grown' failed: logits moved by up to \d.*limit"
     ) as failure:
         check_boundary(CONFIG, 2, old, new, PROBE)
-    assert failure.value.report.before.verdict == "fail"
-    assert failure.value.report.before.max_logit_difference > 1
+    before = failure.value.report.before
+    assert before.verdict == "fail"
+    with torch.no_grad():
+        gap = (old(PROBE).logits - new(PROBE).logits).abs()
+    assert before.max_logit_difference > 1
+    assert before.max_logit_difference == pytest.approx(gap.max().item(), rel=1e-4)
+    assert before.mean_logit_difference == pytest.approx(gap.mean().item(), rel=1e-4)
 
 
 def test_one_flipped_routing_is_no_pass() -> None:
