@@ -23,7 +23,7 @@ from job import atomic, sizing
 from job.config.kernel import KernelConfig
 from job.dataset.packing import order
 from job.dataset.prepare import read_manifest
-from job.experiments import kernel_stages, tuning
+from job.experiments import kernel_results, kernel_stages, tuning
 from job.kernels import curriculum
 from job.kernels.catalog import TASKS
 from job.models import decoder
@@ -135,7 +135,8 @@ class Kernel(Experiment):
     def finish(self) -> None:
         """Weights, candidates, verdicts, results. Raises Stopped."""
         assert self.module is not None
-        kernel_stages.finish(self, self.module)
+        if (found := kernel_stages.finish(self, self.module)) is not None:
+            kernel_results.write(self, *found)
 
     def cut(self, step: int) -> None:
         """Weights as the last step left them, unless `finish` has written them."""

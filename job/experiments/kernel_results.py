@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from job import atomic
+from job.experiments.kernel_stages import KernelRun
 from job.kernels import ablation
 from job.kernels.verdict import Verdict
 from job.train import metrics
 
-if TYPE_CHECKING:
-    from job.experiments.kernel_stages import KernelRun
-
 
 def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> None:
-    """ablation.json, results.json and a few lines."""
+    """ablation.json, results.json and a few lines. `found`: the verdicts by row of the table; `digest`: sha256 of the
+    weights.
+    """
     session, config, phase = kernel.session, kernel.config, kernel.phases[-1]
     full = found[ablation.FULL]
     table = [ablation.line(row, found[row], full, seed=config.seed) for row in ablation.ROWS if row in found]

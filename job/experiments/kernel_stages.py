@@ -28,7 +28,7 @@ from job.config.kernel import KernelConfig
 from job.dataset.chat import Turn
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import Renderer
-from job.experiments import kernel_results, tuning
+from job.experiments import tuning
 from job.kernels import ablation, adversarial, answers, planted
 from job.kernels.catalog import TASKS, Task
 from job.kernels.funnel import Judge
@@ -61,8 +61,10 @@ class KernelRun(Protocol):
     progress: dict[str, Any]
 
 
-def finish(kernel: KernelRun, module: Decoder) -> None:
-    """All of it. Raises Stopped between two tensors, tokens or candidates."""
+def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]], str] | None:
+    """Weights, candidates and their verdicts: these by row of the table, and the weights' sha256; None on ranks other
+    than the first. Raises Stopped between two tensors, tokens or candidates.
+    """
     session, phase = kernel.session, kernel.phases[-1]
     tensors = tuning.gathered(session, module)
     val_loss = kernel.progress["val_loss"][phase.name]
@@ -71,8 +73,7 @@ def finish(kernel: KernelRun, module: Decoder) -> None:
     session.world.barrier()
     made = {each.name: candidates(kernel, module if each is phase else None, each) for each in kernel.phases}
     found = _by_the_first(session, partial(_verified, kernel, made))
-    if found is not None:
-        kernel_results.write(kernel, found, digest)
+    return None if found is None else (found, digest)
 
 
 def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[Candidate]:
