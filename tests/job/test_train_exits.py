@@ -198,6 +198,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
     assert world.committed(workdir) == [1]
 
 
+def test_a_logged_loss_that_is_not_finite_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = step.update
+
+    def broken(*given: Any) -> step.StepResult:
+        result = real(*given)
+        return result._replace(loss=result.loss * float("nan")) if given[4] == 2 else result
+
+    monkeypatch.setattr(step, "update", broken)
+    workdir = world.make(tmp_path)
+    assert world.train(workdir) == 65
+    assert "LossNotFiniteError: loss, gradients or weights are not finite at step 3;" in fatal(workdir)
+
+
 def test_weights_that_an_update_made_nan_are_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = step.update
 

@@ -149,6 +149,12 @@ def test_an_experiment_may_do_without_saves_of_improvements(
     assert run(told, tmp_path, checkpoint={"interval_s": 65.0}) == [(14, "timed")]
 
 
+def test_a_save_that_was_asked_for_is_made_once(told: World, tmp_path: Path) -> None:
+    made = world.make(tmp_path, eval={"every": 100})
+    assert world.train(made, StopAt(made, STEPS + 1, saves=(2,))) == 75
+    assert told.saves == [(2, "timed"), (STEPS, "boundary")]
+
+
 def test_what_steps_lost_is_measured_against_those_alone() -> None:
     stall = Stall()
     assert stall.seconds == 0.0
