@@ -358,3 +358,16 @@ def test_the_rate_warms_up_and_falls_to_its_floor() -> None:
     assert rates[8] == pytest.approx(2.0 * (0.1 + 0.9 * 0.8536), rel=1e-4)  # a quarter of the cosine, no straight line
     assert rates[12] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert math.isclose(rates[20], 0.2)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_is_trained_decays_as_the_run_config_says(method: str, tmp_path: Path) -> None:
+    experiment = world.experiment(sft.make(tmp_path, method=method, optim={"weight_decay": 0.3}))
+    module = experiment.begin(experiment.phases[0], None)
+    groups = experiment.optimizer(experiment.phases[0], module).param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] == 0.3 for p in group["params"]}
+    names = {name for name, p in module.named_parameters() if id(p) in decayed}
+    assert names == (
+        set(lora.weights(module)) if method == "lora" else set(filter(decoder.decays, module.state_dict()))
+    )
+    assert names

@@ -183,3 +183,18 @@ def test_what_is_a_mean_already_weighs_the_same_however_the_batch_is_cut(tmp_pat
         assert cut.grad_norm.item() == pytest.approx(found[0].grad_norm.item(), rel=1e-4)
         assert torch.equal(cut.aux["load"], found[0].aux["load"])
         torch.testing.assert_close(cut.aux["entropy"], found[0].aux["entropy"])
+
+
+def test_the_load_balance_moves_the_weights_and_is_no_part_of_the_loss(tmp_path: Path) -> None:
+    losses, routers = [], []
+    for weight in (0.0, 1.0):
+        experiment = world.experiment(world.make(tmp_path / str(weight), optim={"load_balance": weight, "clip": 0.0}))
+        config, moe = experiment.session.config, experiment.phases[1]
+        assert isinstance(config, GrowthConfig)
+        module = build(config, 1)
+        opt = torch.optim.SGD(module.parameters(), lr=1.0)
+        result = update(experiment, module, opt, experiment.batch(moe, 0, Rung(micro=4)), 0)
+        losses.append(result.loss.item())
+        routers.append(module.state_dict()["blocks.0.ffn.router.weight"])
+    assert losses[0] == losses[1]
+    assert (routers[0] - routers[1]).abs().max() > 1e-3
