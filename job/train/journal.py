@@ -72,9 +72,10 @@ class Journal:
         step_s: float | None,
         tok_s: float | None,
         shown_val_loss: float | None,
+        over: bool,
     ) -> None:
         """One logged step. `values`: loss, val_loss (None unless evaluated now), grad_norm, the experiment's own.
-        `shown_val_loss`: the newest there is.
+        `shown_val_loss`: the newest there is. `over`: it is the phase's last, perhaps before its time.
         """
         session = self._session
         memory_gb = session.device.used_gb()
@@ -97,7 +98,7 @@ class Journal:
             memory_total_gb=session.device.memory_gb,
             gpu_util=self._utilization.percent,
             spent_usd=None if spent is None else float(spent),
-            eta_s=None if step_s is None else self._eta_s(phase, step, step_s),
+            eta_s=None if step_s is None else self._eta_s(phase, 0 if over else phase.last - step, step_s),
             validation=phase.validation or "val",
         )
         session.say(str(line))
@@ -151,7 +152,7 @@ class Journal:
                 self._session.say(f"warning: lines are lost ({whose}): {error}")
             self._lost.add(whose)
 
-    def _eta_s(self, phase: Phase, step: int, step_s: float) -> float:
-        """Steps that are left, later phases' in proportion to their FLOPs; no growth, no evaluation."""
+    def _eta_s(self, phase: Phase, left: int, step_s: float) -> float:
+        """`left` steps of this phase and all of later ones, in proportion to their FLOPs; no growth, no evaluation."""
         later = sum(p.steps * p.flops_per_token * p.tokens_per_step for p in self._phases[phase.index + 1 :])
-        return step_s * (phase.last - step + later / (phase.flops_per_token * phase.tokens_per_step))
+        return step_s * (left + later / (phase.flops_per_token * phase.tokens_per_step))

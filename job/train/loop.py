@@ -191,7 +191,14 @@ class Loop:
             self._cadence.stall.see(step_s, steps, busy=self.session.checkpoints.busy)
             values["val_loss"] = val_loss
             self._journal.write(
-                phase, self.step, values, lr=lr, step_s=step_s, tok_s=tok_s, shown_val_loss=self.val_loss
+                phase,
+                self.step,
+                values,
+                lr=lr,
+                step_s=step_s,
+                tok_s=tok_s,
+                shown_val_loss=self.val_loss,
+                over=self._over(phase),
             )
             self._guard.see(values["loss"], self.step)
         self._judged = values is not None

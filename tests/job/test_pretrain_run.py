@@ -114,7 +114,7 @@ class Rising(Pretrain):
 
 
 def test_a_rising_validation_ends_the_run_and_the_best_weights_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
@@ -136,6 +136,8 @@ def test_a_rising_validation_ends_the_run_and_the_best_weights_are_kept(
     assert not torch.equal(exported["head.weight"], written[27]["head.weight"])
     events = "; ".join(record["event"] or "" for record in world.records(workdir))
     assert "ends early at step 28" in events
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step 000028/000200"))
+    assert line.endswith("| eta 0:00:00")
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
