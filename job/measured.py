@@ -52,6 +52,7 @@ _FREE = (
 )
 _COUNTS = ("optim.kind",)  # although its section is free
 _CODE = ("train", "models", "experiments", "sizing")  # folders of job/ that decide how long a step takes
+NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
 # One beside the steps, as most are: that at a phase's end has no moments and keeps no step waiting.
 _SAVED = re.compile(r"saved (\d+) \((?:timed|best|stop), ([0-9.]+) MB, blocked ([0-9.]+) s\)")
 
@@ -74,7 +75,7 @@ def code_sha256(folder: Path | None = None) -> str:
 def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per phase, in order, from the lines of metrics.jsonl. A figure that they do not hold is None:
 
-    `step_ms` {median, q1, q3} over all steps but the warm-up of each start; `evaluation_s` of one evaluation;
+    `step_ms` {median, q1, q3} over all steps but the warm-up of each start, one with fewer rows as if it had all; `evaluation_s` of one evaluation;
     `save` {bytes, blocks_s} of one save; `boundary_s` from the last step before the phase to its first, less that step;
     `memory_gb`, the peak. A phase without a timed step is left out.
     """
@@ -156,12 +157,24 @@ def _event(record: Mapping[str, Any]) -> str:
 
 
 def _timed(own: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:
-    """(milliseconds per step, how many steps) of every line that has a time."""
-    before = 0
+    """(milliseconds per whole step, how many steps) of every line that has a time."""
+    before: Mapping[str, Any] = {}
     for record in own:
         if record.get("step_ms") is not None:
-            yield float(record["step_ms"]), max(1, record["step"] - before if before else 1)
-        before = record["step"]
+            count = max(1, record["step"] - before["step"] if before else 1)
+            yield round(float(record["step_ms"]) / _full(record, before), 3), count
+        before = record
+
+
+def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
+    """How much of their rows a line's steps had. The last step of all epochs may have fewer: `tok_s` knows, `tokens`
+    counts it as a whole one.
+    """
+    if not before or not record.get("tok_s") or "tokens" not in before:
+        return 1.0
+    whole: float = (record["tokens"] - before["tokens"]) / (record["step"] - before["step"])
+    full: float = record["tok_s"] * record["step_ms"] / 1e3 / whole
+    return full if full < NEARLY else 1.0
 
 
 def _intervals(

@@ -50,6 +50,15 @@ def test_each_line_stands_for_the_steps_that_it_timed() -> None:
     assert phase["step_ms"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
 
 
+def test_a_last_step_of_fewer_rows_makes_no_step_faster() -> None:
+    """Six steps of 1000 tokens, of which the last one has a tenth: as long as 5.1, and then an evaluation of 0.3 s."""
+    timed = {"step_ms": 85.0, "tok_s": 10_000.0}
+    lines = [line("sft", 10, 0.0, None, tokens=10_000), line("sft", 16, 0.81, val_loss=2.0, tokens=16_000, **timed)]
+    (phase,) = measured.phases(lines)
+    assert phase["step_ms"]["median"] == pytest.approx(100.0)
+    assert phase["evaluation_s"] == pytest.approx(0.3)  # beside the time that the steps did take
+
+
 def test_the_pause_of_an_interruption_is_neither_an_evaluation_nor_a_boundary() -> None:
     resumed = [
         *RECORDS[:3],
