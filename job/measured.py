@@ -75,9 +75,9 @@ def code_sha256(folder: Path | None = None) -> str:
 def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per phase, in order, from the lines of metrics.jsonl. A figure that they do not hold is None:
 
-    `step_ms` {median, q1, q3} over all steps but the warm-up of each start, one with fewer rows as if it had all; `evaluation_s` of one evaluation;
-    `save` {bytes, blocks_s} of one save; `boundary_s` from the last step before the phase to its first, less that step;
-    `memory_gb`, the peak. A phase without a timed step is left out.
+    `step_ms` {median, q1, q3} over all steps but the warm-up of each start, one with fewer rows as if it had all;
+    `evaluation_s` of one evaluation; `save` {bytes, blocks_s} of one save; `boundary_s` from the last step before the
+    phase to its first, less that step; `memory_gb`, the peak. A phase without a timed step is left out.
     """
     names = list(dict.fromkeys(str(record["phase"]) for record in records))
     saves = {int(step): (float(mb) * 1e6, float(s)) for r in records for step, mb, s in _SAVED.findall(_event(r))}
@@ -170,10 +170,10 @@ def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
     """How much of their rows a line's steps had. The last step of all epochs may have fewer: `tok_s` knows, `tokens`
     counts it as a whole one.
     """
-    if not before or not record.get("tok_s") or "tokens" not in before:
+    steps, tokens = (record.get(key, 0) - before.get(key, 0) for key in ("step", "tokens"))
+    if not before or not record.get("tok_s") or steps <= 0 or tokens <= 0:
         return 1.0
-    whole: float = (record["tokens"] - before["tokens"]) / (record["step"] - before["step"])
-    full: float = record["tok_s"] * record["step_ms"] / 1e3 / whole
+    full: float = record["tok_s"] * record["step_ms"] / 1e3 / (tokens / steps)
     return full if full < NEARLY else 1.0
 
 
