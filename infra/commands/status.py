@@ -41,7 +41,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
         if other["FleetState"] not in aws.ENDED:
             theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner(other) or 'unknown'}"
             shown = f"shown is the one of run.owner, {definition.run.owner}"
-            if aws.owner(other) == definition.run.owner and aws.may_launch(other):
+            launches = aws.may_launch(other) and not aws.expired(other, now)
+            if aws.owner(other) == definition.run.owner and launches:
                 shown = f"a run has one: gpufleet wait {definition.argument} says how to end the other"
             yield f"            also {theirs}; {shown}"
     nodes = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] not in GONE]

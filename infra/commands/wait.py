@@ -99,7 +99,8 @@ class Watch:
         raise AwsRefused(f"there is no fleet of run {run_id} of {where}: run `pulumi up` first.{hint}")
 
     def _ours(self, fleet: dict[str, Any]) -> bool:
-        return aws.may_launch(fleet) and aws.owner(fleet) == self.definition.run.owner
+        launches = aws.may_launch(fleet) and not aws.expired(fleet, self.now())
+        return launches and aws.owner(fleet) == self.definition.run.owner
 
     def _twice(self, fleets: list[dict[str, Any]]) -> None:
         """The engine forgets what it was making when an `up` was killed, and the next `up` makes another."""
@@ -131,8 +132,10 @@ class Watch:
         return False
 
     def _for_nothing(self, fleet: dict[str, Any]) -> int:
-        """A node runs: 1 where it is one that finds its run over, as did those before it."""
-        done = self._done()
+        """A node runs: 1 where it is one that finds its run over, as did those before it. Another owner's trains for a
+        run of that owner.
+        """
+        done = self._done() if self._ours(fleet) else None
         needless = aws.needless(fleet, done, self.now()) if done else ""
         if needless:
             self.say(f"The run is over, but {needless}\n  {aws.ending(fleet, self.definition.fleet.region)}")

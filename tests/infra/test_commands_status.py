@@ -175,6 +175,8 @@ def test_status_says_what_else_answers_to_this_run_and_whose_it_is(cloud: Cloud,
     assert re.search(
         r"also fleet-.*, owner you; a run has one: gpufleet wait small-growth says how to end the oth", said
     )
+    said = "\n".join(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), EXPIRES))
+    assert "how to end the other" not in said  # they end by themselves
 
 
 def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:

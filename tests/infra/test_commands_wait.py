@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -173,6 +174,14 @@ def test_a_fleet_that_goes_on_after_its_run_is_named_with_how_to_end_it(
     assert (said.splitlines()[-1] == last) is bool(code)
 
 
+def test_another_owners_fleet_is_not_to_be_ended_because_my_run_is_over(cloud: Cloud, stack: StackDefinition) -> None:
+    declare_fleet(cloud, owner="bob")
+    put(cloud, declare_bucket(cloud), "done.json", {"reason": "finished", "at": "2026-11-20T12:00:00Z"})
+    code, said = waited(cloud, stack)
+    assert code == 0
+    assert "delete-fleets" not in said
+
+
 def test_a_fleet_at_zero_without_a_done_marker_is_a_failure(cloud: Cloud, stack: StackDefinition) -> None:
     fleet = declare_fleet(cloud)
     cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
@@ -211,6 +220,22 @@ def test_an_expired_fleet_is_not_waited_for_whatever_state_aws_shows_it_in(
     assert "it launches nothing more." in said
     assert "waiting for fleet" not in said
     assert "TotalTargetCapacity" not in said
+
+
+def test_of_two_expired_fleets_none_is_said_to_launch_nodes(cloud: Cloud, stack: StackDefinition) -> None:
+    lost = declare_fleet(cloud)
+    cloud.tick()  # it has its node before its template goes
+    cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
+    fleets = lost, declare_fleet(cloud)
+    cloud.fleets.expired_state = "active"
+    assert waited(cloud, stack)[1].startswith("2 fleets of run r1 launch nodes")
+    assert isinstance(cloud.clock, ManualClock)
+    cloud.clock.advance((EXPIRES - cloud.clock.now()).total_seconds())
+    cloud.client("ec2").terminate_instances(InstanceIds=[node.id for node in cloud.instances()])
+    cloud.tick()
+    code, said = waited(cloud, stack)
+    assert code == 1
+    assert re.match(rf"fleet ({'|'.join(fleets)}) is expired: it launches nothing more", said)
 
 
 def test_a_fleet_of_another_run_is_not_taken_for_ours(cloud: Cloud, stack: StackDefinition) -> None:
