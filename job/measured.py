@@ -84,7 +84,7 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for name in names:
         own = [record for record in records if record["phase"] == name]
-        timed = list(_timed(own))
+        timed = list(step_times(own))
         if not timed:
             continue
         middle = _quantile(timed, 0.5)
@@ -103,6 +103,16 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def step_times(own: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:
+    """(milliseconds per whole step, how many steps) of every line that has a time."""
+    before: Mapping[str, Any] = {}
+    for record in own:
+        if record.get("step_ms") is not None:
+            count = max(1, record["step"] - before["step"] if before else 1)
+            yield round(float(record["step_ms"]) / _full(record, before), 3), count
+        before = record
 
 
 def document(
@@ -156,21 +166,11 @@ def _event(record: Mapping[str, Any]) -> str:
     return str(record.get("event") or "")
 
 
-def _timed(own: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:
-    """(milliseconds per whole step, how many steps) of every line that has a time."""
-    before: Mapping[str, Any] = {}
-    for record in own:
-        if record.get("step_ms") is not None:
-            count = max(1, record["step"] - before["step"] if before else 1)
-            yield round(float(record["step_ms"]) / _full(record, before), 3), count
-        before = record
-
-
 def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
     """How much of their rows a line's steps had. The last step of all epochs may have fewer: `tok_s` knows, `tokens`
     counts it as a whole one.
     """
-    steps, tokens = (record.get(key, 0) - before.get(key, 0) for key in ("step", "tokens"))
+    steps, tokens = ((record.get(key) or 0) - (before.get(key) or 0) for key in ("step", "tokens"))
     if not before or not record.get("tok_s") or steps <= 0 or tokens <= 0:
         return 1.0
     full: float = record["tok_s"] * record["step_ms"] / 1e3 / (tokens / steps)

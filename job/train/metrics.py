@@ -6,13 +6,14 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from job import atomic
+from job.measured import step_times
 
 WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
 
@@ -109,16 +110,18 @@ class MetricsFile:
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Of one phase's lines of metrics.jsonl, by the bill's names: medians, memory's peak. None: nothing was timed."""
+    """Of one phase's lines of metrics.jsonl, by the bill's names: medians, memory's peak. None: nothing was timed.
+    A step with fewer rows is as long as one with all.
+    """
 
-    def middle(key: str) -> float | None:
-        values = [record[key] for record in records if record[key] is not None]
-        return median(values) if values else None
+    def middle(values: Iterable[float | None]) -> float | None:
+        found = [value for value in values if value is not None]
+        return median(found) if found else None
 
     return {
-        "step_ms": middle("step_ms"),
-        "tokens_per_s": middle("tok_s"),
-        "mfu": middle("mfu"),
+        "step_ms": middle(step_ms for step_ms, _ in step_times(records)),
+        "tokens_per_s": middle(record["tok_s"] for record in records),
+        "mfu": middle(record["mfu"] for record in records),
         "memory_gb": max((record["mem_gb"] for record in records), default=None),
     }
 

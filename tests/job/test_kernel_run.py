@@ -107,8 +107,11 @@ def test_a_last_step_of_fewer_rows_is_no_faster(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(metrics, "WARM_UP", 0)
     workdir = kernel.make(tmp_path)
     assert world.train(workdir, StopAt(workdir, 4)) == 75
-    trained = [record["tok_s"] * record["step_ms"] / 1000 / 1024 for record in world.records(workdir)]
+    records = world.records(workdir)
+    trained = [record["tok_s"] * record["step_ms"] / 1000 / 1024 for record in records]
     assert trained == pytest.approx([3, 3, 3, 2], rel=1e-3)
+    took = metrics.measured(records[2:])["step_ms"]  # of two
+    assert took == pytest.approx((records[2]["step_ms"] + records[3]["step_ms"] * 3 / 2) / 2, rel=1e-3)
 
 
 def test_it_learns(finished: Path) -> None:
