@@ -195,9 +195,9 @@ def _seconds(value: Any) -> float | None:
 
 def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | None, Path]]:
     """Every file's measurement; None for a damaged one. A receipt without a measurement is not damaged."""
-    for path in sorted((root / FOLDER / stack).glob("*.json")):
+    for path in sorted((root / FOLDER / stack).glob("[!.]*.json")):
         yield _sound(atomic.read_object(path)), path
-    for path in sorted((root / RECEIPTS / stack).glob("*.json")):
+    for path in sorted((root / RECEIPTS / stack).glob("[!.]*.json")):
         tree = (atomic.read_object(path) or {}).get("measured")
         if isinstance(tree, dict) and (sound := _sound(tree)) is not None:
             yield sound, path

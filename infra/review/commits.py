@@ -14,9 +14,9 @@ from infra.catalog import SHIPPED, Catalog, files, load_catalog
 from infra.errors import GpufleetError
 
 _WANTED = re.compile(
-    r"stacks/[^/]+\.yaml|policy\.yaml|prices/[^/]+/(on_demand|spot|services)\.csv"
-    r"|infra/catalog/(gpus|instances|on_demand|spot|services)\.csv|(calibrations|receipts)/[^/]+/[^/]+\.json"
-    r"|traces/[^/]+\.(csv|json)"
+    r"stacks/[^/.][^/]*\.yaml|policy\.yaml|prices/[^/]+/(on_demand|spot|services)\.csv"
+    r"|infra/catalog/(gpus|instances|on_demand|spot|services)\.csv|(calibrations|receipts)/[^/]+/[^/.][^/]*\.json"
+    r"|traces/[^/.][^/]*\.(csv|json)"
 )
 _REGULAR = ("100644", "100755")  # no links, no submodules
 

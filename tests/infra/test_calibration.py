@@ -193,6 +193,11 @@ def test_a_damaged_file_does_not_hide_a_sound_one(tmp_path: Path) -> None:
     assert isinstance(find(tmp_path), Calibration)
 
 
+def test_a_hidden_file_is_no_measurement(tmp_path: Path) -> None:
+    place(tmp_path, "Mac OS X", "._nvidia-a10g")
+    assert find(tmp_path) is None
+
+
 def test_a_cpu_measurement_is_for_jobs_on_a_cpu_only(tmp_path: Path) -> None:
     config = growth(device="cpu")
     tree = measurement(config)

@@ -303,6 +303,14 @@ def test_beside_the_project_no_review_holds(project: Project) -> None:
         diff.make(project.root / "docs", commit, commit)
 
 
+def test_hidden_files_of_a_commit_are_no_stacks(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    base = project.commit({"stacks/growth.yaml": STACK})
+    hidden = ("stacks/._growth.yaml", "traces/._a.csv", "receipts/growth/._r1.json", "calibrations/growth/._a10g.json")
+    code, out = run(capsys, base, project.commit(dict.fromkeys(hidden, "Mac OS X")))
+    assert code == 0
+    assert "._" not in out
+
+
 def test_outside_a_repository_and_without_git_that_is_what_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
