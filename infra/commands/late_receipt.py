@@ -24,10 +24,12 @@ CUT_OFF = "fleet-gone"
 SIGNS = ("attempts/", "heartbeat/")  # what a node writes of itself while it lives
 
 
-def cut_off(definition: StackDefinition, objects: Iterable[aws.Stored], ec2: Any, now: datetime) -> dict[str, Any]:
+def cut_off(
+    definition: StackDefinition, objects: Iterable[aws.Stored], ec2: Any, now: datetime
+) -> dict[str, Any] | None:
     """What done.json would be of a run without one that nothing goes on with: no fleet that launches, no node, whoever
-    owns them. It ended when its nodes last wrote. Empty while it may go on, while AWS does not say, and of a run that
-    no node has begun.
+    owns them. It ended when its nodes last wrote. Empty while it may go on, and of a run that no node has begun; None
+    where AWS does not say.
     """
     written = [each.written for each in objects if each.name.startswith(SIGNS)]
     if not written:
@@ -37,7 +39,7 @@ def cut_off(definition: StackDefinition, objects: Iterable[aws.Stored], ec2: Any
         if nodes or any(_goes_on(fleet, now) for fleet in aws.fleets(ec2, definition)):
             return {}
     except (BotoCoreError, ClientError):
-        return {}
+        return None
     detail = "its fleet was deleted or has expired, and it has no node"
     return {"reason": CUT_OFF, "detail": detail, "at": f"{max(written).astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"}
 

@@ -92,11 +92,12 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
         print(f"  {each.name}  {_readable(each.bytes)}")
     names = {each.name for each in wanted}
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
-    done = (folder.document("done.json") or {}) if lacking else {}
-    if RECEIPT in lacking and not done:  # of a run that is over there is at least its receipt
-        done = late_receipt.cut_off(definition, objects, ec2, datetime.now(UTC))
+    found = folder.document("done.json") if lacking else {}
+    if RECEIPT in lacking and not found:  # of a run that is over there is at least its receipt
+        found = late_receipt.cut_off(definition, objects, ec2, datetime.now(UTC))
+    done = found or {}
     reason, detail = done.get("reason"), done.get("detail")
-    if RECEIPT in lacking:
+    if RECEIPT in lacking and found is not None:  # while AWS does not say, one made earlier may be all there is
         before = atomic.read_object(target / RECEIPT) or {}
         if not before or before.get("counted_until") != done.get("at"):  # of an earlier life of this run's id
             before = {}
@@ -117,6 +118,8 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
         return 0
     if lacking:
         state = f"it ended with {reason}{f' ({detail})' if detail else ''}" if reason else "it is not done"
+        if RECEIPT in lacking and found is None:
+            state += ", and whether it goes on AWS does not say"
         again = stack.again(definition)
         more = f"`gpufleet status {again}` says more"
         if reason in SCRIPTS:
