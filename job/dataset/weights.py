@@ -26,6 +26,7 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ENDINGS, _NAMES = (".json", ".jinja"), ("tokenizer.model", "merges.txt", "vocab.txt")  # settings, tokenizer, template
 _PUBLISHED = {  # by the folder that a file of stacks/ names
     "llama-3.1-8b-instruct": "meta-llama/Llama-3.1-8B-Instruct",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
     "qwen3-8b": "Qwen/Qwen3-8B",
 }
 _DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them

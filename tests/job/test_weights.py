@@ -168,7 +168,7 @@ def test_a_missing_folder_says_how_to_come_by_its_weights(tmp_path: Path, name: 
 
 def test_every_folder_of_base_weights_in_stacks_has_its_command() -> None:
     text = "".join(path.read_text() for path in (Path(__file__).parents[2] / "stacks").glob("*.yaml"))
-    folders = set(re.findall(r"base_weights: data/(\S+)", text))
+    folders = set(re.findall(r"base_weights: data/([\w.-]+)", text))
     assert folders == set(weights._PUBLISHED)
 
 
