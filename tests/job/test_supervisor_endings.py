@@ -71,6 +71,21 @@ def test_a_node_that_is_lost_before_its_next_heartbeat_has_said_where_it_went_on
     assert seen == [5]
 
 
+def test_a_store_that_refuses_to_note_where_a_node_went_on_stops_nothing(tmp_path: Path) -> None:
+    bench = interrupted(tmp_path)
+    refused: list[int] = []
+
+    def once(put: int, key: str) -> StoreError | None:
+        if key != "attempts/i-2.json" or refused or "resuming from step 5" not in bench.said:
+            return None
+        refused.append(put)
+        return StoreError("503 slow down")
+
+    assert bench.attempt("i-2", store=FaultyStore(bench.store, once)).run() == 0
+    assert refused
+    assert bench.json("attempts/i-2.json")["resumed_step"] == 5
+
+
 def test_the_next_attempt_resumes_where_the_notice_stopped(tmp_path: Path) -> None:
     bench = interrupted(tmp_path)
     assert bench.attempt("i-2").run() == 0

@@ -85,6 +85,31 @@ def test_a_hurry_does_not_end_an_upload_for_a_newer_one_that_cannot_arrive(tmp_p
     assert bench.manifests() == [3, 6]
 
 
+def test_a_hurry_waits_for_no_pause_after_failures(tmp_path: Path) -> None:
+    bench, queue, clock = Bench(tmp_path), Queue(), Clock()
+    commit(tmp_path / "w", 3, "c")
+    uploader = Uploader(publisher(bench), queue, clock, lambda text: None, at_once)
+    for pause in (2, 4, 8):
+        uploader.poll()
+        queue.run(StoreError("503 slow down"))
+        uploader.poll()
+        clock.sleep(pause - 1)
+        uploader.poll()
+        assert not queue.waiting
+        clock.sleep(1)
+    uploader.poll()
+    queue.run(StoreError("503 slow down"))  # again in 16 s
+    uploader.poll()
+    uploader.hurry(clock() + 120)
+    uploader.poll()
+    queue.run(StoreError("503 slow down"))
+    uploader.poll()
+    clock.sleep(2)  # and no longer between two more
+    uploader.poll()
+    queue.run()
+    assert bench.manifests() == [3]
+
+
 def test_what_nobody_foresaw_delays_an_upload_and_stops_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     store = FaultyStore(bench.store, lambda put, _: RuntimeError("can't start new thread") if put == 9 else None)
