@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,23 @@ def test_bf16_losses_are_of_all_validation_rows_and_fp32_ones_of_a_few(
     assert isinstance(module, decoder.Decoder)
     found = {variant.name: merge._loss(experiment, module, variant)["rows"] for variant in merge.VARIANTS}
     assert found == {"base": 3, "adapter": 3, "merged_bf16": 3, "adapter_fp32": 2, "merged_fp32": 2}
+
+
+def test_what_follows_training_says_how_far_it_is(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Silent for a quarter of an hour, as on a slow GPU it would be, the trainer is killed, with its training paid for."""
+    monkeypatch.setattr("job.train.experiment.SPOKEN_S", 0.0)
+    monkeypatch.setattr(merge, "answers_at_once", lambda config: 1)
+    experiment = world.experiment(finished)
+    assert isinstance(experiment, Sft)
+    module = experiment.begin(experiment.phases[0], None)
+    assert isinstance(module, decoder.Decoder)
+    merge._loss(experiment, module, merge.VARIANTS[3])  # in micro-batches of one of its three rows
+    asked = len(merge._answers(experiment, module, merge.Done(tmp_path / "stages", experiment.session, "")))
+    said = capsys.readouterr().out
+    assert len(re.findall(r"evaluation: \d+% of its tokens", said)) == 2
+    assert re.findall(r"answers: (\d+) of \d+", said) == [str(number) for number in range(1, asked + 1)]
 
 
 def test_an_adapter_that_a_limit_cuts_short_is_left_as_its_last_step_made_it(tmp_path: Path, finished: Path) -> None:
