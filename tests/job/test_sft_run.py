@@ -124,7 +124,7 @@ def test_bf16_losses_are_of_all_validation_rows_and_fp32_ones_of_a_few(
 def test_what_follows_training_says_how_far_it_is(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Silent for a quarter of an hour, as on a slow GPU it would be, the trainer is killed, with its training paid for."""
+    """Silent for a quarter of an hour, as on a slow GPU, the trainer is killed, with its training paid for."""
     monkeypatch.setattr("job.train.experiment.SPOKEN_S", 0.0)
     monkeypatch.setattr(merge, "answers_at_once", lambda config: 1)
     experiment = world.experiment(finished)
