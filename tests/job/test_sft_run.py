@@ -67,6 +67,13 @@ def test_it_learns(finished: Path) -> None:
     assert sft.results(finished)["losses"]["adapter"]["loss"] < sft.results(finished)["losses"]["base"]["loss"] - 0.05
 
 
+def test_a_last_step_of_fewer_rows_counts_as_no_whole_one(finished: Path) -> None:
+    experiment = world.experiment(finished)
+    rung = sizing.Rung(micro=1)
+    found = [experiment.batch(experiment.phases[0], step, rung).full for step in range(STEPS)]
+    assert found == [1.0] * 7 + [0.5]  # thirty rows in steps of four
+
+
 def test_the_result_table_holds_the_four_validation_losses_and_what_they_say(finished: Path) -> None:
     table = sft.results(finished)
     found = table["losses"]

@@ -15,6 +15,7 @@ from job.config import (
     PretrainConfig,
     SftConfig,
     TextData,
+    TwoTowerConfig,
 )
 from job.config.pretrain import CharModel, MuonAdamW
 from job.sizing import decoder
@@ -227,6 +228,20 @@ def test_muons_rate_is_refused_for_adamw() -> None:
     ((path, text),) = sizing.problems(replace(PretrainConfig(), optim=MuonAdamW(kind="adamw")))
     assert path == "optim.lr"
     assert "0.02 is Muon's" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        (GrowthConfig(), 1),  # one process, however many nodes are paid
+        (TwoTowerConfig(), 1),
+        (SftConfig(), 4),  # the rows of a step
+        (PretrainConfig(), 16),
+        (KernelConfig(), 16),
+    ],
+)
+def test_how_many_processes_of_two_nodes_with_eight_gpus_share_a_step(config: JobConfig, ranks: int) -> None:
+    assert sizing.ranks(config, 8, 2) == ranks
 
 
 def test_long_prompts_are_answered_fewer_at_once_and_billed_so() -> None:
