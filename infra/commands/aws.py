@@ -232,6 +232,7 @@ class RunFolder:
     s3: Any
     bucket: str
     run: str
+    owner: str  # of the bucket, as its tag says
     others: str = ""  # where else a run of this name lies, in words
 
     def objects(self, prefix: str = "") -> list[Stored]:
@@ -278,9 +279,8 @@ def run_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
         return None
     chosen, *others = sorted(holds, key=lambda bucket: owner(bucket) != run.owner)
     named = ", ".join(f"s3://{bucket['Name']}/{run.id}/ (owner {owner(bucket) or 'unknown'})" for bucket in others)
-    return RunFolder(
-        s3=s3, bucket=chosen["Name"], run=run.id, others=f"{named}; used is the newest of run.owner" if named else ""
-    )
+    others_said = f"{named}; used is the newest of run.owner" if named else ""
+    return RunFolder(s3=s3, bucket=chosen["Name"], run=run.id, owner=owner(chosen), others=others_said)
 
 
 def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:

@@ -25,18 +25,19 @@ SIGNS = ("attempts/", "heartbeat/")  # what a node writes of itself while it liv
 
 
 def cut_off(
-    definition: StackDefinition, objects: Iterable[aws.Stored], ec2: Any, now: datetime
+    definition: StackDefinition, owner: str, objects: Iterable[aws.Stored], ec2: Any, now: datetime
 ) -> dict[str, Any] | None:
-    """What done.json would be of a run without one that nothing goes on with: no fleet that launches, no node, whoever
-    owns them. It ended when its nodes last wrote. Empty while it may go on, and of a run that no node has begun; None
-    where AWS does not say.
+    """What done.json would be of a run without one that nothing goes on with: no fleet that launches, no node, of its
+    bucket's `owner`; another's have a bucket of their own. It ended when its nodes last wrote. Empty while it may go
+    on, and of a run that no node has begun; None where AWS does not say.
     """
     written = [each.written for each in objects if each.name.startswith(SIGNS)]
     if not written:
         return {}
     try:
         nodes = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] != "terminated"]
-        if nodes or any(_goes_on(fleet, now) for fleet in aws.fleets(ec2, definition)):
+        fleets = [fleet for fleet in aws.fleets(ec2, definition) if _goes_on(fleet, now)]
+        if any(aws.owner(each) in ("", owner) or not owner for each in (*nodes, *fleets)):
             return {}
     except (BotoCoreError, ClientError):
         return None

@@ -94,7 +94,7 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
     found = folder.document("done.json") if lacking else {}
     if RECEIPT in lacking and not found:  # of a run that is over there is at least its receipt
-        found = late_receipt.cut_off(definition, objects, ec2, datetime.now(UTC))
+        found = late_receipt.cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
     done = found or {}
     reason, detail = done.get("reason"), done.get("detail")
     if RECEIPT in lacking and found is not None:  # while AWS does not say, one made earlier may be all there is

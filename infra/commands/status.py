@@ -64,7 +64,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     resting = not ended and not fleets[0]["TargetCapacitySpecification"]["TotalTargetCapacity"]
     if resting and not done:
         yield f"next        the fleet is at 0: gpufleet wait {definition.argument} says how the run goes on"
-    if ended and not done and not nodes:
+    if ended and not done and not any(aws.owner(node) in ("", folder.owner) for node in nodes):
         yield f"next        nothing goes on with it: gpufleet results {stack.again(definition)} brings what it left"
     if done:
         yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()

@@ -35,12 +35,17 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
         return 0
     found = aws.fleets(ec2, definition)
     alive = [fleet for fleet in found if fleet["FleetState"] not in aws.ENDED and not aws.expired(fleet, now)]
-    if folder is None or not any(aws.owner(fleet) == owner for fleet in alive):
+    if not any(aws.owner(fleet) == owner for fleet in alive):
         others = ", ".join(sorted({aws.owner(fleet) or "nobody" for fleet in alive}))
         whose = f"; there is one of {others}, whose file has to ask" if alive else ""
         raise AwsRefused(
             f"there is no fleet of owner {owner} for run {run} of {name} in {definition.fleet.region}{whose}. "
             f"`gpufleet status {again}` says what there is; `--run ID` names an earlier run."
+        )
+    if folder is None or folder.owner not in ("", owner):  # another's would end his run
+        raise AwsRefused(
+            f"no bucket of owner {owner} holds run {run} of {name}: no node of it can boot or be asked. "
+            "`pulumi destroy` ends its fleet."
         )
     asked = {"by": owner, "at": now.isoformat(timespec="seconds")}
     s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=(json.dumps(asked) + "\n").encode())

@@ -73,6 +73,17 @@ def test_of_a_fleet_at_zero_no_node_is_promised(
     assert "The next one" not in said
 
 
+@pytest.mark.parametrize("bucket", [None, "bob"])
+def test_a_run_whose_bucket_is_gone_asks_nobody_elses_to_end(
+    cloud: Cloud, stack: StackDefinition, bucket: str | None
+) -> None:
+    declare_fleet(cloud)
+    if bucket:
+        put(cloud, declare_bucket(cloud, owner=bucket), "run.json", {})
+    with pytest.raises(AwsRefused, match="no bucket of owner you holds run r1 of small-growth"):
+        asked(stack)
+
+
 def test_a_run_that_is_over_is_not_asked(
     cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
 ) -> None:

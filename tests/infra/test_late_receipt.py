@@ -117,6 +117,7 @@ def test_a_run_whose_fleet_is_gone_before_its_end_leaves_a_receipt(
         monkeypatch.setattr("infra.commands.results.datetime", SimpleNamespace(now=lambda _: EXPIRES))
     cloud.tick()
     cloud.clock.advance(600)
+    declare_fleet(cloud, owner="bob")  # whose run has the same id, and a bucket of its own
     cloud.tick()
     assert main(["status", "small-growth"]) == 0
     said = capsys.readouterr().out
