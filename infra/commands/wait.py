@@ -56,7 +56,11 @@ class Watch:
         """0 when a node runs or the run is already over, 1 with the reasons when there is none in time."""
         give_up = self.clock() + timeout_s
         while True:
-            fleets = self._fleets()
+            fleets = aws.fleets(self.ec2, self.definition)
+            if not fleets:
+                if done := self._done():
+                    return self._over(done)
+                raise self._no_fleet()
             if len(twice := [each for each in fleets if self._ours(each)]) > 1:
                 self._twice(twice)
                 return 1
@@ -64,9 +68,7 @@ class Watch:
             stopped = not fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
             ended, expired = fleet["FleetState"] in aws.ENDED, aws.expired(fleet, self.now())
             if (stopped or ended or expired) and (done := self._done()):
-                self.say(f"the run is over: {done.get('reason')}. {done.get('detail') or ''}".strip())
-                self.say(f"Next: `gpufleet results {self.definition.argument}`, then `pulumi destroy`.")
-                return 0
+                return self._over(done)
             if ended or fleet["FleetState"] == "failed":
                 return self._no_more(fleet, fleet["FleetState"])
             if stopped and not expired:
@@ -86,17 +88,19 @@ class Watch:
             self._say(f"waiting for fleet {fleet['FleetId']} to find a node ...")
             self.sleep(min(POLL_S, max(give_up - self.clock(), 0.0)))
 
-    def _fleets(self) -> list[dict[str, Any]]:
+    def _over(self, done: dict[str, Any]) -> int:
+        self.say(f"the run is over: {done.get('reason')}. {done.get('detail') or ''}".strip())
+        self.say(f"Next: `gpufleet results {self.definition.argument}`, then `pulumi destroy`.")
+        return 0
+
+    def _no_fleet(self) -> AwsRefused:
         name, run_id = self.definition.name, self.definition.run.id
-        found = aws.fleets(self.ec2, self.definition)
-        if found:
-            return found
         others = sorted(
             {aws.tags_of(fleet).get(RUN_TAG, "?") for fleet in aws.fleets(self.ec2, self.definition, every_run=True)}
         )
         hint = f" This stack has fleets of {', '.join(others)}." if others else ""
         where = f"{name} in {self.definition.fleet.region}"
-        raise AwsRefused(f"there is no fleet of run {run_id} of {where}: run `pulumi up` first.{hint}")
+        return AwsRefused(f"there is no fleet of run {run_id} of {where}: run `pulumi up` first.{hint}")
 
     def _ours(self, fleet: dict[str, Any]) -> bool:
         launches = aws.may_launch(fleet) and not aws.expired(fleet, self.now())

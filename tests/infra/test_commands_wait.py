@@ -174,6 +174,13 @@ def test_a_fleet_that_goes_on_after_its_run_is_named_with_how_to_end_it(
     assert (said.splitlines()[-1] == last) is bool(code)
 
 
+def test_a_run_that_is_done_is_over_though_aws_has_forgotten_its_fleet(cloud: Cloud, stack: StackDefinition) -> None:
+    """Another `pulumi up` would begin it anew: a destroy forgets the ids that were used."""
+    put(cloud, declare_bucket(cloud), "done.json", {"reason": "finished"})
+    code, said = waited(cloud, stack)
+    assert (code, said.splitlines()[0]) == (0, "the run is over: finished.")
+
+
 def test_another_owners_fleet_is_not_to_be_ended_because_my_run_is_over(cloud: Cloud, stack: StackDefinition) -> None:
     declare_fleet(cloud, owner="bob")
     put(cloud, declare_bucket(cloud), "done.json", {"reason": "finished", "at": "2026-11-20T12:00:00Z"})
