@@ -36,7 +36,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     if not fleets and folder is None:
         raise aws.no_run(s3, definition)
     yield f"{name}, run {run_id}, {definition.fleet.region}"
-    yield from _fleet(fleets, now)
+    yield from _fleet(fleets, definition.run.owner, now)
     for other in fleets[1:]:
         if other["FleetState"] not in aws.ENDED:
             theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner(other) or 'unknown'}"
@@ -74,20 +74,21 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
         yield f"next        gpufleet results {stack.again(definition)}{after}"
 
 
-def _fleet(fleets: list[dict[str, Any]], now: datetime) -> Iterator[str]:
+def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[str]:
     if not fleets:
         yield "fleet       none: destroyed, or deleted more than two days ago"
         return
     fleet = fleets[0]
     capacity = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
+    whose = "" if aws.owner(fleet) in ("", owner) else f", owner {aws.owner(fleet)}"
     until = fleet.get("ValidUntil")
     expiry = f", ends at the latest {until:%Y-%m-%d %H:%M} UTC" if until else ""
     expired = aws.expired(fleet, now)
     if fleet["FleetState"] in aws.ENDED or expired:
         why = f", expired {until:%Y-%m-%d %H:%M} UTC" if expired else ""
-        yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{why}: it launches nothing more"
+        yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}{why}: it launches nothing more"
         return
-    yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}, wants {capacity} node{expiry}"
+    yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}, wants {capacity} node{expiry}"
 
 
 def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:

@@ -179,6 +179,11 @@ def test_status_says_what_else_answers_to_this_run_and_whose_it_is(cloud: Cloud,
     assert "how to end the other" not in said  # they end by themselves
 
 
+def test_status_says_whose_a_fleet_is_where_there_is_none_of_ones_own(cloud: Cloud, stack: StackDefinition) -> None:
+    theirs = declare_fleet(cloud, owner="bob")
+    assert stated(stack)["fleet"].startswith(f"{theirs}, active, owner bob, wants 1 node")
+
+
 def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "small-growth"]) == 2
     assert (
