@@ -147,15 +147,24 @@ def fleets(ec2: Any, definition: StackDefinition, *, every_run: bool = False) ->
 
     def order(fleet: dict[str, Any]) -> tuple[bool, bool, bool, datetime]:
         ours, ended = owner(fleet) == definition.run.owner, fleet["FleetState"] in ENDED
-        return ours, may_launch(fleet), not ended, fleet["CreateTime"]
+        return ours, _wants_nodes(fleet), not ended, fleet["CreateTime"]
 
     return sorted(mine, key=order, reverse=True)
 
 
-def may_launch(fleet: dict[str, Any]) -> bool:
+def may_launch(fleet: dict[str, Any], now: datetime) -> bool:
     """Whether it can launch a node at any time."""
-    wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
+    return _wants_nodes(fleet) and not expired(fleet, now)
+
+
+def _wants_nodes(fleet: dict[str, Any]) -> bool:
+    wants: int = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
     return fleet["FleetState"] in ("submitted", "active", "modifying") and wants > 0
+
+
+def over(fleet: dict[str, Any], now: datetime) -> bool:
+    """Whether it launches nothing more, whatever its owner asks: one at a target of 0 is not."""
+    return fleet["FleetState"] in ENDED or expired(fleet, now)
 
 
 def needless(fleet: dict[str, Any], done: Mapping[str, Any], now: datetime) -> str:
@@ -164,7 +173,7 @@ def needless(fleet: dict[str, Any], done: Mapping[str, Any], now: datetime) -> s
         late = (now - datetime.fromisoformat(str(done.get("at")))).total_seconds() > ENDING_S
     except (ValueError, TypeError):
         late = True
-    if not late or not may_launch(fleet) or expired(fleet, now):
+    if not late or not may_launch(fleet, now):
         return ""
     return (
         f"fleet {fleet['FleetId']} still launches nodes, each billed until it finds that the run is over: they may "
@@ -178,7 +187,7 @@ def ending(fleet: dict[str, Any], region: str) -> str:
 
 
 def expired(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether it launches nothing more, in whatever state AWS shows it then: which one that is, is not known."""
+    """Whether its time is over, in whatever state AWS shows it then: which one that is, is not known."""
     until: datetime | None = fleet.get("ValidUntil")
     return until is not None and until <= now
 

@@ -36,18 +36,13 @@ def cut_off(
         return {}
     try:
         nodes = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] != "terminated"]
-        fleets = [fleet for fleet in aws.fleets(ec2, definition) if _goes_on(fleet, now)]
+        fleets = [fleet for fleet in aws.fleets(ec2, definition) if not aws.over(fleet, now)]
         if any(aws.owner(each) in ("", owner) or not owner for each in (*nodes, *fleets)):
             return {}
     except (BotoCoreError, ClientError):
         return None
     detail = "its fleet was deleted or has expired, and it has no node"
     return {"reason": CUT_OFF, "detail": detail, "at": f"{max(written).astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"}
-
-
-def _goes_on(fleet: dict[str, Any], now: datetime) -> bool:
-    """Also at a target of 0: its owner may raise it again."""
-    return fleet["FleetState"] not in aws.ENDED and not aws.expired(fleet, now)
 
 
 def make(

@@ -92,7 +92,7 @@ def _fleets(fleets: list[dict[str, Any]], definition: StackDefinition, now: date
     for fleet in fleets:
         wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
         expired = aws.expired(fleet, now)
-        launches = aws.may_launch(fleet) and not expired
+        launches = aws.may_launch(fleet, now)
         note = f"{fleet['FleetState']}, wants {wants}"
         note += ": it can launch a node at any time" if launches else ", expired" if expired else ""
         command = f"aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet['FleetId']}" if launches else ""

@@ -41,8 +41,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
         if other["FleetState"] not in aws.ENDED:
             theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner(other) or 'unknown'}"
             shown = f"shown is the one of run.owner, {definition.run.owner}"
-            launches = aws.may_launch(other) and not aws.expired(other, now)
-            if aws.owner(other) == definition.run.owner and launches:
+            if aws.owner(other) == definition.run.owner and aws.may_launch(other, now):
                 shown = f"a run has one: gpufleet wait {definition.argument} says how to end the other"
             yield f"            also {theirs}; {shown}"
     nodes = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] not in GONE]
@@ -54,7 +53,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     if folder.others:
         yield f"            also {folder.others}, {definition.run.owner}"
     yield from _attempts(folder, {node["InstanceId"] for node in nodes})
-    ended = not fleets or fleets[0]["FleetState"] in aws.ENDED or aws.expired(fleets[0], now)
+    ended = not fleets or aws.over(fleets[0], now)
     yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
     done = folder.document("done.json")
@@ -83,9 +82,8 @@ def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[
     whose = "" if aws.owner(fleet) in ("", owner) else f", owner {aws.owner(fleet)}"
     until = fleet.get("ValidUntil")
     expiry = f", ends at the latest {until:%Y-%m-%d %H:%M} UTC" if until else ""
-    expired = aws.expired(fleet, now)
-    if fleet["FleetState"] in aws.ENDED or expired:
-        why = f", expired {until:%Y-%m-%d %H:%M} UTC" if expired else ""
+    if aws.over(fleet, now):
+        why = f", expired {until:%Y-%m-%d %H:%M} UTC" if aws.expired(fleet, now) else ""
         yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}{why}: it launches nothing more"
         return
     yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}, wants {capacity} node{expiry}"

@@ -33,8 +33,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     if done:
         print(f"run {run} of {name} is over already: {done.get('reason')}, {done.get('at')}")
         return 0
-    found = aws.fleets(ec2, definition)
-    alive = [fleet for fleet in found if fleet["FleetState"] not in aws.ENDED and not aws.expired(fleet, now)]
+    alive = [fleet for fleet in aws.fleets(ec2, definition) if not aws.over(fleet, now)]
     if not any(aws.owner(fleet) == owner for fleet in alive):
         others = ", ".join(sorted({aws.owner(fleet) or "nobody" for fleet in alive}))
         whose = f"; there is one of {others}, whose file has to ask" if alive else ""

@@ -103,8 +103,7 @@ class Watch:
         return AwsRefused(f"there is no fleet of run {run_id} of {where}: run `pulumi up` first.{hint}")
 
     def _ours(self, fleet: dict[str, Any]) -> bool:
-        launches = aws.may_launch(fleet) and not aws.expired(fleet, self.now())
-        return launches and aws.owner(fleet) == self.definition.run.owner
+        return aws.may_launch(fleet, self.now()) and aws.owner(fleet) == self.definition.run.owner
 
     def _twice(self, fleets: list[dict[str, Any]]) -> None:
         """The engine forgets what it was making when an `up` was killed, and the next `up` makes another."""
