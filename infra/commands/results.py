@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
@@ -92,24 +93,12 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
         print(f"  {each.name}  {_readable(each.bytes)}")
     names = {each.name for each in wanted}
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
-    found = folder.document("done.json") if lacking else {}
-    if RECEIPT in lacking and not found:  # of a run that is over there is at least its receipt
-        found = late_receipt.cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
-    done = found or {}
-    reason, detail = done.get("reason"), done.get("detail")
-    if RECEIPT in lacking and found is not None:  # while AWS does not say, one made earlier may be all there is
-        before = atomic.read_object(target / RECEIPT) or {}
-        if not before or before.get("counted_until") != done.get("at"):  # of an earlier life of this run's id
-            before = {}
-            (target / RECEIPT).unlink(missing_ok=True)
-    if RECEIPT in lacking and reason:
-        try:
-            made = late_receipt.make(definition, folder, ec2, target, done, time.time(), before)
-            atomic.write_json(target / RECEIPT, made)
+    done = folder.document("done.json") if lacking else {}
+    if RECEIPT in lacking:
+        done, made = _late(definition, folder, objects, ec2, target, done)
+        if made:
             lacking.remove(RECEIPT)
-            print(receipt_text(made))
-        except ValueError as error:
-            print(f"No receipt can be made of what the run left: {error}.")
+    reason, detail = ((done or {}).get(key) for key in ("reason", "detail"))
     if lacking == ["results.json"] and reason in EARLY:
         if sizing.cut_bytes(definition.job.parameters, 0) and not any(each.name.startswith(FINAL) for each in objects):
             kept = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"
@@ -118,7 +107,7 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
         return 0
     if lacking:
         state = f"it ended with {reason}{f' ({detail})' if detail else ''}" if reason else "it is not done"
-        if RECEIPT in lacking and found is None:
+        if RECEIPT in lacking and done is None:
             state += ", and whether it goes on AWS does not say"
         again = stack.again(definition)
         more = f"`gpufleet status {again}` says more"
@@ -128,6 +117,36 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
         return 1
     print(f"Complete. What it cost against the estimate: {target / RECEIPT}")
     return 0
+
+
+def _late(
+    definition: StackDefinition,
+    folder: aws.RunFolder,
+    objects: Sequence[aws.Stored],
+    ec2: Any,
+    target: Path,
+    done: dict[str, Any] | None,
+) -> tuple[dict[str, Any] | None, bool]:
+    """Of a run that left no receipt: done.json, or what stands for it, None where AWS does not say whether the run goes
+    on; and whether its receipt could be made, which is in `target` then.
+    """
+    done = done or late_receipt.cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
+    if done is None:  # a receipt made earlier may be all there is
+        return None, False
+    before = atomic.read_object(target / RECEIPT) or {}
+    if not before or before.get("counted_until") != done.get("at"):  # of an earlier life of this run's id
+        before = {}
+        (target / RECEIPT).unlink(missing_ok=True)
+    if not done.get("reason"):
+        return done, False
+    try:
+        made = late_receipt.make(definition, folder, ec2, target, done, time.time(), before)
+    except ValueError as error:
+        print(f"No receipt can be made of what the run left: {error}.")
+        return done, False
+    atomic.write_json(target / RECEIPT, made)
+    print(receipt_text(made))
+    return done, True
 
 
 def _download(folder: aws.RunFolder, each: aws.Stored, target: Path) -> None:
