@@ -57,6 +57,11 @@ def parse_object(content: bytes | None) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def objects(lines: bytes) -> list[dict[str, Any]]:
+    """The JSON objects of a file of lines. What is none, blank or torn by a kill, is passed over."""
+    return [found for line in lines.split(b"\n") if (found := parse_object(line)) is not None]
+
+
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, None like `parse_object`."""
     try:

@@ -31,8 +31,7 @@ class Ledger:
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             os.truncate(path, len(whole))
-        found = (atomic.parse_object(line) for line in whole.split(b"\n"))
-        self.entries: list[dict[str, Any]] = [entry for entry in found if entry is not None]
+        self.entries: list[dict[str, Any]] = atomic.objects(whole)
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """On the disk when this returns."""

@@ -156,10 +156,9 @@ def _last(workdir: Path) -> dict[str, Any] | None:
 
 def _records(workdir: Path) -> list[dict[str, Any]]:
     try:
-        lines = (workdir / "metrics.jsonl").read_bytes().splitlines()
+        return atomic.objects((workdir / "metrics.jsonl").read_bytes())
     except OSError:
         return []
-    return [record for line in lines if (record := atomic.parse_object(line)) is not None]
 
 
 def _why(workdir: Path, code: int) -> str:

@@ -86,11 +86,10 @@ def measure(
     None where they say nothing, or were written on more than one type of node.
     """
     try:
-        lines = (workdir / "metrics.jsonl").read_bytes().splitlines()
+        lines = (workdir / "metrics.jsonl").read_bytes()
     except OSError:
         return None
-    records = [record for line in lines if (record := atomic.parse_object(line)) is not None]
-    phases = measured.phases(records)
+    phases = measured.phases(atomic.objects(lines))
     if not phases or len({attempt.type for attempt in attempts}) != 1:
         return None
     count = int(node.get("gpu_count") or 0)

@@ -105,8 +105,7 @@ class MetricsFile:
         """
         if not self.path.exists():
             return []
-        found = (atomic.parse_object(line) for line in self.path.read_bytes().split(b"\n"))
-        return [record for record in found if record is not None and phase in (None, record["phase"])]
+        return [record for record in atomic.objects(self.path.read_bytes()) if phase in (None, record["phase"])]
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
