@@ -94,8 +94,7 @@ class Kernel(Experiment):
         """
         if self._tried(phase, step):
             self._try(step)
-        rows = self.step_rows(phase, step)
-        return self.batches.work("train", rows, rung.micro)._replace(full=len(rows) / self.per_step)
+        return self.batches.work("train", self.step_rows(phase, step), rung.micro, per_step=self.per_step)
 
     def step_rows(self, phase: Phase, step: int) -> Ids:
         """Of the global batch. Before the phase's first evaluation every row is as likely as another."""

@@ -73,7 +73,7 @@ class Sft(Experiment):
     def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
         """The next rows of the epoch, this rank's part."""
         rows = self.batches.step(self.config.seed, step, self.per_step, self.config.epochs)
-        return self.batches.work("train", rows, rung.micro)._replace(full=len(rows) / self.per_step)
+        return self.batches.work("train", rows, rung.micro, per_step=self.per_step)
 
     def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
         """Rows spread evenly over those held out."""

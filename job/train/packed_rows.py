@@ -77,9 +77,12 @@ class PackedBatches:
         wanted = min(rows, count)
         return np.arange(wanted, dtype=np.int64) * count // wanted
 
-    def work(self, split: Split, rows: Ids, micro: int) -> Work:
-        """This rank's share of the global batch, in micro-batches of at most `micro` rows."""
-        return Work(self._micros(self.splits[split], rows, micro), self.splits[split].counted(rows))
+    def work(self, split: Split, rows: Ids, micro: int, *, per_step: int | None = None) -> Work:
+        """This rank's share of the global batch, in micro-batches of at most `micro` rows. `per_step`: the rows of a
+        step that has all of them, where it is one.
+        """
+        full = len(rows) / per_step if per_step else 1.0
+        return Work(self._micros(self.splits[split], rows, micro), self.splits[split].counted(rows), full)
 
     def _micros(self, rows: PackedRows, wanted: Ids, micro: int) -> Iterator[Micro]:
         for part in split(len(wanted), self.world, micro):
