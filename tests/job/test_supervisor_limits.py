@@ -74,9 +74,15 @@ def test_a_run_that_is_asked_to_stop_ends_as_at_a_limit(tmp_path: Path) -> None:
     assert bench.manifests()[-1] == bench.trainers[0].step < STEPS
 
 
-def test_a_node_that_comes_after_the_request_leaves_what_the_checkpoint_holds(tmp_path: Path) -> None:
+def asked(tmp_path: Path) -> Bench:
+    """A run that was interrupted, and is asked to end before its next node comes."""
     bench = interrupted(tmp_path)
     bench.store.put_bytes(b"{}", "stop.json")
+    return bench
+
+
+def test_a_node_that_comes_after_the_request_leaves_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    bench = asked(tmp_path)
     assert bench.attempt("i-2").run() == 0
     assert [trainer.step for trainer in bench.trainers] == [5, 5]  # started to export, and stopped at once
     assert bench.json("done.json")["reason"] == "stopped"
@@ -85,8 +91,7 @@ def test_a_node_that_comes_after_the_request_leaves_what_the_checkpoint_holds(tm
 def test_a_trainer_asked_to_stop_while_it_starts_is_given_the_time_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = interrupted(tmp_path)
-    bench.store.put_bytes(b"{}", "stop.json")
+    bench = asked(tmp_path)
     ready_at = bench.clock.now + 300  # imports, pre-flight, weights
     poll = FakeTrainer.poll
     monkeypatch.setattr(
@@ -100,8 +105,7 @@ def test_a_trainer_asked_to_stop_while_it_starts_is_given_the_time_to_start(
 def test_a_bad_node_that_comes_after_the_request_leaves_it_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = interrupted(tmp_path)
-    bench.store.put_bytes(b"{}", "stop.json")
+    bench = asked(tmp_path)
     with monkeypatch.context() as bad:
         bad.setattr(FakeTrainer, "poll", lambda self: 71)
         assert bench.attempt("i-2").run() == 71
