@@ -101,13 +101,9 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
     @_explained
     def Diff(self, request: Any, context: Any) -> Any:
         kind, _ = _identity(request.urn)
-        changed, ignored = (
-            table.diff(handler(kind), plain(request.olds), plain(request.news)),
-            set(request.ignoreChanges),
-        )
-        return _diff_response(
-            {path: each for path, each in changed.items() if not {path, path.split(".")[0]} & ignored}
-        )
+        changed, ignored = table.diff(handler(kind), plain(request.olds), plain(request.news)), request.ignoreChanges
+        kept = {path: each for path, each in changed.items() if not {path, path.split(".")[0]} & set(ignored)}
+        return _diff_response(kept)
 
     @_explained
     def Create(self, request: Any, context: Any) -> Any:
