@@ -58,6 +58,7 @@ def supervise(run_json: Path) -> int:
     from job.supervisor.store import open_store, parent
     from job.supervisor.supervisor import Supervisor
     from job.supervisor.world import World
+    from job.train.requests import START
 
     terminated: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))
@@ -71,15 +72,25 @@ def supervise(run_json: Path) -> int:
     gpus = machine.gpus() if run.config.device == "cuda" else ()
     ranks = sizing.ranks(run.config, len(gpus))
     ended = workdir / "ended.json" if ranks > 1 else None
+    child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
+
+    def begin() -> Child:
+        return Child(trainer(workdir, None, ranks), child_environment, log, time.time, ended, workdir / START)
+
+    def start(rung: int) -> Child:
+        child = early.pop() if early else begin()
+        child.go(rung)
+        return child
+
+    early = [begin()]  # importing torch takes seconds: meanwhile this process stages what it trains on
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=time.time, say=log.say
     )
-    child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
     with Watch(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
         world = World(
             store=open_store(environment.get("GPUFLEET_RUN_URI") or f"{parent(str(workdir))}/store/{run.run}"),
             metadata=metadata,
-            start=lambda rung: Child(trainer(workdir, rung, ranks), child_environment, log, time.time, ended),
+            start=start,
             terminated=lambda: terminated[0] if terminated else None,
             uploads=uploads,
             pulse=pulse,
@@ -89,7 +100,11 @@ def supervise(run_json: Path) -> int:
             fleet_changes=fleet.of_node(node.instance),
             gpus=lambda: gpus,
         )
-        return Supervisor(run, node, workdir, world).run()
+        try:
+            return Supervisor(run, node, workdir, world).run()
+        finally:
+            for child in early:
+                child.kill()
 
 
 if __name__ == "__main__":

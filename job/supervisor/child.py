@@ -48,7 +48,8 @@ class Log:
 class Child:
     """A running trainer, its own process group. Its output goes to the log, line by line.
 
-    `ended`: the file in which several ranks leave the exit code that torchrun cannot pass on.
+    `ended`: the file in which several ranks leave the exit code that torchrun cannot pass on. `waits`: the file that it
+    waits for, having imported what it needs; `go` writes it, and takes in what was printed until then.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Child:
         log: Log,
         clock: Callable[[], float],
         ended: Path | None = None,
+        waits: Path | None = None,
     ) -> None:
-        self._ended = ended
-        if ended is not None:
-            ended.unlink(missing_ok=True)
+        self._ended, self._waits = ended, waits
+        for path in (ended, waits):
+            if path is not None:
+                path.unlink(missing_ok=True)
         self.output_at = clock()
         self._killed = False
         self._clock = clock
@@ -75,7 +78,15 @@ class Child:
             process_group=0,
         )
         self._reader = threading.Thread(target=self._read, name="trainer output", daemon=True)
+        if waits is None:
+            self._reader.start()
+
+    def go(self, rung: int) -> None:
+        """Lets one that waits train. Raises OSError."""
+        assert self._waits is not None
+        self.output_at = self._clock()
         self._reader.start()
+        atomic.write_json(self._waits, {"rung": rung})
 
     def poll(self) -> int | None:
         """Exit code, negative for a signal; None while it runs. Nothing of its group is left when it has one."""
@@ -97,7 +108,8 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # who waits for a GPU that fell off the bus cannot be killed
             self._process.wait(timeout=KILL_S)
-        self._reader.join(timeout=KILL_S)
+        if self._reader.ident is not None:  # it has been let go
+            self._reader.join(timeout=KILL_S)
         if self._process.stdout is not None and not self._reader.is_alive():  # else closing waits for whoever holds it
             self._process.stdout.close()
 
@@ -109,10 +121,10 @@ class Child:
                 self._log.write(line)
 
 
-def trainer(workdir: Path, rung: int, ranks: int = 1) -> list[str]:
-    """The trainer's command line: one process, or torchrun with one for each rank."""
+def trainer(workdir: Path, rung: int | None, ranks: int = 1) -> list[str]:
+    """The trainer's command line: one process, or torchrun with one for each rank. Without a rung it waits for one."""
     leash = ["-m", "job.supervisor.leash"]
-    train = ["-m", "job.train", str(workdir), "--rung", str(rung)]
+    train = ["-m", "job.train", str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
     alone = [sys.executable, *leash, str(os.getpid())]
     if ranks == 1:
         return [*alone, *train]

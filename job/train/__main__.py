@@ -1,5 +1,7 @@
 """`python -m job.train WORKDIR --rung N`: trains what WORKDIR/run.json says, from WORKDIR/ckpt's newest checkpoint.
 
+With --wait it imports what that takes, and begins when start.json is there, which names the rung.
+
 Exit codes: 0 finished; 75 stopped on request; 69 out of memory (rung.json names the next rung); 65 cannot succeed, the
 reason in fatal.json; 71 this node is refused, the reason in preflight.json; 72 the newest checkpoint cannot be read
 (unreadable.json names its step); anything else is a crash, or another trainer at work in WORKDIR.
@@ -13,7 +15,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,7 @@ from job.train.experiment import Experiment, Session, Stopped
 from job.train.loop import Loop
 from job.train.metrics import MetricsFile
 from job.train.parallel import World
-from job.train.requests import Requests
+from job.train.requests import START, Requests, await_start
 
 FINISHED, BUSY, FATAL, OUT_OF_MEMORY, REFUSED, UNREADABLE, STOPPED = 0, 1, 65, 69, 71, 72, 75
 EXPERIMENTS = {  # module:class, imported when the run asks for it
@@ -55,12 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m job.train", description=__doc__)
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/sizing)")
+    parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what is meant
     if "OMP_NUM_THREADS" not in os.environ:  # one core for the supervisor and for saves: threads that wait spin
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     requests = Requests(args.workdir)
     requests.heed_signals()
+    if args.wait:
+        with suppress(ValueError):  # said below
+            imported(Run.read(args.workdir).name)
+        args.rung = await_start(args.workdir)
     return train(args.workdir, args.rung, requests)
 
 
@@ -170,6 +177,13 @@ class Run:
         return cls(name=name, config=from_json(name, parameters), digest=config_digest(name, parameters), tree=tree)
 
 
+def imported(name: str) -> Callable[[Session], Experiment]:
+    """The class of an experiment."""
+    module, _, kind = EXPERIMENTS[name].partition(":")
+    found: Callable[[Session], Experiment] = getattr(importlib.import_module(module), kind)
+    return found
+
+
 def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
     """Everything opened and checked, the banner said, nothing trained. Raises ValueError."""
     precision, inputs = run.config.precision, workdir / "inputs"
@@ -199,8 +213,7 @@ def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) 
         predicted=run.tree.get("predicted") or [],
         say=speak,
     )
-    module, _, kind = EXPERIMENTS[run.name].partition(":")
-    experiment: Experiment = getattr(importlib.import_module(module), kind)(session)
+    experiment = imported(run.name)(session)
     for line in banner.lines(session, run.tree):
         speak(line)
     return experiment, session

@@ -1,13 +1,21 @@
-"""What the supervisor asks of a running trainer: small files in the work folder, looked at once per optimizer step."""
+"""What the supervisor asks of a trainer, in small files of the work folder: to begin, and then, looked at once per
+optimizer step, to save or to stop.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from job import atomic
+
+START = "start.json"  # the rung that a trainer which waits begins at
+LOOK_S = 0.05  # between two looks for it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +25,16 @@ class Stop:
     reason: str
     save: bool
     ends: bool = False
+
+
+def await_start(workdir: Path) -> int:
+    """The rung of start.json, once it is there. Raises SystemExit when whoever started this process is gone."""
+    parent = os.getppid()
+    while (start := atomic.read_object(workdir / START)) is None:
+        if os.getppid() != parent:
+            sys.exit("nobody is left to say when to begin")
+        time.sleep(LOOK_S)
+    return int(start["rung"])
 
 
 class Requests:

@@ -73,6 +73,46 @@ def test_a_kill_ends_the_whole_group(tmp_path: Path) -> None:
     assert child.poll() == -signal.SIGKILL
 
 
+WAITS = """
+import sys, time
+from pathlib import Path
+print("imported", flush=True)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+print(Path(sys.argv[1]).read_text())
+"""
+
+
+def waiting(tmp_path: Path, stream: BytesIO) -> Child:
+    file = tmp_path / "start.json"
+    file.write_text('{"rung": 9}')  # an earlier start's
+    return Child(
+        [sys.executable, "-c", WAITS, str(file)],
+        os.environ,
+        Log(tmp_path / "job.log", stream),
+        time.time,
+        waits=file,
+    )
+
+
+def test_one_that_waits_says_nothing_until_it_is_let_go(tmp_path: Path) -> None:
+    stream = BytesIO()
+    child = waiting(tmp_path, stream)
+    time.sleep(0.2)
+    assert child.poll() is None
+    assert not stream.getvalue()
+    child.go(3)
+    until(lambda: child.poll() is not None)
+    assert child.poll() == 0
+    assert stream.getvalue().split() == [b"imported", b'{"rung":', b"3}"]
+
+
+def test_one_that_waits_can_be_killed(tmp_path: Path) -> None:
+    child = waiting(tmp_path, BytesIO())
+    child.kill()
+    assert child.poll() == -signal.SIGKILL
+
+
 def test_a_process_that_left_the_group_and_holds_the_output_does_not_hold_the_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +150,7 @@ def test_the_trainer_does_not_outlive_a_killed_supervisor() -> None:
 def test_the_trainers_command_line_is_the_contracts() -> None:
     words = trainer(Path("/gpufleet/run"), 3)
     assert words[words.index("job.train") :] == ["job.train", "/gpufleet/run", "--rung", "3"]
+    assert trainer(Path("/gpufleet/run"), None)[-2:] == ["/gpufleet/run", "--wait"]
 
 
 def test_progress_follows_new_lines_only_and_waits_for_whole_ones(tmp_path: Path) -> None:

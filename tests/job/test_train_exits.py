@@ -21,7 +21,7 @@ from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
 from job.train import __main__ as trainer
 from job.train import metrics, step
-from job.train.requests import Requests
+from job.train.requests import START, Requests, await_start
 
 
 def fatal(workdir: Path) -> str:
@@ -109,6 +109,26 @@ def test_the_supervisors_stop_file_is_heeded_after_the_step_under_way(tmp_path: 
     (workdir / "stop.json").write_text('{"reason": "notice", "deadline": 1.0, "save": true}')
     assert world.train(workdir, Requests(workdir)) == 75
     assert world.committed(workdir) == [0]
+
+
+def test_a_trainer_told_to_wait_begins_at_the_rung_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            atomic.write_json(tmp_path / START, {"rung": 2})
+
+    monkeypatch.setattr("job.train.requests.time.sleep", sleep)
+    assert await_start(tmp_path) == 2
+    assert len(looks) == 3
+
+
+def test_a_trainer_that_waits_ends_with_whoever_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr("job.train.requests.os.getppid", lambda: next(parents))
+    with pytest.raises(SystemExit, match="nobody is left"):
+        await_start(tmp_path)
 
 
 def test_the_supervisors_save_file_is_taken_once(tmp_path: Path) -> None:
