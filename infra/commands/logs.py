@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from infra.commands import aws, stack
+from infra.commands import aws, late_receipt, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.resources.tags import STACK_TAG
 
 POLL_S = 3.0
+GONE_POLLS = 20  # between two looks whether the run still has a fleet: S3 charges for listings
 LAST_S = 10.0  # after the end: docker's log driver sends every 5 s, and CloudWatch shows an event some seconds later
 
 
@@ -28,7 +29,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
     region = definition.fleet.region
-    reader = Reader(definition=definition, logs=aws.client("logs", region), s3=aws.client("s3", region))
+    logs, s3, ec2 = (aws.client(service, region) for service in ("logs", "s3", "ec2"))
+    reader = Reader(definition=definition, logs=logs, s3=s3, ec2=ec2)
     if args.boot:
         return reader.boot()
     return reader.follow() if args.follow else reader.once()
@@ -41,6 +43,7 @@ class Reader:
     definition: StackDefinition
     logs: Any
     s3: Any
+    ec2: Any
     sleep: Callable[[float], None] = time.sleep
     say: Callable[[str], None] = print
     seen: set[str] = field(default_factory=set)
@@ -53,18 +56,17 @@ class Reader:
         raise AwsRefused(self._silence())
 
     def follow(self) -> int:
-        """Prints as it comes, until the run's done marker is there. Raises AwsRefused where there is no such run, or
-        its stack is destroyed: nothing would ever come.
+        """Prints as it comes, until the run's done marker is there: 0; or nothing goes on with it: 1. Raises AwsRefused
+        where there is no such run, or its stack is destroyed: nothing would ever come.
         """
-        said = followed = False
-        folder = None
+        said, polls, folder = False, 0, None
         while True:
             folder = folder or self._folder()  # not each time: S3 charges for the listings
             group = self._group()
             over = folder.document("done.json") if folder else None
             self._cloudwatch(group)
             if over:
-                if followed:  # the last lines, the receipt among them, are still on their way
+                if polls:  # the last lines, the receipt among them, are still on their way
                     self.sleep(LAST_S)
                     self._cloudwatch(group)
                 if not self.seen:
@@ -76,8 +78,17 @@ class Reader:
             if not self.seen and not said:
                 said = True
                 self.say(f"-- {self._silence()} Ctrl-C ends the waiting.")
-            followed = True
+            if folder and polls % GONE_POLLS == 0 and (gone := self._gone(folder)):
+                again = stack.again(self.definition)
+                self.say(f"-- nothing goes on with the run: {gone}. `gpufleet results {again}` makes its receipt.")
+                return 1
+            polls += 1
             self.sleep(POLL_S)
+
+    def _gone(self, folder: aws.RunFolder) -> str | None:
+        objects = [each for sign in late_receipt.SIGNS for each in folder.objects(sign)]
+        end = late_receipt.cut_off(self.definition, folder.owner, objects, self.ec2, datetime.now(UTC))
+        return (end or {}).get("detail")
 
     def _silence(self) -> str:
         """Why nothing is printed."""

@@ -260,6 +260,7 @@ def test_follow_prints_each_line_once_and_ends_with_the_run(
         definition=stack,
         logs=aws.client("logs", "us-east-2"),
         s3=aws.client("s3", "us-east-2"),
+        ec2=aws.client("ec2", "us-east-2"),
         sleep=lambda _: rounds.pop(0)(),
         say=said.append,
     )
@@ -267,6 +268,30 @@ def test_follow_prints_each_line_once_and_ends_with_the_run(
     assert [line[9:] for line in said[:-1]] == ["step 1", "step 2", "receipt"]
     assert said[-1] == "-- the run is done: finished"
     assert looks == ["r1"]
+
+
+def test_follow_ends_when_nothing_goes_on_with_the_run(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet, bucket, said = declare_fleet(cloud), declare_bucket(cloud), list[str]()
+    cloud.tick()
+    put(cloud, bucket, "attempts/i-1.json", {"instance": "i-1"})
+    log_group(cloud, "r1/i-1", "step 1")
+    logs, s3, ec2 = (aws.client(service, "us-east-2") for service in ("logs", "s3", "ec2"))
+    polls = iter(range(1000))
+
+    def sleep(_: float) -> None:
+        if next(polls) == 2:
+            ec2.delete_fleets(FleetIds=[fleet], TerminateInstances=True)
+            cloud.tick()
+            cloud.clock.advance(600)
+
+    reader = Reader(definition=stack, logs=logs, s3=s3, ec2=ec2, sleep=sleep, say=said.append)
+    assert reader.follow() == 1
+    assert next(polls) == 20
+    assert said[0].endswith("step 1")
+    assert said[1] == (
+        "-- nothing goes on with the run: its fleet was deleted or has expired, and it has no node. "
+        "`gpufleet results small-growth` makes its receipt."
+    )
 
 
 def test_boot_logs_are_shown_on_request(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +324,7 @@ def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     said: list[str] = []
     end = functools.partial(put, cloud, bucket, "done.json", {"reason": "failed"})
     rounds = [lambda: None, end, lambda: None]
-    logs, s3 = aws.client("logs", "us-east-2"), aws.client("s3", "us-east-2")
-    reader = Reader(definition=stack, logs=logs, s3=s3, sleep=lambda _: rounds.pop(0)(), say=said.append)
+    logs, s3, ec2 = (aws.client(service, "us-east-2") for service in ("logs", "s3", "ec2"))
+    reader = Reader(definition=stack, logs=logs, s3=s3, ec2=ec2, sleep=lambda _: rounds.pop(0)(), say=said.append)
     assert reader.follow() == 0
     assert [line[:29] for line in said] == ["-- run r1 has printed nothing", "-- the run is done: failed"]
