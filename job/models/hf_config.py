@@ -15,6 +15,7 @@ from job.text import counted
 
 CONFIG = "config.json"
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+QWEN3_HEAD = 128  # what `transformers` takes where Qwen3's config.json names no head_dim (configuration_qwen3.py)
 # Llama-3.1's rope_scaling, from the config.json of its published weights (2024-07-23).
 LLAMA3_FACTOR, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 8.0, 1.0, 4.0, 8192
 _NEEDED = (
@@ -113,7 +114,7 @@ def read_shape(folder: Path) -> Shape:
         width=tree["hidden_size"],
         heads=heads,
         kv_heads=tree.get("num_key_value_heads") or heads,
-        head_dim=tree.get("head_dim") or tree["hidden_size"] // heads,
+        head_dim=tree.get("head_dim") or (QWEN3_HEAD if family == "qwen3" else tree["hidden_size"] // heads),
         ffn=tree["intermediate_size"],
         tied=bool(tree.get("tie_word_embeddings", False)),
         norm_eps=float(tree["rms_norm_eps"]),
