@@ -74,14 +74,18 @@ def loss_bytes(m: Decoder, tokens: int, *, trained: bool = False) -> int:
     return min(tokens, LOSS_CHUNK) * m.vocab * LOGIT_BYTES + tokens * m.width * 4 + head
 
 
-def whole_state(m: Decoder, compute: int, ranks: int, *, reshard: bool) -> tuple[float, float, float]:
+def whole_state(
+    m: Decoder, compute: int, ranks: int, *, reshard: bool, checkpointing: bool = False
+) -> tuple[float, float, float]:
     """Bytes of weights, gradients and moments on one rank when all weights are trained: fp32 state cut over the ranks,
-    and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2, and the tables).
+    and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2, and the tables). One
+    rank gathers nothing and casts: all of them, which stay until backward; with checkpointing a layer's and the head's.
     """
     total, layer = parameters(m), layer_parameters(m) * compute
     gathered = 2 * layer if reshard else m.layers * layer
     tables = m.vocab * m.width * compute * (1 if m.tied else 2)
-    copies = gathered + tables if ranks > 1 else total * compute if compute < 4 else 0
+    cast = layer + m.vocab * m.width * compute if checkpointing else total * compute
+    copies = gathered + tables if ranks > 1 else cast if compute < 4 else 0
     whole = layer_parameters(m) * (compute + 4) if ranks > 1 else 0  # a layer's gradients, and their fp32 to be sent
     return total * 4 / ranks + copies, total * 4 / ranks + whole, total * 8 / ranks
 

@@ -134,7 +134,9 @@ def memory(
     total = decoder.parameters(m)
     weights = gradients = moments = activations = logits = 0.0
     if phase_index < first:
-        weights, gradients, moments = decoder.whole_state(m, compute, ranks, reshard=config.reshard_after_forward)
+        weights, gradients, moments = decoder.whole_state(
+            m, compute, ranks, reshard=config.reshard_after_forward, checkpointing=checkpointing
+        )
         tokens = micro_batch * config.data.row
         activations = decoder.activations(m, tokens, compute, checkpointing=checkpointing)
         logits = decoder.loss_bytes(m, tokens, trained=True)

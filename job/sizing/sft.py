@@ -127,7 +127,9 @@ def memory(
         weights, gradients, moments = float(base + cast * compute), float(own * 4), float(own * 8)
         rank = config.lora.rank
     else:
-        weights, gradients, moments = decoder.whole_state(m, compute, ranks, reshard=config.reshard_after_forward)
+        weights, gradients, moments = decoder.whole_state(
+            m, compute, ranks, reshard=config.reshard_after_forward, checkpointing=checkpointing
+        )
         rank = 0
     tokens = micro_batch * config.data.row if phase_index == 0 else config.data.row
     activations = decoder.activations(m, tokens, compute, checkpointing=checkpointing, adapters=rank)

@@ -45,6 +45,8 @@ def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
     assert decoder.whole_state(m, 2, 2, reshard=True) == (6768 + 2 * 1184 + 3200, 6768 + 592 * 6, 13_536)
     assert decoder.whole_state(m, 2, 2, reshard=False) == (6768 + 3 * 1184 + 3200, 6768 + 592 * 6, 13_536)
     assert decoder.whole_state(m, 2, 1, reshard=True) == (13_536 + 6768, 13_536, 27_072)
+    held = 13_536 + 2 * 592 + 2 * 800  # of the casts a layer's and the head's
+    assert decoder.whole_state(m, 2, 1, reshard=True, checkpointing=True) == (held, 13_536, 27_072)
     assert decoder.whole_state(m, 4, 1, reshard=True) == (13_536, 13_536, 27_072)
     # Of a token: q, k, v, attention, gate, up (56); norms, activation, product (64); 7 narrow products of rank 3 and
     # the adapters' inputs after dropout (56); log-sum-exp in fp32.

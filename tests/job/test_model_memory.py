@@ -167,3 +167,27 @@ def test_a_frozen_base_is_bf16_and_what_fp32_products_cast_of_it_stays_until_bac
     found = alive.peak + sum(parameter.nbytes for parameter in parameters)
     predicted = sizing.memory(config, 0, 1, checkpointing=checkpointing)
     assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_all_weights_on_one_gpu_are_cast_and_with_checkpointing_layer_by_layer(checkpointing: bool) -> None:
+    shape = Shape(vocab=512, layers=8, width=256, heads=4, kv_heads=4, head_dim=64, ffn=1024, rope_scaling="none")
+    config = replace(
+        SftConfig(),
+        method="full",
+        model=shape,
+        data=replace(SftConfig().data, row=64, longest=64),
+        batch=TokenBatch(tokens=64),
+    )
+    module = decoder.Decoder(shape, torch.bfloat16)
+    module.train()
+    module.checkpointing = checkpointing
+    tokens, parameters = torch.zeros(1, 64, dtype=torch.int64), list(module.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    with Alive([*parameters, *gradients]) as alive:
+        torch.autograd.backward(module(tokens, tokens).loss_sum)
+    found = alive.peak + sum(tensor.nbytes for tensor in (*parameters, *gradients))
+    predicted = sizing.memory(config, 0, 1, checkpointing=checkpointing)
+    assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.05)
