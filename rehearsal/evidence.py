@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +133,17 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
     seen = len(rehearsal.timeline.of("seen"))
     if seen != planned.with_notice:
         yield Check(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
+    ends = set(accumulate(phase.steps for phase in evidence.phases))
     for resumption in evidence.resumptions():
         handled = resumption.kind == "notice"
+        # A phase that ended early is resumed after what would have been its last step.
+        reached = resumption.resumed_step <= resumption.last_step or resumption.resumed_step in ends
         yield Check(
             name="steps lost on a handled notice" if handled else "steps repeated after a loss without notice",
             figure=(
                 f"{resumption.lost} (last logged {resumption.last_step}, resumed after step {resumption.resumed_step})"
             ),
-            held=resumption.lost == 0 if handled else 0 < resumption.resumed_step <= resumption.last_step,
+            held=resumption.lost == 0 if handled else resumption.resumed_step > 0 and reached,
         )
         if resumption.started_s is not None:
             beyond = resumption.started_s - rehearsal.torch_s

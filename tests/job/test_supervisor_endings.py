@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, interrupted, notice_at, outage, state
 
-from job import atomic
-from job.config import GrowthConfig
+from job import atomic, sizing
+from job.config import GrowthConfig, TwoTowerConfig
 from job.supervisor import arrival
 from job.supervisor.store import StoreError
 
@@ -93,6 +94,15 @@ def test_the_next_attempt_resumes_where_the_notice_stopped(tmp_path: Path) -> No
     assert bench.json("attempts/i-2.json")["resumed_step"] == 5
     steps = [json.loads(line)["step"] for line in (bench.store.get_bytes("metrics.jsonl") or b"").splitlines()]
     assert steps == list(range(1, STEPS + 1))
+
+
+def test_steps_that_a_phase_left_out_are_not_taken_again() -> None:
+    config = replace(TwoTowerConfig(), sweep=("o", "p"))
+    first, second, _ = (size.steps for size in sizing.phases(config))
+    ended_early = {"step": 7, "phase": "o-folds", "reason": "boundary"}
+    assert arrival.goes_on_from(config, ended_early) == first
+    assert arrival.goes_on_from(config, {"step": first + 9, "phase": "p-folds", "reason": "boundary"}) == first + second
+    assert arrival.goes_on_from(config, {**ended_early, "reason": "timed"}) == 7
 
 
 def test_a_notice_too_short_to_save_saves_nothing_and_keeps_the_last_manifest(tmp_path: Path) -> None:
