@@ -44,7 +44,7 @@ def linear_loss(x_Nd: Tensor, weight_Vd: Tensor, targets_N: Tensor, chunk: Chunk
     """Cross-entropy of softmax(x weight^T), summed over the targets that are not IGNORED; fp32 or wider, scalar.
 
     The product runs in `x`'s dtype, which `weight` has too; softmax and sum are at least fp32. `chunk`: `chunk_loss`,
-    compiled or not.
+    compiled or not. Its gradients are there once: a second backward pass through the same graph raises RuntimeError.
     """
     grad = torch.is_grad_enabled()
     loss: Tensor = _LinearLoss.apply(x_Nd, weight_Vd, targets_N, grad, chunk)  # type: ignore[no-untyped-call]
@@ -79,11 +79,6 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_x_Nd, grad_weight_Vd = ctx.saved_tensors
-        return (
-            None if grad_x_Nd is None else grad_x_Nd * slope,
-            None if grad_weight_Vd is None else grad_weight_Vd * slope,
-            None,
-            None,
-            None,
-        )
+        # In place: a table beside the table would be there while all that the layers keep is.
+        grad_x_Nd, grad_weight_Vd = (None if made is None else made.mul_(slope) for made in ctx.saved_tensors)
+        return grad_x_Nd, grad_weight_Vd, None, None, None
