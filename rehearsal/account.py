@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
+from decimal import Decimal
+from functools import cache
 from typing import Any
 
 from moto.core.base_backend import BackendDict
@@ -15,6 +17,9 @@ from moto.iam.models import iam_backends
 from moto.logs.models import logs_backends
 from moto.s3.models import s3_backends
 from moto.ssm.models import Parameter, ssm_backends
+
+from infra.catalog import load_catalog
+from infra.errors import PriceMissing
 
 # Names of the Deep Learning AMI's public parameters: AWS DLAMI release notes, 2026-11-21.
 AMI_PARAMETERS = {
@@ -94,6 +99,19 @@ def quota_code(instance_type: str, *, spot: bool) -> str:
     if instance_type[:1] == "p":
         return ("L-C4BD4855" if instance_type.startswith("p5") else "L-7212CCBC") if spot else "L-417A185B"
     return "L-34B43A08" if spot else "L-1216C47A"
+
+
+@cache
+def spot_price(instance_type: str, zone: str) -> Decimal:
+    """Dollars per hour in the zone: the catalog's price where it has one. In this account zone a is az1, b is az2,
+    and so on: accounts differ, and each is as good as another here.
+    """
+    try:
+        prices = load_catalog().spot(instance_type, zone[:-1])
+    except PriceMissing:
+        return Decimal("0.5000")
+    by_zone = {price.zone: price.price.amount for price in prices}
+    return by_zone.get(f"az{ord(zone[-1]) - ord('a') + 1}", max(by_zone.values()))
 
 
 Resource = tuple[str, str]  # kind, id

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moto.core.responses import ActionResult
 from moto.ec2.responses import EC2Response
@@ -16,53 +16,50 @@ from moto.iam.access_control import IAMPolicy, PermissionResult
 from moto.s3.models import FakeBucket
 from moto.servicequotas.responses import ServiceQuotasResponse
 
-from rehearsal.account import QUOTAS
+from rehearsal.account import QUOTAS, spot_price
+from rehearsal.controller import FleetController
 
-if TYPE_CHECKING:
-    from rehearsal.cloud import Cloud
-
-
-CLOUDS: dict[str, Cloud] = {}  # by account: which Cloud answers
+FLEETS: dict[str, FleetController] = {}  # by account: whose fleets answer
 
 
 def _params(response: Any) -> dict[str, Any]:
     return {key: value for key, value in response.params.items() if value is not None}
 
 
-def _create_fleet(cloud: Cloud, response: Any) -> Any:
+def _create_fleet(fleets: FleetController, response: Any) -> Any:
     response.error_on_dryrun()
-    return ActionResult(cloud.fleets.create(response.region, _params(response)))
+    return ActionResult(fleets.create(response.region, _params(response)))
 
 
-def _modify_fleet(cloud: Cloud, response: Any) -> Any:
+def _modify_fleet(fleets: FleetController, response: Any) -> Any:
     response.error_on_dryrun()
-    return ActionResult(cloud.fleets.modify(response.region, _params(response)))
+    return ActionResult(fleets.modify(response.region, _params(response)))
 
 
-def _delete_fleets(cloud: Cloud, response: Any) -> Any:
+def _delete_fleets(fleets: FleetController, response: Any) -> Any:
     params = _params(response)
     terminate = bool(params.get("TerminateInstances"))
-    return ActionResult(cloud.fleets.delete(response.region, list(params.get("FleetIds") or []), terminate))
+    return ActionResult(fleets.delete(response.region, list(params.get("FleetIds") or []), terminate))
 
 
-def _describe_fleets(cloud: Cloud, response: Any) -> Any:
-    return ActionResult(cloud.fleets.describe(response.region, _params(response).get("FleetIds")))
+def _describe_fleets(fleets: FleetController, response: Any) -> Any:
+    return ActionResult(fleets.describe(response.region, _params(response).get("FleetIds")))
 
 
-def _describe_fleet_instances(cloud: Cloud, response: Any) -> Any:
-    return ActionResult(cloud.fleets.describe_instances(response.region, str(_params(response).get("FleetId"))))
+def _describe_fleet_instances(fleets: FleetController, response: Any) -> Any:
+    return ActionResult(fleets.describe_instances(response.region, str(_params(response).get("FleetId"))))
 
 
-def _describe_fleet_history(cloud: Cloud, response: Any) -> Any:
-    return ActionResult(cloud.fleets.describe_history(response.region, _params(response)))
+def _describe_fleet_history(fleets: FleetController, response: Any) -> Any:
+    return ActionResult(fleets.describe_history(response.region, _params(response)))
 
 
-def _describe_spot_price_history(cloud: Cloud, response: Any) -> Any:
+def _describe_spot_price_history(fleets: FleetController, response: Any) -> Any:
     params = _params(response)
     filters = {f["Name"]: f["Values"] for f in params.get("Filters") or []}
     kinds = params.get("InstanceTypes") or filters.get("instance-type") or []
     zones = [params["AvailabilityZone"]] if params.get("AvailabilityZone") else filters.get("availability-zone")
-    at = params.get("StartTime") or cloud.clock.now()  # a price holds from before the span that was asked for
+    at = params.get("StartTime") or fleets.clock.now()  # a price holds from before the span that was asked for
     wanted = {"instance-type": kinds, **({"location": zones} if zones else {})}
     offered = response.ec2_backend.describe_instance_type_offerings("availability-zone", wanted)
     history = [
@@ -70,7 +67,7 @@ def _describe_spot_price_history(cloud: Cloud, response: Any) -> Any:
             "InstanceType": offer["InstanceType"],
             "AvailabilityZone": offer["Location"],
             "ProductDescription": "Linux/UNIX",
-            "SpotPrice": str(cloud.spot_price(offer["InstanceType"], offer["Location"])),
+            "SpotPrice": str(spot_price(offer["InstanceType"], offer["Location"])),
             "Timestamp": at,
         }
         for offer in offered
@@ -78,45 +75,45 @@ def _describe_spot_price_history(cloud: Cloud, response: Any) -> Any:
     return ActionResult({"SpotPriceHistory": history})
 
 
-def _get_ebs_default_kms_key_id(cloud: Cloud, response: Any) -> Any:
+def _get_ebs_default_kms_key_id(fleets: FleetController, response: Any) -> Any:
     return ActionResult({"KmsKeyId": "alias/aws/ebs"})  # what an account answers that never chose a key
 
 
-def _terminate_instances(cloud: Cloud, response: Any) -> Any:
+def _terminate_instances(fleets: FleetController, response: Any) -> Any:
     result = _MOTO["terminate_instances"](response)
-    cloud.fleets.tick()
+    fleets.tick()
     return result
 
 
-def _quota(cloud: Cloud, code: str) -> dict[str, Any]:
+def _quota(fleets: FleetController, code: str) -> dict[str, Any]:
     name = QUOTAS[code]
     return {
         "ServiceCode": "ec2",
         "QuotaCode": code,
         "QuotaName": name,
-        "Value": cloud.quotas[code],
+        "Value": fleets.launcher.quotas[code],
         "Unit": "None",
         "Adjustable": True,
     }
 
 
-def _get_service_quota(cloud: Cloud, response: Any) -> Any:
+def _get_service_quota(fleets: FleetController, response: Any) -> Any:
     asked = json.loads(response.body)
-    if asked.get("ServiceCode") != "ec2" or asked.get("QuotaCode") not in cloud.quotas:
+    if asked.get("ServiceCode") != "ec2" or asked.get("QuotaCode") not in fleets.launcher.quotas:
         return _MOTO["get_service_quota"](response)
-    return json.dumps({"Quota": _quota(cloud, asked["QuotaCode"])})
+    return json.dumps({"Quota": _quota(fleets, asked["QuotaCode"])})
 
 
-def _list_service_quotas(cloud: Cloud, response: Any) -> Any:
+def _list_service_quotas(fleets: FleetController, response: Any) -> Any:
     asked = json.loads(response.body)
-    codes = cloud.quotas if asked.get("ServiceCode") == "ec2" else ()
-    return json.dumps({"Quotas": [_quota(cloud, code) for code in codes]})
+    codes = fleets.launcher.quotas if asked.get("ServiceCode") == "ec2" else ()
+    return json.dumps({"Quotas": [_quota(fleets, code) for code in codes]})
 
 
 _MOTO: dict[str, Callable[[Any], Any]] = {}  # what each action did before
 
 
-def _replace(cls: type[Any], action: Callable[[Cloud, Any], Any]) -> None:
+def _replace(cls: type[Any], action: Callable[[FleetController, Any], Any]) -> None:
     name = action.__name__.removeprefix("_")
     before = getattr(cls, name, None)
     if before is not None:
@@ -124,9 +121,9 @@ def _replace(cls: type[Any], action: Callable[[Cloud, Any], Any]) -> None:
 
     @functools.wraps(action)
     def answer(response: Any) -> Any:
-        cloud = CLOUDS.get(response.current_account)
-        if cloud is not None:
-            return action(cloud, response)
+        fleets = FLEETS.get(response.current_account)
+        if fleets is not None:
+            return action(fleets, response)
         if before is None:
             raise NotImplementedError(f"{name} has not been implemented")
         return before(response)
@@ -154,7 +151,7 @@ _moto_get_permission = FakeBucket.get_permission
 
 def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
     """Loopback counts as TLS. moto knows no aws:SecureTransport, so a TLS-only policy would refuse everything."""
-    if bucket.account_id not in CLOUDS or bucket.policy is None:
+    if bucket.account_id not in FLEETS or bucket.policy is None:
         return _moto_get_permission(bucket, action, resource)
     policy = json.loads(bucket.policy)
     plain_http = {"Bool": {"aws:SecureTransport": "false"}}

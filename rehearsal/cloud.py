@@ -15,7 +15,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,10 +25,8 @@ from moto.ec2.models import ec2_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 
-from infra.catalog import load_catalog
-from infra.errors import PriceMissing
 from rehearsal import account
-from rehearsal.actions import CLOUDS
+from rehearsal.actions import FLEETS
 from rehearsal.clock import Clock, SystemClock
 from rehearsal.controller import FleetController
 from rehearsal.environment import past_proxies
@@ -62,8 +59,8 @@ class Cloud:
         self.clock: Clock = clock or SystemClock()
         self.region = region
         self.account = f"{next(_ACCOUNTS):012d}"
-        self.quotas = dict.fromkeys(account.QUOTAS, 384.0)  # vCPUs, by quota code
-        self.launcher = Launcher(self.account, quota_vcpus=self._quota, spot_price=self.spot_price)
+        self.launcher = Launcher(self.account)
+        self.quotas = self.launcher.quotas
         self.fleets = FleetController(
             self.launcher,
             self.clock,
@@ -92,7 +89,7 @@ class Cloud:
         # moto reads an object's hash again after answering: a second PUT of the same key in that moment fails with 500,
         # which the client repeats.
         logging.getLogger("moto").setLevel(logging.CRITICAL)
-        CLOUDS[self.account] = self
+        FLEETS[self.account] = self.fleets
         account.seed(self.account)
         self._gate = Gate(
             DomainDispatcherApplication(create_backend_app),
@@ -123,7 +120,7 @@ class Cloud:
                 self._ended(instance)
         for imds in self._imds.values():
             imds.close()
-        del CLOUDS[self.account]
+        del FLEETS[self.account]
         account.forget(self.account)
 
     # For those who use it -------------------------------------------------------------------------------------------
@@ -214,19 +211,6 @@ class Cloud:
         """The instance's metadata service."""
         return self._imds[instance_id]
 
-    @staticmethod
-    @functools.lru_cache
-    def spot_price(instance_type: str, zone: str) -> Decimal:
-        """Dollars per hour in the zone: the catalog's price where it has one. In this account zone a is az1, b is az2,
-        and so on: accounts differ, and each is as good as another here.
-        """
-        try:
-            prices = load_catalog().spot(instance_type, zone[:-1])
-        except PriceMissing:
-            return Decimal("0.5000")
-        by_zone = {price.zone: price.price.amount for price in prices}
-        return by_zone.get(f"az{ord(zone[-1]) - ord('a') + 1}", max(by_zone.values()))
-
     def inventory(self) -> dict[account.Resource, dict[str, str]]:
         """All that exists now, AWS's own furniture included."""
         return account.inventory(self.account, self._fleet_tags)
@@ -276,9 +260,6 @@ class Cloud:
         if self.end is not None:
             self.end(instance)
         self._imds[instance.id].close()
-
-    def _quota(self, instance_type: str, spot: bool) -> float:
-        return self.quotas[account.quota_code(instance_type, spot=spot)]
 
     def _start(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, daemon=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
@@ -13,6 +13,8 @@ from moto.ec2.models import ec2_backends
 from moto.ec2.models.instance_types import INSTANCE_TYPES
 from moto.ec2.utils import convert_tag_spec, parse_user_data
 from moto.iam.models import iam_backends
+
+from rehearsal.account import QUOTAS, quota_code, spot_price
 
 FLEET_ROLE = "AWSServiceRoleForEC2Fleet"
 NOT_TAGGABLE = "network-interface"  # by that role, of what a template may tag (AWSEC2FleetServiceRolePolicy, version 3)
@@ -66,16 +68,9 @@ class LaunchFailedError(Exception):
 class Launcher:
     """Launches and ends instances in moto for one account."""
 
-    def __init__(
-        self,
-        account: str,
-        *,
-        quota_vcpus: Callable[[str, bool], float],
-        spot_price: Callable[[str, str], Decimal],
-    ) -> None:
+    def __init__(self, account: str) -> None:
         self.account = account
-        self.quota_vcpus = quota_vcpus
-        self.spot_price = spot_price
+        self.quotas = dict.fromkeys(QUOTAS, 384.0)  # vCPUs, by quota code
         self.no_capacity: set[tuple[str, str]] = set()  # (instance type or *, zone or *)
 
     def pools(self, region: str, configs: list[dict[str, Any]]) -> list[Pool]:
@@ -98,7 +93,7 @@ class Launcher:
                 for subnet_id in filter(None, subnets.replace(" ", "").split(",")):
                     subnet = backend.get_subnet(subnet_id)
                     kind, zone = str(spec.get("InstanceType") or ""), subnet.availability_zone
-                    price = self.spot_price(kind, zone)
+                    price = spot_price(kind, zone)
                     pool = Pool(type=kind, zone=zone, subnet=subnet_id, template=version, spec=spec, price=price)
                     pools.append(pool)
         return pools
@@ -184,7 +179,7 @@ class Launcher:
         if not offered:
             return f"{pool.type} is not offered in {pool.zone} (Unsupported)"
         wanted = self._running_vcpus(region, pool.type[:1]) + vcpus(pool.type)
-        if wanted > self.quota_vcpus(pool.type, spot):
+        if wanted > self.quotas[quota_code(pool.type, spot=spot)]:
             return "quota"
         if self.no_capacity & {(pool.type, pool.zone), (pool.type, "*"), ("*", pool.zone), ("*", "*")}:
             return "There is no Spot capacity available that matches your request (InsufficientInstanceCapacity)"
