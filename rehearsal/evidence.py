@@ -66,13 +66,20 @@ class Evidence:
         self.phases = sizing.phases(config)
         self.total_steps = sizing.total_steps(config)
 
+    def spans(self) -> Iterator[tuple[sizing.PhaseSize, int, int]]:
+        """Each phase that has steps, with the first and the last of them, counted over the whole run."""
+        first = 1
+        for phase in self.phases:
+            if phase.steps:
+                yield phase, first, first + phase.steps - 1
+                first += phase.steps
+
     def steps_done(self) -> dict[str, int]:
         """Of each phase that has steps; fewer than planned where it ended early."""
-        found, first = {}, 0
-        for phase in (phase for phase in self.phases if phase.steps):
-            own = [int(line["step"]) for line in self.metrics if first < int(line["step"]) <= first + phase.steps]
-            found[phase.name] = max(own, default=first) - first
-            first += phase.steps
+        found = {}
+        for phase, first, last in self.spans():
+            own = [int(line["step"]) for line in self.metrics if first <= int(line["step"]) <= last]
+            found[phase.name] = max(own, default=first - 1) - first + 1
         return found
 
     def resumptions(self) -> list[Resumption]:
@@ -96,9 +103,8 @@ class Evidence:
         return found
 
 
-def checks(rehearsal: Rehearsal) -> list[Check]:
+def checks(evidence: Evidence) -> list[Check]:
     """Every promise about the run. Raises GpufleetError when one did not hold."""
-    evidence = Evidence(rehearsal)
     found = list(_checks(evidence))
     broken = [check for check in found if check.required and not check.held]
     if broken:

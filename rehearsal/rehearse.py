@@ -28,6 +28,7 @@ from job import sizing
 from rehearsal import evidence, report, scratch
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result
+from rehearsal.evidence import Evidence
 from rehearsal.interruptions import plan, possible
 from rehearsal.node import NodeRunner
 from rehearsal.state import Rehearsal
@@ -160,7 +161,8 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
     with step(rehearsal, "results"):
         command(rehearsal, "results", name, "--to", str(rehearsal.folder / "results"))
         timeline.add("results", "results downloaded")
-        checks = evidence.checks(rehearsal)
+        found = Evidence(rehearsal)
+        checks = evidence.checks(found)
     with step(rehearsal, "destroy"):
         destroyed = _ok(rehearsal.engine.destroy())
         asked = " (the bucket and what belongs to it, as asked)" if "kept" in destroyed.changes else ""
@@ -171,7 +173,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None]) -> None:
     with step(rehearsal, "git status"):
         unchanged(before, _git_status(rehearsal.root))
     with step(rehearsal, "report"):
-        report.write(rehearsal, out, checks=checks, left=left, swept=swept)
+        report.write(found, out, checks=checks, left=left, swept=swept)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from rehearsal import picture
 from rehearsal.account import Resource
 from rehearsal.cloud import Cloud
 from rehearsal.evidence import Check, Evidence
-from rehearsal.state import Rehearsal
 from rehearsal.timeline import clock
 
 BAR_S = 300.0  # of a whole rehearsal, on two cores that do nothing else: the bar that the project sets itself
@@ -20,7 +19,7 @@ TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "result
 
 
 def write(
-    rehearsal: Rehearsal,
+    evidence: Evidence,
     out: Callable[[str], None],
     *,
     checks: Sequence[Check],
@@ -28,8 +27,7 @@ def write(
     swept: str,
 ) -> None:
     """Writes receipt.json and loss.png beside the results, and prints the report."""
-    evidence = Evidence(rehearsal)
-    folder = rehearsal.folder
+    rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
     (folder / "receipt.json").write_bytes((folder / "results" / "receipt.json").read_bytes())
     draw(evidence, folder / "loss.png")
     out(f"\n== {rehearsal.name}, run {rehearsal.definition.run.id}, rehearsed with {rehearsal.engine.name}\n")
@@ -48,7 +46,7 @@ def write(
     names = ", ".join(f"{kind} {name}" for kind, name in left)
     out(f"  ok    left after destroy: {names + ' (asked for)' if names else 'nothing'}")
     out(f"        sweep: {swept.strip().splitlines()[-1]}")
-    told = json.dumps(summary(rehearsal, evidence, checks), indent=1)
+    told = json.dumps(summary(evidence, checks), indent=1)
     (folder / "summary.json").write_text(told + "\n", encoding="utf-8")
     place = folder.with_suffix("").relative_to(rehearsal.root)  # where it will be in a moment: all of it has held
     out(f"\nFiles: {place}/{{bill.json, receipt.json, summary.json, timeline.jsonl, loss.png, results/}}")
@@ -69,9 +67,9 @@ def closing(checks: Sequence[Check], seconds: float) -> str:
     return f"Everything held but the time, {seconds:.0f} s in all. Slower than its bar: {'; '.join(slow)}."
 
 
-def summary(rehearsal: Rehearsal, evidence: Evidence, checks: Sequence[Check]) -> dict[str, Any]:
+def summary(evidence: Evidence, checks: Sequence[Check]) -> dict[str, Any]:
     """The rehearsal in one line of a table."""
-    resumptions = evidence.resumptions()
+    rehearsal, resumptions = evidence.rehearsal, evidence.resumptions()
     validated = [line for line in evidence.metrics if line.get("val_loss") is not None]
     called = {phase.name: phase.validation for phase in evidence.phases}
     return {
@@ -94,9 +92,9 @@ def summary(rehearsal: Rehearsal, evidence: Evidence, checks: Sequence[Check]) -
 def losses(evidence: Evidence) -> Iterator[str]:
     """First and last loss of each phase, the steps it took, and its newest validation figure under its name."""
     yield "phase    parameters  active       steps  loss first  last    validation"
-    first, done = 1, evidence.steps_done()
-    for phase in (phase for phase in evidence.phases if phase.steps):
-        inside = [line for line in evidence.metrics if first <= int(line["step"]) < first + phase.steps]
+    done = evidence.steps_done()
+    for phase, first, last in evidence.spans():
+        inside = [line for line in evidence.metrics if first <= int(line["step"]) <= last]
         trained = [line["loss"] for line in inside if line.get("loss") is not None]
         held = [line["val_loss"] for line in inside if line.get("val_loss") is not None]
         shown = [f"{value:.4f}" if value is not None else "-" for value in _ends(trained)]
@@ -105,7 +103,6 @@ def losses(evidence: Evidence) -> Iterator[str]:
             f"{phase.name:<8} {phase.params_total:>10,}  {phase.params_active:>10,}  {done[phase.name]:>5}"
             f"  {shown[0]:>10}  {shown[1]:>6}  {validation}"
         )
-        first += phase.steps
 
 
 def draw(evidence: Evidence, target: Path) -> None:
@@ -113,11 +110,10 @@ def draw(evidence: Evidence, target: Path) -> None:
     rehearsal = evidence.rehearsal
     assert rehearsal.watch is not None
     timeline, views = rehearsal.timeline, list(rehearsal.watch.views.values())
-    first, phases = 1, []
-    for phase in (phase for phase in evidence.phases if phase.steps):
-        name = f"{phase.name}, {phase.params_total:,} parameters"
-        phases.append(picture.Phase(name=name, first=first, last=first + phase.steps - 1))
-        first += phase.steps
+    phases = [
+        picture.Phase(name=f"{phase.name}, {phase.params_total:,} parameters", first=first, last=last)
+        for phase, first, last in evidence.spans()
+    ]
     words = {"notice": "notice: {} lost", "loss": "gone: {} repeated"}
     marks = [
         picture.Mark(step=r.last_step, kind=r.kind, text=words[r.kind].format(f"{r.lost} step{'s' * (r.lost != 1)}"))
@@ -131,10 +127,10 @@ def draw(evidence: Evidence, target: Path) -> None:
         lanes.append(
             picture.Lane(
                 name=view.name,
-                launched=timeline.since_began(instance.launched_at.timestamp()),
-                trains=None if view.first_step_at is None else timeline.since_began(view.first_step_at.timestamp()),
-                notice=None if notice is None else timeline.since_began(notice.timestamp()),
-                ended=timeline.since_began(instance.ended_at.timestamp()),
+                launched=timeline.since_began(instance.launched_at),
+                trains=None if view.first_step_at is None else timeline.since_began(view.first_step_at),
+                notice=None if notice is None else timeline.since_began(notice),
+                ended=timeline.since_began(instance.ended_at),
                 how=view.interrupted.kind if view.interrupted else "done",
             )
         )

@@ -41,7 +41,7 @@ class Timeline:
 
     def add(self, what: str, text: str, *, at: datetime | None = None, quiet: bool = False, **facts: Any) -> Moment:
         """Records and prints, under the time of now. `at` for what was learned later than it happened."""
-        t = time.monotonic() - self._began if at is None else at.timestamp() - self._epoch
+        t = self.seconds if at is None else self.since_began(at)
         when = at or datetime.now(UTC)
         moment = Moment(t=round(t, 3), at=when.isoformat(timespec="milliseconds"), what=what, text=text, facts=facts)
         self.moments.append(moment)
@@ -67,9 +67,9 @@ class Timeline:
         """Since the rehearsal began."""
         return time.monotonic() - self._began
 
-    def since_began(self, epoch_s: float) -> float:
+    def since_began(self, moment: datetime) -> float:
         """A wall-clock time as seconds after the beginning."""
-        return epoch_s - self._epoch
+        return moment.timestamp() - self._epoch
 
 
 def clock(seconds: float) -> str:

@@ -139,7 +139,7 @@ class Watch:
             self._ended(view)
         elif self.planned and view.interrupted is None and self._is_at(view, self.planned[0]):
             self._interrupt(view, self.planned.pop(0))
-        elif (code := view.node.process.poll()) is not None and not over:
+        elif (code := view.node.process.poll()) is not None:
             time.sleep(0.3)  # a shutdown is passed on within a moment
             if view.node.instance.ended_at is None:
                 raise RunFailedError(f"{view.name}: the node script ended with {code} and left its machine running")

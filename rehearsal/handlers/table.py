@@ -176,12 +176,6 @@ def get(properties: Any, path: str) -> Any:
     return properties
 
 
-def has_unknown(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(has_unknown, value.values()))
-    return any(map(has_unknown, value)) if isinstance(value, list) else value == UNKNOWN
-
-
 def fields(names: str) -> frozenset[str]:
     return frozenset(names.split())
 

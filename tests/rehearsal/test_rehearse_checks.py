@@ -14,6 +14,7 @@ import pytest
 from infra.errors import GpufleetError
 from infra.loader import load
 from rehearsal import evidence
+from rehearsal.evidence import Evidence
 from rehearsal.interruptions import Planned
 
 STACK = Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml"
@@ -75,7 +76,7 @@ class World:
 
 
 def test_all_of_it_holds_when_nothing_is_broken(tmp_path: Path) -> None:
-    found = evidence.checks(World().rehearsal(tmp_path))
+    found = evidence.checks(Evidence(World().rehearsal(tmp_path)))
     assert len(found) == 12
     assert all(check.held for check in found)
 
@@ -103,7 +104,7 @@ def test_a_broken_promise_fails_by_its_name(tmp_path: Path, said: str, break_it:
     world = World()
     break_it(world)
     with pytest.raises(GpufleetError) as failed:
-        evidence.checks(world.rehearsal(tmp_path))
+        evidence.checks(Evidence(world.rehearsal(tmp_path)))
     assert str(failed.value).startswith(said)
     assert ";" not in str(failed.value)  # and nothing else
 
@@ -111,7 +112,9 @@ def test_a_broken_promise_fails_by_its_name(tmp_path: Path, said: str, break_it:
 def test_a_slow_start_fails_nothing(tmp_path: Path) -> None:
     rehearsal = World().rehearsal(tmp_path)
     rehearsal.torch_s = -60.0
-    assert [check.name for check in evidence.checks(rehearsal) if not check.held] == ["new node to first new step"] * 2
+    assert [check.name for check in evidence.checks(Evidence(rehearsal)) if not check.held] == [
+        "new node to first new step"
+    ] * 2
 
 
 def test_what_is_left_must_be_what_was_asked_for(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_steps_are_those_that_were_done_not_those_that_were_planned(tmp_path: Pa
     evidence = told(tmp_path, "two-tower", TOWERS)
     assert evidence.total_steps == 300
     assert evidence.steps_done() == {"folds": 120, "refit": 140}
-    assert report.summary(evidence.rehearsal, evidence, [])["steps"] == 260
+    assert report.summary(evidence, [])["steps"] == 260
 
 
 def test_a_validation_figure_stands_under_its_own_name_and_only_where_something_is_held_out(tmp_path: Path) -> None:
@@ -70,14 +70,14 @@ def test_a_validation_figure_stands_under_its_own_name_and_only_where_something_
 
 def test_the_summary_names_the_newest_validation_figure(tmp_path: Path) -> None:
     evidence = told(tmp_path, "two-tower", TOWERS)
-    found = report.summary(evidence.rehearsal, evidence, [])
+    found = report.summary(evidence, [])
     assert (found["validation"], found["val_loss"]) == ("1-nDCG@10", 0.3392)
 
 
 def test_a_loss_that_is_held_out_is_called_val(tmp_path: Path) -> None:
     evidence = told(tmp_path, "tinystories-growth", GROWTH)
     assert [row.split()[-2:] for row in report.losses(evidence)][1:3] == [["val", "1.9000"], ["val", "2.4000"]]
-    assert report.summary(evidence.rehearsal, evidence, [])["validation"] == "val"
+    assert report.summary(evidence, [])["validation"] == "val"
 
 
 @pytest.mark.parametrize(("seconds", "held"), [(299.9, True), (300.0, True), (326.0, False)])
@@ -103,7 +103,7 @@ def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow:
     checks = [Check(name=name, figure="", held=False, required=False) for name in slow]
     folder = tmp_path / "rehearsals" / "two-tower" / "r1"
     folder.mkdir(parents=True)
-    (folder / "summary.json").write_text(json.dumps(report.summary(evidence.rehearsal, evidence, checks)))
+    (folder / "summary.json").write_text(json.dumps(report.summary(evidence, checks)))
     row = every._row(tmp_path, STACKS / "two-tower.yaml", 0, 75.0)
     assert (row[1], row[3], row[8]) == (held, "260", "1-nDCG@10 0.3392")
 
