@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from infra.definition import Disk, Estimate, Fleet, Job, Limits, Run, Storage
+from infra.definition import Disk, Fleet, Limits, StackDefinition, Storage
 from infra.run_guard import days_to_keep, expiry
 from infra.schema import Findings, nearest
 from infra.type_checks import gpus_asked, instance_types
@@ -34,20 +33,8 @@ PLACE = "a folder inside the project, or s3://bucket/prefix"
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sections:
-    """A definition in its parts, before anything vouches for it."""
-
-    run: Run
-    job: Job
-    fleet: Fleet
-    storage: Storage
-    limits: Limits
-    estimate: Estimate
-
-
 def check(
-    s: Sections,
+    s: StackDefinition,
     findings: Findings,
     *,
     now: datetime,
@@ -127,7 +114,7 @@ def _storage(storage: Storage, findings: Findings) -> None:
             findings.add(f"storage.{name}", PLACE, problem)
 
 
-def _base_weights(s: Sections, findings: Findings) -> None:
+def _base_weights(s: StackDefinition, findings: Findings) -> None:
     named, config = s.storage.base_weights is not None, s.job.parameters
     if not sizing.weights_bytes(config):
         if named:
@@ -184,7 +171,7 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
         findings.add("limits.deadline", "a time within a year: it is what stops the fleet when everything else failed")
 
 
-def _kept(s: Sections, findings: Findings, now: datetime) -> None:
+def _kept(s: StackDefinition, findings: Findings, now: datetime) -> None:
     """Refused rather than kept for longer in silence: what is kept is on the bill."""
     if "limits.max_hours" in findings.bad or "limits.deadline" in findings.bad:
         return
@@ -199,7 +186,7 @@ def _kept(s: Sections, findings: Findings, now: datetime) -> None:
         )
 
 
-def _estimate(s: Sections, findings: Findings) -> None:
+def _estimate(s: StackDefinition, findings: Findings) -> None:
     steps = s.estimate.step_ms
     phases = sum(1 for phase in sizing.phases(s.job.parameters) if phase.steps)
     if steps is not None and len(steps) != phases:

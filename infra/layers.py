@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from infra import checks
 from infra.boot import user_data
 from infra.definition import Interruptions, StackDefinition, Variant
-from infra.errors import DefinitionError, Problem, of_form
-from infra.run_guard import timer_seconds
+from infra.errors import Problem, of_form
 from infra.schema import SECTIONS, Findings, build, check_keys
 from infra.yaml_tree import Mapping, Node, Scalar, at, merge
 
@@ -39,15 +38,14 @@ def definition(
     check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
     parts = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
     interruptions = build(Interruptions, at(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings)
-    sections = checks.Sections(**parts)
+    definition = StackDefinition(
+        name=path.stem, source=path, purpose=purpose(text), interruptions=interruptions, tree=tree, **parts
+    )
     if catalog is None:
         from infra.catalog import load_catalog  # here: reading tables costs time that `pin` need not spend
 
         catalog = load_catalog()
-    checks.check(sections, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
-    definition = StackDefinition(
-        name=path.stem, source=path, purpose=purpose(text), interruptions=interruptions, tree=tree, **parts
-    )
+    checks.check(definition, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
     _user_data(definition, findings)
     return definition, findings.problems
 
@@ -138,16 +136,5 @@ def _user_data(definition: StackDefinition, findings: Findings) -> None:
     """The node's script must fit EC2's limit with this file's values."""
     if findings.bad & {"run.id", "job.image", "fleet.region", "limits.max_hours"}:
         return
-    disk = definition.storage.data
-    try:
-        user_data.check_size(
-            stack=definition.name,
-            run_id=definition.run.id,
-            region=definition.fleet.region,
-            image=definition.job.image,
-            timer_seconds=timer_seconds(definition),
-            data_volume=None if disk is None else "snapshot" if disk.snapshot else "blank",
-        )
-    except DefinitionError as error:
-        for problem in error.problems:
-            findings.add(problem.path, problem.allowed, problem.hint)
+    if problem := user_data.too_long(user_data.known(definition)):
+        findings.add(problem.path, problem.allowed, problem.hint)

@@ -23,7 +23,7 @@ from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find
 from infra.pricing import bill_of
 from infra.readiness import not_ready
-from infra.run_guard import Previous, Verdict, judge, timer_seconds
+from infra.run_guard import Previous, Verdict, judge
 from infra.selected import Selected
 from job.dataset.prepare import DatasetManifest, read_manifest, verify
 from job.dataset.weights import WeightsManifest
@@ -47,7 +47,13 @@ class Plan:
 
     def user_data(self, bucket: str, log_group: str) -> str:
         """The node's script, base64. Pure: the program calls it once AWS has named bucket and log group."""
-        script = user_data.render(**self._script(), bucket=bucket, log_group=log_group)
+        script = user_data.render(
+            **user_data.known(self.definition),
+            archive_sha256=self.archive.sha256,
+            run_config_sha256=hashlib.sha256(self.run_config.encode()).hexdigest(),
+            bucket=bucket,
+            log_group=log_group,
+        )
         return base64.b64encode(script.encode()).decode()
 
     def kept(self) -> dict[str, str]:
@@ -67,19 +73,6 @@ class Plan:
             "runs": list(self.verdict.runs),
         }
 
-    def _script(self) -> dict[str, Any]:
-        definition = self.definition
-        return {
-            "run_id": definition.run.id,
-            "stack": definition.name,
-            "region": definition.fleet.region,
-            "image": definition.job.image,
-            "archive_sha256": self.archive.sha256,
-            "run_config_sha256": hashlib.sha256(self.run_config.encode()).hexdigest(),
-            "timer_seconds": timer_seconds(definition),
-            "data_volume": data_volume(definition),
-        }
-
 
 def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: bool, scenario: str = "") -> Plan:
     """The plan for the definition `name`, or for one of its scenarios. Raises GpufleetError; in a preview, what `up`
@@ -97,10 +90,10 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     weights = _weights(weights_folder) if weights_folder else None
     inputs: dict[str, Any] = {
         "archive": {"sha256": code.sha256, "bytes": len(code.content)},
-        "dataset": dataset_entry(definition, dataset),
+        "dataset": input_entry(definition.storage.dataset, dataset),
     }
     if definition.storage.base_weights is not None:
-        inputs["base_weights"] = weights_entry(definition.storage.base_weights, weights)
+        inputs["base_weights"] = input_entry(definition.storage.base_weights, weights)
     verdict = judge(
         definition,
         dataset_sha256=dataset.sha256 if dataset else None,
@@ -132,26 +125,13 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     )
 
 
-def dataset_entry(definition: StackDefinition, dataset: DatasetManifest | None) -> dict[str, Any]:
-    """The dataset as run.json names it. `uri` None: the files lie under inputs/<sha256>/ of the run's own bucket."""
-    if dataset is None:
-        uri = definition.storage.dataset
-        return {"uri": uri if uri.startswith("s3://") else None, "sha256": None, "files": []}
-    return {"uri": None, "sha256": dataset.sha256, "files": [asdict(file) for file in dataset.files]}
-
-
-def weights_entry(place: str, weights: WeightsManifest | None) -> dict[str, Any]:
-    """Base weights as run.json names them; no files for an s3:// prefix, whose weights.json names them."""
-    uri = place if place.startswith("s3://") else None
-    if weights is None:
-        return {"uri": uri, "sha256": None, "files": []}
-    return {"uri": None, "sha256": weights.sha256, "files": [asdict(file) for file in weights.files]}
-
-
-def data_volume(definition: StackDefinition) -> str | None:
-    """What the node finds on the data volume: nothing (it formats it), or a snapshot's contents (it must not)."""
-    disk = definition.storage.data
-    return None if disk is None else "snapshot" if disk.snapshot else "blank"
+def input_entry(place: str, manifest: DatasetManifest | WeightsManifest | None) -> dict[str, Any]:
+    """A dataset or base weights as run.json names them. `uri` None: the files lie under inputs/<sha256>/ of the run's
+    own bucket. No files for an s3:// prefix, where a list of its own names them.
+    """
+    if manifest is None:
+        return {"uri": place if place.startswith("s3://") else None, "sha256": None, "files": []}
+    return {"uri": None, "sha256": manifest.sha256, "files": [asdict(file) for file in manifest.files]}
 
 
 def _dataset(folder: Path, *, verified: bool) -> DatasetManifest | None:

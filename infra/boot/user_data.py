@@ -7,17 +7,37 @@ its user-data. Nothing is interpolated into the body of the script; values appea
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from infra.errors import DefinitionError, Problem
+from infra.definition import StackDefinition
+from infra.errors import Problem
+from infra.run_guard import timer_seconds
 
 LIMIT_BYTES = 16 * 1024  # before base64 (EC2 User Guide, user data, 2026-11-21)
 DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to its /dev/nvme* name
 
-# The longest names AWS allows for what a preview does not know yet.
-_LONGEST_BUCKET = "b" * 63
-_LONGEST_LOG_GROUP = "g" * 512
-_SHA256 = "0" * 64
+# What a preview does not know yet: the longest names AWS allows, and two hashes.
+_UNKNOWN: dict[str, Any] = {
+    "bucket": "b" * 63,
+    "log_group": "g" * 512,
+    "archive_sha256": "0" * 64,
+    "run_config_sha256": "0" * 64,
+}
+
+
+def known(definition: StackDefinition) -> dict[str, Any]:
+    """What of the header the definition says, as `render` takes it."""
+    disk = definition.storage.data
+    return {
+        "stack": definition.name,
+        "run_id": definition.run.id,
+        "region": definition.fleet.region,
+        "image": definition.job.image,
+        "timer_seconds": timer_seconds(definition),
+        "data_volume": None if disk is None else "snapshot" if disk.snapshot else "blank",
+    }
 
 
 def render(
@@ -58,40 +78,18 @@ def render(
     return f"#!/bin/bash\n{header}{_body()}"
 
 
-def check_size(
-    *,
-    stack: str,
-    run_id: str,
-    region: str,
-    image: str,
-    timer_seconds: int,
-    data_volume: str | None,
-) -> int:
-    """Bytes of the script under the longest names AWS can give. Raises DefinitionError above EC2's limit."""
-    size = len(
-        render(
-            stack=stack,
-            run_id=run_id,
-            region=region,
-            image=image,
-            bucket=_LONGEST_BUCKET,
-            log_group=_LONGEST_LOG_GROUP,
-            archive_sha256=_SHA256,
-            run_config_sha256=_SHA256,
-            timer_seconds=timer_seconds,
-            data_volume=data_volume,
-        ).encode()
+def too_long(header: Mapping[str, Any]) -> Problem | None:
+    """What to shorten where the script with these `known` values passes EC2's limit, names as long as AWS can give."""
+    size = len(render(**header, **_UNKNOWN).encode())
+    if size <= LIMIT_BYTES:
+        return None
+    path, value = max(("job.image", header["image"]), ("run.id", header["run_id"]), key=lambda each: len(each[1]))
+    return Problem(
+        path=path,
+        value=value,
+        allowed=f"what fits user-data of {LIMIT_BYTES} bytes",
+        hint=f"It takes {size} bytes: shorten this by {size - LIMIT_BYTES}.",
     )
-    if size > LIMIT_BYTES:
-        path, value = max((("job.image", image), ("run.id", run_id)), key=lambda field: len(field[1]))
-        problem = Problem(
-            path=path,
-            value=value,
-            allowed=f"what fits user-data of {LIMIT_BYTES} bytes",
-            hint=f"It takes {size} bytes: shorten this by {size - LIMIT_BYTES}.",
-        )
-        raise DefinitionError(f"stacks/{stack}.yaml", [problem])
-    return size
 
 
 def _body() -> str:

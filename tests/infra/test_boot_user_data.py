@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from infra.boot import user_data
-from infra.errors import DefinitionError
 
 GOLDEN = Path(__file__).parent / "golden" / "user_data.sh"
 KNOWN: dict[str, Any] = {
@@ -69,18 +68,22 @@ def test_an_unknown_kind_of_data_volume_is_refused() -> None:
         user_data.render(**VALUES | {"data_volume": "formatted"})
 
 
-def test_the_size_is_checked_with_the_longest_names_aws_can_give() -> None:
-    longest = VALUES | {"bucket": "b" * 63, "log_group": "g" * 512}
+def test_the_size_is_checked_with_the_longest_names_aws_can_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = len(user_data.render(**VALUES | {"bucket": "b" * 63, "log_group": "g" * 512}).encode())
+    assert longest < user_data.LIMIT_BYTES - 1024  # room for a private registry's image name
 
-    assert user_data.check_size(**KNOWN) == len(user_data.render(**longest).encode())
-    assert user_data.check_size(**KNOWN) < user_data.LIMIT_BYTES - 1024  # room for a private registry's image name
+    monkeypatch.setattr(user_data, "LIMIT_BYTES", longest)
+    assert user_data.too_long(KNOWN) is None
+    monkeypatch.setattr(user_data, "LIMIT_BYTES", longest - 1)
+    problem = user_data.too_long(KNOWN)
+    assert problem is not None
+    assert problem.hint == f"It takes {longest} bytes: shorten this by 1."
 
 
 def test_user_data_over_the_limit_names_the_value_to_shorten() -> None:
-    with pytest.raises(DefinitionError) as refused:
-        user_data.check_size(**KNOWN | {"image": "registry.example/" + "x" * 16384})
+    problem = user_data.too_long(KNOWN | {"image": "registry.example/" + "x" * 16384})
 
-    (problem,) = refused.value.problems
+    assert problem is not None
     assert problem.path == "job.image"
     assert "16384 bytes" in problem.allowed
 
