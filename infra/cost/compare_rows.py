@@ -171,7 +171,7 @@ def again(rows: Sequence[Row], hours_left: float | None, *, runs: int) -> list[R
     """The same rows, all of them priced, simulated with another number of runs."""
     sides = [row.side for row in rows if row.side is not None]
     outcomes = _simulated([each.exposure for each in sides], runs=runs, attempts=risk.MAX_ATTEMPTS)
-    found = (side.again(each, outcomes[each.exposure]) for each in sides)
+    found = (side.settle(each, outcomes[each.exposure], outcomes[each.exposure]) for each in sides)
     return [_figures(row, each, hours_left) for row, each in zip(rows, found, strict=True)]
 
 

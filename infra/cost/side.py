@@ -40,14 +40,35 @@ class Quantiles:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """Without interruptions (`lines`) and with them (the rest)."""
+class Prepared:
+    """A side before its luck: what it is, its lines, and what one run puts at risk."""
 
-    type: str
+    option: TypeCost
     zone: str | None  # by zone id; None on demand
     price: Price  # per node-hour
-    lines: tuple[Line, ...]
+    lines: tuple[Line, ...]  # without interruptions
     runtime: Runtime
+    exposure: risk.Exposure
+
+    @property
+    def type(self) -> str:
+        return self.option.type
+
+    @property
+    def total(self) -> Decimal:
+        """Sum of the lines: the run without interruptions."""
+        return sum((line.amount for line in self.lines), Decimal(0))
+
+    @property
+    def unlimited(self) -> risk.Exposure:
+        """Without the limits of the definition."""
+        return replace(self.exposure, max_usd=None, max_hours=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side(Prepared):
+    """The same with its luck: what the simulated runs came to."""
+
     usd: Quantiles  # as the limits of the definition cut it
     hours: Quantiles  # of each node
     wall_hours: Quantiles  # with the waits for capacity
@@ -56,7 +77,6 @@ class Side:
     metered_usd: Quantiles  # the same as the job's meter counts: interrupted first hours not credited
     interruptions: float  # expected
     probability_stopped: float  # by a limit, before the work is done
-    exposure: risk.Exposure
     needed: risk.Outcome = field(repr=False, compare=False)  # the simulated runs behind needed_usd
     runs: int
 
@@ -65,28 +85,6 @@ class Side:
         """USD and hours of each node that a limit has to leave, for the job to stop in."""
         hours, of = self.exposure.reserve_h, self.exposure
         return exact(hours * (of.compute_usd_h + of.extras_usd_h)), exact(hours)
-
-    @property
-    def total(self) -> Decimal:
-        """Sum of the lines: the run without interruptions."""
-        return sum((line.amount for line in self.lines), Decimal(0))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """A side before its luck: what it is, its lines, and what one run puts at risk."""
-
-    option: TypeCost
-    zone: str | None
-    price: Price
-    lines: tuple[Line, ...]
-    runtime: Runtime
-    exposure: risk.Exposure
-
-    @property
-    def unlimited(self) -> risk.Exposure:
-        """Without the limits of the definition."""
-        return replace(self.exposure, max_usd=None, max_hours=None)
 
 
 def prepare(
@@ -137,18 +135,17 @@ def price_side(
 
 def settle(prepared: Prepared, outcome: risk.Outcome, needed: risk.Outcome) -> Side:
     """The side, from the simulated runs within the limits and without."""
-    exposure = prepared.exposure
-    total = sum((line.amount for line in prepared.lines), Decimal(0))
-    usd, hours, wall_hours, metered_usd = _figures(outcome, exposure, total)
+    usd, hours, wall_hours, metered_usd = _figures(outcome, prepared)
     needed_usd, needed_hours = usd, hours
     if needed is not outcome:
-        needed_usd, needed_hours, _, metered_usd = _figures(needed, exposure, total)
+        needed_usd, needed_hours, _, metered_usd = _figures(needed, prepared)
     return Side(
-        type=prepared.option.type,
+        option=prepared.option,
         zone=prepared.zone,
         price=prepared.price,
         lines=prepared.lines,
         runtime=prepared.runtime,
+        exposure=prepared.exposure,
         usd=usd,
         hours=hours,
         wall_hours=wall_hours,
@@ -157,25 +154,7 @@ def settle(prepared: Prepared, outcome: risk.Outcome, needed: risk.Outcome) -> S
         metered_usd=metered_usd,
         interruptions=float(outcome.interruptions.mean()),
         probability_stopped=float(outcome.stopped.mean()),
-        exposure=exposure,
         needed=needed,
-        runs=len(outcome.usd),
-    )
-
-
-def again(found: Side, outcome: risk.Outcome) -> Side:
-    """The same side, from other runs of it without limits."""
-    usd, hours, wall_hours, metered_usd = _figures(outcome, found.exposure, found.total)
-    return replace(
-        found,
-        usd=usd,
-        hours=hours,
-        wall_hours=wall_hours,
-        needed_usd=usd,
-        needed_hours=hours,
-        metered_usd=metered_usd,
-        interruptions=float(outcome.interruptions.mean()),
-        needed=outcome,
         runs=len(outcome.usd),
     )
 
@@ -194,16 +173,15 @@ def half_speed(side: Side, variant: Variant) -> Quantiles:
     if variant.hold_hours is not None:
         held = side.runtime.held_s / 3600
         last = max((last - 2 * held) * float(1 + variant.buffer), last / 2)
-    slow = replace(side.exposure, phase_ends_h=(*ends, last), max_usd=None, max_hours=None)
-    outcome = risk.simulate(slow, runs=min(_FEW, side.runs))
-    return _figures(outcome, side.exposure, side.total)[0]
+    slow = replace(side.unlimited, phase_ends_h=(*ends, last))
+    return _figures(risk.simulate(slow, runs=min(_FEW, side.runs)), side)[0]
 
 
 def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
     """(word, interruptions per node-hour, mean USD to finish)."""
-    fixed = [replace(side.exposure, hazard=hazard, max_usd=None, max_hours=None) for _, hazard in HAZARD_WORDS]
+    fixed = [replace(side.unlimited, hazard=hazard) for _, hazard in HAZARD_WORDS]
     outcomes = risk.simulate_each(fixed, runs=min(_FEW, side.runs))
-    means = [_figures(outcome, side.exposure, side.total)[0].mean for outcome in outcomes]
+    means = [_figures(outcome, side)[0].mean for outcome in outcomes]
     return tuple((word, hazard, mean) for (word, hazard), mean in zip(HAZARD_WORDS, means, strict=True))
 
 
@@ -269,14 +247,13 @@ def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard
     return find(hazards, type_, zones[0] if len(zones) == 1 else None)
 
 
-def _figures(
-    outcome: risk.Outcome, exposure: risk.Exposure, total: Decimal
-) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
+def _figures(outcome: risk.Outcome, of: Prepared) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
     """USD, node-hours, hours by the wall, and USD as the job's meter counts.
 
     Dollars are the exact total without interruptions plus the simulated difference: no interruption costs exactly
     nothing.
     """
+    exposure, total = of.exposure, of.total
     metered = exposure.fixed_usd + outcome.hours * (exposure.compute_usd_h + exposure.extras_usd_h)
     values = np.stack((outcome.usd - exposure.uninterrupted_usd, outcome.hours, outcome.wall_hours, metered))
     values[3] -= exposure.uninterrupted_usd
