@@ -13,8 +13,6 @@ from decimal import Decimal
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from infra.catalog import Catalog, Instance
 from infra.cost import risk, side
 from infra.cost.lines import CENT_100
@@ -200,7 +198,7 @@ def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
         billed_gpu_h=float(found.hours.p50) * row.nodes * row.gpu_count,
         wall_hours=found.wall_hours,
         usd=found.usd,
-        free_usd=_free(found, outcome),
+        free_usd=found.metered_usd.mean - found.usd.mean,
         interruptions=found.interruptions,
         interrupted=float((outcome.interruptions > 0).mean()),
         lost_minutes=60 * max(0.0, float(outcome.hours.mean()) - found.exposure.uninterrupted_h),
@@ -257,10 +255,3 @@ def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
     with suppress(PriceMissing):
         on_demand = catalog.on_demand(option.type, region).amount
     return Rate(region=region, on_demand=amount(on_demand), spot=amount(spot))
-
-
-def _free(found: Side, outcome: risk.Outcome) -> Decimal:
-    """Mean of what was used and not charged."""
-    exposure = found.exposure
-    metered = exposure.fixed_usd + outcome.hours * (exposure.compute_usd_h + exposure.extras_usd_h)
-    return side.exact(float(np.mean(metered - outcome.usd)))
