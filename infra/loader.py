@@ -6,7 +6,6 @@ section laid over it and with each of its `scenarios`, and reports the problems 
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import replace
 from datetime import datetime
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from infra import layers
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError, Problem, in_order, of_form
+from infra.schema import nearest
 from infra.yaml_tree import Mapping, dump, open_file
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def load(
 
 def find(name_or_path: str, root: Path) -> Path:
     """`stacks/<name>.yaml` under `root`, or the file at a path. Raises GpufleetError naming the nearest."""
-    if name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path:
+    if is_path(name_or_path):
         for path in (Path(name_or_path), root / name_or_path):  # the program's working directory is infra/
             if path.is_file():
                 return path
@@ -73,14 +73,21 @@ def find(name_or_path: str, root: Path) -> Path:
         raise GpufleetError(f"{path} is a folder or device, not a file; a stack is one file: move it away")
     if path.with_suffix(".yml").is_file():
         raise GpufleetError(f"stacks/{name_or_path}.yml is there: give it the ending .yaml, by which stacks are found")
-    names = names_of(root)
-    if not names:
-        raise GpufleetError(f"there is no stacks/ folder with definition files in {root}; run this inside the project")
-    close = difflib.get_close_matches(name_or_path.lower(), names, n=1)
-    raise GpufleetError(
-        f"there is no stack {name_or_path!r}; stacks/ has {', '.join(names)}."
-        + (f" Nearest: {close[0]}." if close else "")
-    )
+    names = stacks_of(root)
+    said = f"there is no stack {name_or_path!r}; stacks/ has {', '.join(names)}. {nearest(name_or_path, names)}"
+    raise GpufleetError(said.rstrip())
+
+
+def is_path(stack: str) -> bool:
+    """Whether STACK is the path of a file, not a name."""
+    return stack.endswith((".yaml", ".yml")) or "/" in stack
+
+
+def stacks_of(root: Path) -> list[str]:
+    """The stacks of `stacks/`, by name, at least one. Raises GpufleetError."""
+    if names := names_of(root):
+        return names
+    raise GpufleetError(f"there is no stacks/ folder with definition files in {root}; run this inside the project")
 
 
 def names_of(root: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
@@ -12,6 +11,7 @@ from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError, in_order, of_form
 from infra.layers import definition, over, variants
 from infra.loader import load
+from infra.schema import nearest
 from infra.yaml_tree import Mapping, open_file
 
 
@@ -57,8 +57,5 @@ def scenario(
 def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
     """What to raise for a scenario that the file does not have."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return GpufleetError(
-        f"{path.name} has no scenario {name!r}; it has {', '.join(names) or 'none'}."
-        + (f" Nearest: {close[0]}." if close else "")
-    )
+    said = f"{path.name} has no scenario {name!r}; it has {', '.join(names) or 'none'}. {nearest(name, names)}"
+    return GpufleetError(said.rstrip())

@@ -15,7 +15,7 @@ import yaml
 
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
-from infra.loader import find, load
+from infra.loader import find, is_path, load
 from infra.scenarios import scenario as one_scenario
 
 DEFINITION, SCENARIO = "gpufleet:definition", "gpufleet:scenario"
@@ -43,11 +43,10 @@ def selected(stack: str, root: Path) -> Selected:
 
     A path names that very file; the stack called like it has a say where it runs the same one. Raises GpufleetError.
     """
-    is_path = stack.endswith((".yaml", ".yml")) or "/" in stack
-    name = Path(stack).stem if is_path else stack
+    name = Path(stack).stem if is_path(stack) else stack
     config = _config(root / f"Pulumi.{name}.yaml")
     theirs = config.get(DEFINITION) or name
-    if not is_path:
+    if not is_path(stack):
         return Selected(path=find(theirs, root), scenario=config.get(SCENARIO, ""), asked=stack)
     path = find(stack, root)
     with suppress(GpufleetError):

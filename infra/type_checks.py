@@ -64,7 +64,7 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
 
 def _launchable(region: str, catalog: Catalog) -> list[Instance]:
     """What could stand in the file instead; in any region while the file's own is wrong."""
-    kinds = [kind for name in catalog.instance_types() if (kind := catalog.instance(name)) and not kind.unusable]
+    kinds = [kind for kind in catalog.instances.values() if not kind.unusable]
     known = region in catalog.regions()
     return [kind for kind in kinds if not known or kind.regions is None or region in kind.regions]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infra.cost.text import table
 from infra.errors import GpufleetError
-from infra.loader import load, names_of, project_root
+from infra.loader import load, project_root, stacks_of
 from rehearsal.rehearse import rehearse
 from rehearsal.timeline import say
 
@@ -19,9 +19,7 @@ def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say) 
     """Every stack in turn, then one table. 0 when all of them held, 1 otherwise, 130 on Ctrl-C."""
     root = root or project_root(Path.cwd())
     rows, failed = [], False
-    if not (names := names_of(root)):
-        raise GpufleetError(f"there is no stacks/ folder with definition files in {root}; run this inside the project")
-    for path in (root / "stacks" / f"{name}.yaml" for name in names):
+    for path in (root / "stacks" / f"{name}.yaml" for name in stacks_of(root)):
         began = time.monotonic()
         try:
             code = rehearse(str(path), root=root, out=out)

@@ -9,7 +9,7 @@ from job.train.device import DATA_SHEETS
 
 def test_the_bill_and_the_job_measure_against_the_same_data_sheets() -> None:
     catalog = load_catalog()
-    gpus = {found.gpu for kind in catalog.instance_types() if (found := catalog.instance(kind)) is not None}
+    gpus = {found.gpu for found in catalog.instances.values()}
     priced = {
         gpu.name: (gpu.bf16_tflops, gpu.bandwidth_gb_s, gpu.memory_gb)
         for gpu in gpus

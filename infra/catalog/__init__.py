@@ -119,9 +119,6 @@ class Catalog:
         """None if the catalog has never heard of it."""
         return self.instances.get(type_)
 
-    def instance_types(self) -> tuple[str, ...]:
-        return tuple(self.instances)
-
     def regions(self) -> tuple[str, ...]:
         return tuple(ZONES)
 

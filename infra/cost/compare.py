@@ -88,7 +88,7 @@ def every_option(
     """Every (work, type, capacity), the best first; those that cannot run come last with the reason."""
     drafts = []
     for work, name in _works(definition, variants):
-        listed = tuple(types or catalog.instance_types())
+        listed = tuple(types or catalog.instances)
         footing = found(_of(work, listed))
         found_work, measured = footing.definition, footing.calibrations
         elsewhere = replace(found_work, estimate=replace(found_work.estimate, step_ms=None))

@@ -155,8 +155,7 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
     without has no bill.
     """
     priced = []
-    for type_ in catalog.instance_types():
-        other = catalog.instances[type_]
+    for type_, other in catalog.instances.items():
         if other.unusable or not other.gpu.has_a_roofline(sizing.products(config)) or not _holds(config, other):
             continue
         try:

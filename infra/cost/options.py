@@ -130,9 +130,7 @@ def type_cost(
     root = definition.storage.root
     instance = catalog.instance(type_)
     if instance is None:
-        near = catalog.nearest_type(type_)
-        hint = f"; nearest: {near}" if near else ""
-        return TypeCost(type=type_, why=f"{type_} is not a GPU instance type of the catalog{hint}")
+        return TypeCost(type=type_, why=catalog.unknown_type(type_))
     why = []
     spot: tuple[SpotPrice, ...] = ()
     on_demand = runtime = None

@@ -44,7 +44,7 @@ def test_spot_zones_come_cheapest_first_and_without_local_zones() -> None:
 
 def test_every_priced_type_has_specifications() -> None:
     priced = {type_ for type_, _ in (*CATALOG.on_demand_prices, *CATALOG.spot_prices)}
-    assert priced <= set(CATALOG.instance_types())
+    assert priced <= set(CATALOG.instances)
 
 
 @pytest.mark.parametrize("region", REGIONS)

@@ -315,7 +315,7 @@ def test_an_option_is_late_where_the_job_would_begin_to_stop_before_it_is_done()
 
 def test_every_type_is_there_on_both_capacities() -> None:
     found = {(row.type, row.capacity) for row in options()}
-    assert found == {(t, c) for t in load_catalog().instance_types() for c in ("spot", "on-demand")}
+    assert found == {(t, c) for t in load_catalog().instances for c in ("spot", "on-demand")}
     assert len(found) >= 120
 
 

@@ -79,7 +79,7 @@ def test_a_partial_failure_is_exit_1_with_every_kept_figure_named(
 
 def test_when_nothing_can_be_read_nothing_is_written(refresh: Refresh, project: Path) -> None:
     denied = refused("AccessDeniedException")
-    pricing = PriceList(errors=dict.fromkeys(load_catalog().instance_types(), denied))
+    pricing = PriceList(errors=dict.fromkeys(load_catalog().instances, denied))
     with pytest.raises(AwsRefused, match=r"nothing was written: GetProducts: AccessDenied.*pricing:GetProducts"):
         refresh(pricing, Ec2(error=refused("UnauthorizedOperation", "DescribeSpotPriceHistory")))
     assert not (project / "prices").exists()
