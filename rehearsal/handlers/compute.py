@@ -10,8 +10,8 @@ import time
 from datetime import datetime
 from typing import Any
 
-from rehearsal.handlers.network import retag, tag_specification, tagged
-from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_list, tag_map
+from rehearsal.handlers.network import retag, tag_specification
+from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_list, tag_map, tagged
 
 _POLL_S = 0.05
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
@@ -94,7 +94,7 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
         "latestVersion": template["LatestVersionNumber"],
         "defaultVersion": template["DefaultVersionNumber"],
         "arn": aws.arn("ec2", f"launch-template/{resource_id}"),
-        **tagged(template),
+        **tagged(template.get("Tags")),
     }
 
 
@@ -150,7 +150,7 @@ def _read_fleet(aws: Aws, resource_id: str, like: Properties) -> Properties | No
         "fleetState": fleet["FleetState"],
         "fulfilledCapacity": fleet["FulfilledCapacity"],
         "arn": aws.arn("ec2", f"fleet/{resource_id}"),
-        **tagged(fleet),
+        **tagged(fleet.get("Tags")),
     }
 
 
@@ -188,7 +188,7 @@ def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
 
 HANDLERS = {
     "aws:ec2/launchTemplate:LaunchTemplate": Handler(
-        source="terraform-provider-aws internal/service/ec2/ec2_launch_template.go, ForceNew fields, read 2026-11-21",
+        source="ec2/ec2_launch_template",
         optional=fields("name updateDefaultVersion tags") | frozenset(_DATA),
         replaces=fields("name"),
         computed=fields("arn latestVersion defaultVersion tagsAll"),
@@ -207,7 +207,7 @@ HANDLERS = {
         delete=lambda aws, resource_id, state: aws.ec2.delete_launch_template(LaunchTemplateId=resource_id),
     ),
     "aws:ec2/fleet:Fleet": Handler(
-        source="terraform-provider-aws internal/service/ec2/ec2_fleet.go, ForceNew fields, read 2026-11-21",
+        source="ec2/ec2_fleet",
         required=fields("launchTemplateConfigs targetCapacitySpecification"),
         optional=fields(
             "type spotOptions excessCapacityTerminationPolicy terminateInstances terminateInstancesWithExpiration "

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields, tag_list, tag_map
-
-_TF = "terraform-provider-aws internal/service/{}.go, ForceNew fields, read 2026-11-21"
+from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields, tag_diff, tag_list, tagged
 
 
 def _create_role(aws: Aws, inputs: Properties) -> str:
@@ -33,15 +31,13 @@ def _read_role(aws: Aws, resource_id: str, like: Properties) -> Properties | Non
     if answer is None:
         return None
     role = answer["Role"]
-    tags = tag_map(role.get("Tags"))
     return {
         "name": resource_id,
         "description": role.get("Description"),
         "assumeRolePolicy": json.dumps(role["AssumeRolePolicyDocument"]),
-        "tags": tags,
-        "tagsAll": tags,
         "arn": role["Arn"],
         "uniqueId": role["RoleId"],
+        **tagged(role.get("Tags")),
     }
 
 
@@ -88,13 +84,11 @@ def _read_profile(aws: Aws, resource_id: str, like: Properties) -> Properties | 
     if answer is None:
         return None
     profile = answer["InstanceProfile"]
-    tags = tag_map(profile.get("Tags"))
     return {
         "name": resource_id,
         "role": profile["Roles"][0]["RoleName"] if profile["Roles"] else None,
-        "tags": tags,
-        "tagsAll": tags,
         "arn": profile["Arn"],
+        **tagged(profile.get("Tags")),
     }
 
 
@@ -105,11 +99,11 @@ def _delete_profile(aws: Aws, resource_id: str, state: Properties) -> None:
 
 
 def _retag(tag: Any, untag: Any, target: dict[str, str], old: Properties, new: Properties) -> None:
-    before, after = old.get("tags") or {}, new.get("tags") or {}
-    if gone := [key for key in before if key not in after]:
+    gone, changed = tag_diff(old, new)
+    if gone:
         untag(**target, TagKeys=gone)
-    if before != after and after:
-        tag(**target, Tags=tag_list(after))
+    if changed:
+        tag(**target, Tags=tag_list(changed))
 
 
 def _create_group(aws: Aws, inputs: Properties) -> str:
@@ -130,12 +124,12 @@ def _put_retention(aws: Aws, resource_id: str, old: Properties, new: Properties)
 
 def _update_group(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
     _put_retention(aws, resource_id, old, new)
-    before, after = old.get("tags") or {}, new.get("tags") or {}
     arn = aws.arn("logs", f"log-group:{resource_id}")
-    if gone := [key for key in before if key not in after]:
+    gone, changed = tag_diff(old, new)
+    if gone:
         aws.client("logs").untag_resource(resourceArn=arn, tagKeys=gone)
-    if before != after and after:
-        aws.client("logs").tag_resource(resourceArn=arn, tags=after)
+    if changed:
+        aws.client("logs").tag_resource(resourceArn=arn, tags=changed)
 
 
 def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
@@ -156,12 +150,11 @@ def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | No
 
 HANDLERS = {
     "aws:iam/role:Role": Handler(
-        source=_TF.format("iam/role"),
+        source="iam/role",
         required=fields("assumeRolePolicy"),
         optional=fields("name description tags"),
         replaces=fields("name"),
         computed=fields("arn uniqueId tagsAll"),
-        volatile=fields("tagsAll"),
         name="name",
         create=_create_role,
         read=_read_role,
@@ -169,7 +162,7 @@ HANDLERS = {
         delete=lambda aws, resource_id, state: aws.iam.delete_role(RoleName=resource_id),
     ),
     "aws:iam/rolePolicy:RolePolicy": Handler(
-        source=_TF.format("iam/role_policy"),
+        source="iam/role_policy",
         required=fields("role policy"),
         optional=fields("name"),
         replaces=fields("role name"),
@@ -180,12 +173,11 @@ HANDLERS = {
         delete=_delete_policy,
     ),
     "aws:iam/instanceProfile:InstanceProfile": Handler(
-        source=_TF.format("iam/instance_profile"),
+        source="iam/instance_profile",
         required=fields("role"),
         optional=fields("name tags"),
         replaces=fields("name"),
         computed=fields("arn tagsAll"),
-        volatile=fields("tagsAll"),
         name="name",
         create=_create_profile,
         read=_read_profile,
@@ -193,11 +185,10 @@ HANDLERS = {
         delete=_delete_profile,
     ),
     "aws:cloudwatch/logGroup:LogGroup": Handler(
-        source=_TF.format("logs/group"),
+        source="logs/group",
         optional=fields("name retentionInDays tags"),
         replaces=fields("name"),
         computed=fields("arn tagsAll"),
-        volatile=fields("tagsAll"),
         name="name",
         create=_create_group,
         read=_read_group,

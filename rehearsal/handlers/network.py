@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_list, tag_map
-
-_TF = "terraform-provider-aws internal/service/ec2/{}.go, ForceNew fields, read 2026-11-21"
+from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_diff, tag_list, tagged
 
 
 def tag_specification(kind: str, inputs: Properties) -> list[dict[str, Any]]:
@@ -16,16 +14,11 @@ def tag_specification(kind: str, inputs: Properties) -> list[dict[str, Any]]:
 
 
 def retag(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    before, after = old.get("tags") or {}, new.get("tags") or {}
-    if gone := [{"Key": key} for key in before if key not in after]:
-        aws.ec2.delete_tags(Resources=[resource_id], Tags=gone)
-    if changed := {key: value for key, value in after.items() if before.get(key) != value}:
+    gone, changed = tag_diff(old, new)
+    if gone:
+        aws.ec2.delete_tags(Resources=[resource_id], Tags=[{"Key": key} for key in gone])
+    if changed:
         aws.ec2.create_tags(Resources=[resource_id], Tags=tag_list(changed))
-
-
-def tagged(answer: dict[str, Any]) -> Properties:
-    tags = tag_map(answer.get("Tags"))
-    return {"tags": tags, "tagsAll": tags}
 
 
 def _create_vpc(aws: Aws, inputs: Properties) -> str:
@@ -46,7 +39,7 @@ def _read_vpc(aws: Aws, resource_id: str, like: Properties) -> Properties | None
     if answer is None:
         return None
     vpc = answer["Vpcs"][0]
-    live = {"cidrBlock": vpc["CidrBlock"], "arn": aws.arn("ec2", f"vpc/{resource_id}"), **tagged(vpc)}
+    live = {"cidrBlock": vpc["CidrBlock"], "arn": aws.arn("ec2", f"vpc/{resource_id}"), **tagged(vpc.get("Tags"))}
     for name in ("enableDnsSupport", "enableDnsHostnames"):
         if name in like:
             key = name[0].upper() + name[1:]
@@ -83,7 +76,7 @@ def _read_subnet(aws: Aws, resource_id: str, like: Properties) -> Properties | N
         "availabilityZone": subnet["AvailabilityZone"],
         "mapPublicIpOnLaunch": subnet["MapPublicIpOnLaunch"],
         "arn": aws.arn("ec2", f"subnet/{resource_id}"),
-        **tagged(subnet),
+        **tagged(subnet.get("Tags")),
     }
 
 
@@ -115,7 +108,7 @@ def _read_gateway(aws: Aws, resource_id: str, like: Properties) -> Properties | 
     return {
         "vpcId": attached[0] if attached else None,
         "arn": aws.arn("ec2", f"internet-gateway/{resource_id}"),
-        **tagged(gateway),
+        **tagged(gateway.get("Tags")),
     }
 
 
@@ -166,54 +159,50 @@ def _read_endpoint(aws: Aws, resource_id: str, like: Properties) -> Properties |
         "policy": endpoint["PolicyDocument"],
         "state": endpoint["State"],
         "arn": aws.arn("ec2", f"vpc-endpoint/{resource_id}"),
-        **tagged(endpoint),
+        **tagged(endpoint.get("Tags")),
     }
 
 
 HANDLERS = {
     "aws:ec2/vpc:Vpc": Handler(
-        source=_TF.format("vpc_"),
+        source="ec2/vpc_",
         required=fields("cidrBlock"),
         optional=fields("enableDnsSupport enableDnsHostnames tags"),
         replaces=fields("cidrBlock"),
         computed=fields("arn tagsAll"),
-        volatile=fields("tagsAll"),
         create=_create_vpc,
         read=_read_vpc,
         update=_update_vpc,
         delete=lambda aws, resource_id, state: aws.ec2.delete_vpc(VpcId=resource_id),
     ),
     "aws:ec2/subnet:Subnet": Handler(
-        source=_TF.format("vpc_subnet"),
+        source="ec2/vpc_subnet",
         required=fields("vpcId cidrBlock availabilityZone"),
         optional=fields("mapPublicIpOnLaunch tags"),
         replaces=fields("vpcId cidrBlock availabilityZone"),
         computed=fields("arn tagsAll"),
-        volatile=fields("tagsAll"),
         create=_create_subnet,
         read=_read_subnet,
         update=_update_subnet,
         delete=_delete_subnet,
     ),
     "aws:ec2/internetGateway:InternetGateway": Handler(
-        source=_TF.format("vpc_internet_gateway") + "; the provider moves a gateway between VPCs, here it is replaced",
+        source="ec2/vpc_internet_gateway; the provider moves a gateway between VPCs, here it is replaced",
         required=fields("vpcId"),
         optional=fields("tags"),
         replaces=fields("vpcId"),
         computed=fields("arn tagsAll"),
-        volatile=fields("tagsAll"),
         create=_create_gateway,
         read=_read_gateway,
         update=retag,
         delete=_delete_gateway,
     ),
     "aws:ec2/vpcEndpoint:VpcEndpoint": Handler(
-        source=_TF.format("vpc_endpoint"),
+        source="ec2/vpc_endpoint",
         required=fields("vpcId serviceName vpcEndpointType policy"),
         optional=fields("routeTableIds tags"),
         replaces=fields("vpcId serviceName vpcEndpointType"),
         computed=fields("arn state tagsAll"),
-        volatile=fields("tagsAll"),
         allowed={"vpcEndpointType": fields("Gateway")},
         create=_create_endpoint,
         read=_read_endpoint,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rehearsal.handlers.network import retag, tag_specification, tagged
-from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields
-
-_TF = "terraform-provider-aws internal/service/ec2/{}.go, ForceNew fields, read 2026-11-21"
+from rehearsal.handlers.network import retag, tag_specification
+from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields, tagged
 
 
 def _create_table(aws: Aws, inputs: Properties) -> str:
@@ -25,7 +23,7 @@ def _read_table(aws: Aws, resource_id: str, like: Properties) -> Properties | No
     table = _table(aws, resource_id)
     if table is None:
         return None
-    return {"vpcId": table["VpcId"], "arn": aws.arn("ec2", f"route-table/{resource_id}"), **tagged(table)}
+    return {"vpcId": table["VpcId"], "arn": aws.arn("ec2", f"route-table/{resource_id}"), **tagged(table.get("Tags"))}
 
 
 def _create_route(aws: Aws, inputs: Properties) -> str:
@@ -68,19 +66,18 @@ def _read_association(aws: Aws, resource_id: str, like: Properties) -> Propertie
 
 HANDLERS = {
     "aws:ec2/routeTable:RouteTable": Handler(
-        source=_TF.format("vpc_route_table") + "; routes are resources of their own",
+        source="ec2/vpc_route_table; routes are resources of their own",
         required=fields("vpcId"),
         optional=fields("tags"),
         replaces=fields("vpcId"),
         computed=fields("arn tagsAll"),
-        volatile=fields("tagsAll"),
         create=_create_table,
         read=_read_table,
         update=retag,
         delete=lambda aws, resource_id, state: aws.ec2.delete_route_table(RouteTableId=resource_id),
     ),
     "aws:ec2/route:Route": Handler(
-        source=_TF.format("vpc_route"),
+        source="ec2/vpc_route",
         required=fields("routeTableId destinationCidrBlock gatewayId"),
         replaces=fields("routeTableId destinationCidrBlock"),
         computed=fields("state origin"),
@@ -92,7 +89,7 @@ HANDLERS = {
         ),
     ),
     "aws:ec2/routeTableAssociation:RouteTableAssociation": Handler(
-        source=_TF.format("vpc_route_table_association") + "; another table changes the id, so here it replaces",
+        source="ec2/vpc_route_table_association; another table changes the id, so here it replaces",
         required=fields("routeTableId subnetId"),
         replaces=fields("routeTableId subnetId"),
         create=_create_association,

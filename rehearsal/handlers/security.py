@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rehearsal.handlers.network import retag, tag_specification, tagged
-from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields
-
-_TF = "terraform-provider-aws internal/service/ec2/{}.go, ForceNew fields, read 2026-11-21"
+from rehearsal.handlers.network import retag, tag_specification
+from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields, tagged
 
 
 def _create_group(aws: Aws, inputs: Properties) -> str:
@@ -35,7 +33,7 @@ def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | No
         "vpcId": group["VpcId"],
         "ingress": [_permission(rule) for rule in group["IpPermissions"]],
         "arn": aws.arn("ec2", f"security-group/{resource_id}"),
-        **tagged(group),
+        **tagged(group.get("Tags")),
     }
 
 
@@ -94,18 +92,17 @@ def _read_egress(aws: Aws, resource_id: str, like: Properties) -> Properties | N
         "description": rule.get("Description"),
         "securityGroupRuleId": resource_id,
         "arn": aws.arn("ec2", f"security-group-rule/{resource_id}"),
-        **tagged(rule),
+        **tagged(rule.get("Tags")),
     }
 
 
 HANDLERS = {
     "aws:ec2/securityGroup:SecurityGroup": Handler(
-        source=_TF.format("vpc_security_group") + "; rules are resources of their own",
+        source="ec2/vpc_security_group; rules are resources of their own",
         required=fields("vpcId description"),
         optional=fields("name tags"),
         replaces=fields("vpcId description name"),
         computed=fields("arn ingress tagsAll"),
-        volatile=fields("tagsAll"),
         name="name",
         create=_create_group,
         read=_read_group,
@@ -113,12 +110,11 @@ HANDLERS = {
         delete=lambda aws, resource_id, state: aws.ec2.delete_security_group(GroupId=resource_id),
     ),
     "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": Handler(
-        source=_TF.format("vpc_security_group_egress_rule"),
+        source="ec2/vpc_security_group_egress_rule",
         required=fields("securityGroupId ipProtocol fromPort toPort cidrIpv4"),
         optional=fields("description tags"),
         replaces=fields("securityGroupId"),
         computed=fields("arn securityGroupRuleId tagsAll"),
-        volatile=fields("tagsAll"),
         create=_create_egress,
         read=_read_egress,
         update=_update_egress,

@@ -10,9 +10,8 @@ from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
-from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_list, tag_map
+from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_list, tagged
 
-_TF = "terraform-provider-aws internal/service/s3/{}.go, ForceNew fields, read 2026-11-21"
 _GONE = ("NoSuchBucket", "404")
 
 
@@ -34,11 +33,9 @@ def _read_bucket(aws: Aws, resource_id: str, like: Properties) -> Properties | N
     if absent(lambda: aws.s3.head_bucket(Bucket=resource_id), *_GONE) is None:
         return None
     answer = absent(lambda: aws.s3.get_bucket_tagging(Bucket=resource_id), "NoSuchTagSet")
-    tags = tag_map(answer["TagSet"]) if answer else {}
     return {
         "bucket": resource_id,
-        "tags": tags,
-        "tagsAll": tags,
+        **tagged(answer and answer["TagSet"]),
         "arn": f"arn:aws:s3:::{resource_id}",
         "bucketDomainName": f"{resource_id}.s3.amazonaws.com",
         "bucketRegionalDomainName": f"{resource_id}.s3.{aws.region}.amazonaws.com",
@@ -82,7 +79,7 @@ def _setting(
         return None if found is None else {"bucket": resource_id, **found}
 
     return Handler(
-        source=_TF.format(kind),
+        source=f"s3/{kind}",
         replaces=fields("bucket"),
         create=create,
         read=live,
@@ -195,12 +192,10 @@ def _read_object(aws: Aws, resource_id: str, like: Properties) -> Properties | N
     head = absent(lambda: aws.s3.head_object(**place), "NoSuchKey", *_GONE)
     if head is None:
         return None
-    tags = tag_map(aws.s3.get_object_tagging(**place)["TagSet"])
     return {
         "bucket": like["bucket"],
         "key": like["key"],
-        "tags": tags,
-        "tagsAll": tags,
+        **tagged(aws.s3.get_object_tagging(**place)["TagSet"]),
         "etag": head["ETag"].strip('"'),
         "arn": f"arn:aws:s3:::{like['bucket']}/{like['key']}",
     }
@@ -208,11 +203,10 @@ def _read_object(aws: Aws, resource_id: str, like: Properties) -> Properties | N
 
 HANDLERS = {
     "aws:s3/bucket:Bucket": Handler(
-        source=_TF.format("bucket"),
+        source="s3/bucket",
         optional=fields("bucket forceDestroy tags"),
         replaces=fields("bucket"),
         computed=fields("arn bucketDomainName bucketRegionalDomainName tagsAll"),
-        volatile=fields("tagsAll"),
         only_ours=fields("forceDestroy"),
         name="bucket",
         create=_create_bucket,
@@ -254,7 +248,7 @@ HANDLERS = {
         required=fields("bucket rules"),
     ),
     "aws:s3/bucketObjectv2:BucketObjectv2": Handler(
-        source=_TF.format("object"),
+        source="s3/object",
         required=fields("bucket key"),
         optional=fields("source content contentBase64 tags"),
         replaces=fields("bucket key"),

@@ -70,7 +70,7 @@ class Aws:
 class Handler:
     """One resource type over boto3. Only what our program declares is accepted; anything else is an error."""
 
-    source: str  # where the replacement table comes from
+    source: str  # of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
     create: Callable[[Aws, Properties], str]  # inputs -> id
     read: Callable[[Aws, str, Properties], Properties | None]  # id, inputs or state -> what AWS has now; None: gone
     delete: Callable[[Aws, str, Properties], None]
@@ -79,7 +79,7 @@ class Handler:
     optional: frozenset[str] = frozenset()
     replaces: frozenset[str] = frozenset()  # a change of these (dotted paths for nested ones) means a new resource
     computed: frozenset[str] = frozenset()  # only AWS knows them
-    volatile: frozenset[str] = frozenset()  # of those, what an update changes
+    volatile: frozenset[str] = frozenset({"tagsAll"})  # of those, what an update changes
     only_ours: frozenset[str] = frozenset()  # inputs that AWS does not keep: they stay as declared
     answered: frozenset[str] = frozenset()  # never declared here, but the provider takes them from AWS's answer
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # enums, by property
@@ -192,6 +192,19 @@ def absent(call: Callable[[], Any], *codes: str) -> Any:
 
 def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
     return [{"Key": key, "Value": value} for key, value in sorted(tags.items())]
+
+
+def tag_diff(old: Properties, new: Properties) -> tuple[list[str], dict[str, str]]:
+    """The keys that are gone, and the tags that are new or others than before."""
+    before, after = old.get("tags") or {}, new.get("tags") or {}
+    changed = {key: value for key, value in after.items() if before.get(key) != value}
+    return [key for key in before if key not in after], changed
+
+
+def tagged(tags: list[dict[str, str]] | None) -> Properties:
+    """What a state says of tags as AWS lists them."""
+    found = tag_map(tags)
+    return {"tags": found, "tagsAll": found}
 
 
 def tag_map(tags: list[dict[str, str]] | None) -> dict[str, str]:
