@@ -10,7 +10,6 @@ is read or written, so a forgotten variable cannot touch a real stack.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ import yaml
 import infra
 from job import ledger
 from rehearsal import provider
+from rehearsal.environment import scratch
 from rehearsal.handlers import handler
 from rehearsal.handlers.table import Aws
 from rehearsal.process import streamed
@@ -124,9 +124,8 @@ class Pulumi(Engine):
         self._folder = folder
         self._stack = stack
         self._say = say
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("PULUMI_", "AWS_"))}
         # The event log is an option for programs that drive the engine, and hidden from people.
-        self._environment = {**kept, **environment, "NO_COLOR": "1", "PULUMI_DEBUG_COMMANDS": "1"}
+        self._environment = scratch({**environment, "NO_COLOR": "1", "PULUMI_DEBUG_COMMANDS": "1"})
         version = self._run(["pulumi", "version"]).strip()
         self.name = f"pulumi {version.removeprefix('v')}"
         self._run(["pulumi", "stack", "select", "--create", "--non-interactive", "--stack", stack])
@@ -256,11 +255,10 @@ class InProcess(Engine):
     def _program(self, mode: str) -> Result:
         self._report = report = self._folder / f"in-process.{mode}.json"
         report.unlink(missing_ok=True)
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("PULUMI_", "AWS_"))}
         _, text = streamed(
             [sys.executable, "-m", "rehearsal.inprocess", mode, str(self._folder), self._stack, str(report)],
             folder=None,
-            environment={**kept, **self._environment},
+            environment=scratch(self._environment),
             say=self._say,
         )
         if not report.exists():

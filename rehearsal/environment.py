@@ -18,6 +18,14 @@ def forget_account() -> None:
     os.environ.update(dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull))
 
 
+def scratch(settings: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of a command in a scratch project: the user's, without a word about AWS or Pulumi, and
+    these.
+    """
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PULUMI_", "GPUFLEET_"))}
+    return {**mine, **settings}
+
+
 def past_proxies(environment: Mapping[str, str]) -> dict[str, str]:
     """What keeps a user's HTTP_PROXY, which cannot reach a loopback address here, out of the way; else nothing."""
     if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in environment):

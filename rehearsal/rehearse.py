@@ -25,7 +25,7 @@ from infra.loader import load, project_root, rehearsal_text
 from infra.pricing import as_prepared
 from infra.selected import selected
 from job import sizing
-from rehearsal import evidence, report, scratch
+from rehearsal import environment, evidence, report, scratch
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result
 from rehearsal.evidence import Evidence
@@ -204,7 +204,7 @@ def _started(rehearsal: Rehearsal, *words: str) -> Iterator[subprocess.Popen[str
     with subprocess.Popen(
         [sys.executable, "-m", "infra.cli", *words],
         cwd=rehearsal.project,
-        env=scratch.environment(rehearsal.cloud.environment()),
+        env=environment.scratch(rehearsal.cloud.environment()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -57,12 +57,6 @@ def make(folder: Path, definitions: Mapping[str, str]) -> Path:
     return folder
 
 
-def environment(settings: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a command in the project: the user's, without a word about AWS or Pulumi, and these."""
-    mine = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PULUMI_", "GPUFLEET_"))}
-    return {**mine, **settings}
-
-
 def full_disks(*folders: Path) -> Iterator[str]:
     """What a failure may come from without saying so: a node fetches a file, and it is short."""
     for folder in folders:

@@ -8,7 +8,6 @@ import os
 import select
 import shlex
 import shutil
-import signal
 import socket
 import stat
 import sys
@@ -42,9 +41,6 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"the embedded AWS is not installed ({error}): pip install -e '.[rehearsal]'") from error
 
     root = project_root(Path.cwd())
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a polite end, a closed terminal: so that the folder goes, too
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
-            signal.signal(number, lambda *_: sys.exit(0))
     try:
         with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
             project = scratch.make(Path(folder) / "project", {})
@@ -65,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"# {example(names)}")
                 print("# Ctrl-C here ends it and removes the folder.", flush=True)
                 wait(args.timeout)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # Ctrl-C; a polite end or a closed terminal, as infra.cli passes them on
         print("\n# The embedded AWS is gone.")
     return 0
 

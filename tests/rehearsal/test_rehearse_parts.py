@@ -11,7 +11,7 @@ import pytest
 
 from infra.definition import Interruptions
 from infra.loader import load
-from rehearsal import picture, scratch
+from rehearsal import environment, picture, scratch
 from rehearsal.interruptions import plan, possible
 from rehearsal.timeline import Timeline, clock
 
@@ -109,10 +109,10 @@ def test_a_scratch_project_takes_nothing_of_the_users_aws_or_pulumi_along(
     monkeypatch.setenv("PULUMI_ACCESS_TOKEN", "pul-1")
     monkeypatch.setenv("GPUFLEET_REGISTRY_ENDPOINT", "https://elsewhere")
     monkeypatch.setenv("EDITOR", "ed")
-    environment = scratch.environment({"AWS_ACCESS_KEY_ID": "dummy"})
-    assert environment["AWS_ACCESS_KEY_ID"] == "dummy"
-    assert environment["EDITOR"] == "ed"
-    assert not {"AWS_PROFILE", "PULUMI_ACCESS_TOKEN", "GPUFLEET_REGISTRY_ENDPOINT"} & set(environment)
+    found = environment.scratch({"AWS_ACCESS_KEY_ID": "dummy"})
+    assert found["AWS_ACCESS_KEY_ID"] == "dummy"
+    assert found["EDITOR"] == "ed"
+    assert not {"AWS_PROFILE", "PULUMI_ACCESS_TOKEN", "GPUFLEET_REGISTRY_ENDPOINT"} & set(found)
     project = scratch.make(tmp_path / "project", {"a": "run: {}\n"})
     assert (project / "stacks" / "a.yaml").read_text() == "run: {}\n"
     assert (project / "Pulumi.yaml").is_file()
