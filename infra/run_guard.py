@@ -102,7 +102,7 @@ def judge(
                 dataset=dataset_sha256 or "",
                 code=code_sha256,
                 weights=weights_sha256 or "",
-                began=_stamp(now),
+                began=stamp(now),
                 valid_until=_begin(definition, now),
             ),
             runs=runs,
@@ -121,7 +121,7 @@ def judge(
             "Give run.id a new value to start a new run with the new settings, which ends this one if it still trains, "
             "or undo the change.",
         )
-    end = _timestamp(recorded.valid_until)
+    end = datetime.fromisoformat(recorded.valid_until)
     expired, gone = end <= now, not previous.fleets & {run_id, ""}
     if _replaced(previous.objects, recorded) and not (expired or gone):
         raise _used(
@@ -131,7 +131,8 @@ def judge(
             f"it, and the next node of {run_id} could not boot. Leave the stack as it is until {run_id} is done, or "
             f"give run.id a new value again, which ends {run_id}.",
         )
-    keep, least = definition.storage.keep.days, days_to_keep(_timestamp(recorded.began or recorded.valid_until), end)
+    began = datetime.fromisoformat(recorded.began or recorded.valid_until)
+    keep, least = definition.storage.keep.days, days_to_keep(began, end)
     if keep < least and not (expired or gone):
         raise _refused(
             definition,
@@ -217,7 +218,7 @@ def _ended(
     definition: StackDefinition, recorded: RunRecord | None, fleets: frozenset[str], now: datetime
 ) -> tuple[str, ...]:
     """That a new run's fleet takes another's place. Whether that one still has a node is not known here."""
-    expired = recorded.id if recorded and _timestamp(recorded.valid_until) <= now else ""
+    expired = recorded.id if recorded and datetime.fromisoformat(recorded.valid_until) <= now else ""
     return tuple(
         f"Run {definition.run.id}'s fleet takes the place of run {each}'s. If {each} still trains, `pulumi up` ends "
         "it: its published checkpoints stay in the bucket, what it did since the last one is lost. Whether it does: "
@@ -233,14 +234,15 @@ def _begin(definition: StackDefinition, now: datetime) -> str:
         raise _refused(
             definition,
             "limits.deadline",
-            _stamp(deadline),
-            f"a time after now, {_stamp(now)}",
+            stamp(deadline),
+            f"a time after now, {stamp(now)}",
             f"Run {definition.run.id} has not begun, and its deadline has passed.",
         )
-    return _stamp(expiry(definition.limits, now))
+    return stamp(expiry(definition.limits, now))
 
 
-def _stamp(moment: datetime) -> str:
+def stamp(moment: datetime) -> str:
+    """As AWS writes it: UTC, whole seconds, Z."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -248,10 +250,6 @@ def _record(output: Any) -> RunRecord | None:
     if not isinstance(output, Mapping):
         return None
     return RunRecord(**{field.name: str(output.get(field.name, "")) for field in fields(RunRecord)})
-
-
-def _timestamp(text: str) -> datetime:
-    return datetime.fromisoformat(text)
 
 
 def _used(definition: StackDefinition, hint: str) -> DefinitionError:

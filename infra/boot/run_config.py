@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from infra.cost import record
 from infra.cost.bill import Bill
 from infra.definition import StackDefinition
+from infra.run_guard import stamp
 
 SCHEMA = 1
 
@@ -38,7 +38,7 @@ def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any
         "limits": {
             "max_usd": str(limits.max_usd),
             "max_hours": str(limits.max_hours),
-            "deadline": None if limits.deadline is None else _stamp(limits.deadline),
+            "deadline": None if limits.deadline is None else stamp(limits.deadline),
             "expires": expires,
         },
         "capacity": definition.fleet.capacity,
@@ -53,7 +53,3 @@ def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any
 def encode(config: Mapping[str, Any]) -> bytes:
     """The bytes of run.json: the node compares their sha256."""
     return (json.dumps(config, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _stamp(at: datetime) -> str:
-    return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

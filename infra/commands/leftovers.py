@@ -16,12 +16,12 @@ from botocore.exceptions import ClientError
 
 from infra.catalog import load_catalog
 from infra.commands import aws
+from infra.cost.lines import MONTH_H, gp3_usd_per_month
 from infra.definition import StackDefinition
 from infra.errors import PriceMissing
 from infra.resources.tags import RUN_TAG, STACK_TAG
 from job.text import counted
 
-HOURS_PER_MONTH = 730
 _T = TypeVar("_T")
 
 
@@ -110,7 +110,7 @@ def _instances(nodes: list[dict[str, Any]], definition: StackDefinition) -> Iter
             kind="instance",
             id=node["InstanceId"],
             note=f"{node['InstanceType']}, {state}, run {aws.tags_of(node).get(RUN_TAG)}; at the on-demand price",
-            usd_per_month=(hourly + address) * HOURS_PER_MONTH,
+            usd_per_month=(hourly + address) * MONTH_H,
             remove=f"aws ec2 terminate-instances --instance-ids {node['InstanceId']}",
             owner=_other_owner(node, definition),
         )
@@ -143,14 +143,12 @@ def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
 
 
 def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "") -> Left:
-    usd = Decimal(volume["Size"]) * _price("ebs_gp3_storage", region)
-    usd += max(int(volume.get("Iops") or 0) - 3000, 0) * _price("ebs_gp3_iops", region)
-    usd += max(int(volume.get("Throughput") or 0) - 125, 0) * _price("ebs_gp3_throughput", region)
+    size, iops, mibps = (int(volume.get(key) or 0) for key in ("Size", "Iops", "Throughput"))
     return Left(
         kind="volume",
         id=volume["VolumeId"],
-        note=f"{volume['Size']} GiB {volume['VolumeType']}, {volume['State']}",
-        usd_per_month=usd,
+        note=f"{size} GiB {volume['VolumeType']}, {volume['State']}",
+        usd_per_month=gp3_usd_per_month(load_catalog(), region, size, iops, mibps),
         ours=ours,
         owner=owner,
         remove=f"aws ec2 delete-volume --volume-id {volume['VolumeId']}" if volume["State"] == "available" else "",
@@ -171,7 +169,7 @@ def _addresses(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
         yield Left(
             kind="elastic address",
             id=address["AllocationId"],
-            usd_per_month=_price("public_ipv4", definition.fleet.region) * HOURS_PER_MONTH,
+            usd_per_month=_price("public_ipv4", definition.fleet.region) * MONTH_H,
             remove=f"aws ec2 release-address --allocation-id {address['AllocationId']}",
             owner=_other_owner(address, definition),
         )

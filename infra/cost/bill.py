@@ -56,7 +56,6 @@ class Bill:
     hours: Quantiles
     spot: Side | None
     on_demand: Side | None
-    interruptions_expected: float
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
     chance: Hazard | None  # per node-hour, what it is drawn from and where that comes from; None on demand
     reclaimed: Reclaimed | None  # AWS's own words on the chosen type; in no calculation. None on demand or not known
@@ -69,7 +68,6 @@ class Bill:
     notice: tuple[Notice, ...]
     cap: Cap | None  # None: no limit is held against what is only priced
     kept: Kept
-    not_priced: tuple[str, ...]
     warnings: tuple[str, ...]
     prices_as_of: date  # the oldest of its lines
     max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence

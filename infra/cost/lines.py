@@ -153,7 +153,7 @@ def bucket_lines(
 
 
 def _disk(name: str, disk: Disk, node_hours: float, catalog: Catalog, region: str) -> list[Line]:
-    """gp3 by GiB-second: size always, IOPS and throughput only above what is included."""
+    """gp3 by GiB-second, a line for each of what `gp3_usd_per_month` counts."""
     months = node_hours / float(MONTH_H)
     found = [line(name, disk.size_gib * months, catalog.price("ebs_gp3_storage", region))]
     if disk.iops > FREE_IOPS:
@@ -168,9 +168,13 @@ def _disk(name: str, disk: Disk, node_hours: float, catalog: Catalog, region: st
 def per_hour(definition: StackDefinition, catalog: Catalog) -> tuple[Decimal, Decimal]:
     """(disks, address) in USD per node-hour, for the job's meter."""
     storage, region = definition.storage, definition.fleet.region
-    monthly = Decimal(0)
-    for disk in filter(None, (storage.root, storage.data)):
-        monthly += disk.size_gib * catalog.price("ebs_gp3_storage", region).amount
-        monthly += max(0, disk.iops - FREE_IOPS) * catalog.price("ebs_gp3_iops", region).amount
-        monthly += max(0, disk.throughput_mibps - FREE_MIBPS) * catalog.price("ebs_gp3_throughput", region).amount
+    disks = [storage.root, *([storage.data] if storage.data else [])]
+    monthly = sum(gp3_usd_per_month(catalog, region, d.size_gib, d.iops, d.throughput_mibps) for d in disks)
     return (monthly / MONTH_H).quantize(Decimal("0.000001")), catalog.price("public_ipv4", region).amount
+
+
+def gp3_usd_per_month(catalog: Catalog, region: str, size_gib: int, iops: int, mibps: int) -> Decimal:
+    """Of one volume: size always, IOPS and throughput only above what is included."""
+    usd = size_gib * catalog.price("ebs_gp3_storage", region).amount
+    usd += max(0, iops - FREE_IOPS) * catalog.price("ebs_gp3_iops", region).amount
+    return usd + max(0, mibps - FREE_MIBPS) * catalog.price("ebs_gp3_throughput", region).amount

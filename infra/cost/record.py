@@ -12,6 +12,7 @@ from typing import Any
 from infra.cost.bill import Bill, Cap
 from infra.cost.cadence import Cadence
 from infra.cost.hazard import Hazard
+from infra.cost.lines import NOT_PRICED
 from infra.cost.side import Quantiles, Side
 
 SCHEMA = 1
@@ -54,7 +55,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.lines[0].quantity)},
         "spot": _side(bill.spot),
         "on_demand": _side(bill.on_demand),
-        "interruptions_expected": round(bill.interruptions_expected, 3),
+        "interruptions_expected": round(bill.chosen.interruptions, 3),
         "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
         "hazard": _hazard(bill.chance),
         "reclaimed_a_month": bill.reclaimed and asdict(bill.reclaimed) | {"as_of": bill.reclaimed.as_of.isoformat()},
@@ -95,7 +96,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
             "days": bill.kept.days,
             "parts": {name: str(gb) for name, gb in bill.kept.parts},
         },
-        "not_priced": list(bill.not_priced),
+        "not_priced": list(NOT_PRICED),
         "warnings": list(bill.warnings),
         "prices_as_of": bill.prices_as_of.isoformat(),
     }

@@ -13,6 +13,7 @@ from infra.cost.bill import Bill
 from infra.cost.fit import NOTICE_S
 from infra.cost.hazard import word
 from infra.cost.limits import AS_COUNTED
+from infra.cost.lines import NOT_PRICED
 from infra.cost.side import Quantiles, Side
 from infra.cost.text import table, wrap
 from job.text import counted
@@ -186,7 +187,7 @@ def _rest(bill: Bill, today: date | None, accuracy: object) -> Iterator[str]:
     days = [line.as_of for line in bill.lines]
     age = "" if today is None else f"; {price_age(bill, today)}"
     yield from wrap(f"Prices: of {min(days)} to {max(days)}{age}.")
-    yield from wrap(f"Not priced: {'; '.join(bill.not_priced)}.")
+    yield from wrap(f"Not priced: {'; '.join(NOT_PRICED)}.")
     if bill.calibrated:
         yield from wrap(f"Calibrated: {bill.chosen.runtime.basis}.")
     if accuracy is not None:
@@ -227,9 +228,7 @@ def _interruptions(bill: Bill) -> str:
     if bill.reclaimed is not None:
         when = f"{bill.reclaimed.as_of:%Y-%m}"
         aws = f" AWS reclaimed {bill.reclaimed} of such instances a month ({when}); never converted."
-    return (
-        f"Interruptions: {bill.interruptions_expected:.2f} expected, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
-    )
+    return f"Interruptions: {bill.chosen.interruptions:.2f} expected, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
 
 
 def _negative(bill: Bill) -> str:

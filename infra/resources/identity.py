@@ -29,29 +29,8 @@ EC2_MAY_ASSUME = json.dumps(
 )
 # CloudWatch Logs accepts only these (PutRetentionPolicy, API reference, read 2026-11-21).
 LOG_RETENTION_DAYS = (
-    1,
-    3,
-    5,
-    7,
-    14,
-    30,
-    60,
-    90,
-    120,
-    150,
-    180,
-    365,
-    400,
-    545,
-    731,
-    1096,
-    1827,
-    2192,
-    2557,
-    2922,
-    3288,
-    3653,
-)
+    1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731, 1096, 1827, 2192, 2557, 2922, 3288, 3653,
+)  # fmt: skip
 
 
 class Identity(pulumi.ComponentResource):

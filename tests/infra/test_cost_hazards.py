@@ -65,7 +65,7 @@ def test_what_was_learned_of_the_type_replaces_the_prior_and_names_its_source() 
     found = bill(hazards=CALM)
     assert found.chance == CALM[Key("g5.2xlarge", None)]
     assert found.chance.median < 0.3
-    assert found.interruptions_expected < bill().interruptions_expected
+    assert found.chosen.interruptions < bill().chosen.interruptions
     assert "120 interruptions in 12000 node-hours seen in 3 other zones" in flat(found)
     assert record.to_json(found)["hazard"]["source"] == "120 interruptions in 12000 node-hours seen in 3 other zones"
 
