@@ -128,7 +128,7 @@ def inventory(
             "volume": list(ec2.volumes.values()),
             "snapshot": [s for s in ec2.snapshots.values() if not s.from_ami],
             "network-interface": list(ec2.enis.values()),
-            "elastic-ip": [a for addresses in [ec2.addresses] for a in addresses],
+            "elastic-ip": list(ec2.addresses),
             "launch-template": list(ec2.launch_templates.values()),
             "vpc": list(ec2.vpcs.values()),
             "subnet": [s for zone in ec2.subnets.values() for s in zone.values()],

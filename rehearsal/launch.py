@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
@@ -58,11 +58,12 @@ class Instance:
 
 
 class LaunchFailedError(Exception):
-    """AWS could not launch: (event type, sub-type, description) for the fleet's history."""
+    """AWS could not launch: (event type, sub-type, description) for the fleet's history, the pools tried first."""
 
-    def __init__(self, *events: tuple[str, str, str]) -> None:
-        super().__init__(events[0][2])
-        self.events = events
+    def __init__(self, sub_type: str, description: str, tried: Sequence[str] = ()) -> None:
+        super().__init__(description)
+        skipped = (("information", "launchSpecTemporarilyBlacklisted", each) for each in tried)
+        self.events = (*skipped, ("error", sub_type, description))
 
 
 class Launcher:
@@ -101,44 +102,25 @@ class Launcher:
     def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> Instance:
         """One instance in the first pool that has capacity. Raises LaunchFailedError with what the history will say."""
         if FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
-            raise LaunchFailedError(
-                ("error", "iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
-            )
+            raise LaunchFailedError("iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
         if not pools:
-            raise LaunchFailedError(
-                ("error", "spotFleetRequestConfigurationInvalid", "The request names no subnet to launch in")
-            )
-        failures = []
+            raise LaunchFailedError("spotFleetRequestConfigurationInvalid", "The request names no subnet to launch in")
+        tried = []
         for pool in pools:
             if any(entry["ResourceType"] == NOT_TAGGABLE for entry in pool.spec.get("TagSpecifications") or []):
                 refused = f"{FLEET_ROLE} is not authorized to perform: ec2:CreateTags on resource: {NOT_TAGGABLE}/*"
-                raise LaunchFailedError(("error", "iamFleetRoleInvalid", refused))
+                raise LaunchFailedError("iamFleetRoleInvalid", refused)
             why = self._obstacle(region, pool, spot)
             if why is None:
                 return self._run(region, fleet_id, spot, pool, now)
             if why == "quota":
                 if spot:
-                    raise LaunchFailedError(
-                        ("error", "spotInstanceCountLimitExceeded", "Max spot instance count exceeded")
-                    )
+                    raise LaunchFailedError("spotInstanceCountLimitExceeded", "Max spot instance count exceeded")
                 why = "You have requested more vCPU capacity than your current vCPU limit allows (VcpuLimitExceeded)"
             label = f"{pool.type}, {pool.spec.get('ImageId')}, Linux/UNIX, {pool.zone}"
-            failures.append(
-                (
-                    "information",
-                    "launchSpecTemporarilyBlacklisted",
-                    f"{label}: {why}. It will not be retried for at least 13 minutes",
-                )
-            )
-        last = failures[-1][2]
-        raise LaunchFailedError(
-            *failures,
-            (
-                "error",
-                "allLaunchSpecsTemporarilyBlacklisted",
-                f"Several attempts to launch instances have failed. {last}",
-            ),
-        )
+            tried.append(f"{label}: {why}. It will not be retried for at least 13 minutes")
+        failed = f"Several attempts to launch instances have failed. {tried[-1]}"
+        raise LaunchFailedError("allLaunchSpecsTemporarilyBlacklisted", failed, tried)
 
     def terminate(self, instance_id: str) -> None:
         """Ends the instance in moto, its disks and interfaces with it."""
