@@ -116,6 +116,11 @@ def broken(policy: Policy, found: Facts) -> tuple[Broken, ...]:
     return tuple(said)
 
 
+def of(folder: Path) -> Policy | None:
+    """The rules of the policy.yaml in `folder`; None without one. Raises as load()."""
+    return load(folder / "policy.yaml") if (folder / "policy.yaml").is_file() else None
+
+
 def load(path: Path) -> Policy:
     """The rules in `path`. Raises DefinitionError with every problem, GpufleetError when there is no such file."""
     try:

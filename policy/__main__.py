@@ -14,8 +14,7 @@ from pulumi_policy import (
 
 from infra import policy
 
-FILE = Path(__file__).resolve().parents[1] / "policy.yaml"
-HELD = policy.load(FILE) if FILE.is_file() else policy.Policy()  # no file, no rules
+HELD = policy.of(Path(__file__).resolve().parents[1]) or policy.Policy()  # no file, no rules
 
 
 def rule(name: str, demands: str) -> ResourceValidationPolicy:

@@ -16,6 +16,7 @@ from infra.errors import Problem
 from infra.run_guard import timer_seconds
 
 LIMIT_BYTES = 16 * 1024  # before base64 (EC2 User Guide, user data, 2026-11-21)
+ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux 2023 AMIs, the Deep Learning Base AMI among them
 DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to its /dev/nvme* name
 
 # What a preview does not know yet: the longest names AWS allows, and two hashes.

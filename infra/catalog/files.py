@@ -72,6 +72,12 @@ class Prices:
         """The newest date of any price; the first day of the calendar when there is none."""
         return max((price.as_of for price in self.all()), default=date.min)
 
+    def copy(self) -> Prices:
+        """The same, to be changed."""
+        return Prices(
+            on_demand=dict(self.on_demand), spot=dict(self.spot), services=dict(self.services), notes=dict(self.notes)
+        )
+
     def all(self) -> Iterator[Price]:
         yield from self.on_demand.values()
         yield from (zone.price for zones in self.spot.values() for zone in zones)
@@ -125,9 +131,7 @@ def newer(base: Prices, over: Prices) -> Prices:
     def spot_date(zones: tuple[SpotPrice, ...]) -> date:
         return max(zone.price.as_of for zone in zones)
 
-    merged = Prices(
-        on_demand=dict(base.on_demand), spot=dict(base.spot), services=dict(base.services), notes=dict(base.notes)
-    )
+    merged = base.copy()
     for key, price in over.on_demand.items():
         if key not in base.on_demand or price.as_of >= base.on_demand[key].as_of:
             merged.on_demand[key] = price

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from botocore.exceptions import ClientError
 
+from infra.boot.user_data import ROOT_DEVICE
 from infra.commands import aws
 from infra.commands.quotas import Need, needs
 from infra.definition import StackDefinition
 from job.supervisor.staging import DATASET, WEIGHTS
 
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
-ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux; the launch template sizes the root disk under this name
 GRANT_OPERATIONS = (
     "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncryptFrom ReEncryptTo CreateGrant DescribeKey"
 )
@@ -46,10 +46,7 @@ def identity(sts: Any) -> Check:
 
 def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     """A fleet made through the API does not create the roles it launches with."""
-    wanted = [("AWSServiceRoleForEC2Fleet", "ec2fleet.amazonaws.com")]
-    if definition.fleet.capacity == "spot":
-        wanted.append(("AWSServiceRoleForEC2Spot", "spot.amazonaws.com"))
-    for role, service in wanted:
+    for role, service in _roles(definition).items():
         try:
             iam.get_role(RoleName=role)
         except ClientError as error:
@@ -61,6 +58,14 @@ def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
             yield Check(name="role", found=f"{role} exists")
 
 
+def _roles(definition: StackDefinition) -> dict[str, str]:
+    """The service-linked roles with which a fleet launches, and whose each is."""
+    roles = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}
+    if definition.fleet.capacity == "spot":
+        roles["AWSServiceRoleForEC2Spot"] = "spot.amazonaws.com"
+    return roles
+
+
 def quotas(definition: StackDefinition, service_quotas: Any) -> Iterator[Check]:
     """vCPUs of one node, better two."""
     found, unknown = needs(definition.fleet)
@@ -69,8 +74,7 @@ def quotas(definition: StackDefinition, service_quotas: Any) -> Iterator[Check]:
         yield from checks
     else:  # one type that can launch is enough for a fleet
         for check in checks:
-            state = "warning" if check.state == "problem" else check.state
-            yield Check(name=check.name, state=state, found=check.found, fix=check.fix)
+            yield replace(check, state="warning") if check.state == "problem" else check
     for name in unknown:
         yield Check(
             name="quota", state="warning", found=f"which quota counts {name} is not known: look it up in the console"
@@ -205,14 +209,11 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
         )
         return
     key = str(metadata["Arn"])  # an alias, which the account may have chosen, is refused below
-    roles = ["AWSServiceRoleForEC2Fleet"]
-    if definition.fleet.capacity == "spot":
-        roles.append("AWSServiceRoleForEC2Spot")
     granted = json.dumps(
         [grant.get("GranteePrincipal", "") for grant in aws.pages(kms, "list_grants", "Grants", KeyId=key)]
     )
     policy = kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]
-    for role in roles:
+    for role in _roles(definition):
         if re.search(rf"/{role}\b", granted + policy):  # whole: AWSServiceRoleForEC2SpotFleet is another
             yield Check(name="disk key", found=f"{key} is yours, and {role} may use it")
             continue

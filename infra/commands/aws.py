@@ -32,24 +32,14 @@ _CONFIG = Config(
 )
 # What decides who we are; the rest of the environment is read for each client.
 _IDENTITY = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AWS_PROFILE",
-    "AWS_CONFIG_FILE",
-    "AWS_SHARED_CREDENTIALS_FILE",
-)
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+    "AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE",
+)  # fmt: skip
 _DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError", "403")
 _BAD_KEYS = (
-    "AuthFailure",
-    "InvalidClientTokenId",
-    "InvalidAccessKeyId",
-    "UnrecognizedClientException",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "RequestExpired",
-)
+    "AuthFailure", "InvalidClientTokenId", "InvalidAccessKeyId", "UnrecognizedClientException",
+    "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "RequestExpired",
+)  # fmt: skip
 
 
 def client(service: str, region: str) -> Any:
@@ -158,8 +148,12 @@ def may_launch(fleet: dict[str, Any], now: datetime) -> bool:
 
 
 def _wants_nodes(fleet: dict[str, Any]) -> bool:
-    wants: int = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
-    return fleet["FleetState"] in ("submitted", "active", "modifying") and wants > 0
+    return fleet["FleetState"] in ("submitted", "active", "modifying") and wants(fleet) > 0
+
+
+def wants(fleet: dict[str, Any]) -> int:
+    """How many nodes it is to have."""
+    return int(fleet["TargetCapacitySpecification"]["TotalTargetCapacity"])
 
 
 def over(fleet: dict[str, Any], now: datetime) -> bool:
@@ -205,17 +199,30 @@ def nodes(ec2: Any, definition: StackDefinition) -> list[dict[str, Any]]:
     return instances(ec2, tags)
 
 
+def prefix(stack: str) -> str:
+    """Of every name that the provider has drawn for the stack."""
+    return f"gpufleet-{stack}-"
+
+
+def log_groups(logs: Any, stack: str) -> Iterator[dict[str, Any]]:
+    """The stack's log groups with their tags, by name prefix and tag."""
+    for group in pages(logs, "describe_log_groups", "logGroups", logGroupNamePrefix=prefix(stack)):
+        tagged = logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*"))
+        if tags_of(tagged).get(STACK_TAG) == stack:
+            yield {**group, "tags": tags_of(tagged)}
+
+
 def buckets(s3: Any, stack: str) -> tuple[list[dict[str, Any]], dict[str, AwsRefused]]:
     """The stack's buckets with their tags, by name prefix and tag, newest first: more than one when a kept one was left
     behind. And what AWS answered of those named like it that do not show their tags.
     """
-    found, closed, prefix = [], {}, f"gpufleet-{stack}-"
-    for bucket in pages(s3, "list_buckets", "Buckets", Prefix=prefix, PaginationConfig={"PageSize": 1000}):
+    found, closed = [], {}
+    for bucket in pages(s3, "list_buckets", "Buckets", Prefix=prefix(stack), PaginationConfig={"PageSize": 1000}):
         try:
             tagged = {**bucket, "Tags": s3.get_bucket_tagging(Bucket=bucket["Name"])["TagSet"]}
         except exceptions.ClientError as error:
             if denied(error):
-                if "-" not in bucket["Name"].removeprefix(prefix):  # else of a stack of a longer name
+                if "-" not in bucket["Name"].removeprefix(prefix(stack)):  # else of a stack of a longer name
                     closed[str(bucket["Name"])] = _client_refusal(error)
             elif code(error) not in ("NoSuchTagSet", "NoSuchBucket"):  # a deleted bucket stays listed for a while
                 raise

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             raise GpufleetError(said)
         print(said)
         return 0
-    rules = policy.load(root / "policy.yaml") if (root / "policy.yaml").is_file() else policy.Policy()
+    rules = policy.of(root) or policy.Policy()
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     bill = bill_of(definition, root, load_catalog(), not_ready=missing)
     if args.json:

@@ -65,7 +65,7 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
             )
         try:
             new, new_note = commits.catalog(folders[1])
-            chosen = _policy(folders[1], rules)
+            chosen = policy.of(folders[1]) if rules is None else policy.load(rules)
             hazards = learn(receipts.observations(folders[1]))
         except GpufleetError as error:
             raise GpufleetError(str(error).replace(f"{scratch}/", "")) from None
@@ -153,12 +153,6 @@ def _side(side: Side | None) -> dict[str, Any] | None:
         "calibrated": side.bill.calibrated if side.bill else None,
         "errors": list(side.errors),
     }
-
-
-def _policy(head: Path, rules: Path | None) -> policy.Policy | None:
-    if rules is not None:
-        return policy.load(rules)
-    return policy.load(head / "policy.yaml") if (head / "policy.yaml").is_file() else None
 
 
 def _texts(folder: Path) -> dict[str, bytes]:

@@ -90,10 +90,8 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
 
 def _fleets(fleets: list[dict[str, Any]], definition: StackDefinition, now: datetime) -> Iterator[Left]:
     for fleet in fleets:
-        wants = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
-        expired = aws.expired(fleet, now)
-        launches = aws.may_launch(fleet, now)
-        note = f"{fleet['FleetState']}, wants {wants}"
+        expired, launches = aws.expired(fleet, now), aws.may_launch(fleet, now)
+        note = f"{fleet['FleetState']}, wants {aws.wants(fleet)}"
         note += ": it can launch a node at any time" if launches else ", expired" if expired else ""
         command = f"aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet['FleetId']}" if launches else ""
         owner = _other_owner(fleet, definition)
@@ -118,8 +116,7 @@ def _instances(nodes: list[dict[str, Any]], definition: StackDefinition) -> Iter
 
 def _volumes(ec2: Any, definition: StackDefinition, nodes: dict[str, dict[str, Any]]) -> Iterator[Left]:
     region = definition.fleet.region
-    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
-    found = list(aws.pages(ec2, "describe_volumes", "Volumes", Filters=by_tag))
+    found = list(aws.pages(ec2, "describe_volumes", "Volumes", Filters=_tagged(definition)))
     if nodes:
         attached = [{"Name": "attachment.instance-id", "Values": list(nodes)}]
         found += aws.pages(ec2, "describe_volumes", "Volumes", Filters=attached)
@@ -156,16 +153,14 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "")
 
 
 def _interfaces(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
-    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
-    for vpc in aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=by_tag):
+    for vpc in aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=_tagged(definition)):
         inside, owner = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}], _other_owner(vpc, definition)
         for found in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=inside):  # without tags
             yield Left(kind="network interface", id=found["NetworkInterfaceId"], note=found["Status"], owner=owner)
 
 
 def _addresses(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
-    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
-    for address in ec2.describe_addresses(Filters=by_tag)["Addresses"]:
+    for address in ec2.describe_addresses(Filters=_tagged(definition))["Addresses"]:
         yield Left(
             kind="elastic address",
             id=address["AllocationId"],
@@ -197,10 +192,7 @@ def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
 
 
 def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
-    for group in aws.pages(logs, "describe_log_groups", "logGroups", logGroupNamePrefix=_prefix(definition)):
-        tags = logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*")).get("tags", {})
-        if tags.get(STACK_TAG) != definition.name:
-            continue
+    for group in aws.log_groups(logs, definition.name):
         stored = int(group.get("storedBytes") or 0)
         yield Left(
             kind="log group",
@@ -208,7 +200,7 @@ def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
             note=f"{stored / 1e6:.1f} MB",
             usd_per_month=Decimal(stored) / 10**9 * _price("logs_storage", definition.fleet.region),
             remove=f"aws logs delete-log-group --log-group-name {group['logGroupName']}",
-            owner=_other_owner({"Tags": tags}, definition),
+            owner=_other_owner(group, definition),
         )
 
 
@@ -224,9 +216,8 @@ _FREE = (  # kind, operation, key, id
 
 
 def _free_parts(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
-    by_tag = [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
     for kind, operation, key, identifier in _FREE:
-        for item in aws.pages(ec2, operation, key, Filters=by_tag):
+        for item in aws.pages(ec2, operation, key, Filters=_tagged(definition)):
             if item.get("State", "").lower() not in ("deleting", "deleted"):  # endpoints stay listed for a while
                 yield Left(kind=kind, id=item[identifier], owner=_other_owner(item, definition))
 
@@ -234,7 +225,7 @@ def _free_parts(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
 def _roles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
     for role in aws.pages(iam, "list_roles", "Roles"):
         name = role["RoleName"]
-        tagged = iam.list_role_tags(RoleName=name) if name.startswith(_prefix(definition)) else {}
+        tagged = iam.list_role_tags(RoleName=name) if name.startswith(aws.prefix(definition.name)) else {}
         if aws.tags_of(tagged).get(STACK_TAG) == definition.name:
             yield Left(kind="role", id=name, owner=_other_owner(tagged, definition))
 
@@ -242,16 +233,16 @@ def _roles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
 def _profiles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
     for profile in aws.pages(iam, "list_instance_profiles", "InstanceProfiles"):
         name = profile["InstanceProfileName"]
-        if not name.startswith(_prefix(definition)):
+        if not name.startswith(aws.prefix(definition.name)):
             continue
         described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]  # lists leave the tags out
         if aws.tags_of(described).get(STACK_TAG) == definition.name:
             yield Left(kind="instance profile", id=name, owner=_other_owner(described, definition))
 
 
-def _prefix(definition: StackDefinition) -> str:
-    """Of every name that the provider has drawn for the stack."""
-    return f"gpufleet-{definition.name}-"
+def _tagged(definition: StackDefinition) -> list[dict[str, Any]]:
+    """Filters: what carries the stack's tag."""
+    return [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
 
 
 def _other_owner(resource: dict[str, Any], definition: StackDefinition) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 from infra.commands import aws, late_receipt, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
-from infra.resources.tags import STACK_TAG
 
 POLL_S = 3.0
 GONE_POLLS = 20  # between two looks whether the run still has a fleet: S3 charges for listings
@@ -143,11 +142,8 @@ class Reader:
 
     def _group(self) -> str | None:
         """The stack's log group, of the file's owner where several people have it up."""
-        prefix, found = f"gpufleet-{self.definition.name}", []
-        for group in aws.pages(self.logs, "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
-            tagged = self.logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*"))
-            if aws.tags_of(tagged).get(STACK_TAG) == self.definition.name:
-                found.append((aws.owner(tagged) != self.definition.run.owner, str(group["logGroupName"])))
+        groups = aws.log_groups(self.logs, self.definition.name)
+        found = [(aws.owner(group) != self.definition.run.owner, str(group["logGroupName"])) for group in groups]
         return min(found)[1] if found else None
 
     def _folder(self) -> aws.RunFolder | None:

@@ -60,7 +60,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     asked = folder.document(ASKED)
     if asked and not done:
         yield f"asked       to end, by {asked.get('by')} at {asked.get('at')}"
-    resting = not ended and not fleets[0]["TargetCapacitySpecification"]["TotalTargetCapacity"]
+    resting = not ended and not aws.wants(fleets[0])
     if resting and not done:
         yield f"next        the fleet is at 0: gpufleet wait {definition.argument} says how the run goes on"
     if ended and not done and not any(aws.owner(node) in ("", folder.owner) for node in nodes):
@@ -78,7 +78,6 @@ def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[
         yield "fleet       none: destroyed, or deleted more than two days ago"
         return
     fleet = fleets[0]
-    capacity = fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
     whose = "" if aws.owner(fleet) in ("", owner) else f", owner {aws.owner(fleet)}"
     until = fleet.get("ValidUntil")
     expiry = f", ends at the latest {until:%Y-%m-%d %H:%M} UTC" if until else ""
@@ -86,7 +85,7 @@ def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[
         why = f", expired {until:%Y-%m-%d %H:%M} UTC" if aws.expired(fleet, now) else ""
         yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}{why}: it launches nothing more"
         return
-    yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}, wants {capacity} node{expiry}"
+    yield f"fleet       {fleet['FleetId']}, {fleet['FleetState']}{whose}, wants {aws.wants(fleet)} node{expiry}"
 
 
 def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:

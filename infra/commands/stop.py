@@ -57,7 +57,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     if not sizing.cut_bytes(config, 0):
         left = later = f"leaves no result ({name} has none before its end)"
     ends = "then ends the run and the fleet, and writes the receipt"
-    wanted = any(fleet["TargetCapacitySpecification"]["TotalTargetCapacity"] for fleet in alive)
+    wanted = any(map(aws.wants, alive))
     if nodes:
         print(f"{nodes[0]} {looks}, finishes its step, saves, {left}, {ends}.")
     elif not wanted:

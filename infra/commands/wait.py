@@ -65,7 +65,7 @@ class Watch:
                 self._twice(twice)
                 return 1
             fleet = fleets[0]
-            stopped = not fleet["TargetCapacitySpecification"]["TotalTargetCapacity"]
+            stopped = not aws.wants(fleet)
             ended, expired = fleet["FleetState"] in aws.ENDED, aws.expired(fleet, self.now())
             if (stopped or ended or expired) and (done := self._done()):
                 return self._over(done)

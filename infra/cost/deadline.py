@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from infra.cost.hazard import Floats
-from infra.cost.risk import MINIMUM_H, Exposure, Leave, Outcome, simulate
+from infra.cost.risk import MINIMUM_H, Exposure, Leave, Outcome, quantiles, simulate
 from infra.cost.text import hours
 
 ON_TIME = 0.95
@@ -103,8 +103,8 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
         on_time=met,
         on_time_spot=on_time_spot,
         switched=float(begun.stopped.mean()),
-        usd=alone.quantiles(usd),
-        wall_hours=alone.quantiles(wall),
+        usd=quantiles(usd),
+        wall_hours=quantiles(wall),
     )
 
 

@@ -133,10 +133,11 @@ class Outcome:
     stopped: Flags  # by a limit or its owner, before the work was done
     done_h: Floats  # hours of work that survive; only of runs that ended finished or by their owner
 
-    def quantiles(self, values: Floats) -> tuple[float, float, float, float]:
-        """p10, p50, p90, mean."""
-        p10, p50, p90 = np.quantile(values, (0.1, 0.5, 0.9))
-        return float(p10), float(p50), float(p90), float(values.mean())
+
+def quantiles(values: Floats) -> tuple[float, float, float, float]:
+    """p10, p50, p90, mean."""
+    p10, p50, p90 = np.quantile(values, (0.1, 0.5, 0.9))
+    return float(p10), float(p50), float(p90), float(values.mean())
 
 
 def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> Outcome:

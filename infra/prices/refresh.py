@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
@@ -79,9 +79,7 @@ def refresh(
 
     `pricing` is a client of the Price List, `ec2_in` makes a client of EC2 in a region; `now` must be aware.
     """
-    prices = replace(
-        old, on_demand=dict(old.on_demand), spot=dict(old.spot), services=dict(old.services), notes=dict(old.notes)
-    )
+    prices = old.copy()
     done = Refreshed(prices)
     types, day = sorted(types), now.date()
     given_up, failures = "", 0

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import pulumi
 import pulumi_aws as aws
 
-from infra.boot.user_data import DATA_DEVICE
+from infra.boot.user_data import DATA_DEVICE, ROOT_DEVICE
 from infra.definition import Disk, StackDefinition
 from infra.resources.tags import named, tags
 
-ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux 2023 AMIs, the Deep Learning Base AMI among them
 DELETE_TIMEOUT = "30m"  # the provider sleeps 5 minutes, then waits for `deleted`; its default of 10 is too short
 
 

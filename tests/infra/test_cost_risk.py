@@ -9,7 +9,7 @@ import pytest
 
 from infra.cost.closed_form import break_even, expected_hours
 from infra.cost.hazard import Hazard
-from infra.cost.risk import Exposure, Outcome, simulate
+from infra.cost.risk import Exposure, Outcome, quantiles, simulate
 
 # Half an hour of set-up and 4 hours of work at 2 USD/h; nothing else costs anything.
 RUN = Exposure(
@@ -181,7 +181,7 @@ def test_a_number_none_and_a_distribution_of_the_same_meaning_are_the_same() -> 
 
 def test_a_less_certain_hazard_states_a_wider_interval() -> None:
     def width(sigma: float) -> float:
-        p10, _, p90, _ = (found := simulate(replace(RUN, hazard=Hazard(sigma=sigma)))).quantiles(found.usd)
+        p10, _, p90, _ = quantiles(simulate(replace(RUN, hazard=Hazard(sigma=sigma))).usd)
         return p90 - p10
 
     widths = [width(sigma) for sigma in (0.0, 0.45, 0.9, 1.8)]

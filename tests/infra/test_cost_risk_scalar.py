@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from infra.cost.risk import Exposure, simulate
+from infra.cost.risk import Exposure, quantiles, simulate
 
 NOTICE_H, MINUTE_H = 2 / 60, 1 / 60
 BASE = Exposure(
@@ -86,6 +86,6 @@ def test_both_simulations_agree_on_dollars_hours_interruptions_and_stops(run: Ex
     assert found.wall_hours.mean() == pytest.approx(statistics.fmean(wall), rel=0.02)
     assert found.interruptions.mean() == pytest.approx(statistics.fmean(interruptions), rel=0.03)
     assert found.stopped.mean() == pytest.approx(statistics.fmean(stopped), abs=0.01)
-    p10, p50, p90, _ = found.quantiles(found.usd)
+    p10, p50, p90, _ = quantiles(found.usd)
     tenths = statistics.quantiles(usd, n=10)
     assert (p10, p50, p90) == pytest.approx((tenths[0], tenths[4], tenths[8]), rel=0.03)
