@@ -21,11 +21,11 @@ from infra.cost.estimate import problems
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find
-from infra.pricing import bill_of
+from infra.pricing import bill_of, prepared_dataset
 from infra.readiness import not_ready
 from infra.run_guard import Previous, Verdict, judge
 from infra.selected import Selected
-from job.dataset.prepare import DatasetManifest, read_manifest, verify
+from job.dataset.prepare import DatasetManifest, verify
 from job.dataset.weights import WeightsManifest
 from job.dataset.weights import read as read_weights
 
@@ -84,7 +84,12 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     missing = not_ready(definition, root)
     if missing and not preview:
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
-    dataset = _dataset(folder, verified=not preview) if folder else None
+    dataset = prepared_dataset(definition, root)
+    if dataset and folder and not preview:
+        try:
+            verify(folder, dataset)  # reads and hashes every byte
+        except ValueError as error:
+            raise GpufleetError(str(error)) from error
     code = archive.build(Path(job.__file__).parent)
     weights_folder = definition.storage.weights_folder(root)
     weights = _weights(weights_folder) if weights_folder else None
@@ -132,20 +137,6 @@ def input_entry(place: str, manifest: DatasetManifest | WeightsManifest | None) 
     if manifest is None:
         return {"uri": place if place.startswith("s3://") else None, "sha256": None, "files": []}
     return {"uri": None, "sha256": manifest.sha256, "files": [asdict(file) for file in manifest.files]}
-
-
-def _dataset(folder: Path, *, verified: bool) -> DatasetManifest | None:
-    """What the folder holds, None when it is not prepared (not_ready says so). `verified`: read and hash every byte."""
-    try:
-        manifest = read_manifest(folder)
-    except ValueError:
-        return None
-    if verified:
-        try:
-            verify(folder, manifest)
-        except ValueError as error:
-            raise GpufleetError(str(error)) from error
-    return manifest
 
 
 def _weights(folder: Path) -> WeightsManifest | None:

@@ -47,7 +47,7 @@ def footing(definition: StackDefinition, root: Path, catalog: Catalog) -> Footin
 
     A scenario that is only priced and says what its data counts keeps its word: it is of no dataset that there is.
     """
-    dataset = None if definition.own_data and definition.variant.only_priced else _dataset(definition, root)
+    dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
     return Footing(
         definition=_counted(definition, dataset),
         dataset_bytes=None if dataset is None else sum(file.bytes for file in dataset.files),
@@ -59,18 +59,13 @@ def as_prepared(definition: StackDefinition, root: Path) -> StackDefinition:
     """With what the dataset folder under `root` counts instead of what `job.parameters.data` expects; as it is where
     there is none, or the dataset lies in S3.
     """
-    return _counted(definition, _dataset(definition, root))
+    return _counted(definition, prepared_dataset(definition, root))
 
 
-def _counted(definition: StackDefinition, dataset: DatasetManifest | None) -> StackDefinition:
-    if dataset is None:
-        return definition
-    parameters = sizing.with_facts(definition.job.parameters, dataset.facts)
-    return replace(definition, job=replace(definition.job, parameters=parameters))
-
-
-def _dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
-    """None also for a damaged one: not_ready says so."""
+def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
+    """What the dataset folder under `root` holds; None for one in S3, or that is not there or damaged: not_ready says
+    so.
+    """
     folder = definition.storage.dataset_folder(root)
     if folder is None:
         return None
@@ -78,3 +73,10 @@ def _dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
         return read_manifest(folder)
     except ValueError:
         return None
+
+
+def _counted(definition: StackDefinition, dataset: DatasetManifest | None) -> StackDefinition:
+    if dataset is None:
+        return definition
+    parameters = sizing.with_facts(definition.job.parameters, dataset.facts)
+    return replace(definition, job=replace(definition.job, parameters=parameters))

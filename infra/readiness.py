@@ -15,14 +15,8 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     if "@sha256:" not in definition.job.image:
         sentences.append(f"job.image has a tag but no digest: run `gpufleet doctor {name} --pin`.")
     dataset, folder = definition.storage.dataset, definition.storage.dataset_folder(root)
-    if folder is not None:
-        if reason := _unprepared(folder):
-            sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition)}`.")
-        else:
-            from infra.prepared import dataset_differs  # here: most callers never have a local dataset
-
-            if reason := dataset_differs(definition, root):
-                sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition)}`.")
+    if folder is not None and (reason := _unprepared(definition, folder, root)):
+        sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition)}`.")
     weights, folder = definition.storage.base_weights, definition.storage.weights_folder(root)
     if folder is not None:
         if not folder.is_dir():
@@ -60,11 +54,14 @@ def _unlisted(folder: Path) -> str:
     return ""
 
 
-def _unprepared(folder: Path) -> str:
-    """Why the folder is not a prepared dataset, or nothing. Its files are hashed by whoever uploads them, not here."""
+def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
+    """Why the folder is not the prepared dataset that the file asks for, or nothing. Its files are hashed by whoever
+    uploads them, not here.
+    """
     if not (folder / "dataset.json").is_file():
         return "is not prepared"
-    from job.dataset.prepare import read_manifest  # here: most callers never have a local dataset
+    from infra.prepared import dataset_differs  # here: most callers never have a local dataset
+    from job.dataset.prepare import read_manifest
 
     try:
         manifest = read_manifest(folder)
@@ -74,4 +71,4 @@ def _unprepared(folder: Path) -> str:
         place = folder / file.name
         if not place.is_file() or place.stat().st_size != file.bytes:
             return f"is incomplete ({file.name})"
-    return ""
+    return dataset_differs(definition, root)

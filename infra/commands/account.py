@@ -192,13 +192,10 @@ def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Itera
 
 
 def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -> Iterator[Check]:
-    region, aws_s = definition.fleet.region, Check(name="disk key", found=f"{what} encrypted with AWS's own key")
-    if key.endswith("alias/aws/ebs"):
-        yield aws_s
-        return
-    metadata = kms.describe_key(KeyId=key)["KeyMetadata"]
-    if metadata["KeyManager"] == "AWS":
-        yield aws_s
+    region, alias = definition.fleet.region, key.endswith("alias/aws/ebs")
+    metadata = {} if alias else kms.describe_key(KeyId=key)["KeyMetadata"]
+    if alias or metadata["KeyManager"] == "AWS":
+        yield Check(name="disk key", found=f"{what} encrypted with AWS's own key")
         return
     if not metadata.get("Enabled", True):
         yield Check(

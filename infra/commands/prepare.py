@@ -11,7 +11,6 @@ from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost import doubts, limits
 from infra.cost.estimate import problems
-from infra.cost.limits import AS_COUNTED
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import load, project_root
@@ -95,12 +94,9 @@ def predict(definition: StackDefinition, root: Path) -> None:
         f" {hours.p50:.2f} node-hours and {usd.p50:.2f} USD at p50, {hours.p90:.2f} and {usd.p90:.2f} at p90;"
         f" see gpufleet cost {definition.argument}"
     )
-    for doubt in doubts.schedule(definition.job.parameters, bill.chosen.runtime):
-        _say(f"warning: {doubt}")
-    cap, metered = definition.limits.max_usd, bill.chosen.metered_usd
-    if metered.p50 <= cap < metered.p90:
-        between = f"lies between p50 {metered.p50:.2f} and p90 {metered.p90:.2f} {AS_COUNTED}"
-        _say(f"warning: limits.max_usd, {cap}, {between}: the run may be cut short")
+    for doubt in (*doubts.schedule(definition.job.parameters, bill.chosen.runtime), doubts.cut_short(bill)):
+        if doubt:
+            _say(f"warning: {doubt}")
     now = datetime.now(UTC)
     found = [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]
     if (late := limits.deadline_warning(definition, bill, now)) and not found:

@@ -57,15 +57,23 @@ def warnings(
         yield "the size of the dataset is assumed from what job.parameters.data says of it"
 
 
-def _limits(bill: Bill) -> Iterator[str]:
+def cut_short(bill: Bill) -> str:
+    """That limits.max_usd lets less than nine runs in ten end, or nothing."""
     cap, needed = bill.cap, bill.chosen.metered_usd
+    if cap is None or not needed.p50 <= cap.max_usd < needed.p90:
+        return ""
+    return (
+        f"limits.max_usd {cap.max_usd} lies between p50 {needed.p50:.2f} and p90 {needed.p90:.2f} {AS_COUNTED}: "
+        f"{cap.probability:.0%} of runs stop before they are done"
+    )
+
+
+def _limits(bill: Bill) -> Iterator[str]:
+    cap = bill.cap
     if cap is None:
         return
-    if needed.p50 <= cap.max_usd < needed.p90:
-        yield (
-            f"limits.max_usd {cap.max_usd} lies between p50 {needed.p50:.2f} and p90 {needed.p90:.2f} {AS_COUNTED}: "
-            f"{cap.probability:.0%} of runs stop before they are done"
-        )
+    if short := cut_short(bill):
+        yield short
     elif cap.probability >= 0.01:
         yield f"{cap.probability:.0%} of runs stop at {cap.first} before they are done"
     if late := limits.expiry_warning(bill):

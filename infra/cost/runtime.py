@@ -117,8 +117,7 @@ def hours(
     upload_gb_s = upload_rate(instance, estimate)
     ends_with = (*list(sizing.export_bytes(config).values())[-1:], *sizing.final_bytes(config).values())
     last_gb = (sizing.end_bytes(config, len(sizes) - 1) + sum(ends_with)) / 1e9
-    ends = calibration is not None and calibration.finish_s is not None and sizes[-1].steps > 0
-    finish_s = calibration.finish_s if calibration and ends else None
+    finish_s = calibration.finish_s if calibration and sizes[-1].steps else None
     written_s = last_gb / scratch_rate(instance, root) if finish_s is None else finish_s
     upload_s = written_s + last_gb / SHA256_GB_S + last_gb / upload_gb_s
 
@@ -128,8 +127,9 @@ def hours(
     for index, size in enumerate(sizes):
         limit_ms = _limit_ms(size, instance, config, ranks)
         seen = calibration.phase(size.name) if calibration else None
-        after = calibration.phase(sizes[index + 1].name) if calibration and index + 1 < len(sizes) else None
-        ended = (after is not None and after.boundary_s is not None) or (ends and index == len(sizes) - 1)
+        last = index == len(sizes) - 1
+        after = calibration.phase(sizes[index + 1].name) if calibration and not last else None
+        ended = (after is not None and after.boundary_s is not None) or (last and finish_s is not None)
         launch_ms = _launch_ms(size, instance, config, ranks)
         step_ms = _step_ms(index, sizes, limit_ms, launch_ms, config, instance, estimate, seen)
         if size.steps and step_ms == launch_ms:
@@ -139,7 +139,6 @@ def hours(
         training_s = size.steps * step_ms / 1e3
         saves = (training_s + beside) / config.checkpoint.interval_s + size.evaluations + 1 if size.steps else 0.0
         blocked_s = saves * _save_s(config, size, index, ranks, scratch_rate(instance, root), seen)
-        last = upload_s if index == len(sizes) - 1 else 0.0
         peak = instance.gpu.bf16_tflops
         flop = size.tokens_per_step * size.flops_per_token
         phases.append(
@@ -156,7 +155,7 @@ def hours(
                 if peak is None or config.device == "cpu" or not size.steps
                 else flop / (step_ms / 1e3) / (peak * instance.gpu_share * ranks * 1e12),
                 saves=saves,
-                seconds=training_s + beside + blocked_s + growth + last,
+                seconds=training_s + beside + blocked_s + growth + (upload_s if last else 0.0),
             )
         )
         evaluation_s += beside
@@ -164,8 +163,7 @@ def hours(
         growth_s += growth
 
     setup_s = _setup_s(instance, estimate, calibration)
-    spare_s = buffer * sum(phase.seconds for phase in phases)
-    worked_s = setup_s + sum(phase.seconds for phase in phases)
+    worked_s = sum(phase.seconds for phase in phases)
     restart = estimate.restart_minutes
     return Runtime(
         phases=tuple(phases),
@@ -176,7 +174,7 @@ def hours(
         stalls_s=stalls_s,
         growth_s=growth_s,
         upload_s=upload_s,
-        held_s=max(spare_s, 0.0 if hold_hours is None else hold_hours * 3600 - worked_s),
+        held_s=max(buffer * worked_s, 0.0 if hold_hours is None else hold_hours * 3600 - (setup_s + worked_s)),
         basis=calibration.basis if calibration else _basis(config, estimate, launched),
         measured=estimate.step_ms is not None or calibration is not None,
         calibrated=calibration is not None,
