@@ -16,7 +16,7 @@ from typing import Any
 
 from infra.catalog import Catalog
 from infra.cost import fit, options, risk, text
-from infra.cost.compare_rows import Draft, Row, again, draft, filled, rate
+from infra.cost.compare_rows import Row, draft, filled, rate
 from infra.cost.options import Capacity, Footing
 from infra.cost.side import Hazards
 from infra.definition import StackDefinition
@@ -64,14 +64,14 @@ def scenarios(
                 reference=True,
                 basis="claim",
             )
-            drafts.append(Draft(row=row, prepared=None))
+            drafts.append(row)
             continue
         footing = found(_of(variant, fleet.instance_types[:1]))
         option = options.type_costs(footing.definition, catalog, footing.calibrations)[0]
         drafted = draft(footing, name, option, fleet.capacity, catalog, hazards or {})
-        rates = tuple(rate(drafted.row, option, region, catalog) for region in regions)
-        drafts.append(replace(drafted, row=replace(drafted.row, rates=rates, settings=settings(variant))))
-    return filled(drafts, hours_left, runs=runs, attempts=risk.MAX_ATTEMPTS)
+        rates = tuple(rate(drafted, option, region, catalog) for region in regions)
+        drafts.append(replace(drafted, rates=rates, settings=settings(variant)))
+    return filled(drafts, hours_left, runs=runs)
 
 
 def every_option(
@@ -114,7 +114,7 @@ def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row
             shown[risk.RUNS if seen[row.scenario] == 1 else RUNS_SHOWN].append(row)
     better: dict[int, Row] = {}
     for runs, some in shown.items():
-        better.update(zip(map(id, some), again(some, hours_left, runs=runs), strict=True))
+        better.update(zip(map(id, some), filled(some, hours_left, runs=runs), strict=True))
     return _ranked([better.get(id(row), row) for row in rows], hours_left)
 
 

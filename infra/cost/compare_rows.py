@@ -90,20 +90,13 @@ class Row:
     settings: dict[str, Any] = field(default_factory=dict, repr=False)  # path -> value, of job, fleet and estimate
     outcome: Outcome | None = None  # of a finished run of it
     lost: str = ""  # why it is not the first
+    prepared: Prepared | None = field(default=None, repr=False)  # None: without figures, `why` says so
     side: Side | None = field(default=None, repr=False)
 
     @property
     def ranked(self) -> bool:
         """Could be run as it is."""
         return self.launchable and self.fits and self.usd is not None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
-    """A row without figures. `prepared` None: it has none, and the row says why."""
-
-    row: Row
-    prepared: Prepared | None
 
 
 def draft(
@@ -113,14 +106,19 @@ def draft(
     capacity: Capacity,
     catalog: Catalog,
     hazards: side.Hazards,
-) -> Draft:
+) -> Row:
     """What can be said of the row before anything is simulated. The definition's limits are marked, never applied."""
     definition = footing.definition
     fleet, instance, runtime = definition.fleet, option.instance, option.runtime
     config, variant = definition.job.parameters, definition.variant
     unfit = next((phase for phase in option.fits if not phase.fits), None)
     why = _unlaunchable(option, fleet.region, definition.nodes) or _lacking(config, instance)
-    row = Row(
+    prepared = None
+    if runtime is not None and option.hourly(capacity) is not None and unfit is None:
+        unbound = replace(definition, limits=UNBOUND)
+        size = footing.dataset_bytes
+        prepared = side.prepare(unbound, catalog, [option], capacity, dataset_bytes=size, hazards=hazards)
+    return Row(
         scenario=name,
         type=option.type,
         capacity=capacity,
@@ -143,34 +141,20 @@ def draft(
         basis="measured" if runtime and runtime.measured else "target",
         sharded=any(phase.sharded for phase in sizing.phases(config)),
         limits=definition.limits,
+        prepared=prepared,
     )
-    prepared = None
-    if runtime is not None and option.hourly(capacity) is not None and unfit is None:
-        unbound = replace(definition, limits=UNBOUND)
-        size = footing.dataset_bytes
-        prepared = side.prepare(unbound, catalog, [option], capacity, dataset_bytes=size, hazards=hazards)
-    return Draft(row=row, prepared=prepared)
 
 
-def filled(drafts: Sequence[Draft], hours_left: float | None, *, runs: int, attempts: int) -> list[Row]:
+def filled(rows: Sequence[Row], hours_left: float | None, *, runs: int, attempts: int = risk.MAX_ATTEMPTS) -> list[Row]:
     """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate."""
-    outcomes = _simulated([each.prepared.unlimited for each in drafts if each.prepared], runs=runs, attempts=attempts)
-    rows = []
-    for each in drafts:
-        row = each.row
-        if each.prepared is not None:
-            outcome = outcomes[each.prepared.unlimited]
-            row = _figures(row, side.settle(each.prepared, outcome, outcome), hours_left)
-        rows.append(row)
-    return rows
-
-
-def again(rows: Sequence[Row], hours_left: float | None, *, runs: int) -> list[Row]:
-    """The same rows, all of them priced, simulated with another number of runs."""
-    sides = [row.side for row in rows if row.side is not None]
-    outcomes = _simulated([each.exposure for each in sides], runs=runs, attempts=risk.MAX_ATTEMPTS)
-    found = (side.settle(each, outcomes[each.exposure], outcomes[each.exposure]) for each in sides)
-    return [_figures(row, each, hours_left) for row, each in zip(rows, found, strict=True)]
+    outcomes = _simulated([row.prepared.unlimited for row in rows if row.prepared], runs=runs, attempts=attempts)
+    found = []
+    for row in rows:
+        if row.prepared is not None:
+            outcome = outcomes[row.prepared.unlimited]
+            row = _figures(row, side.settle(row.prepared, outcome, outcome), hours_left)
+        found.append(row)
+    return found
 
 
 def _simulated(exposures: Sequence[risk.Exposure], *, runs: int, attempts: int) -> dict[risk.Exposure, risk.Outcome]:

@@ -213,7 +213,7 @@ def test_a_row_that_a_limit_leaves_too_little_to_stop_in_is_beyond_it() -> None:
     assert row.limits is not None
     needed, reserve = row.side.needed_usd.p90, row.side.reserve[0]
     for usd, beyond in ((needed + reserve / 2, True), (needed + reserve, False)):
-        (found,) = compare_rows.again([replace(row, limits=replace(row.limits, max_usd=usd))], None, runs=1)
+        (found,) = compare_rows.filled([replace(row, limits=replace(row.limits, max_usd=usd))], None, runs=1)
         assert found.over_limit is beyond
 
 
@@ -224,7 +224,7 @@ def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_n
     drafted = compare_rows.draft(footing, "own", option, "spot", load_catalog(), {})
 
     def filled(nodes: int = 1, **limits: Decimal) -> Row:
-        made = replace(drafted, row=replace(drafted.row, nodes=nodes, limits=replace(UNBOUND, **limits)))
+        made = replace(drafted, nodes=nodes, limits=replace(UNBOUND, **limits))
         return compare_rows.filled([made], 1.0, runs=500, attempts=200)[0]
 
     row = filled()
@@ -241,11 +241,11 @@ def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_n
     cent = Decimal("0.001")
     assert [filled(max_usd=usd + step).over_limit for step in (-cent, cent)] == [True, False]
     assert [filled(2, max_hours=2 * hours + step).over_limit for step in (-cent, cent)] == [True, False]
-    (better,) = compare_rows.again([row], 1.0, runs=5000)  # what is marked is what is shown, simulated anew
+    (better,) = compare_rows.filled([row], 1.0, runs=5000)  # what is marked is what is shown, simulated anew
     assert better.side is not None
     between = (usd + better.side.metered_usd.p90 + better.side.reserve[0]) / 2
     bound = filled(max_usd=between)
-    (again,) = compare_rows.again([bound], 1.0, runs=5000)
+    (again,) = compare_rows.filled([bound], 1.0, runs=5000)
     assert {bound.over_limit, again.over_limit} == {True, False}
 
 
@@ -309,7 +309,7 @@ def test_an_option_is_late_where_the_job_would_begin_to_stop_before_it_is_done()
     assert row.side is not None
     takes_h, stop_h = row.side.exposure.uninterrupted_h, row.side.exposure.reserve_h
     assert stop_h > 0.02
-    late = [compare_rows.again([row], takes_h + more, runs=1)[0].late for more in (1.01 * stop_h, 0.99 * stop_h)]
+    late = [compare_rows.filled([row], takes_h + more, runs=1)[0].late for more in (1.01 * stop_h, 0.99 * stop_h)]
     assert late == [0, 1]
 
 
