@@ -19,7 +19,6 @@ from moto.s3.models import s3_backends
 from moto.ssm.models import Parameter, ssm_backends
 
 from infra.catalog import load_catalog
-from infra.errors import PriceMissing
 
 # Names of the Deep Learning AMI's public parameters: AWS DLAMI release notes, 2026-11-21.
 AMI_PARAMETERS = {
@@ -106,12 +105,9 @@ def spot_price(instance_type: str, zone: str) -> Decimal:
     """Dollars per hour in the zone: the catalog's price where it has one. In this account zone a is az1, b is az2,
     and so on: accounts differ, and each is as good as another here.
     """
-    try:
-        prices = load_catalog().spot(instance_type, zone[:-1])
-    except PriceMissing:
-        return Decimal("0.5000")
+    prices = load_catalog().spot_prices.get((instance_type, zone[:-1]), ())
     by_zone = {price.zone: price.price.amount for price in prices}
-    return by_zone.get(f"az{ord(zone[-1]) - ord('a') + 1}", max(by_zone.values()))
+    return by_zone.get(f"az{ord(zone[-1]) - ord('a') + 1}", max(by_zone.values(), default=Decimal("0.5000")))
 
 
 Resource = tuple[str, str]  # kind, id

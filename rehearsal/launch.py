@@ -113,10 +113,6 @@ class Launcher:
             why = self._obstacle(region, pool, spot)
             if why is None:
                 return self._run(region, fleet_id, spot, pool, now)
-            if why == "quota":
-                if spot:
-                    raise LaunchFailedError("spotInstanceCountLimitExceeded", "Max spot instance count exceeded")
-                why = "You have requested more vCPU capacity than your current vCPU limit allows (VcpuLimitExceeded)"
             label = f"{pool.type}, {pool.spec.get('ImageId')}, Linux/UNIX, {pool.zone}"
             tried.append(f"{label}: {why}. It will not be retried for at least 13 minutes")
         failed = f"Several attempts to launch instances have failed. {tried[-1]}"
@@ -152,6 +148,7 @@ class Launcher:
         return None
 
     def _obstacle(self, region: str, pool: Pool, spot: bool) -> str | None:
+        """Why not in this pool, or None. Raises LaunchFailedError for what keeps it from every pool."""
         backend = ec2_backends[self.account][region]
         if pool.spec.get("ImageId") not in backend.amis:
             return f"The image id '[{pool.spec.get('ImageId')}]' does not exist (InvalidAMIID.NotFound)"
@@ -162,7 +159,9 @@ class Launcher:
             return f"{pool.type} is not offered in {pool.zone} (Unsupported)"
         wanted = self._running_vcpus(region, pool.type[:1]) + vcpus(pool.type)
         if wanted > self.quotas[quota_code(pool.type, spot=spot)]:
-            return "quota"
+            if spot:
+                raise LaunchFailedError("spotInstanceCountLimitExceeded", "Max spot instance count exceeded")
+            return "You have requested more vCPU capacity than your current vCPU limit allows (VcpuLimitExceeded)"
         if self.no_capacity & {(pool.type, pool.zone), (pool.type, "*"), ("*", pool.zone), ("*", "*")}:
             return "There is no Spot capacity available that matches your request (InsufficientInstanceCapacity)"
         profile = _profile_name(pool.spec)
