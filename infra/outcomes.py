@@ -34,7 +34,7 @@ def _outcome(folder: Path) -> Outcome | None:
     try:
         if run is None or receipt is None or receipt["reason"] != "finished":
             return None
-        records = [atomic.parse_object(line) or {} for line in (folder / "metrics.jsonl").read_bytes().split(b"\n")]
+        records = atomic.objects((folder / "metrics.jsonl").read_bytes())
         last = [record for record in records if record.get("val_loss") is not None][-1]
         parameters = from_json(run["job"]["experiment"], run["job"]["parameters"])
         return Outcome(

@@ -53,7 +53,6 @@ def needs(fleet: Fleet) -> tuple[list[Need], list[str]]:
     found = []
     for code, names in by_code.items():
         sizes = [kind.vcpu for name in names if (kind := catalog.instance(name))]
-        largest = max(sizes, default=0)
-        smallest = min(sizes, default=0)
-        found.append(Need(code=code, types=tuple(names), least=smallest, vcpu=largest, recommended=2 * largest))
+        least, most = min(sizes, default=0), max(sizes, default=0)
+        found.append(Need(code=code, types=tuple(names), least=least, vcpu=most, recommended=2 * most))
     return found, unknown

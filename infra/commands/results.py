@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from infra import receipts
+from infra.catalog import load_catalog
 from infra.commands import aws, late_receipt, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
@@ -81,7 +82,7 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     left = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
     missing = [each for each in wanted if not _same(target / each.name, each)]
     total = sum(each.bytes for each in missing)
-    cost = Decimal(total) / 10**9 * _transfer_price(definition.fleet.region)
+    cost = Decimal(total) / 10**9 * load_catalog().price("transfer_out", definition.fleet.region).amount
     print(f"s3://{folder.bucket}/{folder.run}/ to {target}")
     if folder.others:
         print(f"A run of this name lies elsewhere too: {folder.others}, {definition.run.owner}.")
@@ -180,12 +181,6 @@ def _same(path: Path, each: aws.Stored) -> bool:
         return False
     found = path.stat()
     return found.st_size == each.bytes and int(found.st_mtime) == int(each.written.timestamp())
-
-
-def _transfer_price(region: str) -> Decimal:
-    from infra.catalog import load_catalog
-
-    return load_catalog().price("transfer_out", region).amount
 
 
 def _readable(size: int) -> str:

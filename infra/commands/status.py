@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
+from job import atomic
 from job.run_file import ASKED
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
@@ -110,7 +110,8 @@ def _attempts(folder: aws.RunFolder, alive: set[str]) -> Iterator[str]:
 
 
 def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime, ended: bool) -> Iterator[str]:
-    beats = [beat for each in folder.objects("heartbeat/") if (beat := _last_line(folder, each.name))]
+    ends = (folder.read(each.name, last_bytes=4096) or b"" for each in folder.objects("heartbeat/"))  # files that grow
+    beats = [beat for end in ends for beat in atomic.objects(end)[-1:]]
     if not beats:
         yield f"heartbeat   none{'' if ended else ' yet: the node boots, pulls the image and stages its data first'}"
         return
@@ -141,19 +142,6 @@ def _checkpoints(folder: aws.RunFolder) -> Iterator[str]:
     best = folder.document("best.json") or {}
     note = f", best {best['step']}" if "step" in best else ""
     yield f"checkpoint  steps {', '.join(map(str, steps))}{note}"
-
-
-def _last_line(folder: aws.RunFolder, name: str) -> dict[str, Any] | None:
-    """The newest heartbeat of one instance; the file grows, so only its end is read."""
-    raw = folder.read(name, last_bytes=4096) or b""
-    for line in reversed(raw.splitlines()):
-        try:
-            beat = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(beat, dict):
-            return beat
-    return None
 
 
 def _age(stamp: str, now: datetime) -> float | None:

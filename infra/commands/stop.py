@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from datetime import UTC, datetime
 from typing import Any
 
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
-from job import sizing
+from job import atomic, sizing
 from job.run_file import ASKED
 
 
@@ -47,7 +46,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
             "`pulumi destroy` ends its fleet."
         )
     asked = {"by": owner, "at": now.isoformat(timespec="seconds")}
-    s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=(json.dumps(asked) + "\n").encode())
+    s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=atomic.json_bytes(asked))
     print(f"asked: s3://{folder.bucket}/{run}/{ASKED}")
     running = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] == "running"]
     nodes = [node["InstanceId"] for node in running if aws.owner(node) == owner]

@@ -7,7 +7,6 @@ and rows with the same exposure share its runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from statistics import median
@@ -21,7 +20,6 @@ from infra.cost.runtime import Runtime
 from infra.cost.side import UNBOUND, Prepared, Quantiles, Side
 from infra.cost.text import hours
 from infra.definition import Claim, Limits, StackDefinition
-from infra.errors import PriceMissing
 from job import sizing
 from job.config import JobConfig
 from job.text import counted
@@ -233,9 +231,10 @@ def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
             return None
         return (Decimal(f"{row.compute_h:.6f}") * price * row.nodes).quantize(CENT_100)
 
-    spot = on_demand = None
-    with suppress(PriceMissing):
-        spot = median(zone.price.amount for zone in catalog.spot(option.type, region))
-    with suppress(PriceMissing):
-        on_demand = catalog.on_demand(option.type, region).amount
-    return Rate(region=region, on_demand=amount(on_demand), spot=amount(spot))
+    zones = catalog.spot_prices.get((option.type, region), ())
+    on_demand = catalog.on_demand_prices.get((option.type, region))
+    return Rate(
+        region=region,
+        on_demand=amount(on_demand.amount if on_demand else None),
+        spot=amount(median(zone.price.amount for zone in zones) if zones else None),
+    )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from infra.catalog import Catalog, Instance
 from infra.cost.runtime import SHA256_GB_S, Runtime, scratch_rate, upload_rate
 from infra.definition import Disk, Estimate
-from infra.errors import PriceMissing
 from job import sizing
 from job.config import GrowthConfig, JobConfig
 
@@ -158,11 +157,8 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
     for type_, other in catalog.instances.items():
         if other.unusable or not other.gpu.has_a_roofline(sizing.products(config)) or not _holds(config, other):
             continue
-        try:
-            price = catalog.on_demand(type_, region)
-        except PriceMissing:
-            continue
-        priced.append((price.amount, other))
+        if price := catalog.on_demand_prices.get((type_, region)):
+            priced.append((price.amount, other))
     if not priced:
         return f"no type of {region} whose speed is known holds it; a smaller model or batch"
     amount, best = min(priced, key=lambda pair: pair[0])

@@ -131,19 +131,11 @@ def type_cost(
     instance = catalog.instance(type_)
     if instance is None:
         return TypeCost(type=type_, why=catalog.unknown_type(type_))
-    why = []
-    spot: tuple[SpotPrice, ...] = ()
-    on_demand = runtime = None
-    try:
-        spot = catalog.spot(type_, region)
+    why, runtime = [], None
+    try:  # the other price may be missing: it is only compared with
+        (catalog.spot if definition.fleet.capacity == "spot" else catalog.on_demand)(type_, region)
     except PriceMissing as missing:
-        if definition.fleet.capacity == "spot":
-            why.append(str(missing))
-    try:
-        on_demand = catalog.on_demand(type_, region)
-    except PriceMissing as missing:
-        if definition.fleet.capacity == "on-demand":
-            why.append(str(missing))
+        why.append(str(missing))
     try:
         runtime = runtimes.hours(
             config,
@@ -163,7 +155,7 @@ def type_cost(
         runtime=runtime,
         fits=fit.fits(config, instance, catalog, region, holder=nearest),
         notices=tuple(fit.notices(config, instance, runtime, estimate, root)) if runtime else (),
-        spot=spot,
-        on_demand=on_demand,
+        spot=catalog.spot_prices.get((type_, region), ()),
+        on_demand=catalog.on_demand_prices.get((type_, region)),
         why="; ".join(why),
     )
