@@ -196,9 +196,9 @@ def _row(row: Row) -> dict[str, Any]:
             }
             for rate in row.rates
         },
-        "hours": record.quantiles(row.hours),
-        "wall_hours": record.quantiles(row.wall_hours),
-        "usd": record.quantiles(row.usd),
+        "hours": row.hours and record.quantiles(row.hours),
+        "wall_hours": row.wall_hours and record.quantiles(row.wall_hours),
+        "usd": row.usd and record.quantiles(row.usd),
         "free_usd": None if row.free_usd is None else str(row.free_usd),
         "interruptions": None if row.interruptions is None else round(row.interruptions, 3),
         "fits": row.fits,

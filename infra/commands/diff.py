@@ -124,8 +124,8 @@ def _stack(stack: StackReview) -> dict[str, Any]:
     return {
         "stack": stack.name,
         "changed": stack.changed,
-        "base": _side(stack.base),
-        "head": _side(stack.head),
+        "base": stack.base and _side(stack.base),
+        "head": stack.head and _side(stack.head),
         "steps": [
             {
                 "keys": list(step.keys),
@@ -143,9 +143,7 @@ def _stack(stack: StackReview) -> dict[str, Any]:
     }
 
 
-def _side(side: Side | None) -> dict[str, Any] | None:
-    if side is None:
-        return None
+def _side(side: Side) -> dict[str, Any]:
     usd = side.usd
     return {
         "p50": str(usd.p50) if usd else None,

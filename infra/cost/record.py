@@ -53,13 +53,13 @@ def to_json(bill: Bill) -> dict[str, Any]:
         },
         "metered": {"usd": quantiles(bill.chosen.metered_usd)},
         "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.lines[0].quantity)},
-        "spot": _side(bill.spot),
-        "on_demand": _side(bill.on_demand),
+        "spot": bill.spot and _side(bill.spot),
+        "on_demand": bill.on_demand and _side(bill.on_demand),
         "interruptions_expected": round(bill.chosen.interruptions, 3),
         "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
-        "hazard": _hazard(bill.chance),
+        "hazard": bill.chance and _hazard(bill.chance),
         "reclaimed_a_month": bill.reclaimed and asdict(bill.reclaimed) | {"as_of": bill.reclaimed.as_of.isoformat()},
-        "cadence": _cadence(bill.cadence),
+        "cadence": bill.cadence and _cadence(bill.cadence),
         "usd_at_hazard": {str(hazard): str(usd) for _, hazard, usd in bill.usd_at_hazard},
         "half_speed": {"usd": quantiles(bill.half_speed)},
         "break_even_hazard": None if bill.break_even_hazard is None else round(bill.break_even_hazard, 2),
@@ -88,7 +88,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "phases": predicted(bill),
         "basis": bill.chosen.runtime.basis,
         "calibrated": bill.calibrated,
-        "cap": _cap(bill.cap),
+        "cap": bill.cap and _cap(bill.cap),
         "kept": {
             "what": bill.kept.what,
             "gb": str(bill.kept.gb),
@@ -155,15 +155,11 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
     ]
 
 
-def quantiles(values: Quantiles | None) -> dict[str, str] | None:
-    if values is None:
-        return None
+def quantiles(values: Quantiles) -> dict[str, str]:
     return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}
 
 
-def _cap(cap: Cap | None) -> dict[str, Any] | None:
-    if cap is None:
-        return None
+def _cap(cap: Cap) -> dict[str, Any]:
     return {
         "max_usd": str(cap.max_usd),
         "max_hours": str(cap.max_hours),
@@ -173,16 +169,12 @@ def _cap(cap: Cap | None) -> dict[str, Any] | None:
     }
 
 
-def _hazard(chance: Hazard | None) -> dict[str, Any] | None:
-    if chance is None:
-        return None
+def _hazard(chance: Hazard) -> dict[str, Any]:
     p10, p90 = chance.quantile(0.1), chance.quantile(0.9)
     return {"median": round(chance.median, 4), "p10": round(p10, 4), "p90": round(p90, 4), "source": chance.source}
 
 
-def _cadence(found: Cadence | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
+def _cadence(found: Cadence) -> dict[str, Any]:
     return {
         "interval_s": round(found.interval_s, 1),
         "present_s": round(found.present_s, 1),
@@ -191,9 +183,7 @@ def _cadence(found: Cadence | None) -> dict[str, Any] | None:
     }
 
 
-def _side(side: Side | None) -> dict[str, Any] | None:
-    if side is None:
-        return None
+def _side(side: Side) -> dict[str, Any]:
     return {
         "type": side.type,
         "zone": side.zone,
