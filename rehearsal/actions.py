@@ -5,7 +5,6 @@ Each answers in the API's own spelling; moto's serializers write the protocol. O
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -22,36 +21,21 @@ from rehearsal.controller import FleetController
 FLEETS: dict[str, FleetController] = {}  # by account: whose fleets answer
 
 
+Action = Callable[[FleetController, Any], Any]  # the fleets of the account that asks, moto's response
+
+
+def _of_fleets(method: Callable[[FleetController, str, dict[str, Any]], dict[str, Any]]) -> Action:
+    """What the controller itself answers."""
+
+    def action(fleets: FleetController, response: Any) -> Any:
+        response.error_on_dryrun()
+        return ActionResult(method(fleets, response.region, _params(response)))
+
+    return action
+
+
 def _params(response: Any) -> dict[str, Any]:
     return {key: value for key, value in response.params.items() if value is not None}
-
-
-def _create_fleet(fleets: FleetController, response: Any) -> Any:
-    response.error_on_dryrun()
-    return ActionResult(fleets.create(response.region, _params(response)))
-
-
-def _modify_fleet(fleets: FleetController, response: Any) -> Any:
-    response.error_on_dryrun()
-    return ActionResult(fleets.modify(response.region, _params(response)))
-
-
-def _delete_fleets(fleets: FleetController, response: Any) -> Any:
-    params = _params(response)
-    terminate = bool(params.get("TerminateInstances"))
-    return ActionResult(fleets.delete(response.region, list(params.get("FleetIds") or []), terminate))
-
-
-def _describe_fleets(fleets: FleetController, response: Any) -> Any:
-    return ActionResult(fleets.describe(response.region, _params(response).get("FleetIds")))
-
-
-def _describe_fleet_instances(fleets: FleetController, response: Any) -> Any:
-    return ActionResult(fleets.describe_instances(response.region, str(_params(response).get("FleetId"))))
-
-
-def _describe_fleet_history(fleets: FleetController, response: Any) -> Any:
-    return ActionResult(fleets.describe_history(response.region, _params(response)))
 
 
 def _describe_spot_price_history(fleets: FleetController, response: Any) -> Any:
@@ -113,13 +97,11 @@ def _list_service_quotas(fleets: FleetController, response: Any) -> Any:
 _MOTO: dict[str, Callable[[Any], Any]] = {}  # what each action did before
 
 
-def _replace(cls: type[Any], action: Callable[[FleetController, Any], Any]) -> None:
-    name = action.__name__.removeprefix("_")
+def _replace(cls: type[Any], name: str, action: Action) -> None:
     before = getattr(cls, name, None)
     if before is not None:
         _MOTO[name] = before
 
-    @functools.wraps(action)
     def answer(response: Any) -> Any:
         fleets = FLEETS.get(response.current_account)
         if fleets is not None:
@@ -131,20 +113,21 @@ def _replace(cls: type[Any], action: Callable[[FleetController, Any], Any]) -> N
     setattr(cls, name, answer)
 
 
-for _action in (
-    _create_fleet,
-    _modify_fleet,
-    _delete_fleets,
-    _describe_fleets,
-    _describe_fleet_instances,
-    _describe_fleet_history,
-    _describe_spot_price_history,
-    _get_ebs_default_kms_key_id,
-    _terminate_instances,
-):
-    _replace(EC2Response, _action)
-for _action in (_get_service_quota, _list_service_quotas):
-    _replace(ServiceQuotasResponse, _action)
+_EC2: dict[str, Action] = {
+    "create_fleet": _of_fleets(FleetController.create),
+    "modify_fleet": _of_fleets(FleetController.modify),
+    "delete_fleets": _of_fleets(FleetController.delete),
+    "describe_fleets": _of_fleets(FleetController.describe),
+    "describe_fleet_instances": _of_fleets(FleetController.describe_instances),
+    "describe_fleet_history": _of_fleets(FleetController.describe_history),
+    "describe_spot_price_history": _describe_spot_price_history,
+    "get_ebs_default_kms_key_id": _get_ebs_default_kms_key_id,
+    "terminate_instances": _terminate_instances,
+}
+for _name, _action in _EC2.items():
+    _replace(EC2Response, _name, _action)
+_replace(ServiceQuotasResponse, "get_service_quota", _get_service_quota)
+_replace(ServiceQuotasResponse, "list_service_quotas", _list_service_quotas)
 
 _moto_get_permission = FakeBucket.get_permission
 

@@ -46,9 +46,7 @@ class FleetController:
         self.notice_s = notice_s
         self.relaunch_delay_s = relaunch_delay_s
         self.retry_s = retry_s
-        self.expired_state = (
-            "deleted"  # which state AWS gives an expired fleet is unverified; "active" is the other guess
-        )
+        self.expired_state = "deleted"  # or "active": which one AWS gives an expired fleet is unverified
         self.fleets: dict[str, Fleet] = {}
         self.instances: dict[str, Instance] = {}
         self.lock = threading.RLock()
@@ -98,12 +96,13 @@ class FleetController:
             self.tick()
             return {"Return": True}
 
-    def delete(self, region: str, fleet_ids: list[str], terminate: bool) -> dict[str, Any]:
+    def delete(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """DeleteFleets, one answer per fleet. Works also when the node is long dead."""
+        terminate = bool(request.get("TerminateInstances"))
         done: list[dict[str, Any]] = []
         failed: list[dict[str, Any]] = []
         with self.lock:
-            for fleet_id in fleet_ids:
+            for fleet_id in request.get("FleetIds") or []:
                 fleet = self.fleets.get(fleet_id)
                 if fleet is None or fleet.region != region:
                     failed.append(_undeleted(fleet_id, "fleetIdDoesNotExist", "The fleet ID does not exist"))
@@ -119,18 +118,19 @@ class FleetController:
                         self.launcher.terminate(node.id)
             return {"SuccessfulFleetDeletions": done, "UnsuccessfulFleetDeletions": failed}
 
-    def describe(self, region: str, fleet_ids: list[str] | None) -> dict[str, Any]:
+    def describe(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """DescribeFleets, deleted ones included while they linger. Unlike tags, states are always current."""
         with self.lock:
             self.tick()
-            wanted = [self._get(region, i) for i in fleet_ids] if fleet_ids else self.fleets.values()
+            named = [self._get(region, fleet_id) for fleet_id in request.get("FleetIds") or []]
+            wanted = named or list(self.fleets.values())
             return {"Fleets": [fleet.data(self.living(fleet.id)) for fleet in wanted if fleet.region == region]}
 
-    def describe_instances(self, region: str, fleet_id: str) -> dict[str, Any]:
+    def describe_instances(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """DescribeFleetInstances: the running ones only."""
         with self.lock:
             self.tick()
-            self._get(region, fleet_id)
+            fleet = self._get(region, str(request.get("FleetId")))
             active = [
                 {
                     "InstanceId": i.id,
@@ -138,9 +138,9 @@ class FleetController:
                     "InstanceHealth": "healthy",
                     "SpotInstanceRequestId": i.spot_request,
                 }
-                for i in self.living(fleet_id)
+                for i in self.living(fleet.id)
             ]
-            return {"FleetId": fleet_id, "ActiveInstances": active}
+            return {"FleetId": fleet.id, "ActiveInstances": active}
 
     def describe_history(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """DescribeFleetHistory from StartTime on, optionally of one EventType."""
