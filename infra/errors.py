@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from job.text import counted
+
 
 class GpufleetError(Exception):
     """A mistake or a refusal the user can act on. The message says where, what, what is allowed, what to do."""
@@ -57,7 +59,7 @@ class DefinitionError(GpufleetError):
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.source = source
         self.problems = tuple(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        count = counted(len(self.problems), "problem")
         super().__init__("\n".join([f"{source}: {count}", *(f"  - {p}" for p in self.problems)]))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from job.supervisor import receipt as receipts
+from job.text import counted
 from rehearsal import picture
 from rehearsal.account import Resource
 from rehearsal.cloud import Cloud
@@ -116,7 +117,7 @@ def draw(evidence: Evidence, target: Path) -> None:
     ]
     words = {"notice": "notice: {} lost", "loss": "gone: {} repeated"}
     marks = [
-        picture.Mark(step=r.last_step, kind=r.kind, text=words[r.kind].format(f"{r.lost} step{'s' * (r.lost != 1)}"))
+        picture.Mark(step=r.last_step, kind=r.kind, text=words[r.kind].format(counted(r.lost, "step")))
         for r in evidence.resumptions()
     ]
     lanes = []
@@ -134,13 +135,10 @@ def draw(evidence: Evidence, target: Path) -> None:
                 how=view.interrupted.kind if view.interrupted else "done",
             )
         )
-    count = len(marks)
-    title = (
-        f"{rehearsal.name}, run {rehearsal.definition.run.id}: rehearsed with {count} interruption{'s' * (count != 1)}"
-    )
+    interruptions = counted(len(marks), "interruption")
     picture.draw(
         target,
-        title=title,
+        title=f"{rehearsal.name}, run {rehearsal.definition.run.id}: rehearsed with {interruptions}",
         metrics=evidence.metrics,
         validation=", ".join(dict.fromkeys(phase.validation for phase in evidence.phases if phase.validation)),
         phases=phases,

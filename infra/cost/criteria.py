@@ -52,8 +52,7 @@ def _risk(row: Row, _: Row) -> str:
 
 
 def _launch(row: Row, _: Row) -> str:
-    nodes = "1 node" if row.nodes == 1 else f"{row.nodes} nodes"
-    return f"{nodes}, " + ("launchable" if row.launchable and row.fits else "NOT launchable")
+    return f"{counted(row.nodes, 'node')}, {'launchable' if row.launchable and row.fits else 'NOT launchable'}"
 
 
 def _accuracy(row: Row, default: Row) -> str:

@@ -18,18 +18,10 @@ from infra.prices.price_list import NoFigure
 JUMP = 3  # a price that grew or shrank more than this many times is shown
 PATIENCE = 5  # failed questions in a row, each after botocore's own retries, after which the rest is not asked
 _HOPELESS = (
-    "AccessDenied",
-    "AccessDeniedException",
-    "UnauthorizedOperation",
-    "AuthFailure",
-    "InvalidClientTokenId",
-    "UnrecognizedClientException",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "RequestExpired",
+    "AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthFailure", "InvalidClientTokenId",
+    "UnrecognizedClientException", "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "RequestExpired",
     "OptInRequired",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
