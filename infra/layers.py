@@ -12,8 +12,8 @@ from infra import checks
 from infra.boot import user_data
 from infra.definition import Interruptions, StackDefinition, Variant
 from infra.errors import Problem, of_form
-from infra.schema import SECTIONS, Findings, build, check_keys
-from infra.yaml_tree import Mapping, Node, Scalar, at, merge
+from infra.schema import SECTIONS, Findings, build, check_keys, entries_of
+from infra.yaml_tree import Mapping, Node, at, merge
 
 if TYPE_CHECKING:
     from infra.catalog import Catalog
@@ -69,26 +69,16 @@ def variants(
     tree: Mapping, path: Path, text: str, now: datetime, catalog: Catalog | None = None
 ) -> tuple[list[StackDefinition], list[Problem]]:
     """Every entry of the tree's `scenarios`, laid over it, and what is wrong in them."""
-    section = tree.entries.get("scenarios")
-    if section is None:
-        return [], []
     findings = Findings(tree=tree)
-    if not isinstance(section, Mapping):
-        if not (isinstance(section, Scalar) and section.is_null):
-            findings.add("scenarios", "a section with one entry per scenario")
-        return [], findings.problems
+    section = entries_of(tree.entries.get("scenarios"), "scenarios", "a section with one entry per scenario", findings)
     own = [field.name for field in fields(Variant)]
     laid_over, problems = [], []
-    for name, entry in section.entries.items():
+    for name, entry in section.items():
         where = f"scenarios.{name}"
         if not SCENARIO_NAME.fullmatch(name):
             findings.add(where, "a name of 1 to 40 of a-z, 0-9, dots and hyphens", node=entry)
             continue
-        entries: dict[str, Node] = {}
-        if isinstance(entry, Mapping):
-            entries = entry.entries
-        elif not (isinstance(entry, Scalar) and entry.is_null):
-            findings.add(where, f"a section with the keys {', '.join([*own, *OVERLAID])}", node=entry)
+        entries = entries_of(entry, where, f"a section with the keys {', '.join([*own, *OVERLAID])}", findings)
         check_keys(entries, [*own, *OVERLAID], where, findings)
         kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
         variant = build(Variant, kept, where, findings)
@@ -104,12 +94,9 @@ def variants(
 def overlay_problems(overlay: Node) -> list[Problem]:
     allowed = [*OVERLAID, "interruptions"]
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
-    if not isinstance(overlay, Mapping):
-        if not (isinstance(overlay, Scalar) and overlay.is_null):
-            findings.add("rehearsal", "a section with the keys " + ", ".join(allowed))
-        return findings.problems
-    check_keys(overlay.entries, allowed, "rehearsal", findings)
-    job = overlay.entries.get("job")
+    entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
+    check_keys(entries, allowed, "rehearsal", findings)
+    job = entries.get("job")
     if isinstance(job, Mapping):
         check_keys(job.entries, ["parameters"], "rehearsal.job", findings)
     return findings.problems

@@ -91,12 +91,8 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
     """The dataclass at `path`. A wrong or missing value is reported, and a placeholder stands in. What is not written
     is as in `default`, where the section around it has one of its own, or else as in `cls`.
     """
-    entries: dict[str, Node] = {}
-    if isinstance(node, Mapping):
-        entries = node.entries
-    elif node is not None and not (isinstance(node, Scalar) and node.is_null):
-        findings.add(path, f"a section with the keys {', '.join(f.name for f in dataclasses.fields(cls))}")
     names = [f.name for f in dataclasses.fields(cls)]
+    entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings)
     hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     check_keys(entries, names, path, findings, None if cls is Job else _below(names, hints))
     values: dict[str, Any] = {}
@@ -117,6 +113,15 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
                 findings.add(where, allowed or describe(hint, rule))
             values[spec.name] = _placeholder(hint)
     return cls(**values) if default is None else dataclasses.replace(default, **values)
+
+
+def entries_of(node: Node | None, path: str, allowed: str, findings: Findings) -> dict[str, Node]:
+    """What a section holds: nothing for one without keys, nor for what is no section, which is reported."""
+    if isinstance(node, Mapping):
+        return node.entries
+    if node is not None and not (isinstance(node, Scalar) and node.is_null):
+        findings.add(path, allowed, node=node)
+    return {}
 
 
 @functools.cache
