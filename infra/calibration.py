@@ -22,12 +22,7 @@ from job import atomic, measured, sizing
 from job.config import JobConfig
 
 FOLDER, RECEIPTS = "calibrations", "receipts"
-# The catalog's names, whose words are among those by which torch and nvidia-smi call the GPU.
-_GPUS = (
-    "A10G", "L4", "L40S", "T4", "V100 16GB", "V100 32GB", "A100 40GB", "A100 80GB", "H100", "H200", "B200", "B300",
-    "RTX PRO 6000", "RTX PRO 4500",
-)  # fmt: skip
-# Of these chips, with other clocks or memory, or parts of one; EC2 has none of them as these types.
+# Of the chips that EC2 has, with other clocks or memory, or parts of one: none is of its types.
 _OTHER_BOARDS = {"PCIE", "NVL", "WORKSTATION", "MIG", "GRID", "64GB", "94GB", "96GB"}
 
 
@@ -135,12 +130,10 @@ def path_for(root: Path, stack: str, device: str) -> Path:
     return root / FOLDER / stack / f"{slug}.json"
 
 
-def gpu_name(device: str) -> str | None:
-    """The catalog's name of a GPU that the driver calls `device`; None for one that EC2 does not have."""
-    words = re.split(r"[\s_-]+", device.upper())
-    if _OTHER_BOARDS & set(words):
-        return None
-    return next((name for name in _GPUS if set(name.split()) <= set(words)), None)
+def is_gpu(device: str, name: str) -> bool:
+    """Whether what the driver calls `device` is the catalog's GPU `name`, whose words torch and nvidia-smi say too."""
+    words = set(re.split(r"[\s_-]+", device.upper()))
+    return set(name.split()) <= words and not _OTHER_BOARDS & words
 
 
 def parse(tree: Mapping[str, Any]) -> Calibration:
@@ -222,7 +215,7 @@ def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Insta
         return False
     if tree["device"]["kind"] == "cpu":
         return True
-    return instance.gpu_share == 1 and gpu_name(str(tree["device"]["name"])) == instance.gpu.name
+    return instance.gpu_share == 1 and is_gpu(str(tree["device"]["name"]), instance.gpu.name)
 
 
 def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance) -> str:

@@ -34,6 +34,9 @@ class Job:
     parameters: JobConfig  # the experiment's own typed config; the file holds only what differs from its defaults
 
 
+Capacity = Literal["spot", "on-demand"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
     """Where it runs. One node; the set of types has no order, the fleet's strategy picks."""
@@ -41,7 +44,7 @@ class Fleet:
     region: str
     zones: tuple[str, ...]
     instance_types: tuple[str, ...]
-    capacity: Literal["spot", "on-demand"] = "spot"
+    capacity: Capacity = "spot"
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
 
 

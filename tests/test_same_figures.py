@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.calibration import gpu_name
+from infra.calibration import is_gpu
 from infra.catalog import load_catalog
 from job.train.device import DATA_SHEETS
 
@@ -15,5 +15,5 @@ def test_the_bill_and_the_job_measure_against_the_same_data_sheets() -> None:
         for gpu in gpus
         if gpu.bf16 and gpu.bf16_tflops and gpu.bandwidth_gb_s
     }
-    known = {name: figures for board, figures in DATA_SHEETS.items() if (name := gpu_name(board)) is not None}
+    known = {gpu.name: sheet for board, sheet in DATA_SHEETS.items() for gpu in gpus if is_gpu(board, gpu.name)}
     assert known == priced

@@ -13,8 +13,9 @@ from infra.cost.cadence import Cadence
 from infra.cost.fit import Fit, Notice
 from infra.cost.hazard import Hazard
 from infra.cost.lines import Line
-from infra.cost.options import Capacity, TypeCost
+from infra.cost.options import TypeCost
 from infra.cost.side import Quantiles, Side
+from infra.definition import Capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,9 +17,9 @@ from typing import Any
 from infra.catalog import Catalog
 from infra.cost import fit, options, risk, text
 from infra.cost.compare_rows import Row, draft, filled, rate
-from infra.cost.options import Capacity, Footing
+from infra.cost.options import Footing
 from infra.cost.side import Hazards
-from infra.definition import StackDefinition
+from infra.definition import Capacity, StackDefinition
 from job import sizing
 
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")

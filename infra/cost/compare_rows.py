@@ -15,11 +15,11 @@ from typing import Any
 from infra.catalog import Catalog, Instance
 from infra.cost import risk, side
 from infra.cost.lines import CENT_100
-from infra.cost.options import Capacity, Footing, TypeCost
+from infra.cost.options import Footing, TypeCost
 from infra.cost.runtime import Runtime
 from infra.cost.side import UNBOUND, Prepared, Quantiles, Side
 from infra.cost.text import hours
-from infra.definition import Claim, Limits, StackDefinition
+from infra.definition import Capacity, Claim, Limits, StackDefinition
 from job import sizing
 from job.config import JobConfig
 from job.text import counted

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from infra.calibration import Calibration, Refused
 from infra.catalog import Catalog, Instance, Price, SpotPrice
 from infra.cost import fit
 from infra.cost import runtime as runtimes
-from infra.definition import StackDefinition
+from infra.definition import Capacity, StackDefinition
 from infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
 
-Capacity = Literal["spot", "on-demand"]
 Calibrations = Mapping[str, Calibration | Refused]  # by instance type, as infra.calibration.find_all gives them
 
 

@@ -13,9 +13,9 @@ from infra.cost import lines, options, risk
 from infra.cost.cadence import Cadence, optimal
 from infra.cost.hazard import HAZARD_WORDS, Hazard, Key, find
 from infra.cost.lines import Line
-from infra.cost.options import Capacity, TypeCost
+from infra.cost.options import TypeCost
 from infra.cost.runtime import Runtime
-from infra.definition import Limits, StackDefinition, Variant
+from infra.definition import Capacity, Limits, StackDefinition, Variant
 from job import sizing
 from job.config import JobConfig
 from job.supervisor.forecast import RESERVE_S, Forecast
