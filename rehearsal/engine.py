@@ -14,9 +14,9 @@ import shutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,17 +153,7 @@ class Pulumi(Engine):
         code, text = streamed(
             ["pulumi", command, *options, *common], folder=self._folder, environment=self._environment, say=self._say
         )
-        events = _Events()
-        for event in ledger.read(log) if log.exists() else []:
-            events.read(event)
-        return Result(
-            ok=code == 0,
-            changes=events.changes,
-            steps=tuple(events.steps),
-            diagnostics="".join(events.diagnostics),
-            outputs=events.outputs,
-            text=text,
-        )
+        return _result(code == 0, text, ledger.read(log) if log.exists() else [])
 
     def _run(self, command: list[str]) -> str:
         done = subprocess.run(
@@ -174,32 +164,27 @@ class Pulumi(Engine):
         return done.stdout
 
 
-@dataclass(slots=True)
-class _Events:
-    """The engine's event log (pulumi sdk/go/common/apitype/events.go)."""
-
-    changes: dict[str, int] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    diagnostics: list[str] = field(default_factory=list)
-    outputs: dict[str, Any] = field(default_factory=dict)
-
-    def read(self, event: dict[str, Any]) -> None:
+def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
+    """What a command did, by the engine's event log (pulumi sdk/go/common/apitype/events.go)."""
+    changes: dict[str, int] = {}
+    steps: list[Step] = []
+    diagnostics = ""
+    outputs: dict[str, Any] = {}
+    for event in events:
         if diagnostic := event.get("diagnosticEvent"):
             if not diagnostic.get("ephemeral") and diagnostic["severity"] != "debug":
                 prefix = "" if diagnostic["severity"] == "info" else f"{diagnostic['severity']}: "
-                text = diagnostic["message"].removeprefix(prefix)
-                self.diagnostics.append(prefix + text.rstrip("\n") + "\n")
+                diagnostics += prefix + diagnostic["message"].removeprefix(prefix).rstrip("\n") + "\n"
         elif summary := event.get("summaryEvent"):
-            self.changes = dict(summary["resourceChanges"])
+            changes = dict(summary["resourceChanges"])
         elif before := event.get("resourcePreEvent"):
             metadata = before["metadata"]
-            self.steps.append(
-                Step(operation=metadata["op"], type=metadata["type"], name=metadata["urn"].split("::")[3])
-            )
+            steps.append(Step(operation=metadata["op"], type=metadata["type"], name=metadata["urn"].split("::")[3]))
         elif after := event.get("resOutputsEvent"):
             metadata = after["metadata"]
             if metadata["type"] == "pulumi:pulumi:Stack" and metadata.get("new"):
-                self.outputs = dict(metadata["new"].get("outputs") or {})
+                outputs = dict(metadata["new"].get("outputs") or {})
+    return Result(ok=ok, changes=changes, steps=tuple(steps), diagnostics=diagnostics, outputs=outputs, text=text)
 
 
 class InProcess(Engine):
