@@ -17,7 +17,7 @@ from infra.cost import risk, side
 from infra.cost.lines import CENT_100
 from infra.cost.options import Footing, TypeCost
 from infra.cost.runtime import Runtime
-from infra.cost.side import UNBOUND, Prepared, Quantiles, Side
+from infra.cost.side import Prepared, Quantiles, Side
 from infra.cost.text import hours
 from infra.definition import Capacity, Claim, Limits, StackDefinition
 from job import sizing
@@ -113,9 +113,8 @@ def draft(
     why = _unlaunchable(option, fleet.region, definition.nodes) or _lacking(config, instance)
     prepared = None
     if runtime is not None and option.hourly(capacity) is not None and unfit is None:
-        unbound = replace(definition, limits=UNBOUND)
         size = footing.dataset_bytes
-        prepared = side.prepare(unbound, catalog, [option], capacity, dataset_bytes=size, hazards=hazards)
+        prepared = side.prepare(definition, catalog, [option], capacity, dataset_bytes=size, hazards=hazards)
     return Row(
         scenario=name,
         type=option.type,
