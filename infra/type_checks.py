@@ -23,7 +23,7 @@ def instance_types(
     names = fleet.instance_types
     current = _launchable(fleet.region, catalog)
     for index, name in enumerate(names):
-        path, kind = f"fleet.instance_types[{index}]", catalog.instance(name)
+        path, kind = f"fleet.instance_types[{index}]", catalog.instances.get(name)
         if name in names[:index]:
             findings.add(path, "each instance type once: it is a set")
         elif kind is None:
@@ -56,7 +56,7 @@ def instance_types(
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """A node with fewer GPUs than the job asks for would be refused, and so would its replacement."""
     asked = sizing.least_gpus(config)
-    kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instance(name)) is not None]
+    kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instances.get(name)) is not None]
     few = [f"{kind.type} has {kind.gpu_count}" for kind in kinds if kind.gpu_count < asked]
     if few:
         findings.add("job.parameters.gpus", f"at most the GPUs of each listed type; {', '.join(few)}", value=str(asked))

@@ -71,7 +71,7 @@ def test_it_is_tagged_with_an_owner_that_the_user_must_set(stack: StackDefinitio
 def test_every_listed_type_is_on_offer_and_has_a_price(stack: StackDefinition) -> None:
     catalog = load_catalog()
     for name in stack.fleet.instance_types:
-        kind = catalog.instance(name)
+        kind = catalog.instances.get(name)
         assert kind is not None
         assert kind.left_ec2 is None
         assert catalog.on_demand(name, stack.fleet.region).amount > 0
@@ -82,7 +82,7 @@ def test_every_listed_type_is_on_offer_and_has_a_price(stack: StackDefinition) -
 def test_every_phase_fits_every_listed_type(stack: StackDefinition) -> None:
     config = stack.job.parameters
     for name in stack.fleet.instance_types:
-        kind = load_catalog().instance(name)
+        kind = load_catalog().instances.get(name)
         assert kind is not None
         ranks = sizing.ranks(config, kind.gpu_count)
         for phase in range(len(sizing.phases(config))):

@@ -115,10 +115,6 @@ class Catalog:
     on_demand_prices: dict[tuple[str, str], Price] = field(repr=False)
     spot_prices: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(repr=False)
 
-    def instance(self, type_: str) -> Instance | None:
-        """None if the catalog has never heard of it."""
-        return self.instances.get(type_)
-
     def regions(self) -> tuple[str, ...]:
         return tuple(ZONES)
 

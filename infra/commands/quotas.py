@@ -52,7 +52,7 @@ def needs(fleet: Fleet) -> tuple[list[Need], list[str]]:
     catalog = load_catalog()
     found = []
     for code, names in by_code.items():
-        sizes = [kind.vcpu for name in names if (kind := catalog.instance(name))]
+        sizes = [kind.vcpu for name in names if (kind := catalog.instances.get(name))]
         least, most = min(sizes, default=0), max(sizes, default=0)
         found.append(Need(code=code, types=tuple(names), least=least, vcpu=most, recommended=2 * most))
     return found, unknown

@@ -126,7 +126,7 @@ def type_cost(
     calibration = (calibrations or {}).get(type_)
     config, region, estimate = definition.job.parameters, definition.fleet.region, definition.estimate
     root = definition.storage.root
-    instance = catalog.instance(type_)
+    instance = catalog.instances.get(type_)
     if instance is None:
         return TypeCost(type=type_, why=catalog.unknown_type(type_))
     why, runtime = [], None

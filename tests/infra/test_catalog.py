@@ -88,7 +88,7 @@ def test_known_prices(type_: str, region: str, on_demand: str, spot: tuple[str, 
 
 
 def test_a10g_is_70_teraflops_and_not_the_125_of_the_a10() -> None:
-    instance = CATALOG.instance("g5.2xlarge")
+    instance = CATALOG.instances.get("g5.2xlarge")
     assert instance is not None
     gpu = instance.gpu
     assert (gpu.bf16_tflops, gpu.memory_gb, gpu.bandwidth_gb_s) == (70, 24, 600)
@@ -105,20 +105,20 @@ def test_a10g_is_70_teraflops_and_not_the_125_of_the_a10() -> None:
     ],
 )
 def test_a_gpus_peak_depends_on_what_its_products_are_in(type_: str, products: str, tflops: float | None) -> None:
-    instance = CATALOG.instance(type_)
+    instance = CATALOG.instances.get(type_)
     assert instance is not None
     assert instance.gpu.peak_tflops(products) == tflops
 
 
 def test_a_slice_of_a_gpu_is_one_gpu_with_its_share_of_memory() -> None:
-    instance = CATALOG.instance("g6f.xlarge")
+    instance = CATALOG.instances.get("g6f.xlarge")
     assert instance is not None
     assert (instance.gpu_count, instance.gpu_share, instance.gpu_memory_gb) == (1, 0.125, 3.0)
 
 
 @pytest.mark.parametrize("type_", ["p3.2xlarge", "p3.8xlarge", "p3.16xlarge"])
 def test_p3_left_ec2_in_may_2026(type_: str) -> None:
-    instance = CATALOG.instance(type_)
+    instance = CATALOG.instances.get(type_)
     assert instance is not None
     assert instance.left_ec2 is not None
     assert (instance.left_ec2.year, instance.left_ec2.month) == (2026, 5)
@@ -130,7 +130,7 @@ def test_what_the_driver_and_cuda_cannot_drive_is_not_for_use() -> None:
 
 
 def test_an_unknown_type_is_none_and_its_price_error_names_the_nearest() -> None:
-    assert CATALOG.instance("g5.2xlrage") is None
+    assert CATALOG.instances.get("g5.2xlrage") is None
     with pytest.raises(PriceMissing, match=r"nearest: g5\.2xlarge"):
         CATALOG.on_demand("g5.2xlrage", "us-east-2")
 

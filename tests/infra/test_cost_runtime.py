@@ -19,7 +19,7 @@ ROOT = Disk(size_gib=100)
 
 
 def instance(type_: str) -> Instance:
-    found = load_catalog().instance(type_)
+    found = load_catalog().instances.get(type_)
     assert found is not None
     return found
 
