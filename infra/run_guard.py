@@ -80,41 +80,57 @@ def judge(
     about to take; a new run past its deadline.
     """
     _stays(definition, previous)
-    run_id = definition.run.id
-    digest = creation_digest(definition)
-    recorded = _record(previous.outputs.get("run"))
+    run_id, recorded = definition.run.id, _record(previous.outputs.get("run"))
+    asked = RunRecord(
+        id=run_id,
+        digest=creation_digest(definition),
+        dataset=dataset_sha256 or "",
+        code=code_sha256,
+        weights=weights_sha256 or "",
+        began=stamp(now),
+        valid_until=stamp(expiry(definition.limits, now)),
+    )
     earlier = [*map(str, previous.outputs.get("runs") or []), *sorted(previous.fleets - {""})]
     runs = tuple(dict.fromkeys([*earlier, run_id]))
-    if recorded is None or recorded.id != run_id:
-        if run_id in earlier:
-            raise _used(
-                definition,
-                f"An `up` that did not finish has made run {run_id}'s fleet, and it may be training. Give run.id a new "
-                "value: its fleet takes that one's place. Or end everything with `pulumi destroy` and begin again."
-                if run_id in previous.fleets
-                else f"Run {run_id} is an earlier run of this stack, and what it left is in the bucket under its id. "
-                "Give run.id a new value to start a new run.",
-            )
-        return Verdict(
-            run=RunRecord(
-                id=run_id,
-                digest=digest,
-                dataset=dataset_sha256 or "",
-                code=code_sha256,
-                weights=weights_sha256 or "",
-                began=stamp(now),
-                valid_until=_begin(definition, now),
-            ),
-            runs=runs,
-            continues=False,
-            over=False,
-            warnings=_ended(definition, recorded, previous.fleets, now),
+    if recorded is not None and recorded.id == run_id:
+        return _continued(definition, recorded, asked, runs, previous, now)
+    if run_id in earlier:
+        raise _used(
+            definition,
+            f"An `up` that did not finish has made run {run_id}'s fleet, and it may be training. Give run.id a new "
+            "value: its fleet takes that one's place. Or end everything with `pulumi destroy` and begin again."
+            if run_id in previous.fleets
+            else f"Run {run_id} is an earlier run of this stack, and what it left is in the bucket under its id. "
+            "Give run.id a new value to start a new run.",
         )
+    deadline = definition.limits.deadline
+    if deadline is not None and deadline <= now:
+        raise _refused(
+            definition,
+            "limits.deadline",
+            stamp(deadline),
+            f"a time after now, {stamp(now)}",
+            f"Run {run_id} has not begun, and its deadline has passed.",
+        )
+    ended = _ended(definition, recorded, previous.fleets, now)
+    return Verdict(run=asked, runs=runs, continues=False, over=False, warnings=ended)
+
+
+def _continued(
+    definition: StackDefinition,
+    recorded: RunRecord,
+    asked: RunRecord,
+    runs: tuple[str, ...],
+    previous: Previous,
+    now: datetime,
+) -> Verdict:
+    """The recorded run goes on, or is over; `asked` is what the file says under its id."""
+    run_id = recorded.id
     # A folder of inputs that is gone says nothing about the run; `up` asks for it elsewhere.
-    other_inputs = (dataset_sha256 and dataset_sha256 != recorded.dataset) or (
-        weights_sha256 and weights_sha256 != recorded.weights
+    other_inputs = (asked.dataset and asked.dataset != recorded.dataset) or (
+        asked.weights and asked.weights != recorded.weights
     )
-    if recorded.digest != digest or other_inputs:
+    if recorded.digest != asked.digest or other_inputs:
         raise _used(
             definition,
             f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
@@ -122,8 +138,14 @@ def judge(
             "or undo the change.",
         )
     end = datetime.fromisoformat(recorded.valid_until)
-    expired, gone = end <= now, not previous.fleets & {run_id, ""}
-    if _replaced(previous.objects, recorded) and not (expired or gone):
+    if end <= now or not previous.fleets & {run_id, ""}:
+        why = f"since {recorded.valid_until}" if end <= now else "its fleet no longer exists"
+        over = (
+            f"Run {run_id} is over ({why}): no fleet is declared. What it saved stays in the bucket; "
+            "a new run.id starts a new run."
+        )
+        return Verdict(run=recorded, runs=runs, continues=True, over=True, warnings=(over,))
+    if _replaced(previous.objects, recorded):
         raise _used(
             definition,
             f"Run {run_id} goes on, but an `up` for another run has put inputs of its own into the stack and was cut "
@@ -133,7 +155,7 @@ def judge(
         )
     began = datetime.fromisoformat(recorded.began or recorded.valid_until)
     keep, least = definition.storage.keep.days, days_to_keep(began, end)
-    if keep < least and not (expired or gone):
+    if keep < least:
         raise _refused(
             definition,
             "storage.keep.days",
@@ -141,19 +163,12 @@ def judge(
             f"at least {least} (days) while run {run_id} may go on, so that its run.json outlives its fleet",
             f"Run {run_id} began at {recorded.began}, and its fleet may live until {recorded.valid_until}.",
         )
-    warnings = []
-    if expired or gone:
-        why = f"since {recorded.valid_until}" if expired else "its fleet no longer exists"
-        warnings.append(
-            f"Run {run_id} is over ({why}): no fleet is declared. What it saved stays in the bucket; "
-            "a new run.id starts a new run."
-        )
-    elif recorded.code != code_sha256:
-        warnings.append(
-            f"The job code has changed since run {run_id} began. The run keeps the code it began with; "
-            "a new run.id starts a new run with the new code."
-        )
-    return Verdict(run=recorded, runs=runs, continues=True, over=expired or gone, warnings=tuple(warnings))
+    changed = (
+        f"The job code has changed since run {run_id} began. The run keeps the code it began with; "
+        "a new run.id starts a new run with the new code."
+    )
+    warnings = () if recorded.code == asked.code else (changed,)
+    return Verdict(run=recorded, runs=runs, continues=True, over=False, warnings=warnings)
 
 
 def _stays(definition: StackDefinition, previous: Previous) -> None:
@@ -226,19 +241,6 @@ def _ended(
         "same."
         for each in sorted(fleets - {"", expired})
     )
-
-
-def _begin(definition: StackDefinition, now: datetime) -> str:
-    deadline = definition.limits.deadline
-    if deadline is not None and deadline <= now:
-        raise _refused(
-            definition,
-            "limits.deadline",
-            stamp(deadline),
-            f"a time after now, {stamp(now)}",
-            f"Run {definition.run.id} has not begun, and its deadline has passed.",
-        )
-    return stamp(expiry(definition.limits, now))
 
 
 def stamp(moment: datetime) -> str:
