@@ -61,7 +61,7 @@ class Meter:
         """Looks up the price of each hour begun and not yet known, at most once a minute."""
         if self.rates.capacity != "spot" or (self._asked_at is not None and now - self._asked_at < ASK_AGAIN_S):
             return
-        for hour in range(int(max(0.0, now - self.launched_at) // HOUR_S) + 1):
+        for hour in range(int((now - self.launched_at) // HOUR_S) + 1):
             if hour not in self._prices:
                 price = self._spot_price(self.launched_at + hour * HOUR_S)
                 if price is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from job import atomic, measured, sizing
+from job import atomic, measured
 from job.run_file import RunFile
 from job.supervisor.attempts import FREE_S, Attempt
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
@@ -92,7 +92,6 @@ def measure(
     phases = measured.phases(atomic.objects(lines))
     if not phases or len({attempt.type for attempt in attempts}) != 1:
         return None
-    count = int(node.get("gpu_count") or 0)
     started = [float(attempt.started_s) for attempt in attempts if attempt.started_s is not None]
     return measured.document(
         experiment=run.tree["job"]["experiment"],
@@ -100,8 +99,8 @@ def measure(
         device={
             "kind": run.config.device,
             "name": node.get("gpu") or "CPU",
-            "count": count,
-            "ranks": node.get("ranks") or sizing.ranks(run.config, max(1, count)),
+            "count": int(node.get("gpu_count") or 0),
+            "ranks": node["ranks"],
             "memory_gb": node.get("gpu_memory_gb"),
             "cpus": node.get("cpus"),
         },

@@ -35,6 +35,11 @@ def test_an_hour_at_the_bills_price_disks_and_address() -> None:
     assert spent.seconds == 3600
 
 
+def test_dollars_have_four_decimals_as_in_the_bill() -> None:
+    spent = meter(replace(SPOT, spot=Decimal("0.37"))).spent(T0 + 100)  # 0.010277..., and 0.000416... of extras
+    assert (str(spent.compute_usd), str(spent.attempt_usd), str(spent.usd)) == ("0.0103", "0.0107", "0.0107")
+
+
 def test_a_start_is_billed_for_a_minute_at_least() -> None:
     assert meter().spent(T0 + 5).attempt_s == 60
     assert meter().spent(T0 + 5).attempt_usd == meter().spent(T0 + 60).attempt_usd
@@ -97,6 +102,8 @@ def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> No
     [
         (Limits(max_usd=Decimal("0.3761"), max_hours=Decimal(9), deadline=None), 10.0, None),
         (Limits(max_usd=Decimal("0.3760"), max_hours=Decimal(9), deadline=None), 10.0, "max_usd"),
+        (Limits(max_usd=Decimal("0.7501"), max_hours=Decimal(9), deadline=None), 3600.0, None),
+        (Limits(max_usd=Decimal("0.7500"), max_hours=Decimal(9), deadline=None), 3600.0, "max_usd"),  # extras too
         (Limits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 35.9, None),
         (Limits(max_usd=Decimal(9), max_hours=Decimal("1.01"), deadline=None), 36.0, "max_hours"),
         (Limits(max_usd=Decimal(9), max_hours=Decimal(9), deadline=T0 + 3661), 60.0, None),
@@ -142,6 +149,7 @@ def test_the_spot_price_is_the_last_one_before_the_hour_began() -> None:
     assert spot_history("g5.2xlarge", "us-east-2a", ec2)(T0) == Decimal("0.2")
     assert ec2.asked["InstanceTypes"] == ["g5.2xlarge"]
     assert ec2.asked["AvailabilityZone"] == "us-east-2a"
+    assert ec2.asked["ProductDescriptions"] == ["Linux/UNIX"]  # another system has another price
 
 
 @pytest.mark.parametrize("rows", [[], [row(T0 - 1, "free")], [row(T0 - 1, "0")], [row(T0 - 1, "NaN")], OSError("away")])
@@ -183,6 +191,7 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     record(store, "i-killed", 0, None, beat)
     record(store, "i-noticed", 1000, {"code": 75, "notice": True, "at": iso(1600), "ends_at": iso(1720)}, beat)
     record(store, "i-old", 2000, {"code": 75, "notice": True, "at": iso(6000)}, None)
+    record(store, "i-brief", 8000, None, {"attempt_s": "60.000", "lived_s": "20.000"})
     record(store, "i-crashed", 9000, {"code": 1, "notice": False, "at": iso(9030)}, None)
     record(store, "i-silent", 9500, None, None)
     record(store, "i-silent-too", 9700, None, None)
@@ -192,7 +201,7 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
         attempt.instance: attempt
         for attempt in attempts.judged(attempts.read(store, run, but=me), lambda _: [], me.launched_at)
     }
-    assert list(found) == ["i-killed", "i-noticed", "i-old", "i-crashed", "i-silent", "i-silent-too"]
+    assert list(found) == ["i-killed", "i-noticed", "i-old", "i-brief", "i-crashed", "i-silent", "i-silent-too"]
 
     killed = found["i-killed"]
     assert (killed.seconds, killed.compute_usd, killed.last_step) == (Decimal("600.000"), Decimal("0.0900"), 40)
@@ -207,10 +216,13 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
 
     assert found["i-old"].seconds == 4000
     assert found["i-old"].free_usd == 0  # past its first hour
-    assert found["i-crashed"].seconds == 60  # a minute at least
+    assert (found["i-brief"].seconds, found["i-brief"].lived_s) == (60, 20)  # a minute at least
+    assert (found["i-crashed"].seconds, found["i-crashed"].compute_usd) == (60, Decimal("0.0060"))
     assert found["i-silent"].seconds == 200  # until the next one came
     assert found["i-silent"].compute_usd == Decimal("0.0200")
     assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
+    unknown = attempts.of(run, "i-x", {"launched_at": iso(0)}, {})  # nobody knows when the next one came
+    assert (unknown.seconds, unknown.lived_s) == (60, 0)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_a_run_as_billed_differs_only_by_the_interruptions_that_did_not_come(run
     assert (causes["price"], causes["interruptions"]) == (0, Decimal("-0.0028"))
     assert abs(causes["runtime"]) < Decimal("0.0001")
     assert made["error_percent"] == "-1.4"
+    assert made["hours"] == {"estimate": "0.5000", "actual": "0.5000"}
 
 
 def test_a_slow_run_is_runtime(run: RunFile) -> None:
@@ -128,6 +129,8 @@ def test_a_receipt_says_whose_hand_took_a_node(run: RunFile, reclaimed: bool | N
     assert made["interruptions"]["with_notice"] == noticed
     assert made["attempts"][0]["interrupted"] is bool(noticed)  # what teaches later bills' hazard
     assert said in receipt.text(made) + "\n"
+    later = build(run, attempt(3600, exit=exit_, reclaimed=reclaimed), attempt(1500, resumed_step=1000))
+    assert "more counted" not in receipt.text(later)  # its first hour is over: it is paid, whoever took it
 
 
 def test_the_minimum_of_a_short_start_is_an_interruptions_cost(run: RunFile) -> None:
@@ -156,12 +159,27 @@ def test_steps_are_repeated_whichever_node_repeats_them(run: RunFile) -> None:
         assert Decimal(causes["interruptions"]) == pytest.approx(expected, abs=Decimal("0.0001"))
 
 
+def test_no_more_of_a_node_is_lost_than_it_lived(run: RunFile) -> None:
+    """Told to end as it booted: of its 200 s the 100 s of idling are not lost twice."""
+    booting = attempt(200, exit=None, started_s=None, last_step=0, idle_s=Decimal(100))
+    causes = build(run, attempt(900, exit=None, last_step=1000), booting, attempt(1500, resumed_step=1000))["causes"]
+    expected = Decimal(200 + 300) / 3600 * (Decimal("0.36") + EXTRAS) - Decimal("0.0028")
+    assert Decimal(causes["interruptions"]) == pytest.approx(expected, abs=Decimal("0.0001"))
+
+
 @pytest.mark.parametrize(
     ("actual", "grade"),
     [("0.0999", "below p10"), ("0.1", "inside p10-p90"), ("0.4", "inside p10-p90"), ("0.4001", "above p90")],
 )
 def test_the_bill_is_graded_by_its_own_range(actual: str, grade: str) -> None:
     assert receipt.grade(Decimal(actual), Decimal("0.1"), Decimal("0.4")) == grade
+
+
+@pytest.mark.parametrize("bound", ["p10", "p90"])
+def test_a_run_that_costs_what_its_range_begins_or_ends_with_is_inside(run: RunFile, bound: str) -> None:
+    usd = {**run.estimate["usd"], bound: "0.1972"}
+    made = build(replace(run, estimate={**run.estimate, "usd": usd}), attempt(1800))
+    assert (made["usd"]["actual"], made["grade"], made["inside_range"]) == ("0.1972", "inside p10-p90", True)
 
 
 def test_a_bill_of_one_figure_has_no_range_to_be_inside_of(run: RunFile) -> None:
@@ -200,7 +218,14 @@ def metrics(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
 
 
-NODE = {"gpu": "NVIDIA A10G", "gpu_count": 1, "driver": "580.1", "versions": {"torch": "2.13.0"}, "python": "3.12.3"}
+NODE = {
+    "gpu": "NVIDIA A10G",
+    "gpu_count": 4,
+    "ranks": 2,
+    "driver": "580.1",
+    "versions": {"torch": "2.13.0"},
+    "python": "3.12.3",
+}
 
 
 def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp_path: Path) -> None:
@@ -210,7 +235,7 @@ def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp
     assert found is not None
     assert [phase["step_ms"]["median"] for phase in found["phases"]] == [500.0, 500.0, 500.0]
     assert found["setup_s"] == 350.0  # launch to first step, the median of both nodes
-    assert found["device"]["name"] == "NVIDIA A10G"
+    assert [found["device"][key] for key in ("name", "count", "ranks")] == ["NVIDIA A10G", 4, 2]
     assert found["settings"] == json.loads(json.dumps(measured.settings(asdict(runs.TINY))))
     made = receipt.build(run, attempts, reason="finished", at="2027-01-15T09:00:00Z", measurement=found)
     assert json.loads(json.dumps(made))["measured"] == found
@@ -232,4 +257,5 @@ def test_the_receipt_says_which_nodes_were_interrupted(run: RunFile) -> None:
     crashed = attempt(900, exit={"code": 1, "reason": "x", "notice": False})
     made = build(run, noticed, attempt(900, exit=None), crashed, attempt(1500, exit=None))
     assert [each["interrupted"] for each in made["attempts"]] == [True, True, False, False]
+    assert made["interruptions"] == {"expected": 0.4, "with_notice": 1, "without_notice": 1}
     assert (made["capacity"], made["device"]) == ("spot", "cpu")
