@@ -58,6 +58,16 @@ def test_a_dataset_that_lies_in_s3_is_not_stored_again() -> None:
     assert amounts(own)["S3 storage"] - amounts(other)["S3 storage"] == pytest.approx(Decimal("0.0053"))
 
 
+def test_base_weights_that_lie_in_s3_are_not_stored_again() -> None:
+    plan = replace(definition(), job=Job(experiment="sft-h100", image="i:t", parameters=SftConfig()))
+    own, other = (
+        price(replace(plan, storage=replace(plan.storage, base_weights=place)), CATALOG, runs=50)
+        for place in ("data/llama", "s3://corpus/llama")
+    )
+    # 8,030,261,248 parameters of 2 bytes x 7 x 24 / 730 x 0.023
+    assert amounts(own)["S3 storage"] - amounts(other)["S3 storage"] == pytest.approx(Decimal("0.0850"))
+
+
 def test_a_bucket_that_goes_with_the_stack_costs_one_day_and_keeps_nothing() -> None:
     found = bill(keep=Keep(bucket=False))
     assert amounts(found)["S3 storage"] == Decimal("0.0384")  # 50.843 GB x 24 / 730 x 0.023
@@ -157,6 +167,8 @@ def test_the_meter_gets_rates_by_zone_name_at_the_dearest_zone_and_the_fixed_dol
     per_node = Decimal("0.0048") + Decimal("0.0022") + Decimal("0.1648")
     assert Decimal(record.extras(found)["fixed_usd"]) == found.chosen.total - per_node
     assert record.extras(found)["disk_usd_per_hour"] == "0.010959"  # 100 GiB x 0.08 / 730
+    fast = bill(root=Disk(size_gib=100, iops=6000, throughput_mibps=500))
+    assert record.extras(fast)["disk_usd_per_hour"] == "0.052055"  # and 3000 x 0.005 and 375 x 0.04
 
 
 def test_halving_the_steps_changes_only_what_depends_on_time() -> None:

@@ -221,8 +221,8 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     assert found["i-silent"].seconds == 200  # until the next one came
     assert found["i-silent"].compute_usd == Decimal("0.0200")
     assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
-    unknown = attempts.of(run, "i-x", {"launched_at": iso(0)}, {})  # nobody knows when the next one came
-    assert (unknown.seconds, unknown.lived_s) == (60, 0)
+    unknown = attempts.of(run, "i-x", {"launched_at": iso(0), "resumed_step": 30}, {})  # nor when the next one came
+    assert (unknown.seconds, unknown.lived_s, unknown.last_step) == (60, 0, 30)
 
 
 @pytest.mark.parametrize(
