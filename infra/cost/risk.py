@@ -271,7 +271,7 @@ def _account(
         hours[active], billed[active], wall[active] = hours[active] * grow, billed[active] * grow, wall[active] * grow
         interruptions[active] = (interruptions[active] * grow).astype(np.int64)
         done[active] = np.where(at_limit, done[active], work)
-        stopped[active] |= at_limit | (grow >= _NOWHERE)
+        stopped[active] |= at_limit
     # What does not depend on hours is that of the whole run: a limit below it ends the run before it can be spent.
     fixed_usd = of(lambda e: e.fixed_usd if e.max_usd is None else min(e.fixed_usd, e.max_usd))
     usd = fixed_usd + billed * of(lambda e: e.compute_usd_h) + hours * of(lambda e: e.extras_usd_h)

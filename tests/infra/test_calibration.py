@@ -14,7 +14,7 @@ from cost_definitions import definition, growth
 from infra import calibration
 from infra.calibration import Calibration, Refused
 from infra.catalog import load_catalog
-from infra.definition import StackDefinition
+from infra.definition import Job, StackDefinition
 from job import measured
 from job.config import GrowthConfig, KernelConfig
 
@@ -249,11 +249,10 @@ def test_a_drivers_name_leads_to_the_catalogs_gpu(device: str, name: str | None)
 def test_phases_without_steps_are_named_as_not_measured(tmp_path: Path) -> None:
     place(tmp_path, measurement())
     assert "not measured" not in find(tmp_path).basis  # every phase of growth has steps
-    assert calibration.unmeasured(KernelConfig()) == ("generate", "verify")
-    assert (
-        "; not measured, and assumed: generate, verify)"
-        in replace(find(tmp_path), lacks=calibration.unmeasured(KernelConfig())).basis
-    )
+    tree = measurement(KernelConfig(), experiment="kernel-sft")  # type: ignore[arg-type]
+    place(tmp_path, {**tree, "phases": [{**tree["phases"][0], "name": "sft"}]})
+    wanted = replace(definition(), job=Job(experiment="kernel-sft", image="i:t", parameters=KernelConfig()))
+    assert find(tmp_path, wanted).basis.endswith("; not measured, and assumed: generate, verify)")
 
 
 def test_a_file_is_named_by_stack_and_device(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_max_hours_stops_the_run_and_says_so() -> None:
     assert set(outcome.hours) == {3.0}
     assert set(outcome.usd) == {6.0}
     assert outcome.stopped.all()
+    assert not simulate(replace(RUN, hazard=0.0, max_hours=4.5), runs=10).stopped.any()  # all that it needs
 
 
 def test_max_usd_stops_the_run_where_the_meter_reaches_it_fixed_costs_included() -> None:
@@ -131,6 +132,14 @@ def test_a_huge_hazard_ends_at_the_limit_instead_of_never() -> None:
     assert outcome.stopped.all()
     assert outcome.hours == pytest.approx(np.full(200, 20.0), rel=0.01)
     assert outcome.usd.max() == 0.0  # every attempt was interrupted in its first hour
+
+
+def test_a_run_of_more_nodes_than_are_followed_is_interrupted_as_often_to_its_end() -> None:
+    long = replace(RUN, hazard=10.0, setup_h=0.02, restart_h=0.02, phase_ends_h=(10.0, 60.0))
+    outcome = simulate(long, runs=50)
+    assert outcome.hours.min() > 60.0
+    assert outcome.interruptions.sum() / outcome.hours.sum() == pytest.approx(10.0, rel=0.05)
+    assert not outcome.stopped.any()
 
 
 def test_a_start_is_billed_for_a_minute_at_least() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from infra.boot.run_config import encode, run_config
 from infra.catalog import load_catalog
 from infra.cli import main
 from infra.commands import aws
+from infra.commands.late_receipt import cut_off
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from rehearsal.cloud import Cloud
@@ -157,6 +159,29 @@ def test_while_aws_does_not_say_that_the_run_is_over_no_receipt_is_made_and_none
     assert main(["results", "small-growth"]) == 1
     assert "it is not done, and whether it goes on AWS does not say." in capsys.readouterr().out
     assert receipt.exists()
+
+
+@pytest.mark.parametrize(
+    ("owner", "node", "state", "over"),
+    [
+        ("you", "you", "shutting-down", False),  # it may write yet
+        ("you", "you", "terminated", True),
+        ("you", "bob", "running", True),
+        ("you", "", "running", False),  # perhaps one's own
+        ("", "bob", "running", False),
+    ],
+)
+def test_a_run_is_cut_off_once_nothing_of_its_owner_s_may_write_any_more(
+    stack: StackDefinition, monkeypatch: pytest.MonkeyPatch, owner: str, node: str, state: str, over: bool
+) -> None:
+    tags = [{"Key": "gpufleet:owner", "Value": node}] if node else []
+    monkeypatch.setattr(aws, "nodes", lambda *_: [{"State": {"Name": state}, "Tags": tags}])
+    monkeypatch.setattr(aws, "fleets", lambda *_: [])
+    names = ("attempts/i-1.json", "heartbeat/i-1.jsonl", "node.log")  # a log is written later
+    objects = [SimpleNamespace(name=n, written=datetime(2026, 11, 21, h, tzinfo=UTC)) for h, n in enumerate(names)]
+    found = cut_off(stack, owner, objects, None, datetime.now(UTC))  # type: ignore[arg-type]
+    assert bool(found) is over
+    assert (found or {}).get("at") == ("2026-11-21T01:00:00Z" if over else None)
 
 
 def test_a_run_that_left_too_little_for_a_receipt_says_so_and_keeps_no_old_one(

@@ -100,7 +100,9 @@ def test_without_receipts_there_is_no_score(tmp_path: Path) -> None:
     assert receipts.score(tmp_path) is None
 
 
-@pytest.mark.parametrize("changes", [{"device": "cpu"}, {"reason": "failed"}, {"reason": "boot-loop"}])
+@pytest.mark.parametrize(
+    "changes", [{"device": "cpu"}, *({"reason": each} for each in ("failed", "boot-loop", "deadline"))]
+)
 def test_rehearsals_and_failed_runs_never_count(tmp_path: Path, changes: dict[str, Any]) -> None:
     place(tmp_path, receipt("9.00", **changes))
     assert receipts.score(tmp_path) is None
@@ -110,8 +112,9 @@ def test_rehearsals_and_failed_runs_never_count(tmp_path: Path, changes: dict[st
     assert (found.runs, found.error_percent) == (1, pytest.approx(10.0))
 
 
-def test_a_run_stopped_by_its_limit_counts(tmp_path: Path) -> None:
-    place(tmp_path, receipt("1.30", reason="max_usd"))
+@pytest.mark.parametrize("reason", ["max_usd", "max_hours"])
+def test_a_run_stopped_by_its_limit_counts(tmp_path: Path, reason: str) -> None:
+    place(tmp_path, receipt("1.30", reason=reason))
     assert receipts.score(tmp_path) is not None
 
 
@@ -137,6 +140,8 @@ def test_a_run_stopped_by_its_limit_counts(tmp_path: Path) -> None:
         (json.dumps(receipt(lines=[{"actual": "9E+999999"}] * 2)), "its amounts are not amounts"),
         (json.dumps(receipt(usd={"estimate": "1E-400", "actual": "1.10"})), "its amounts are not amounts"),
         (json.dumps(receipt(range_usd={"p10": "1.30", "p90": "0.80"})), "its amounts are not amounts"),
+        (json.dumps(receipt(range_usd={"p10": "0.80", "p90": "1000000001"})), "its amounts are not amounts"),
+        (json.dumps(receipt(attempts=[node("i-1", seconds="-1")])), "-1.0 s of a node's life"),
         (
             json.dumps(receipt(attempts=[node("i-1", seconds="60") | {"interrupted": "false"}])),
             "neither true nor false",
@@ -163,12 +168,17 @@ def test_runs_are_seen_oldest_first_and_one_stack_alone(tmp_path: Path) -> None:
 
 
 def test_spot_runs_teach_the_hazard_by_type_and_zone(tmp_path: Path) -> None:
-    place(tmp_path, receipt())
+    brief = node("i-4", seconds="60.000", zone="us-east-2c") | {"lived_s": "36.000"}  # a minute is billed
+    gone = node("i-5", seconds="0", zone="us-east-2d", interrupted=True)  # says nothing of an hour
+    nowhere = node("i-6", seconds="7200", zone="")
+    place(tmp_path, receipt(attempts=[*receipt()["attempts"], brief, gone, nowhere]))
     place(tmp_path, receipt(run="r2", capacity="on-demand"), "r2")
     place(tmp_path, receipt(run="r3", device="cpu"), "r3")
-    first, second = receipts.observations(tmp_path)
+    first, second, third, last = receipts.observations(tmp_path)
     assert (first.type, first.zone, first.node_hours, first.interruptions) == ("g5.2xlarge", "us-east-2a", 2.0, 1)
     assert (second.zone, second.node_hours, second.interruptions) == ("us-east-2b", 1.0, 0)
+    assert (third.zone, third.node_hours) == ("us-east-2c", 0.01)
+    assert (last.zone, last.node_hours) == (None, 2.0)
     assert first.source == "receipt of small-growth r1"
     assert first.as_of == date(2026, 11, 21)
 

@@ -178,7 +178,8 @@ def iso(seconds: float) -> str:
 
 
 def record(store: FolderStore, instance: str, launched: float, exit: dict[str, Any] | None, beat: Any = None) -> None:
-    fields = {"instance": instance, "type": "g5.2xlarge", "zone": "us-east-2a", "launched_at": iso(launched)}
+    began = {"launched_at": iso(launched), "booted_at": iso(launched + 20)}
+    fields = {"instance": instance, "type": "g5.2xlarge", "zone": "us-east-2a", **began}
     store.put_bytes(json.dumps({**fields, "exit": exit} if exit else fields).encode(), f"attempts/{instance}.json")
     if beat:
         lines = [{"step": 0, "attempt_s": "60"}, beat]
