@@ -34,8 +34,6 @@ class PhaseSpeed:
     step_ms: float  # median
     step_ms_q1: float
     step_ms_q3: float
-    memory_gb: float
-    checkpoint_bytes: int | None
     save_blocks_s: float | None  # of one save: while the trainer waits
     save_write_s: float | None  # until it is whole on the local disk
     evaluation_s: float | None  # of one evaluation
@@ -163,8 +161,6 @@ def _phase(tree: Mapping[str, Any]) -> PhaseSpeed:
         step_ms=float(step["median"]),
         step_ms_q1=float(step["q1"]),
         step_ms_q3=float(step["q3"]),
-        memory_gb=float(tree["memory_gb"]),
-        checkpoint_bytes=int(save["bytes"]) if save else None,
         save_blocks_s=_seconds(save.get("blocks_s")),
         save_write_s=_seconds(save.get("write_s")),
         evaluation_s=_seconds(tree["evaluation_s"]),
@@ -172,8 +168,6 @@ def _phase(tree: Mapping[str, Any]) -> PhaseSpeed:
     )
     if not 0 < speed.step_ms_q1 <= speed.step_ms <= speed.step_ms_q3 < 1e9:
         raise ValueError(f"phase {speed.name}: step times {step} are not in order")
-    if not 0 <= speed.memory_gb < 1e9 or (speed.checkpoint_bytes or 0) < 0:
-        raise ValueError(f"phase {speed.name}: memory or checkpoint are no sizes")
     return speed
 
 

@@ -61,6 +61,13 @@ def find(root: Path, wanted: StackDefinition | None = None, type_: str = "g5.2xl
     return calibration.find(wanted or definition(), load_catalog().instances[type_], root)
 
 
+def kernel(root: Path) -> StackDefinition:
+    """A job whose node uses all of its GPUs, measured on one."""
+    tree = measurement(KernelConfig(), experiment="kernel-sft")  # type: ignore[arg-type]
+    place(root, {**tree, "phases": [{**tree["phases"][0], "name": "sft"}]})
+    return replace(definition(), job=Job(experiment="kernel-sft", image="i:t", parameters=KernelConfig()))
+
+
 def why(root: Path, wanted: StackDefinition | None = None) -> str:
     found = find(root, wanted)
     assert isinstance(found, Refused)
@@ -77,6 +84,9 @@ def test_a_measurement_of_this_job_on_this_gpu_counts_and_is_cited(tmp_path: Pat
         "measured on NVIDIA A10G on 2026-11-21 (probe of 200 steps, torch 2.13.0; half of the steps within 2.0% of the"
         " median)"
     )
+    *most, last = measurement()["phases"]
+    place(tmp_path, measurement(phases=[*most, {**last, "step_ms": {"q1": 120, "median": 150, "q3": 180}}]))
+    assert "half of the steps within 20.0% of the median" in find(tmp_path).basis  # where they vary most
 
 
 def test_it_counts_for_every_type_with_that_gpu_and_for_no_other(tmp_path: Path) -> None:
@@ -118,6 +128,11 @@ def test_a_setting_that_did_not_exist_then_is_refused(tmp_path: Path) -> None:
     assert "job.parameters.model.layers was absent, is 7" in why(tmp_path)
 
 
+def test_a_setting_that_is_no_more_is_a_change(tmp_path: Path) -> None:
+    place(tmp_path, measurement(settings={**measurement()["settings"], "model.gone": 7}))
+    assert "job.parameters.model.gone was 7, is absent" in why(tmp_path)
+
+
 def test_many_changes_are_counted_not_listed(tmp_path: Path) -> None:
     place(tmp_path, measurement(settings={}))
     assert "more" in why(tmp_path)
@@ -132,6 +147,9 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     tree = measurement()
     place(tmp_path, {**tree, "device": {**tree["device"], "ranks": 4}})
     assert "measured with 4 processes, g5.2xlarge would run 1" in why(tmp_path)
+    wanted = kernel(tmp_path)
+    assert isinstance(find(tmp_path, wanted), Calibration)
+    assert "measured with 1 processes, g5.12xlarge would run 4" in find(tmp_path, wanted, "g5.12xlarge").why
 
 
 def test_a_phase_that_was_not_reached_is_refused(tmp_path: Path) -> None:
@@ -178,8 +196,12 @@ def test_a_receipt_without_measured_steps_is_nothing(tmp_path: Path) -> None:
         json.dumps(measurement(at="yesterday")),
         json.dumps(measurement(phases=[*measurement()["phases"], measurement()["phases"][0]])),
         json.dumps(measurement(device={**measurement()["device"], "ranks": math.inf})),
-        json.dumps(measurement(phases=[{**measurement()["phases"][0], "save": {"bytes": math.inf}}])),
-        json.dumps(measurement(phases=[{**measurement()["phases"][0], "memory_gb": math.nan}])),
+        *(
+            json.dumps(
+                measurement(phases=[{**measurement()["phases"][0], "step_ms": {"q1": q1, "median": 50, "q3": q3}}])
+            )
+            for q1, q3 in ((51, 52), (48, 49), (0, 51), (49, math.inf))
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_by_name_and_never_a_crash(tmp_path: Path, content: str) -> None:
@@ -249,9 +271,7 @@ def test_a_drivers_name_leads_to_the_catalogs_gpu(device: str, name: str | None)
 def test_phases_without_steps_are_named_as_not_measured(tmp_path: Path) -> None:
     place(tmp_path, measurement())
     assert "not measured" not in find(tmp_path).basis  # every phase of growth has steps
-    tree = measurement(KernelConfig(), experiment="kernel-sft")  # type: ignore[arg-type]
-    place(tmp_path, {**tree, "phases": [{**tree["phases"][0], "name": "sft"}]})
-    wanted = replace(definition(), job=Job(experiment="kernel-sft", image="i:t", parameters=KernelConfig()))
+    wanted = kernel(tmp_path)
     assert find(tmp_path, wanted).basis.endswith("; not measured, and assumed: generate, verify)")
 
 
