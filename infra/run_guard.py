@@ -189,7 +189,7 @@ def _stays(definition: StackDefinition, previous: Previous) -> None:
 
 def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
     """Whether an object is not the run's own: its nodes read the others at every boot."""
-    inputs = [f"{INPUTS_PREFIX}/{sha256}/" for sha256 in (recorded.code, recorded.dataset, recorded.weights) if sha256]
+    inputs = [f"{INPUTS_PREFIX}/{sha256}/" for sha256 in (recorded.code, recorded.dataset, recorded.weights)]
     return any(not key.startswith((f"{recorded.id}/", *inputs)) for key in objects)
 
 

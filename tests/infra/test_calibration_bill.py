@@ -28,7 +28,7 @@ from infra.cost.table import render
 from infra.definition import Disk, Estimate
 from infra.plan import Previous, make
 from job import measured, sizing
-from job.config import GrowthConfig
+from job.config import GrowthConfig, SftConfig
 
 CATALOG = load_catalog()
 ROOT = Disk(size_gib=100)
@@ -64,6 +64,17 @@ def test_the_end_of_the_run_is_the_measured_one_with_hash_and_upload() -> None:
     exports = list(sizing.export_bytes(GrowthConfig()).values())
     written = (sizing.end_bytes(GrowthConfig(), 2) + 2 * exports[-1]) / 1e9
     assert measured_end.upload_s - assumed_end.upload_s == pytest.approx(12.0 - written / runtime.NVME_WRITE_GB_S)
+
+
+def test_the_measured_end_of_training_is_not_that_of_the_work_after_it() -> None:
+    tree = measurement()
+    tree["phases"] = [{**tree["phases"][0], "name": "train"}]
+    seen = [calibration.parse({**tree, "finish_s": finish_s}) for finish_s in (12.0, None)]
+    ends = [
+        runtime.hours(SftConfig(), CATALOG.instances["p5.4xlarge"], Estimate(), ROOT, calibration=each).phases[-1]
+        for each in seen
+    ]
+    assert ends[0] == ends[1]  # the merge: five losses and the stored answers
 
 
 def test_what_a_probe_did_not_see_stays_assumed() -> None:

@@ -112,6 +112,8 @@ def test_what_is_only_priced_is_stopped_by_no_limit() -> None:
     assert found.cap is None
     assert found.usd == found.chosen.needed_usd
     assert found.usd.p50 > Decimal("0.10")
+    long = definition(capacity="on-demand", config=growth(steps_per_phase=10**7))
+    assert price(replace(long, variant=Variant(nodes=2)), CATALOG).usd.p50 > 1000
 
 
 def test_on_demand_stands_beside_spot() -> None:

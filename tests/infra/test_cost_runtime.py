@@ -136,6 +136,8 @@ def test_the_predicted_mfu_is_what_a_node_measures_at_the_predicted_speed() -> N
         phase = runtime.hours(config, instance("g5.2xlarge"), Estimate(), ROOT).phases[0]
         flop_per_s = phase.tokens_per_s * sizing.phases(config)[0].flops_per_token
         assert phase.mfu == pytest.approx(flop_per_s / 70e12)  # the denominator of job/train/device.py
+        several = runtime.hours(config, instance("g5.12xlarge"), Estimate(), ROOT).phases[0]
+        assert several.mfu == phase.mfu  # of the GPUs used: one of four
 
 
 @pytest.mark.parametrize(("type_", "minutes"), [("g5.2xlarge", 8), ("g6e.2xlarge", 8), ("p5.4xlarge", 15)])

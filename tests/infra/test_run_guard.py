@@ -92,6 +92,7 @@ OTHER_SETTINGS = {
     "root disk": replace(DEFINITION, storage=replace(DEFINITION.storage, root=Disk(size_gib=200))),
     "data disk": replace(DEFINITION, storage=replace(DEFINITION.storage, data=Disk(size_gib=50))),
     "dataset": replace(DEFINITION, storage=replace(DEFINITION.storage, dataset="data/other")),
+    "base weights": replace(DEFINITION, storage=replace(DEFINITION.storage, base_weights="s3://weights/other")),
 }
 
 
@@ -247,3 +248,4 @@ def test_a_run_whose_fleet_is_gone_is_over() -> None:
 
 def test_the_node_s_timer_is_half_an_hour_longer_than_the_run() -> None:
     assert timer_seconds(DEFINITION) == int(2.5 * 3600)
+    assert timer_seconds(limits(max_hours=Decimal("0.5"))) == 3600

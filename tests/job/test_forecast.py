@@ -19,6 +19,12 @@ def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> 
     assert forecast.stop_s(25, None) < 10  # nothing is left to save
 
 
+def test_of_the_listed_types_the_node_s_own_counts() -> None:
+    notice = [{"type": type_, "phase": "dense", "seconds": seconds} for type_, seconds in (("a", 30.0), ("b", 70.0))]
+    found = [Forecast(GrowthConfig(), {"notice": notice}, type_).stop_s(0, None) for type_ in ("a", "b")]
+    assert found == [30.0, 70.0]
+
+
 def test_a_stop_takes_a_save_besides_an_upload_that_was_measured_to_be_slow() -> None:
     forecast, size = Forecast(KernelConfig(), {}, "p5.48xlarge"), 98.3  # GB
     billed = forecast.stop_s(0, None)
