@@ -13,7 +13,7 @@ from supervisor_world import Bench, FaultyStore, commit, publisher, state
 from job.config import GrowthConfig
 from job.run_file import load
 from job.supervisor import staging
-from job.supervisor.store import StoreError
+from job.supervisor.store import GivenUpError, MissingError, StoreError
 
 
 @pytest.fixture
@@ -28,10 +28,8 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def resume(bench: Bench, store: Any = None) -> dict[str, Any] | None:
-    workdir = bench.folder / "next"
-    run = load(_run_json(bench, workdir))
     said: list[str] = []
-    stage = staging.Stage(store=store or bench.store, run=run, workdir=workdir, say=said.append)
+    stage = _stage(bench, store=store or bench.store, say=said.append)
     found = staging.checkpoint(stage)
     if found is not None:
         staging.best_too(stage, found["step"])
@@ -39,10 +37,13 @@ def resume(bench: Bench, store: Any = None) -> dict[str, Any] | None:
     return found
 
 
-def _run_json(bench: Bench, workdir: Path) -> Path:
+def _stage(bench: Bench, **given: Any) -> staging.Stage:
+    """Of a fresh node."""
+    workdir = bench.folder / "next"
     workdir.mkdir()
     (workdir / "run.json").write_text(json.dumps(bench.tree))
-    return workdir / "run.json"
+    run = load(workdir / "run.json")
+    return staging.Stage(**{"store": bench.store, "run": run, "workdir": workdir, "say": lambda text: None, **given})
 
 
 def rewrite(bench: Bench, change: Callable[[dict[str, Any]], object]) -> None:
@@ -135,12 +136,47 @@ def test_a_dataset_prefix_names_its_files_itself(tmp_path: Path) -> None:
     shard.write_bytes(b"tokens")
     listed = {"name": "train.bin", "bytes": 6, "sha256": "0" * 64}
     (shard.parent / "dataset.json").write_text(json.dumps({"schema": 1, "files": [listed]}))
-    workdir = tmp_path / "node"
-    stage = staging.Stage(
-        store=bench.store, run=load(_run_json(bench, workdir)), workdir=workdir, say=lambda text: None
-    )
     with pytest.raises(staging.MismatchError, match=r"train\.bin: sha256 is"):
-        staging.inputs(stage)
+        staging.inputs(_stage(bench))
+
+
+def test_a_list_of_files_that_is_not_the_datasets_is_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    digest = bench.tree["inputs"]["dataset"]["sha256"]
+    place = bench.bucket / "inputs" / digest
+    bench.tree["inputs"]["dataset"] = {"uri": str(place), "sha256": digest, "files": []}
+    (place / "dataset.json").write_text('{"schema": 1, "files": [], "source": "another"}')
+    with pytest.raises(staging.MismatchError, match=r"dataset\.json: sha256 is"):
+        staging.inputs(_stage(bench))
+
+
+@pytest.mark.parametrize("error", [MissingError, GivenUpError])
+def test_what_is_not_there_or_was_given_up_is_not_tried_again(bench: Bench, error: type[StoreError]) -> None:
+    pauses, tries = list[float](), list[int]()
+
+    def act() -> None:
+        tries.append(1)
+        raise error
+
+    with pytest.raises(error):
+        staging.retried(_stage(bench, pause=pauses.append), act, "w.bin")
+    assert (len(tries), pauses) == (1, [])
+
+
+def test_a_step_is_set_aside_where_another_is_fit_whatever_else_is_there(bench: Bench) -> None:
+    bench.store.put_bytes(b"{}", "ckpt/step_00000001/manifest.json")
+    stage = _stage(bench)
+    assert [staging.set_aside(stage, step, "it cannot be read") for step in (6, 3)] == [True, False]
+    assert bench.manifests() == [1, 3]
+
+
+def test_of_a_used_work_folder_nothing_stays_but_what_the_run_is(tmp_path: Path) -> None:
+    left = ("run.json", "results.json", "metrics.jsonl", "job.log", "loss.csv")
+    for name in (*left, "final/meta.json", "exports/start/meta.json", "ckpt/step_00000003/commit.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    staging.clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_a_job_that_exports_its_best_gets_the_best_checkpoint_too(
@@ -174,16 +210,13 @@ def test_a_best_that_is_missed_is_not_the_one_to_beat(bench: Bench, monkeypatch:
 
 def test_bytes_that_arrive_wrong_on_a_doubted_node_reject_nothing(bench: Bench) -> None:
     bench.store.put_bytes(state(7), "ckpt/step_00000006/w.bin")
-    workdir = bench.folder / "next"
-    run = load(_run_json(bench, workdir))
     asked: list[str] = []
 
     def doubts(key: str) -> bool:
         asked.append(key)
         return True
 
-    stage = staging.Stage(store=bench.store, run=run, workdir=workdir, say=lambda text: None, doubts=doubts)
     with pytest.raises(staging.MismatchError, match="sha256 is"):
-        staging.checkpoint(stage)
+        staging.checkpoint(_stage(bench, doubts=doubts))
     assert bench.manifests() == [3, 6]
     assert asked == ["ckpt/step_00000006/w.bin"]
