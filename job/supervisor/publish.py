@@ -107,7 +107,6 @@ class Publisher:
         self._check_cancel()
         self._store.put_bytes(atomic.json_bytes(manifest), f"{folder}/manifest.json")
         self._offer(commit.step, commit.val_loss)
-        self._arrived = {}
         self._done.add(commit.step)
         self.newest = max(self.newest, commit.step)
         if whole:

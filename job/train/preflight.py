@@ -34,7 +34,7 @@ TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. Below it a checkpoint of 10 GB
 CLOCKS = "clocks_event_reasons.hw_power_brake_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
 SMI_S = 20.0
 LIMIT_S = 60.0  # for one rank's measurements, which take some seconds
-BEST_OF = 3
+BEST_OF = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,18 +173,17 @@ def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:
 
 
 def _seconds(device: Device, act: Callable[[], object], times: int) -> float:
-    """Of one `act`: the best of some rounds, after one that warms up. A sound node may be disturbed; a bad one has no
-    good round.
+    """Of one `act`: the best of some rounds. A sound node may be disturbed, and is by what the first round warms up; a
+    bad one has no good round.
     """
     best = float("inf")
-    for turn in range(BEST_OF + 1):
+    for _ in range(BEST_OF):
         device.synchronize()
         began = time.perf_counter()
         for _ in range(times):
             act()
         device.synchronize()
-        if turn:
-            best = min(best, (time.perf_counter() - began) / times)
+        best = min(best, (time.perf_counter() - began) / times)
     return best
 
 

@@ -202,6 +202,19 @@ def test_a_gpu_that_hangs_ends_the_pre_flight_with_its_reason(tmp_path: Path, mo
     assert said[0] == "rank 0: no answer from NVIDIA L4 within 0 s: it hangs"
 
 
+def test_a_gpu_that_has_answered_is_not_said_to_hang_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = list[threading.Timer](), threading.Timer
+
+    def timer(limit_s: float, act: Any) -> threading.Timer:
+        made.append(real(limit_s, act))
+        return made[-1]
+
+    monkeypatch.setattr(threading, "Timer", timer)
+    monkeypatch.setattr(preflight, "measure", lambda device: SOUND)
+    preflight.run(tmp_path, CPU, World(), gpus=None, say=print, hung=print)
+    assert [watchdog.finished.is_set() for watchdog in made] == [True]
+
+
 def test_a_process_whose_gpu_hangs_is_refused_although_it_cannot_go_on(tmp_path: Path) -> None:
     workdir = world.make(tmp_path)
     done = subprocess.run(

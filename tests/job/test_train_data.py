@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import train_world as world
@@ -109,6 +111,12 @@ def test_starts_are_the_same_numbers_on_every_machine() -> None:
 def test_starts_cover_the_corpus_evenly() -> None:
     starts = torch.cat([draw(7, step, 100, 10) for step in range(100)])
     assert torch.bincount(starts, minlength=10).min() > 900
+
+
+def test_every_window_of_the_corpus_is_drawn(dataset: Dataset) -> None:
+    short = copy.copy(dataset)
+    short.train = Windows(np.arange(SEQUENCE + 2, dtype=np.uint16), SEQUENCE, CPU)
+    assert set(batch(short, 1, 0)[:, 0].tolist()) == {0, 1}
 
 
 def test_targets_are_the_tokens_one_position_on(dataset: Dataset) -> None:

@@ -72,6 +72,11 @@ def test_a_bump_of_less_than_a_nat_in_a_quiet_window_is_no_spike() -> None:
     assert not seen([*[2.0, 2.001] * 20, 2.9, 2.9]).suspicious
 
 
+@pytest.mark.parametrize(("loss", "suspicious"), [(6.9, False), (7.1, True)])
+def test_a_loss_is_a_spike_ten_median_deviations_above_the_median(loss: float, suspicious: bool) -> None:
+    assert seen([*[1.5, 2.5] * 20, loss]).suspicious == suspicious  # median 2, deviation 0.5
+
+
 def test_a_start_is_too_short_to_judge() -> None:
     assert not seen([4.0] * 8 + [40.0, 40.0]).suspicious
 
