@@ -104,7 +104,6 @@ class Publisher:
             self._say(f"metrics not sent: {error}")
         files = [{"name": name, "bytes": size, "sha256": digests[name]} for name, size in commit.files]
         manifest = {**commit.tree, **self._stamp(), "files": files, "required_files": required}
-        self._check_cancel()
         self._store.put_bytes(atomic.json_bytes(manifest), f"{folder}/manifest.json")
         self._offer(commit.step, commit.val_loss)
         self._done.add(commit.step)
@@ -148,8 +147,7 @@ class Publisher:
             for entry in entries
             if (step := step_of(entry.key.split("/")[1])) < self.newest and step not in keep
         ]
-        self._store.delete([key for key in old if key.endswith("/manifest.json")])
-        self._store.delete([key for key in old if not key.endswith("/manifest.json")])
+        self._store.delete(old)
         self._prune_disk(keep | {commit.step for commit in self.pending()})
         last = [commit for commit in commits(self._workdir) if commit.step == self.newest]
         if last and shutil.disk_usage(self._workdir).free < FREE_FACTOR * last[0].bytes:

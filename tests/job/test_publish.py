@@ -227,15 +227,16 @@ def test_old_objects_go_only_after_the_newer_manifest(tmp_path: Path) -> None:
     assert bench.manifests() == [9, 12]
 
 
-def test_pruning_sweeps_up_a_torn_upload(tmp_path: Path) -> None:
+def test_pruning_sweeps_up_a_torn_upload_below_the_last_and_nothing_above_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.store.put_bytes(b"half", "ckpt/step_00000002/w.bin")
+    bench.store.put_bytes(b"why", "ckpt/step_00000009/rejected.txt")  # kept to look at
     made = publisher(bench)
     for step in (3, 6):
         commit(tmp_path / "w", step, "c")
         made.publish(made.pending()[-1])
     made.prune()
-    assert {entry.key.split("/")[1] for entry in bench.store.entries("ckpt/")} == {"step_00000003", "step_00000006"}
+    assert {int(entry.key.split("/")[1][-8:]) for entry in bench.store.entries("ckpt/")} == {3, 6, 9}
 
 
 def test_a_best_value_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
@@ -269,6 +270,25 @@ def test_the_best_is_named_by_the_next_node_when_one_ended_just_before(tmp_path:
     bench.store.delete(["best.json"])
     publisher(bench).resumed(bench.json(MANIFEST_3))
     assert bench.json("best.json") == {"schema": 1, "step": 3, "val_loss": 2.0, "manifest": MANIFEST_3}
+
+
+def test_a_best_of_a_later_step_than_the_one_that_a_node_goes_on_from_is_nobodys(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    late = publisher(bench)
+    for step, loss in ((3, 2.0), (6, 1.0)):
+        commit(tmp_path / "w", step, "c", reason="best", val_loss=loss)
+        late.publish(late.pending()[-1])
+    publisher(bench).resumed(bench.json(MANIFEST_3))
+    assert bench.json("best.json")["step"] == 3
+
+
+def test_a_best_that_is_published_after_a_newer_step_is_not_the_newest(tmp_path: Path) -> None:
+    made = publisher(Bench(tmp_path))
+    commit(tmp_path / "w", 3, "c", reason="best", val_loss=2.0)
+    commit(tmp_path / "w", 6, "c", reason="stop")
+    for place in (-1, 0):  # the newest first, as before a machine goes away
+        made.publish(made.pending()[place])
+    assert made.newest == 6
 
 
 @pytest.mark.parametrize("how", ["its manifest is gone", "it cannot be had"])
