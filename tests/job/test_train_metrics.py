@@ -14,6 +14,8 @@ import train_world as world
 
 from job import atomic
 from job.train import metrics
+from job.train.experiment import Phase
+from job.train.journal import Journal
 from job.train.scalars import Scalars
 
 
@@ -37,6 +39,14 @@ def test_the_console_line_reads_as_the_specification_shows_it() -> None:
         "step 000120/001000 | loss 2.7902 | val 2.8310 | lr 3.00e-04 | 40.1 ms | 51,072 tok/s | mfu 44.4% | "
         "mem 9.8/24.0 GB | gpu 93% | $0.021 | eta 0:00:35"
     )
+
+
+def test_the_time_left_counts_later_phases_by_the_operations_of_their_steps() -> None:
+    small = Phase(index=0, name="a", first=0, steps=8, flops_per_token=2.0, tokens_per_step=10)
+    large = Phase(index=1, name="b", first=8, steps=4, flops_per_token=6.0, tokens_per_step=20)  # six times as long
+    journal = Journal.__new__(Journal)
+    journal._phases = [small, large]
+    assert [journal._eta_s(small, 5, 0.5), journal._eta_s(large, 3, 3.0)] == [0.5 * (5 + 4 * 6), 9.0]
 
 
 def test_timing_skips_the_first_ten_steps_and_what_is_between_steps() -> None:
