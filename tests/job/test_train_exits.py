@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import train_world as world
 from safetensors.torch import load_file
 from train_world import STEPS, StopAt
 
-from job import atomic
+from job import atomic, sizing
 from job.config import from_json
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
 from job.train import __main__ as trainer
-from job.train import metrics, step
+from job.train import metrics, rungs, step
 from job.train.requests import START, Requests, await_start
 
 
@@ -305,6 +306,15 @@ def test_a_restart_without_a_checkpoint_leaves_no_step_twice_in_the_metrics(
     assert world.train(workdir, rung=1) == 0
     steps = [record["step"] for record in world.records(workdir)]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_after_running_out_of_memory_no_phase_goes_back_to_what_is_predicted_to_fit(tmp_path: Path) -> None:
+    experiment = world.experiment(world.make(tmp_path))
+    gpu = replace(experiment.session.device, torch=torch.device("cuda", 0), memory_gb=1000.0)
+    for rung in (0, 2):
+        session = replace(experiment.session, device=gpu, rung=rung)
+        ladder = sizing.ladder(session.config)
+        assert rungs.choose(session, experiment.phases[0]) == ladder[rung]
 
 
 def test_another_error_of_the_device_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
