@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from job import atomic
 from job.sizing import PART_BYTES
 
 MIB = 1024 * 1024
@@ -128,7 +127,6 @@ class FolderStore:
             target.parent.mkdir(parents=True, exist_ok=True)
             write(temporary)
             temporary.replace(target)
-            atomic.sync_folder(target.parent)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise StoreError(f"{target}: {error}") from error

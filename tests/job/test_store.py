@@ -205,6 +205,25 @@ def test_a_refusal_of_what_is_listed_is_an_error() -> None:
         guarded(["r1/done.json"]).get_bytes("done.json")
 
 
+class Deleting:
+    """S3 that answers each deletion of many keys and refuses one of them."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def delete_objects(self, *, Bucket: str, Delete: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append([each["Key"] for each in Delete["Objects"]])
+        return {"Errors": [{"Key": "r1/1000", "Message": "denied"}]} if "r1/1000" in self.asked[-1] else {}
+
+
+def test_more_keys_than_s3_takes_at_once_are_deleted_and_one_that_stays_is_an_error() -> None:
+    store = guarded([])
+    store._client = client = Deleting()
+    with pytest.raises(StoreError, match="deletion of r1/1000: denied"):
+        store.delete(str(number) for number in range(1001))
+    assert [len(keys) for keys in client.asked] == [1000, 1]
+
+
 def test_a_write_that_was_cut_short_is_no_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FolderStore(tmp_path)
     store.put_bytes(b"old", "w.bin")
