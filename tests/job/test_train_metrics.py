@@ -6,6 +6,7 @@ import errno
 import json
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from job import atomic
 from job.train import metrics
 from job.train.experiment import Phase
 from job.train.journal import Journal
+from job.train.parallel import World
 from job.train.scalars import Scalars
 
 
@@ -47,6 +49,16 @@ def test_the_time_left_counts_later_phases_by_the_operations_of_their_steps() ->
     journal = Journal.__new__(Journal)
     journal._phases = [small, large]
     assert [journal._eta_s(small, 5, 0.5), journal._eta_s(large, 3, 3.0)] == [0.5 * (5 + 4 * 6), 9.0]
+
+
+def test_mfu_is_of_the_peak_of_all_gpus_of_the_run(tmp_path: Path) -> None:
+    opened = world.experiment(world.make(tmp_path))
+    phase = replace(opened.phases[0], flops_per_token=1e9)
+    gpus = replace(opened.session, device=replace(opened.session.device, peak_tflops=50.0), world=World(size=2))
+    Journal(gpus, [phase]).write(
+        phase, 1, {"loss": 1.0}, lr=0.1, step_s=0.1, tok_s=20_000.0, shown_val_loss=None, over=False
+    )
+    assert world.records(tmp_path)[0]["mfu"] == 0.2
 
 
 def test_timing_skips_the_first_ten_steps_and_what_is_between_steps() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from supervisor_world import STEPS, Bench, Clock, FaultyStore, Inline, Queue, co
 from job.supervisor import publish
 from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError, StoreError
-from job.supervisor.uploads import Uploader
+from job.supervisor.uploads import Pulse, Uploader
 
 
 def at_once(size: int) -> float:
@@ -101,10 +103,11 @@ def test_a_hurry_waits_for_no_pause_after_failures(tmp_path: Path) -> None:
     queue.run(StoreError("503 slow down"))  # again in 16 s
     uploader.poll()
     uploader.hurry(clock() + 120)
-    uploader.poll()
-    queue.run(StoreError("503 slow down"))
-    uploader.poll()
-    clock.sleep(2)  # and no longer between two more
+    for _ in range(3):
+        uploader.poll()
+        queue.run(StoreError("503 slow down"))
+        uploader.poll()
+        clock.sleep(2)  # and never longer between two more
     uploader.poll()
     queue.run()
     assert bench.manifests() == [3]
@@ -215,6 +218,32 @@ def test_in_a_hurry_an_export_makes_room_for_a_checkpoint_and_none_is_begun(tmp_
     assert bench.manifests() == [3]
     uploader.poll()
     assert not queue.waiting
+
+
+def test_the_last_heartbeat_is_put_after_the_one_before_it(tmp_path: Path) -> None:
+    bench, begun, may_end = Bench(tmp_path), threading.Event(), threading.Event()
+
+    def slow(put: int, _: str) -> None:
+        if put == 1:
+            begun.set()
+            assert may_end.wait(30)
+
+    store = FaultyStore(bench.store, slow)
+    with ThreadPoolExecutor(1) as executor:
+        pulse = Pulse(
+            store=store,  # type: ignore[arg-type]
+            instance="i-1",
+            log=tmp_path / "job.log",
+            publisher=publisher(bench),
+            executor=executor,
+            also=lambda: None,
+            say=print,
+        )
+        pulse.beat({"step": 1})
+        assert begun.wait(30)
+        threading.Timer(0.05, may_end.set).start()
+        pulse.last({"step": 2})
+    assert (bench.store.get_bytes("heartbeat/i-1.jsonl") or b"").splitlines() == [b'{"step": 1}', b'{"step": 2}']
 
 
 def test_tensorboards_files_go_with_the_metrics_when_they_have_grown(tmp_path: Path) -> None:
