@@ -40,8 +40,8 @@ class StepClock:
         self._began = 0.0
 
     def restart(self) -> None:
-        """A new warm-up."""
-        self._warm, self._seconds, self.steps, self.full = 0, 0.0, 0, 0.0
+        """A new warm-up, behind a reading."""
+        self._warm = 0
 
     def start(self) -> None:
         """A step begins."""

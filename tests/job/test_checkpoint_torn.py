@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import STEPS, StopAt
 
 from job import atomic
-from job.train.checkpoint import Checkpoints
+from job.train.checkpoint import CheckpointDamagedError, Checkpoints
 from job.train.committed import Commit
 
 Usage = namedtuple("Usage", "total used free")
@@ -152,8 +154,11 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(two: Path, monkeyp
     assert (two / "ckpt" / "step_00000003" / "__0_0.distcp").exists()
     assert newest_step(two) == 2
     monkeypatch.undo()
+    left = two / "ckpt" / "step_00000003" / "__1_0.distcp"
+    left.write_bytes(b"of another rank")
     save(opened(two), 3)
     assert newest_step(two) == 3
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("where", ["committed.atomic.write_json", "checkpoint.FileSystemWriter.write_data"])
@@ -205,17 +210,23 @@ def test_a_short_disk_is_pruned_before_a_save(tmp_path: Path, monkeypatch: pytes
     checkpoints = opened(tmp_path)
     for step in (1, 2):
         save(checkpoints, step)
-    size = 48
+    size, there = 48, list[list[int]]()
     free = iter((size, size, 2 * size))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, next(free)))
+
+    def usage(path: Path) -> Usage:
+        there.append(world.committed(tmp_path))
+        return Usage(0, 0, next(free))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
     save(checkpoints, 3)
+    assert there == [[1, 2], [1, 2], [2]]
     assert world.committed(tmp_path) == [2, 3]
 
 
 def test_a_disk_without_room_skips_the_save_and_says_why(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 50))
     (saved,) = opened(two).save(state(), commit(3), {})
-    assert re.fullmatch(r"10 bytes free in .*, 58 needed", str(saved.problem))  # 1.2 x 48
+    assert re.fullmatch(r"50 bytes free in .*, 58 needed", str(saved.problem))  # 1.2 x 48
     assert newest_step(two) == 2
 
 
@@ -230,6 +241,36 @@ def test_a_save_holds_the_step_it_was_asked_for_although_training_goes_on(tmp_pa
     assert found is not None
     checkpoints.load(found, read)
     assert torch.equal(read["model"]["weight"], torch.full((3, 2), 7.0))
+
+
+def test_a_save_waits_for_the_memory_that_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.05)
+        return torch.empty_like(tensor)
+
+    monkeypatch.setattr("job.train.checkpoint._host_copy", taken)
+    checkpoints = opened(tmp_path)
+    checkpoints.prepare(state(7.0))
+    save(checkpoints, 7)
+    read, found = state(0.0), checkpoints.newest()
+    assert found is not None
+    checkpoints.load(found, read)
+    assert torch.equal(read["model"]["weight"], torch.full((3, 2), 7.0))
+
+
+def test_a_checkpoint_that_lacks_a_file_which_its_commit_does_not_name_is_damaged(two: Path) -> None:
+    path = two / "ckpt" / "step_00000002"
+    (path / "__0_0.distcp").unlink()
+    tree = json.loads((path / "commit.json").read_text())
+    tree["files"] = [file for file in tree["files"] if file["name"] != "__0_0.distcp"]
+    (path / "commit.json").write_text(json.dumps(tree))
+    checkpoints = opened(two)
+    found = checkpoints.newest()
+    assert found is not None
+    with pytest.raises(CheckpointDamagedError, match="step_00000002 cannot be read, FileNotFoundError"):
+        checkpoints.load(found, state())
+    assert newest_step(two) == 1
 
 
 def test_a_save_never_waits_for_the_gpu_once_it_is_in_host_memory(

@@ -5,6 +5,7 @@ phase's end.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from job.experiments.pretrain import Pretrain
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.supervisor.commits import commits
 from job.train import metrics, step
+from job.train.cadence import Cadence
 from job.train.checkpoint import Checkpoints, Saved, State
 from job.train.committed import Commit
 from job.train.stall import Stall
@@ -155,6 +157,21 @@ def test_a_save_that_was_asked_for_is_made_once(told: World, tmp_path: Path) -> 
     assert told.saves == [(2, "timed"), (STEPS, "boundary")]
 
 
+@pytest.mark.parametrize(
+    ("experiment", "to_beat"), [("tinystories-growth", [1.5, 1.5]), ("pretrain-d64", [None, 2.0])]
+)
+def test_an_earlier_nodes_best_is_to_be_beaten_unless_the_best_must_be_on_this_disk(
+    experiment: str, to_beat: list[float | None]
+) -> None:
+    nothing: Any = SimpleNamespace(committed=SimpleNamespace(best=lambda: None))
+    session: Any = SimpleNamespace(config=from_json(experiment, {}), checkpoints=nothing)
+    cadence = Cadence(session, improvements=True, event=print)
+    cadence.resume(1.5)
+    before = cadence.best
+    cadence.improve(2.0)  # a stop saves whatever its evaluation was
+    assert [before, cadence.best] == to_beat
+
+
 def test_what_steps_lost_is_measured_against_those_alone() -> None:
     stall = Stall()
     assert stall.seconds == 0.0
@@ -168,6 +185,26 @@ def test_what_steps_lost_is_measured_against_those_alone() -> None:
     assert stall.seconds == 0.25 + 4 * 0.5 + 4 * 0.25
     stall.begin(0.5)
     assert stall.seconds == 0.5
+
+
+def test_a_checkpoint_tells_of_nothing_that_came_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, save = list[dict[str, Any]](), Checkpoints.save
+
+    def saving(self: Checkpoints, state: State, commit: Commit, progress: dict[str, Any]) -> list[Saved]:
+        told.append(progress)
+        return save(self, state, commit, progress)
+
+    monkeypatch.setattr(Checkpoints, "save", saving)
+    workdir = world.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, STEPS + 2 + 1)) == 75  # after a step of the second phase
+    before, *_, after = (progress["experiment"]["boundaries"] for progress in told)
+    assert (len(before), len(after)) == (0, 1)
+
+
+def test_evaluations_are_counted_from_their_phases_first_step(tmp_path: Path) -> None:
+    experiment = world.experiment(world.make(tmp_path))
+    phase = replace(experiment.phases[1], first=5, steps=5)
+    assert [step for step in range(6, 11) if experiment.evaluated(phase, step)] == [7, 9, 10]
 
 
 def test_the_end_of_a_phase_is_saved_without_moments_and_what_lies_before_it_with_them(tmp_path: Path) -> None:
