@@ -76,8 +76,7 @@ def held(folder: Path) -> Iterator[None]:
 
 def finite(value: Any) -> float | None:
     """A validation loss that can be compared with others; None for anything else."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if number and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def step_of(name: str) -> int:

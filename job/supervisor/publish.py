@@ -251,7 +251,6 @@ class Publisher:
     def _prune_disk(self, keep: set[int]) -> None:
         for path in (self._workdir / "ckpt").glob("step_*"):
             if (step := step_of(path.name)) < self.newest and step not in keep:
-                (path / "commit.json").unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -100,17 +99,15 @@ class Committed:
             (found.path / COMMIT).replace(found.path / DAMAGED)
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep`, the best and one being uploaded, commit.json first so that none looks
-        whole on the way. What the disk refuses to remove stays.
+        """Removes all but the newest `keep`, the best and one being uploaded. One that lacks a file is not whole any
+        more; what the disk refuses to remove stays.
         """
         there = list(self)
         best = _best(there)
         for found in there[:-keep]:
             if (best is not None and found.path == best.path) or (found.path / HELD).exists():
                 continue
-            with suppress(OSError):
-                (found.path / COMMIT).unlink(missing_ok=True)
-                shutil.rmtree(found.path, ignore_errors=True)
+            shutil.rmtree(found.path, ignore_errors=True)
 
 
 def _best(among: Iterable[Found]) -> Found | None:

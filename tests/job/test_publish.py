@@ -111,6 +111,7 @@ def test_a_torn_save_is_no_commit(tmp_path: Path) -> None:
     commit(tmp_path / "w", 3, "c")
     torn = commit(tmp_path / "w", 6, "c")
     (torn / "commit.json").unlink()
+    commit(tmp_path / "w", 7, "c").rename(torn.with_name("step_00000008"))  # a copy by hand
     half = commit(tmp_path / "w", 9, "c")
     (half / "commit.json").write_text('{"schema": 1, "step": 9, "fi')
     assert [found.step for found in commits(tmp_path / "w")] == [3]

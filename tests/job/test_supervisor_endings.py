@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,6 +323,12 @@ def test_a_dataset_that_arrives_damaged_on_three_nodes_fails_for_good(tmp_path: 
     )  # what arrives wrong uses up none of the nodes that may be refused for what they are
     assert "sha256 is" in bench.json("done.json")["detail"]
     assert bench.trainers == []
+
+
+def test_a_node_is_doubted_for_what_not_two_others_have_received_wrong() -> None:
+    wrong = [{"reason": f"{arrival.WRONG}: {key}: sha256 is 0"} for key in ("w.bin", "w.bin", "v.bin")]
+    this: Any = SimpleNamespace(earlier=[SimpleNamespace(exit=each) for each in wrong])
+    assert [arrival.doubts(this, key) for key in ("w.bin", "v.bin", "u.bin")] == [False, True, True]
 
 
 def test_an_outage_delays_uploads_and_stops_nothing(tmp_path: Path) -> None:
