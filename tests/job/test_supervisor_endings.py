@@ -206,6 +206,33 @@ def test_the_best_checkpoint_is_kept_when_staging_it_is_cut_short(
     assert bench.json("best.json")["step"] == 2
 
 
+def test_a_machine_that_is_taken_later_than_it_was_said_goes_on_publishing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def away(_: int, key: str) -> StoreError | None:
+        notice = bench.metadata.notice
+        there = notice is not None and bench.clock.now >= notice + 20
+        return None if there or not key.startswith("ckpt/") else StoreError("503")
+
+    assert bench.attempt(store=FaultyStore(bench.store, away), script={5: notice_at(bench, 120)}).run() == 75
+    assert bench.manifests() == [5]
+
+
+def test_with_no_time_for_another_save_the_newest_commit_goes_first(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def taken(trainer: FakeTrainer) -> None:
+        trainer.commit("boundary")
+        bench.notice(1)
+
+    def away(_: int, key: str) -> StoreError | None:
+        return StoreError("503") if bench.metadata.notice is None and key.startswith("ckpt/") else None
+
+    script = {4: lambda t: t.commit("boundary"), 5: taken}
+    assert bench.attempt(store=FaultyStore(bench.store, away), script=script, commit_every=99).run() == 75
+    assert bench.manifests() == [5]
+
+
 def test_a_notice_during_the_last_uploads_does_not_turn_the_end_into_an_interruption(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import runs
-from supervisor_world import STEPS, Bench, FakeTrainer
+from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore
 
 from job import atomic
+from job.supervisor.store import StoreError
 
 
 def beats(bench: Bench, instance: str = "i-1") -> list[dict[str, object]]:
@@ -39,9 +40,10 @@ def test_the_next_attempt_on_the_same_type_begins_on_that_rung(tmp_path: Path) -
         atomic.write_json(trainer.workdir / "rung.json", {"rung": trainer.rung, "lower": trainer.rung + 1})
         return 69 if trainer.rung == 0 else 1
 
+    bench.store.put_bytes(b'{"type": "g5.xlarge", "floor": 2}', "attempts/i-0.json")
     assert bench.attempt(script={4: full}).run() == 1
     assert bench.attempt("i-2").run() == 0
-    assert bench.trainers[-1].rung == 1
+    assert [trainer.rung for trainer in bench.trainers] == [0, 1, 1]
 
 
 def test_a_rung_that_an_earlier_start_left_does_not_count_for_the_next(tmp_path: Path) -> None:
@@ -92,6 +94,19 @@ def test_a_checkpoint_that_verifies_and_cannot_be_read_is_rejected_for_the_one_b
     assert bench.said.count("published step 5 ") == 2  # what was rejected is no reason not to publish that step again
     steps = [json.loads(line)["step"] for line in (bench.store.get_bytes("metrics.jsonl") or b"").splitlines()]
     assert steps[-1] == STEPS
+
+
+def test_what_a_node_has_committed_is_published_before_it_falls_back(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.attempt(script={5: lambda t: t.commit("boundary"), 6: lambda t: 1}).run() == 1
+
+    def refusing(_: int, key: str) -> StoreError | None:
+        away = not (tmp_path / "i-2" / "unreadable.json").exists()
+        return StoreError("503") if away and key.startswith("ckpt/") else None
+
+    script = {6: lambda t: t.commit("boundary"), 7: unreadable}
+    assert bench.attempt("i-2", store=FaultyStore(bench.store, refusing), script=script).run() == 0
+    assert [trainer.began_at for trainer in bench.trainers] == [0, 5, 6]
 
 
 def test_no_checkpoint_is_rejected_for_one_that_is_not_fit(tmp_path: Path) -> None:
