@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import STEPS, StopAt
 
 from job import atomic
-from job.train.checkpoint import CheckpointDamagedError, Checkpoints
+from job.train.checkpoint import CheckpointDamagedError, Checkpoints, all_finite
 from job.train.committed import Commit
 
 Usage = namedtuple("Usage", "total used free")
@@ -80,6 +81,7 @@ def test_a_saved_checkpoint_reads_back_with_its_progress(two: Path) -> None:
     checkpoints = opened(two)
     found = checkpoints.newest()
     assert found is not None
+    assert checkpoints.saved_step == 2  # a stop at once saves nothing over it
     read = state(0.0)
     checkpoints.load(found, read)
     assert torch.equal(read["model"]["weight"], torch.full((3, 2), 2.0))
@@ -239,6 +241,13 @@ def test_a_save_holds_the_step_it_was_asked_for_although_training_goes_on(tmp_pa
     assert found is not None
     checkpoints.load(found, read)
     assert torch.equal(read["model"]["weight"], torch.full((3, 2), 7.0))
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf, -math.inf, math.nan])
+def test_one_number_that_is_not_finite_is_found_among_all(value: float) -> None:
+    given = state(2.0)
+    given["exp_avg"]["weight"][1, 1] = value
+    assert all_finite(given).item() is math.isfinite(value)
 
 
 def test_a_save_waits_for_the_memory_that_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

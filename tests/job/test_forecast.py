@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from job import sizing
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig, from_json
 from job.supervisor.forecast import Forecast
 
 
@@ -32,6 +32,20 @@ def test_a_stop_takes_a_save_besides_an_upload_that_was_measured_to_be_slow() ->
     assert forecast.stop_s(0, None) == billed
     forecast.learn((10**9, 2.0))
     assert forecast.stop_s(0, None) == pytest.approx(2 + 1.0 * size + 2.0 * size, abs=0.5)
+
+
+def test_a_stop_waits_for_the_rest_of_a_slower_step_alone() -> None:
+    rows = [{"phase": "train", "steps": 100, "step_ms": 1500.0}]
+    forecast = Forecast(SftConfig(), {"phases": rows}, "p5.4xlarge")
+    more = [forecast.stop_s(9, step_s) - forecast.stop_s(9, None) for step_s in (1.0, 1.5, 4.0)]
+    assert more == pytest.approx([0.0, 0.0, 2.5])
+
+
+@pytest.mark.parametrize(("every", "line_s"), [(10, 15.0), (1000, 301.5)])
+def test_a_line_comes_after_log_every_steps_or_with_a_save(every: int, line_s: float) -> None:
+    rows = [{"phase": "train", "steps": 100, "step_ms": 1500.0}]
+    config = from_json("sft-h100", {"log": {"every": every}, "checkpoint": {"interval_s": 300.0}})
+    assert Forecast(config, {"phases": rows}, "p5.4xlarge").line_s(9) == line_s
 
 
 def test_an_upload_takes_as_long_as_the_last_one_that_could_be_measured() -> None:

@@ -236,13 +236,15 @@ def test_with_no_time_for_another_save_the_newest_commit_goes_first(tmp_path: Pa
 def test_a_notice_during_the_last_uploads_does_not_turn_the_end_into_an_interruption(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
 
-    def late(_: int, key: str) -> None:
-        if key == "results.json":
+    def late(_: int, key: str) -> StoreError | None:
+        if key == "receipt.json" and bench.metadata.notice is None:
             bench.notice(120)
+            return StoreError("503")
+        return None
 
     assert bench.attempt(store=FaultyStore(bench.store, late)).run() == 0
     assert bench.metadata.notice is not None
-    assert bench.json("done.json")["reason"] == "finished"
+    assert bench.json("done.json")["reason"] == bench.json("attempts/i-1.json")["exit"]["reason"] == "finished"
 
 
 def test_a_fatal_trainer_ends_the_run_with_its_reason(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_what_the_trainer_leaves_beside_its_metrics_is_recorded_of_the_attempt(t
     assert bench.attempt(script={4: leave}).run() == 0
     noted = bench.json("attempts/i-1.json")
     assert (noted["rung"], noted["preflight"], noted["compiled"]) == (1, left["preflight"], left["compiled"])
+    assert "results" not in noted  # no stage has left any: a node that ended here would have led nowhere
     assert bench.store.get_bytes("rung.json") is bench.store.get_bytes("compiled.json") is None  # no results
 
 
