@@ -75,8 +75,7 @@ class Underway:
         ending anyway.
         """
         now, notice = self.clock(), self.world.metadata.notice
-        ending = self.cause is not None and self.cause.deadline is not None
-        if notice is not None and not ending and "exit" not in self.record.fields:
+        if notice is not None and "exit" not in self.record.fields:
             self.note(Cause(reason="notice", deadline=notice), now)
         elif now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
             self.beat()

@@ -49,6 +49,25 @@ def test_output_goes_to_the_log_and_on_and_the_code_is_kept(tmp_path: Path) -> N
     assert sorted(stream.getvalue().decode().splitlines()) == ["err", "out"]
 
 
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [
+        ("", 1),  # as torchrun ends although no rank has said how the run did
+        ("import sys; sys.exit(3)", 3),
+        ("open({path!r}, 'w').write('{{\"code\": 72}}')", 72),
+    ],
+)
+def test_ranks_end_with_what_one_of_them_has_left_and_an_earlier_start_has_not(
+    tmp_path: Path, code: str, ends: int
+) -> None:
+    path = tmp_path / "ended.json"
+    path.write_text('{"code": 0}')
+    words = [sys.executable, "-c", code.format(path=str(path))]
+    child = Child(words, os.environ, Log(tmp_path / "job.log", BytesIO()), time.time, path)
+    until(lambda: child.poll() is not None)
+    assert child.poll() == ends
+
+
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     stream = BytesIO()
     child = start(Log(tmp_path / "no" / "folder" / "job.log", stream), "print('out')")
@@ -166,9 +185,9 @@ def test_progress_follows_new_lines_only_and_waits_for_whole_ones(tmp_path: Path
     progress.poll()
     assert (progress.step, progress.first_at, progress.step_s) == (2, 110.0, 0.25)
     with path.open("a") as file:
-        file.write('ss": 3.0}\nnonsense\n[]\n')
+        file.write('ss": 3.0, "step_ms": 100.0}\nnonsense\n[]\n')
     progress.poll()
-    assert (progress.step, progress.record["loss"]) == (3, 3.0)
+    assert (progress.step, progress.record["loss"], progress.step_s) == (3, 3.0, 0.25)  # the slower one of both
 
 
 def test_progress_survives_the_cut_of_a_resume(tmp_path: Path) -> None:
@@ -184,7 +203,7 @@ def test_progress_survives_the_cut_of_a_resume(tmp_path: Path) -> None:
     assert progress.step == 6
 
 
-@pytest.mark.parametrize(("gap", "expected"), [(1.0, 900.0), (60.0, 1200.0), (600.0, 1800.0)])
+@pytest.mark.parametrize(("gap", "expected"), [(1.0, 900.0), (60.0, 1200.0), (600.0, 1800.0), (1000.0, 3000.0)])
 def test_how_long_silence_is_normal_follows_the_pace(tmp_path: Path, gap: float, expected: float) -> None:
     path, now = tmp_path / "metrics.jsonl", [0.0]
     progress = Progress(path, lambda: now[0])

@@ -125,6 +125,21 @@ def test_the_bf16_optimizer_draws_the_same_bits_at_the_same_step_and_others_at_t
     assert not torch.equal(stepped(5), stepped(6))
 
 
+def test_no_two_parameters_of_a_seed_are_rounded_by_the_same_bits() -> None:
+    def stepped(seed: int) -> list[torch.Tensor]:
+        """Two groups of the same weights, after a step that is a quarter of bf16's spacing."""
+        weights = [nn.Parameter(torch.ones(256, dtype=torch.bfloat16)) for _ in range(2)]
+        made = NarrowAdamW([{"params": [weight]} for weight in weights], betas=(0.9, 0.95), eps=1e-8, seed=seed)
+        optimizer.set_lr(made, 1e-3)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        made.step()
+        return [weight.detach() for weight in weights]
+
+    found = [*stepped(1), *stepped(2)]
+    assert not any(torch.equal(a, b) for place, a in enumerate(found) for b in found[:place])
+
+
 def test_clipping_scales_to_the_norm_and_gives_the_one_before() -> None:
     a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
     a.grad, b.grad = torch.full((3,), 3.0), torch.full((4,), 4.0)
