@@ -28,6 +28,7 @@ from job.train import metrics, step
 from job.train.cadence import Cadence
 from job.train.checkpoint import Checkpoints, Saved, State
 from job.train.committed import Commit
+from job.train.device import Device
 from job.train.stall import Stall
 
 EVALUATION_S = 10.0  # on the world's clock
@@ -111,6 +112,21 @@ def test_an_improvement_waits_where_the_last_save_cost_over_a_hundredth_of_the_t
     assert run(told, tmp_path) == best(2, 10, 18)
     events = [record["event"] for record in world.records(tmp_path) if record["step"] == 5]
     assert events == ["an improvement not saved: 0.35 s of a save 10.0 s ago"]
+
+
+def test_what_steps_left_the_device_to_do_is_no_cost_of_a_save(
+    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(*given: Any) -> float:
+        told.blocked_s = 0.35  # for whoever waits for the device first
+        return told.evaluate()
+
+    def synchronize(device: Device) -> None:
+        told.now, told.blocked_s = told.now + told.blocked_s, 0.0
+
+    monkeypatch.setattr(TinystoriesGrowth, "evaluate", evaluate)
+    monkeypatch.setattr(Device, "synchronize", synchronize)
+    assert run(told, tmp_path) == best(2, 4, 6, 8, 10, 12, 14, 16, 18)
 
 
 def test_slower_steps_beside_a_save_count_as_its_cost(told: World, tmp_path: Path) -> None:
