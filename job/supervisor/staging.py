@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -106,7 +105,7 @@ def checkpoint(stage: Stage) -> dict[str, Any] | None:
     """
     sizes = _sizes(stage)
     for key in sorted((key for key in sizes if MANIFEST.fullmatch(key)), reverse=True):
-        manifest = atomic.parse_object(retried(stage, partial(stage.store.get_bytes, key), key))
+        manifest = _manifest(stage, key)
         why = unfit(manifest, key, sizes, stage.run) or _restored(stage, key, manifest or {}, "resuming from")
         if why is None:
             return manifest
@@ -120,7 +119,7 @@ def set_aside(stage: Stage, step: Any, why: str) -> bool:
     sizes = _sizes(stage)
     key = manifest_key(step) if isinstance(step, int) else None
     others = [other for other in sizes if MANIFEST.fullmatch(other) and other != key]
-    manifests = {other: atomic.parse_object(stage.store.get_bytes(other)) for other in others}
+    manifests = {other: _manifest(stage, other) for other in others}
     if key is None or all(unfit(manifests[other], other, sizes, stage.run) is not None for other in others):
         return False
     if key in sizes:
@@ -131,8 +130,12 @@ def set_aside(stage: Stage, step: Any, why: str) -> bool:
 
 def _reject(stage: Stage, key: str, why: str) -> None:
     """Out of the way, but kept to look at: the node script counts progress by the newest manifest."""
-    stage.store.put_bytes(f"{why}\n".encode(), key.replace("manifest.json", "rejected.txt"))
-    stage.store.delete([key])
+
+    def act() -> None:
+        stage.store.put_bytes(f"{why}\n".encode(), key.replace("manifest.json", "rejected.txt"))
+        stage.store.delete([key])
+
+    retried(stage, act, key)
 
 
 def best_too(stage: Stage, newest: int) -> bool:
@@ -149,11 +152,15 @@ def best_too(stage: Stage, newest: int) -> bool:
     sizes = _sizes(stage)
     if key not in sizes:
         return False
-    manifest = atomic.parse_object(retried(stage, lambda: stage.store.get_bytes(key), key))
+    manifest = _manifest(stage, key)
     why = unfit(manifest, key, sizes, stage.run) or _restored(stage, key, manifest or {}, "the best so far, of")
     if why is not None:
         stage.say(f"{key}, the best so far, does not verify: {why}")
     return why is None
+
+
+def _manifest(stage: Stage, key: str) -> dict[str, Any] | None:
+    return atomic.parse_object(retried(stage, lambda: stage.store.get_bytes(key), key))
 
 
 def _sizes(stage: Stage) -> dict[str, int]:

@@ -170,6 +170,17 @@ def test_a_step_is_set_aside_where_another_is_fit_whatever_else_is_there(bench: 
     assert bench.manifests() == [1, 3]
 
 
+def test_a_store_that_stutters_while_a_step_is_set_aside_costs_no_node(bench: Bench) -> None:
+    class Stuttering(FaultyStore):
+        def get_bytes(self, key: str) -> bytes | None:
+            self._count(key)
+            return self.inner.get_bytes(key)
+
+    store = Stuttering(bench.store, lambda call, _: StoreError("503") if call % 2 else None)
+    assert staging.set_aside(_stage(bench, store=store), 6, "it cannot be read")
+    assert bench.manifests() == [3]
+
+
 def test_of_a_used_work_folder_nothing_stays_but_what_the_run_is(tmp_path: Path) -> None:
     left = ("run.json", "results.json", "metrics.jsonl", "job.log", "loss.csv")
     for name in (*left, "final/meta.json", "exports/start/meta.json", "ckpt/step_00000003/commit.json"):

@@ -227,6 +227,9 @@ def test_the_end_of_a_phase_is_saved_without_moments_and_what_lies_before_it_wit
     workdir = world.make(tmp_path)
     assert world.train(workdir, StopAt(workdir, STEPS + 2 + 1)) == 75  # after a step of the second phase
     assert kinds(workdir, STEPS) == {"model"}
+    assert {commit.step: commit.val_loss for commit in commits(workdir)}[STEPS] == (
+        world.records(workdir)[STEPS - 1]["val_loss"]
+    )
     assert kinds(workdir, STEPS + 1) == {"model", "exp_avg", "exp_avg_sq"}
     tree = atomic.read_object(workdir / "run.json") or {}
     config = from_json("tinystories-growth", tree["job"]["parameters"])
