@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
 from job.train import __main__ as trainer
 from job.train import metrics, rungs, step
+from job.train.experiment import LossNotFiniteError
+from job.train.loop import Loop
 from job.train.requests import START, Requests, await_start
 
 
@@ -315,6 +318,16 @@ def test_after_running_out_of_memory_no_phase_goes_back_to_what_is_predicted_to_
         session = replace(experiment.session, device=gpu, rung=rung)
         ladder = sizing.ladder(session.config)
         assert rungs.choose(session, experiment.phases[0]) == ladder[rung]
+
+
+def test_what_is_not_finite_on_one_rank_ends_all_of_them() -> None:
+    loop = Loop.__new__(Loop)
+    loop.step, loop._finite = 4, torch.ones((), dtype=torch.bool)
+    others: Any = SimpleNamespace(sum=lambda own: own + 1.0)  # one of them has found something
+    saved: Any = SimpleNamespace(checkpoints=SimpleNamespace(saved_step=3))
+    loop.world, loop.session = others, saved
+    with pytest.raises(LossNotFiniteError, match="not finite at step 4; the checkpoint of step 3 is from before"):
+        loop._require_finite()
 
 
 def test_another_error_of_the_device_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
