@@ -61,7 +61,9 @@ def test_every_example_is_packed_whole_and_once(tmp_path: Path) -> None:
     assert sorted(train + held_examples) == wanted
     assert len(held_examples) == manifest.facts["held_out_examples"] == 6
     assert len(train) == manifest.facts["examples"] == 594
-    assert sum(map(len, train)) == manifest.facts["tokens"]
+    lengths = sorted(map(len, train))
+    assert sum(lengths) == manifest.facts["tokens"]
+    assert (manifest.facts["mean_tokens"], manifest.facts["p95_tokens"]) == (round(sum(lengths) / 594, 1), lengths[564])
     assert 0.95 < manifest.facts["fill"] <= 1.0
 
 

@@ -49,3 +49,12 @@ def test_nccl_meets_without_a_plugin_for_a_network_that_one_node_has_not(
     monkeypatch.setattr(parallel, "meet", lambda kind, *, local_rank: World(local_rank=local_rank))
     assert parallel.join("cuda").local_rank == 1
     assert seen == [plugin]
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
+def test_gradients_of_shards_are_summed_in_fp32(compute: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: list[Any] = []
+    monkeypatch.setattr(parallel, "fully_shard", lambda part, **given: policies.append(given["mp_policy"]))
+    parallel.shard(torch.nn.Linear(2, 2), World(size=2), [], compute=compute, reshard=True)
+    gathered = None if compute == torch.float32 else compute  # None: as the weights are
+    assert [(policy.param_dtype, policy.reduce_dtype) for policy in policies] == [(gathered, torch.float32)]
