@@ -173,9 +173,7 @@ def test_a_save_that_was_asked_for_is_made_once(told: World, tmp_path: Path) -> 
     assert told.saves == [(2, "timed"), (STEPS, "boundary")]
 
 
-@pytest.mark.parametrize(
-    ("experiment", "to_beat"), [("tinystories-growth", [1.5, 1.5]), ("pretrain-d64", [None, 2.0])]
-)
+@pytest.mark.parametrize(("experiment", "to_beat"), [("tinystories-growth", [1.5, 1.5]), ("pretrain-d64", [None, 2.0])])
 def test_an_earlier_nodes_best_is_to_be_beaten_unless_the_best_must_be_on_this_disk(
     experiment: str, to_beat: list[float | None]
 ) -> None:

@@ -24,7 +24,7 @@ from job.experiments import two_tower_results as results
 from job.experiments import two_tower_tables as tables_of
 from job.experiments.two_tower import REFIT_SEEDS, TwoTower
 from job.experiments.two_tower_batches import Batches
-from job.experiments.two_tower_data import fold_of, members, watched
+from job.experiments.two_tower_data import fold_of, members, rows_of, watched
 from job.experiments.two_tower_members import Members
 from job.sizing import Rung
 from job.sizing.two_tower import REFIT
@@ -250,6 +250,11 @@ def test_a_steps_chunks_are_the_whole_of_it_and_every_step_draws_anew(objective:
             assert torch.equal(torch.cat([part.inputs[index] for part in parts], dim=1), tensor)
     (other,) = batches.work(config, 4, 1000).micros
     assert not torch.equal(other.inputs[3], whole.inputs[3])
+    for k, member in enumerate(HONEST):  # each learns from its own rows, with the targets that belong to them
+        own = rows_of(member, TABLES, config.weak, batches.queries)
+        known = {(x.tobytes(), t.tobytes()) for x, t in zip(own.sentences, own.targets, strict=True)}
+        drawn = zip(*(tensor[k].numpy() for tensor in whole.inputs[:2]), strict=True)
+        assert {(x.tobytes(), t.tobytes()) for x, t in drawn} <= known
     if objective == "sampled":
         assert torch.allclose(whole.inputs[1].sum(-1), torch.ones(5, 200))  # no row of padding
         assert (whole.inputs[2] == 1).all()
