@@ -323,6 +323,7 @@ def main(argv: list[str]) -> None:
     elif argv[1] == "compile":
         serve(end, compiler.install(int(argv[2])))
     else:
+        compiler.refuse_foreign_code()
         asked = json.loads(argv[2])
         candidate(end, asked, namespaces=asked["confined"] and sandbox.enter())
 

@@ -24,6 +24,7 @@ from torch import Tensor
 CACHE = "cache"  # in the scratch folder, and relative to it: Triton notes paths, and they must hold in the next one
 CAPABILITY = (9, 0)  # where there is no GPU to ask: an H100's, which the stack rents
 PRINTED = "output.txt"  # in the scratch folder: what a candidate's process prints; LLVM says there what is wrong
+FOREIGN = {"ptx_options", "ir_override", "extern_libs"}
 ADDRESS = 0x7F00_0000_0000  # where a GPU's memory is seen, roughly
 Layout = dict[str, Any]  # {dtype, shape, stride} of one argument
 _TRIAL = """
@@ -65,6 +66,7 @@ def install(capability: int) -> str | None:
     machine lacks for that, after a trial that has also imported all that a compilation needs; None: nothing.
     """
     try:
+        refuse_foreign_code()
         _triton("runtime").driver.set_active(_Target(capability))
         _triton("runtime.jit").KernelInterface.__getitem__ = _compiling
         _triton("runtime.autotuner").Autotuner.run = _all_configurations
@@ -81,6 +83,21 @@ def install(capability: int) -> str | None:
             return problem or (None if built else "a trial launch came to nothing")
     except Exception as error:  # noqa: BLE001 - a compiler of another version or machine may lack anything
         return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def refuse_foreign_code() -> None:
+    """From now on, in this process, a launch with an option that brings code from elsewhere does not compile: what it
+    runs is what its kernel says, and nobody has read a file of PTX, or what ptxas is told.
+    """
+    jitted = _triton("runtime.jit").JITFunction
+    own = jitted._pack_args  # comes once for each kernel that is built, with all that its launch was given by name
+
+    def _pack_args(kernel: Any, backend: Any, given: dict[str, Any], *rest: Any) -> Any:
+        if found := sorted(FOREIGN & given.keys()):
+            raise ValueError(f"a launch with {', '.join(found)}")
+        return own(kernel, backend, given, *rest)
+
+    jitted._pack_args = _pack_args
 
 
 def tools() -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 import signal
 import sys
@@ -165,7 +166,8 @@ def guard(scratch: Path, report: Callable[[str], None], *, programs: tuple[str, 
         if event.startswith(CHANGING):
             return not all(inside(path, (home,)) for path in args[: 2 if event in TWO_PLACES else 1])
         if event in STARTING and programs and realpath(args[0]) in programs:
-            return not all(inside(word, (home,)) for word in map(fspath, args[1][1:]) if "/" in word)
+            named = (name for word in args[1][1:] for name in re.split("[=,]", fspath(word)))  # an option's as well
+            return not all(inside(name, (home,)) for name in named if "/" in name)
         return event.startswith(NEVER) and not event.startswith(allowed)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:

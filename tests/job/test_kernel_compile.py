@@ -115,6 +115,13 @@ def test_a_launch_with_the_wrong_arguments_does_not_compile(workers: Workers) ->
     assert (verdict.stage, "missing 1 required positional argument: 'n'" in verdict.reason) == (2, True)
 
 
+@pytest.mark.parametrize("option", ["ptx_options='output.txt'", "ir_override='a.ptx'", "**{'extern_libs': {}}"])
+def test_a_launch_that_brings_code_which_nobody_has_read_does_not_compile(workers: Workers, option: str) -> None:
+    """PTX that a program prints into its folder, for one, would run on a GPU in its kernel's place."""
+    verdict = judged(workers, honest(change=lambda text: text.replace("BLOCK=1024)", f"BLOCK=1024, {option})")))
+    assert (verdict.stage, ": a launch with " in verdict.reason) == (2, True), verdict
+
+
 def test_what_the_rest_of_a_program_does_with_numbers_is_left_to_stage_3(workers: Workers) -> None:
     looks = honest(change=lambda text: text.replace("    n = ", "    assert float(x.flatten()[0]) < 1e9\n    n = "))
     verdict = judged(workers, looks, OFF)
@@ -215,6 +222,7 @@ os.mkfifo("cache/mine/pipe")
             "import subprocess; subprocess.run([PTXAS, '-o', '/var/tmp/gpufleet-was-here'])",
             "forbidden: subprocess.Popen",
         ),
+        ("import subprocess; subprocess.run([PTXAS, '-optf=a,/etc/passwd'])", "forbidden: subprocess.Popen"),
         ("import os; os.rename('candidate.py', '/var/tmp/gpufleet-was-here')", "forbidden: os.rename"),
         ("import os; os.abort()", "ended"),
     ],
