@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from job import atomic
 from job.config.kernel import Funnel as Limits
 from job.kernels import tasks, timing
 from job.kernels.catalog import Task
@@ -73,9 +74,9 @@ class Compilation:
 
     def _known(self, name: str) -> Outcome | None:
         found = self._folder / name
-        try:
-            tree = json.loads((found / OUTCOME).read_text())
-        except FileNotFoundError:
+        tree = atomic.read_object(found / OUTCOME)
+        if tree is None:  # or torn by a lost power supply, and who knows what else of it
+            shutil.rmtree(found, ignore_errors=True)
             return None
         return Outcome(problem=tree["problem"], built=found / CACHE, seconds=tree["seconds"])
 

@@ -13,7 +13,8 @@ import torch
 from kernel_judge import LIMITS, SEED, candidate, honest, judge, judged, scratch, verdicts
 
 from job.kernels import catalog, planted, tasks, worker
-from job.kernels.compilation import Compilation
+from job.kernels.compilation import OUTCOME, Compilation
+from job.kernels.compiler import CACHE
 from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
 from job.kernels.verdict import Switches
@@ -189,6 +190,14 @@ def test_the_same_source_is_compiled_once_also_after_a_restart_and_by_two_at_a_t
     # A row of the ablation that finds it compiled would otherwise seem to cost less than the one before.
     (took,) = {verdict.seconds["compile"] for verdict in (*first.values(), again)}
     assert took > 0.1
+
+
+def test_a_compilation_that_a_lost_power_supply_has_torn_is_made_again(workers: Workers) -> None:
+    source = planted.source(catalog.BY_NAME["square"], body=unlike(9))
+    folder = built(workers, source, "square").parent
+    (folder / OUTCOME).write_text("")
+    assert built(workers, source, "square").parent == folder
+    assert cubins(folder / CACHE) > 0
 
 
 def test_another_task_with_other_arguments_is_another_compilation(workers: Workers) -> None:
