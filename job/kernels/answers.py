@@ -16,21 +16,23 @@ from job.kernels.catalog import ENTRY
 
 # Of three backticks or more, or tildes; as long at its end as at its beginning, or open there.
 FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
-DEFINED, JIT = f"def {ENTRY}", "triton.jit"
+DEFINED, THOUGHT = f"def {ENTRY}", "</think>"
+JIT = re.compile(r"@(\w+\.)?jit\b")
 
 
 def program(answer: str) -> str:
     """What the fence holds that defines the entry, the first that has a kernel too: before it may come the program that
     was asked about, or a draft. Then all fences together, a kernel in one and its entry in a later one; then any that
     defines the entry, else the first, or all of it. A fence may be open at its end, or, where an answer begins with the
-    program, at its beginning.
+    program, at its beginning. What a model thinks before it answers, as Qwen3 may, is no part of the answer.
     """
+    answer = answer.rpartition(THOUGHT)[2]
     fenced = [textwrap.dedent(found[1]) for found in FENCE.findall(answer)]
     earlier = [part for part in fenced if DEFINED in part][:-1]
     together = "\n".join(part for part in fenced if part not in earlier)
     parts = [*fenced, *filter(None, [together]), answer.partition("```")[0], answer]
     whole = [part for part in parts if DEFINED in part]
-    found = next((part for part in whole if JIT in part), (whole or fenced or parts)[0])
+    found = next((part for part in whole if JIT.search(part)), (whole or fenced or parts)[0])
     return used(found.strip() + "\n")
 
 

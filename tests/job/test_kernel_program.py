@@ -12,6 +12,9 @@ from job.kernels import answers, rules
 JITTED = "@triton.jit\ndef kernel():\n    pass\n"
 
 
+JIT_ALONE = JITTED.replace("triton.", "")
+
+
 LAUNCHES = "def kernel_function(x):\n    kernel[1,](x)\n"
 
 
@@ -34,6 +37,8 @@ ENTRY = "def kernel_function(x):\n    pass"
         (f"````python\n{ENTRY}\n    '```'\n````\nDone.", ENTRY + "\n    '```'\n"),
         (f"1. So:\n\n   ```python\n   {ENTRY.replace(chr(10), chr(10) + '   ')}\n   ```\n", ENTRY + "\n"),
         (f"<think>\n```\n{ENTRY}\n```\n</think>\n```python\n{JITTED}{LAUNCHES}```\n", JITTED + LAUNCHES),
+        (f"<think>\n```\n{JITTED}{ENTRY}\n```\n</think>\n```\n{JITTED}{LAUNCHES}```\n", JITTED + LAUNCHES),
+        (f"For\n```\n{ENTRY}\n```\n\n```\n{JIT_ALONE}{LAUNCHES}```\n", JIT_ALONE + LAUNCHES),
         (f"A kernel:\n```python\n{JITTED}```\nIts entry:\n```\n{LAUNCHES}```\n", f"{JITTED}\n{LAUNCHES}"),
         (f"For\n```\n{ENTRY}\n```\n\n```\n{JITTED}```\n\n```\n{LAUNCHES}```\n", f"{JITTED}\n{LAUNCHES}"),
         (f"Either\n```python\n{ENTRY}\n```\nor\n```\n{ENTRY}1\n```\n", f"{ENTRY}\n"),
