@@ -24,6 +24,8 @@ def install(turn: Callable[[], int]) -> dict[str, Any]:
     """`turn` numbers the calls. What these names mean to a candidate's module: Python's own where no tensor is."""
     tuner, language = importlib.import_module("triton.runtime.autotuner").Autotuner, _language()
     tuner.run = functools.partialmethod(_in_turn, turn)
+    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    executor.__init__ = functools.partialmethod(_with_constants, executor.__init__)
     for name in OPERATORS:
         _leave_to_tensors(language.constexpr, f"__{name}__")
     for name in METHODS:  # which it forgets to make its own, as it does the functions
@@ -46,6 +48,14 @@ def _in_turn(tuner: Any, turn: Callable[[], int], *args: Any, **kwargs: Any) -> 
     tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
     choice = tuner.prune_configs(kwargs)
     return tuner.fn.run(*args, **kwargs, **choice[turn() % len(choice)].all_kwargs())
+
+
+def _with_constants(executor: Any, own: Callable[..., None], fn: Any, arg_names: list[str], *rest: Any) -> None:
+    """For GridExecutor.__init__, which knows a constant by "tl.constexpr" alone, not by "triton.language.constexpr", nor
+    by what was text already; the compiler does.
+    """
+    own(executor, fn, arg_names, *rest)
+    executor.constexprs = [name for name in arg_names if "constexpr" in str(fn.__annotations__.get(name))]
 
 
 def _leave_to_tensors(constexpr: Any, name: str) -> None:

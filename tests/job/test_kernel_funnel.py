@@ -80,6 +80,8 @@ HONEST: dict[str, dict[str, str]] = {
         "@triton.jit": "NONE = tl.constexpr(0.0)\n\n\n@triton.jit",
         "tl.maximum(x, 0.0)": "tl.where(NONE < x, (NONE + 1.0) * x, NONE - NONE / (1.0 + x * x))",
     },
+    "another name of a constant's type": {"BLOCK: tl.constexpr": "BLOCK: triton.language.constexpr"},
+    "the name of a constant's type as text": {"BLOCK: tl.constexpr": "BLOCK: 'tl.constexpr'"},
     "methods of a block": {"tl.maximum(x, 0.0)": "tl.where(x > 0, x.abs().cast(tl.float32), x.exp().sigmoid() * 0.0)"},
     "prints and deletes": {
         "    n = out.numel()": "    if (n := out.numel()) > 0:\n        print(n, x.shape, f'{x.dtype}', sep=': ')",
