@@ -137,6 +137,9 @@ class Expressions:
                 self._expression(node.body)
         elif isinstance(node, ast.ListComp | ast.GeneratorExp):
             self._each(node, self._expression, self._expression)
+        elif isinstance(node, ast.FormattedValue) and (of := _of_what_type(node.value)) is not None:
+            self._expression(of)
+            self._expression(node.format_spec or of)
         elif isinstance(node, EXPRESSIONS):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 self.launched |= {node.func.value.id} if isinstance(node.func.value, ast.Name) else set()
@@ -260,6 +263,16 @@ class Expressions:
                 if number:
                     iterated(part.iter)
             element(node.elt)
+
+
+def _of_what_type(node: ast.expr) -> ast.expr | None:
+    """The x of type(x) or type(x).__name__, which a text may say: a type itself could be called."""
+    if isinstance(node, ast.Attribute) and node.attr == "__name__":
+        node = node.value
+    match node:
+        case ast.Call(func=ast.Name(id="type"), args=[one], keywords=[]) if not isinstance(one, ast.Starred):
+            return one
+    return None
 
 
 def given(call: ast.Call) -> list[ast.expr]:

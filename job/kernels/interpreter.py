@@ -51,7 +51,7 @@ def _in_turn(tuner: Any, turn: Callable[[], int], *args: Any, **kwargs: Any) -> 
 
 
 def _with_constants(executor: Any, own: Callable[..., None], fn: Any, arg_names: list[str], *rest: Any) -> None:
-    """For GridExecutor.__init__, which knows a constant by "tl.constexpr" alone, not by "triton.language.constexpr", nor
+    """For GridExecutor.__init__, which knows a constant by "tl.constexpr" alone, not by "triton.language.constexpr" nor
     by what was text already; the compiler does.
     """
     own(executor, fn, arg_names, *rest)

@@ -42,9 +42,9 @@ METHODS = _words(
 OF_BLOCKS = _words("abs cast ceil cos erf exp exp2 floor log log2 max min rsqrt sigmoid sin softmax sqrt sqrt_rn sum")
 BUILTINS = _words(
     "len range min max all any int float bool tuple list dict isinstance enumerate zip ValueError TypeError "
-    "RuntimeError NotImplementedError AssertionError True False None str abs round"
+    "RuntimeError NotImplementedError AssertionError True False None str abs round sum sorted reversed"
 )
-SHADOWED = _words("min max str abs round")  # of those, what a function may use for its own
+SHADOWED = _words("min max str abs round sum sorted reversed")  # of those, what a function may use for its own
 # What may be imported by itself; what is in PLAIN_CALLS, too, is only called and decorates.
 ALONE = {
     "triton": _words("cdiv next_power_of_2 jit autotune heuristics Config"),

@@ -91,7 +91,8 @@ def test_no_address_tells_a_trial_that_is_listed_from_another(workers: Workers) 
     "computes",
     [
         "x + 1", "2 ** x", "x @ x", "abs(x)", "-x", "x > 0", "max(x, y)", "x[x.to(torch.long)]", "x[[0]]", "x.exp()",
-        "float(x[0, 0])", "f'{x}'", "'%s' % x", "range(x[0, 0].int())", "[*x]", "x.sum()", "round(x)", "x[0, 0] or x",
+        "float(x[0, 0])", "f'{x}'", "'%s' % x", "range(x[0, 0].int())", "[*x]", "x.sum()", "round(x)", "sum((x, x))",
+        "sorted((x, y))", "reversed(x)", "x[0, 0] or x",
     ],
 )  # fmt: skip
 def test_no_call_computes_with_torch_whether_it_is_listed_or_not(workers: Workers, computes: str) -> None:
