@@ -285,7 +285,7 @@ def _reap(*_: object) -> None:
 
 def serve(control: socket.socket, lacks: str | None) -> None:
     """Says what it lacks, then forks a candidate's process per message {scratch, device, compiles, confined, guarded}
-    with one socket, and answers with its id.
+    with one socket, and answers with its id. Ends with the judge, and ends them.
     """
     sandbox.adopt_orphans()
     signal.signal(signal.SIGCHLD, _reap)
@@ -293,8 +293,11 @@ def serve(control: socket.socket, lacks: str | None) -> None:
     gc.freeze()
     wire.send(control, {"lacks": lacks, "triton": importlib.import_module("triton").__version__})
     while True:
-        content, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
-        if not content:
+        content, descriptors = b"", list[int]()
+        with suppress(ConnectionResetError):
+            content, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        if not content:  # the judge is gone, killed perhaps, and what runs on would have a core for ever
+            sandbox.end_children()
             return
         asked = json.loads(content)
         pid, namespaces = sandbox.fork() if asked["confined"] else (os.fork(), False)
@@ -323,6 +326,7 @@ def main(argv: list[str]) -> None:
     elif argv[1] == "compile":
         serve(end, compiler.install(int(argv[2])))
     else:
+        sandbox.die_with_parent()
         compiler.refuse_foreign_code()
         asked = json.loads(argv[2])
         candidate(end, asked, namespaces=asked["confined"] and sandbox.enter())

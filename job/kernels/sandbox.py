@@ -57,6 +57,11 @@ def adopt_orphans() -> None:
     _libc.prctl(SET_SUBREAPER, 1, 0, 0, 0)
 
 
+def die_with_parent() -> None:
+    """As soon as the thread ends that has started this process, whatever ends it."""
+    _libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
 def fork() -> tuple[int, bool]:
     """os.fork into namespaces of the child's own, and whether the kernel allowed them. The child is the first of its
     process namespace: what it starts ends with it. Only for a process with one thread.
@@ -84,14 +89,14 @@ def enter() -> bool:
     if child:
         os.closerange(3, 1 << 16)
         _, status = os.waitpid(child, 0)
-        _end_children()
+        end_children()
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    _libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     return True
 
 
-def _end_children() -> None:
-    """Theirs become this process's as they end."""
+def end_children() -> None:
+    """Of a process that adopts orphans: theirs become its own as they end."""
     me = os.getpid()
     with suppress(ChildProcessError):
         while True:

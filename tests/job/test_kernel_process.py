@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -205,6 +206,43 @@ def kernel_function(x):
         reply, _ = run(process, source, torch.ones(3))
     assert reply["error"] == "ValueError: forked"
     _wait_until_none(before)
+
+
+def test_no_candidate_outlives_its_judge(workers: Workers) -> None:
+    """One that hangs would keep a core from the next attempt on this machine."""
+    process, server = _hanging(workers), workers._running
+    assert server is not None
+    assert server._control is not None
+    server._control.shutdown(socket.SHUT_RDWR)  # as the end of the judge's process does
+    _wait_until_gone(process.pid)
+    process.close()
+
+
+@pytest.mark.slow
+def test_no_process_of_a_gpus_outlives_its_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_misses_its_gpu(monkeypatch)
+    with Workers(scratch(tmp_path), gpus=True) as workers:
+        with ThreadPoolExecutor(1) as pool:
+            process = pool.submit(_hanging, workers).result()
+            pids = list(forkserver.offspring(process.pid))
+        workers._spawned[process.pid].wait(timeout=20)
+        for pid in pids:
+            _wait_until_gone(pid)
+        process.close()
+
+
+def _hanging(workers: Workers) -> Process:
+    process = workers.start(memory_bytes=2e9)
+    with pytest.raises(OutOfTime):
+        process.ask({"do": "load"}, [b"while True: pass"], limit_s=0.5)
+    return process
+
+
+def _wait_until_gone(pid: int) -> None:
+    until = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until, "it runs on"
+        time.sleep(0.01)
 
 
 def _wait_until_none(before: set[int]) -> None:
