@@ -39,7 +39,14 @@ def kernel(x_ptr, n, BLOCK: tl.constexpr):
 def kernel_function(x):
     kernel[(1,)](x.contiguous(), x.numel(), BLOCK=128)
 """
+# Of one call: who launches a kernel for each row of a matrix, thousands of times the same, would run out of time.
+MOST_LAUNCHES = 100
 _failed: BaseException | None = None  # what the last launch that did not compile has raised
+_launched = 0  # by this call
+
+
+class _Enough(BaseException):
+    """MOST_LAUNCHES are compiled. Nothing on the way catches it."""
 
 
 class _Target:
@@ -113,13 +120,15 @@ def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    global _failed
+    global _failed, _launched
     for layouts in calls:
-        _failed = None
+        _failed, _launched = None, 0
         with FakeTensorMode(allow_non_fake_inputs=True):
             inputs = [_placeless(layout, device) for layout in layouts]
             try:
                 entry(*inputs)
+            except _Enough:
+                pass
             except Exception as error:  # noqa: BLE001 - see above
                 if error is _failed:
                     return _why(error)
@@ -150,7 +159,10 @@ def _compiling(kernel: Any, grid: Any) -> Callable[..., Any]:
     """For KernelInterface.__getitem__, the `kernel[grid]` of a launch."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
-        global _failed
+        global _failed, _launched
+        _launched += 1
+        if _launched > MOST_LAUNCHES:
+            raise _Enough
         try:
             return kernel.run(*args, grid=grid, warmup=True, **kwargs)
         except Exception as error:

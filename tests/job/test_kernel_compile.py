@@ -14,7 +14,7 @@ from kernel_judge import LIMITS, SEED, candidate, honest, judge, judged, scratch
 
 from job.kernels import catalog, planted, tasks, worker
 from job.kernels.compilation import OUTCOME, Compilation
-from job.kernels.compiler import CACHE
+from job.kernels.compiler import ADDRESS, CACHE
 from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
 from job.kernels.verdict import Switches
@@ -146,6 +146,17 @@ def kernel_function(x):
     kernel[(1,)](x[1:], out, x.numel(), x.data_ptr(), BLOCK=128)
     return out
 """
+
+
+def test_one_that_launches_more_kernels_than_there_is_time_for_is_compiled_all_the_same(workers: Workers) -> None:
+    """One for each row, say: on a GPU's inputs thousands; here without end."""
+
+    def again(text: str) -> str:
+        return text.replace("    kernel[", f"    while x.data_ptr() == {ADDRESS}:\n        kernel[", 1).replace(
+            "    return out", "    kernel[(triton.cdiv(n, 1024),)](x, out, n, BLOCK=1024)\n    return out"
+        )
+
+    assert judged(workers, honest(change=again), Switches(timing=False)).passed
 
 
 def test_what_only_llvm_finds_wrong_is_said_in_its_words(workers: Workers) -> None:
