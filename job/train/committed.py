@@ -91,6 +91,7 @@ class Committed:
         atomic.write_json(path / PROGRESS, progress)
         files = [{"name": file.name, "bytes": file.stat().st_size} for file in sorted(path.iterdir())]
         atomic.write_json(path / COMMIT, {**asdict(commit), "files": files})
+        atomic.sync_folder(self._folder)  # a run of one's own machine goes on from its disk
 
     def set_aside(self, found: Found) -> None:
         """What cannot be read counts no more, unless it is all there is: no run begins again because of it."""
