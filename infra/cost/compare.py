@@ -179,11 +179,9 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
     ]
 
 
-def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[str, float, int] | None:
+def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[str, float, int]:
     """What estimate.step_ms is of: the GPUs of the fleet's own types, as many as work on a step."""
-    instance = catalog.instances.get(type_)
-    if instance is None:
-        return None
+    instance = catalog.instances[type_]
     return instance.gpu.name, instance.gpu_share, sizing.ranks(definition.job.parameters, instance.gpu_count)
 
 

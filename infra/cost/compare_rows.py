@@ -120,8 +120,8 @@ def draft(
         type=option.type,
         capacity=capacity,
         region=fleet.region,
-        gpus="" if instance is None else instance.gpus,
-        gpu_count=0 if instance is None else instance.gpu_count,
+        gpus=instance.gpus,
+        gpu_count=instance.gpu_count,
         ranks=runtime.ranks if runtime else 0,
         nodes=definition.nodes,
         note=variant.note,
@@ -131,8 +131,8 @@ def draft(
         compute_h=_compute_h(definition, option),
         used_gpu_h=None if runtime is None else runtime.ranks * sum(p.seconds for p in runtime.phases) / 3600,
         work="" if runtime is None else _work(runtime),
-        fits=instance is not None and unfit is None,
-        launchable=instance is not None and not why,
+        fits=unfit is None,
+        launchable=not why,
         why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.why),
         nearest=unfit.nearest if unfit else "",
         basis="measured" if runtime and runtime.measured else "target",
@@ -205,8 +205,6 @@ def _work(runtime: Runtime) -> str:
 
 def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:
     instance = option.instance
-    if instance is None:
-        return option.why
     if instance.unusable:
         return instance.unusable
     if instance.regions is not None and region not in instance.regions:
@@ -214,10 +212,10 @@ def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:
     return "" if nodes == 1 else f"{nodes} nodes: priced only, a run is one node"
 
 
-def _lacking(config: JobConfig, instance: Instance | None) -> str:
+def _lacking(config: JobConfig, instance: Instance) -> str:
     """Why a file that lists the type would be refused, and a node of it too."""
     asked = sizing.least_gpus(config)
-    if instance is None or asked <= instance.gpu_count:
+    if asked <= instance.gpu_count:
         return ""
     return f"has {counted(instance.gpu_count, 'GPU')}, and job.parameters.gpus asks for {asked}: leave that out"
 

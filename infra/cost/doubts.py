@@ -127,7 +127,7 @@ def _micro(definition: StackDefinition, bill: Bill) -> Iterator[str]:
         return
     key, row = ("micro", 1) if isinstance(config, PretrainConfig) else ("micro_tokens", config.data.row)
     instance = next(option.instance for option in bill.types if option.type == bill.chosen.type)
-    if instance is None or getattr(config.batch, key) is not None or bill.chosen.exposure.nodes > 1:
+    if getattr(config.batch, key) is not None or bill.chosen.exposure.nodes > 1:
         return
     now = shortest = runtime.phases[0].step_ms
     memory_gb, ranks = instance.gpu_memory_gb, sizing.ranks(config, instance.gpu_count)
@@ -170,10 +170,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
     config = definition.job.parameters
     needs_gb = fit.scratch_gb(config)
     for option in bill.types:
-        instance = option.instance
-        if instance is None:
-            continue
-        nodes = definition.nodes
+        instance, nodes = option.instance, definition.nodes
         used, paid = sizing.ranks(config, instance.gpu_count, nodes), instance.gpu_count * nodes
         if used < paid and config.device == "cuda":
             has = f"{option.type} has" if nodes == 1 else f"{nodes} nodes of {option.type} have"

@@ -32,13 +32,13 @@ class TypeCost:
     """One listed instance type. `why` says what is missing when it cannot be priced."""
 
     type: str
-    instance: Instance | None = None
-    runtime: runtimes.Runtime | None = None
-    fits: tuple[fit.Fit, ...] = ()
-    notices: tuple[fit.Notice, ...] = ()
-    spot: tuple[SpotPrice, ...] = ()  # cheapest zone first
-    on_demand: Price | None = None
-    why: str = ""
+    instance: Instance
+    runtime: runtimes.Runtime | None
+    fits: tuple[fit.Fit, ...]
+    notices: tuple[fit.Notice, ...]
+    spot: tuple[SpotPrice, ...]  # cheapest zone first
+    on_demand: Price | None
+    why: str
 
     def hourly(self, capacity: Capacity) -> Price | None:
         """The dearest price per node-hour that the fleet can meet."""
@@ -48,7 +48,7 @@ class TypeCost:
 
     @property
     def holds_the_job(self) -> bool:
-        return bool(self.fits) and all(phase.fits for phase in self.fits)
+        return all(phase.fits for phase in self.fits)
 
 
 def type_costs(
@@ -122,13 +122,15 @@ def type_cost(
     nearest: str | None = None,
     calibrations: Calibrations | None = None,
 ) -> TypeCost:
-    """One type, listed or not. `nearest`: fit.cheapest_holder's words, for who asks about many types."""
+    """One type, listed or not. `nearest`: fit.cheapest_holder's words, for who asks about many types. Raises
+    GpufleetError for one that the catalog has never heard of, which no definition file may list.
+    """
     calibration = (calibrations or {}).get(type_)
     config, region, estimate = definition.job.parameters, definition.fleet.region, definition.estimate
     root = definition.storage.root
     instance = catalog.instances.get(type_)
     if instance is None:
-        return TypeCost(type=type_, why=catalog.unknown_type(type_))
+        raise GpufleetError(catalog.unknown_type(type_))
     why, runtime = [], None
     try:  # the other price may be missing: it is only compared with
         (catalog.spot if definition.fleet.capacity == "spot" else catalog.on_demand)(type_, region)

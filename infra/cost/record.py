@@ -118,9 +118,8 @@ def rates(bill: Bill) -> dict[str, Any]:
         if fallback is None:
             continue
         by_zone = {zone: str(spot.amount) for zone in bill.zones} if spot else {}
-        found[option.type] = {"on_demand": str(fallback.amount), "spot": by_zone}
-        if option.instance is not None:
-            found[option.type]["gpus"] = option.instance.gpu_count
+        gpus = option.instance.gpu_count
+        found[option.type] = {"on_demand": str(fallback.amount), "spot": by_zone, "gpus": gpus}
     return found
 
 

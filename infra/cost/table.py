@@ -112,8 +112,7 @@ def _other(bill: Bill, other: Side | None) -> tuple[str, ...]:
 def _types(bill: Bill) -> Iterator[str]:
     rows = []
     for option in bill.types:
-        instance, runtime = option.instance, option.runtime
-        hourly = option.hourly(bill.capacity)
+        hourly, runtime = option.hourly(bill.capacity), option.runtime
         low, high = (option.spot[0].price.amount, option.spot[-1].price.amount) if option.spot else (None, None)
         compute = "no price or speed"
         if hourly and runtime:
@@ -121,7 +120,7 @@ def _types(bill: Bill) -> Iterator[str]:
         rows.append(
             (
                 option.type,
-                instance.gpus if instance else "?",
+                option.instance.gpus,
                 f"{runtime.total_s / 3600:.3f}" if runtime else "-",
                 "-" if low is None else f"{low}" if low == high else f"{low} to {high}",
                 f"{option.on_demand.amount}" if option.on_demand else "-",
