@@ -308,13 +308,8 @@ def _time(text: str) -> tuple[Any, str]:
 
 
 def _placeholder(hint: Any) -> Any:
-    """Stands in for a value already reported, so that the rest of the file is still checked."""
-    inner, _ = _unwrap(hint)
-    if typing.get_origin(inner) is tuple:
-        return ()
-    if typing.get_origin(inner) is Literal:
-        return typing.get_args(inner)[0]
-    return {str: "", Decimal: Decimal(1), int: 1, float: 1.0, bool: False}.get(inner)
+    """Stands in for a required value, reported already, so that the rest of the file is still checked."""
+    return () if typing.get_origin(hint) is tuple else {str: "", Decimal: Decimal(1), int: 1}[hint]
 
 
 def _written(node: Node) -> str:

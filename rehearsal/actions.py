@@ -94,21 +94,16 @@ def _list_service_quotas(fleets: FleetController, response: Any) -> Any:
     return json.dumps({"Quotas": [_quota(fleets, code) for code in codes]})
 
 
-_MOTO: dict[str, Callable[[Any], Any]] = {}  # what each action did before
+_MOTO: dict[str, Any] = {}  # what each action did before; None: nothing
 
 
 def _replace(cls: type[Any], name: str, action: Action) -> None:
-    before = getattr(cls, name, None)
-    if before is not None:
-        _MOTO[name] = before
+    before: Any = getattr(cls, name, None)
+    _MOTO[name] = before
 
     def answer(response: Any) -> Any:
         fleets = FLEETS.get(response.current_account)
-        if fleets is not None:
-            return action(fleets, response)
-        if before is None:
-            raise NotImplementedError(f"{name} has not been implemented")
-        return before(response)
+        return action(fleets, response) if fleets else before(response)
 
     setattr(cls, name, answer)
 
