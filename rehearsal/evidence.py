@@ -57,7 +57,7 @@ class Evidence:
         self.folder = folder
         self.receipt = _document(folder / "receipt.json")
         self.done = _document(folder / "done.json")
-        self.results = _document(folder / "results.json")
+        _document(folder / "results.json")  # raises without one
         report = folder / "growth_report.json"
         self.growths: list[dict[str, Any]] = _document(report).get("boundaries", []) if report.exists() else []
         self.stages = {path.name: _lines(path) for path in sorted((folder / "stages").glob("*.jsonl"))}

@@ -59,8 +59,7 @@ def optimal(exposure: Exposure, save_cost_s: float) -> Cadence | None:
     present_s = exposure.interval_h * 3600
     if any(math.isinf(_hours(exposure, each, save_cost_s, hazards)) for each in (best_s, present_s)):
         return None
-    unlimited = replace(exposure, max_usd=None, max_hours=None)
-    both = [_at(unlimited, each, save_cost_s) for each in (present_s, best_s)]
+    both = [_at(exposure.unlimited, each, save_cost_s) for each in (present_s, best_s)]
     for attempts in (_ATTEMPTS, MAX_ATTEMPTS):
         present, best = simulate_each(both, runs=_RUNS, attempts=attempts)
         if (present.interruptions >= attempts).mean() < _CARRIED_ON:

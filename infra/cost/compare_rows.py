@@ -144,11 +144,12 @@ def draft(
 
 def filled(rows: Sequence[Row], hours_left: float | None, *, runs: int, attempts: int = risk.MAX_ATTEMPTS) -> list[Row]:
     """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate."""
-    outcomes = _simulated([row.prepared.unlimited for row in rows if row.prepared], runs=runs, attempts=attempts)
+    exposures = [row.prepared.exposure.unlimited for row in rows if row.prepared]
+    outcomes = _simulated(exposures, runs=runs, attempts=attempts)
     found = []
     for row in rows:
         if row.prepared is not None:
-            outcome = outcomes[row.prepared.unlimited]
+            outcome = outcomes[row.prepared.exposure.unlimited]
             row = _figures(row, side.settle(row.prepared, outcome, outcome), hours_left)
         found.append(row)
     return found

@@ -67,7 +67,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
         raise ValueError(f"on_time is {on_time}, hours_left {hours_left}; allowed: above 0 to 1, and hours")
     if not (spot.phase_ends_h[-1] > 0 and on_demand.phase_ends_h[-1] > 0):
         raise ValueError("the run has no work; allowed: hours above 0")
-    spot = replace(spot, max_usd=None, max_hours=None)
+    spot = spot.unlimited
     alone = simulate(spot, runs=RUNS)
     stop_h = max(spot.reserve_h, on_demand.reserve_h)
     by_h = hours_left - stop_h

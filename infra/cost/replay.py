@@ -130,7 +130,7 @@ def compare(exposure: Exposure, trace: Trace, *, starts: int = STARTS) -> Replay
     """Replays without limits (a run that a limit stops is cheap, but not done) and grades the exposure's own hazard,
     a fixed 0.2, and the prior where that is another one. Raises GpufleetError for a trace shorter than the run: going
     round in it, every run would meet the same hours, and its interval would hold or not by construction."""
-    exposure = replace(exposure, max_usd=None, max_hours=None)
+    exposure = exposure.unlimited
     if trace.hours < exposure.uninterrupted_h:
         raise GpufleetError(
             f"{trace.source}: it is {hours(trace.hours)} h long and the run takes {hours(exposure.uninterrupted_h)} h"

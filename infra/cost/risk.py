@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,11 @@ class Exposure:
         if isinstance(self.hazard, Hazard):
             return self.hazard
         return Hazard() if self.hazard is None else Hazard.fixed(self.hazard)
+
+    @property
+    def unlimited(self) -> Exposure:
+        """Without the limits of the definition: a run that one stops is cheap, and not done."""
+        return replace(self, max_usd=None, max_hours=None)
 
     @property
     def uninterrupted_h(self) -> float:

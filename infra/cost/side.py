@@ -59,11 +59,6 @@ class Prepared:
         """Sum of the lines: the run without interruptions."""
         return sum((line.amount for line in self.lines), Decimal(0))
 
-    @property
-    def unlimited(self) -> risk.Exposure:
-        """Without the limits of the definition."""
-        return replace(self.exposure, max_usd=None, max_hours=None)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side(Prepared):
@@ -129,7 +124,7 @@ def price_side(
     if prepared is None:
         return None
     runs = 1 if capacity == "on-demand" else runs  # nothing is drawn
-    outcome, needed = risk.simulate_each([prepared.exposure, prepared.unlimited], runs=runs)
+    outcome, needed = risk.simulate_each([prepared.exposure, prepared.exposure.unlimited], runs=runs)
     return settle(prepared, outcome, needed if outcome.stopped.any() else outcome)
 
 
@@ -173,13 +168,13 @@ def half_speed(side: Side, variant: Variant) -> Quantiles:
     if variant.hold_hours is not None:
         held = side.runtime.held_s / 3600
         last = max((last - 2 * held) * float(1 + variant.buffer), last / 2)
-    slow = replace(side.unlimited, phase_ends_h=(*ends, last))
+    slow = replace(side.exposure.unlimited, phase_ends_h=(*ends, last))
     return _figures(risk.simulate(slow, runs=min(_FEW, side.runs)), side)[0]
 
 
 def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
     """(word, interruptions per node-hour, mean USD to finish)."""
-    fixed = [replace(side.unlimited, hazard=hazard) for _, hazard in HAZARD_WORDS]
+    fixed = [replace(side.exposure.unlimited, hazard=hazard) for _, hazard in HAZARD_WORDS]
     outcomes = risk.simulate_each(fixed, runs=min(_FEW, side.runs))
     means = [_figures(outcome, side)[0].mean for outcome in outcomes]
     return tuple((word, hazard, mean) for (word, hazard), mean in zip(HAZARD_WORDS, means, strict=True))
