@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from infra.errors import DefinitionError, Problem
 from infra.yaml_tree import Mapping, Scalar, at, open_file, parse
+from job import atomic
 
 
 def pin(path: Path, *, ami: str, image: str) -> None:
@@ -46,7 +45,9 @@ def pin(path: Path, *, ami: str, image: str) -> None:
     ]
     assert written == [ami, image], written
     if pinned != text:
-        _replace(target, pinned.encode())
+        mode = target.stat().st_mode
+        atomic.write_bytes(target, pinned.encode())
+        target.chmod(mode)
 
 
 def _above_region(text: str, tree: Mapping, ami: str) -> tuple[int, int, str] | None:
@@ -61,15 +62,3 @@ def _above_region(text: str, tree: Mapping, ami: str) -> tuple[int, int, str] | 
         return None
     end = line[len(line.rstrip("\r\n")) :] or "\n"
     return len(before), len(before), f"{indent}ami: {ami}{end}"
-
-
-def _replace(path: Path, raw: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
-        Path(name).chmod(path.stat().st_mode)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
