@@ -180,7 +180,7 @@ def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
         billed_gpu_h=float(found.hours.p50) * row.nodes * row.gpu_count,
         wall_hours=found.wall_hours,
         usd=found.usd,
-        free_usd=found.metered_usd.mean - found.usd.mean,
+        free_usd=_free(found, outcome),
         interruptions=found.interruptions,
         interrupted=float((outcome.interruptions > 0).mean()),
         lost_minutes=60 * max(0.0, float(outcome.hours.mean()) - found.exposure.uninterrupted_h),
@@ -236,3 +236,10 @@ def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
         on_demand=amount(on_demand.amount if on_demand else None),
         spot=amount(median(zone.price.amount for zone in zones) if zones else None),
     )
+
+
+def _free(found: Side, outcome: risk.Outcome) -> Decimal:
+    """Mean of what was used and not charged."""
+    exposure = found.exposure
+    metered = exposure.fixed_usd + outcome.hours * (exposure.compute_usd_h + exposure.extras_usd_h)
+    return side.exact(float((metered - outcome.usd).mean()))
