@@ -138,11 +138,7 @@ def _why(config: JobConfig, instance: Instance, index: int, rung: sizing.Rung | 
 
 def _narrower(config: JobConfig, instance: Instance) -> str:
     """The narrow state, where that is enough."""
-    if (
-        isinstance(config, GrowthConfig)
-        and config.precision.phase3_state == "fp32"
-        and (instance.gpu.bf16 or config.precision.compute == "fp32")
-    ):
+    if isinstance(config, GrowthConfig) and config.precision.phase3_state == "fp32":
         narrow = replace(config, precision=replace(config.precision, phase3_state="bf16"))
         if _holds(narrow, instance):
             return "job.parameters.precision.phase3_state: bf16"

@@ -89,6 +89,12 @@ def test_a_type_that_does_not_hold_the_job_says_why_and_the_nearest_change(
         assert re.search(nearest, problem.hint)
 
 
+def test_a_gpu_without_bf16_is_not_advised_to_hold_its_state_in_it() -> None:
+    found = fit.fits(growth(state="fp32"), CATALOG.instances["p3dn.24xlarge"], CATALOG, "us-east-2")
+    assert {each.why for each in found} == {"V100 32GB has no bf16"}
+    assert {each.nearest.split()[0] for each in found} == {"g6e.xlarge"}
+
+
 def test_when_no_type_holds_the_job_or_has_a_speed_the_error_is_the_fit() -> None:
     with pytest.raises(DefinitionError, match="T4 has no bf16"):
         bill(types=("g4dn.xlarge",))

@@ -160,6 +160,8 @@ def test_the_drawn_hazard_has_the_medians_and_tails_of_the_traces() -> None:
 def test_the_simulation_agrees_with_the_closed_form(hazard: float) -> None:
     run = replace(RUN, hazard=hazard, free_h=0.0)
     assert simulate(run, runs=50_000).hours.mean() == pytest.approx(expected_hours(run, hazard), rel=0.02)
+    slow = replace(run, setup_h=0.7)
+    assert expected_hours(slow, 1e-9) == pytest.approx(slow.uninterrupted_h, abs=1e-6)  # nothing happens to it
 
 
 def test_more_hazard_never_makes_a_run_shorter() -> None:

@@ -68,6 +68,8 @@ def test_a_deadline_is_the_end_of_the_fleet() -> None:
 def test_a_new_run_past_its_deadline_is_refused() -> None:
     with pytest.raises(DefinitionError, match=r"limits.deadline: '2026-11-21T11:00:00Z' .* has not begun"):
         verdict(limits(deadline=NOW - HOUR))
+    with pytest.raises(DefinitionError, match="a time after now"):
+        verdict(limits(deadline=NOW))
 
 
 def test_the_same_run_continues_with_the_expiry_it_began_with() -> None:
@@ -94,6 +96,13 @@ OTHER_SETTINGS = {
     "dataset": replace(DEFINITION, storage=replace(DEFINITION.storage, dataset="data/other")),
     "base weights": replace(DEFINITION, storage=replace(DEFINITION.storage, base_weights="s3://weights/other")),
 }
+
+
+def test_types_and_zones_in_another_order_are_the_same_run() -> None:
+    types, zones = ("g5.2xlarge", "g6.2xlarge"), ("us-east-2a", "us-east-2b")
+    one = replace(DEFINITION, fleet=replace(DEFINITION.fleet, instance_types=types, zones=zones))
+    other = replace(DEFINITION, fleet=replace(DEFINITION.fleet, instance_types=types[::-1], zones=zones[::-1]))
+    assert verdict(other, previous=verdict(one)).continues
 
 
 @pytest.mark.parametrize("changed", OTHER_SETTINGS.values(), ids=OTHER_SETTINGS.keys())
@@ -178,7 +187,8 @@ def test_a_new_run_says_whose_fleet_it_takes_the_place_of_unless_that_one_has_ex
     (warning,) = verdict(run(DEFINITION, "r2"), previous=first).warnings
     assert "takes the place of run r1's. If r1 still trains, `pulumi up` ends it" in warning
     assert "`gpufleet status tinystories-growth --run r1`" in warning
-    assert verdict(run(DEFINITION, "r2"), previous=first, now=NOW + 27 * HOUR).warnings == ()
+    for fleets in ({"r1"}, {"r1", ""}):  # one without a tag has no run that could be named
+        assert verdict(run(DEFINITION, "r2"), previous=first, fleets=fleets, now=NOW + 27 * HOUR).warnings == ()
     assert verdict(run(DEFINITION, "r2"), previous=first, fleets=set()).warnings == ()
 
 
