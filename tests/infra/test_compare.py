@@ -360,6 +360,9 @@ def test_step_times_of_the_file_are_of_its_own_gpus_alone() -> None:
     assert {type_ for type_, row in found.items() if row.basis == "measured"} == {"g5.xlarge", "g5.2xlarge"}
     assert [found[type_].compute_h for type_ in types[:2]] == [pytest.approx(550 / 3600)] * 2
     assert [found[type_].compute_h for type_ in types[2:]] == [plain[type_].compute_h for type_ in types[2:]]
+    whole = replace(timed, fleet=replace(timed.fleet, instance_types=("g6.2xlarge",)))
+    rows = compare.every_option(whole, [whole], load_catalog(), types=["g6.2xlarge", "g6f.2xlarge"], runs=10)
+    assert {row.type: row.basis for row in rows} == {"g6.2xlarge": "measured", "g6f.2xlarge": "target"}  # a slice of it
 
 
 def test_scenarios_that_share_their_work_share_the_widest_of_their_limits() -> None:

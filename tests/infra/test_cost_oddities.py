@@ -259,6 +259,19 @@ def test_the_rehearsal_on_a_laptop_is_priced_from_its_step_times() -> None:
     assert all(fit.fits for fit in found.fits)
 
 
+def test_a_bill_that_is_mostly_a_kept_bucket_says_so() -> None:
+    def said(**changes: Any) -> list[str]:
+        return [warning for warning in bill(**changes).warnings if "keeping the bucket" in warning]
+
+    kept = bill(keep=Keep(days=30), hazard_per_hour="0")
+    storage = Decimal("1.1533")  # 50.84 GB x 30 x 24 / 730 x 0.023; all else is 0.60
+    assert amounts(kept)["S3 storage"] == pytest.approx(storage, abs=Decimal("0.0003"))
+    (warning,) = said(keep=Keep(days=30), hazard_per_hour="0")
+    assert warning.startswith("66% of p50 is keeping the bucket for storage.keep.days: 30; delete what you do not need")
+    assert not said(keep=Keep(days=7))
+    assert not said(keep=Keep(bucket=False), dataset_bytes=10**13)  # a day of it costs more than the run
+
+
 def test_a_run_shorter_than_a_minute_is_billed_for_one_and_adds_nothing_for_interruptions() -> None:
     short = replace(growth(device="cpu", compute="fp32", state="fp32"), steps_per_phase=30)
     tiny = replace(short, model=replace(short.model, vocab=512, layers=3, width=64, heads=4, ffn=256, new_layers=2))
