@@ -164,6 +164,22 @@ def test_the_table_shows_what_a_limit_cuts_off_apart_from_interruptions(capacity
     assert "Their line is negative" not in flat(render(found))
 
 
+def test_a_limit_that_few_runs_meet_is_named_beside_what_they_cost_within_it() -> None:
+    found = bill(max_hours="0.75")
+    assert found.cap is not None
+    assert 0.01 < found.cap.probability < 0.5
+    assert found.usd.p50 == found.chosen.needed_usd.p50
+    assert "USD within the limits, done or not" in render(found)
+
+
+def test_the_other_capacity_is_shown_at_what_it_takes_to_finish() -> None:
+    found = bill(max_usd="1.00")
+    assert found.on_demand is not None
+    assert found.on_demand.usd.p50 < found.on_demand.needed_usd.p50  # the limit would stop it
+    row = next(line for line in render(found).split("\n") if line.startswith("USD on demand"))
+    assert row.split()[-3] == f"{found.on_demand.total:.2f}"
+
+
 def test_a_run_within_its_limits_has_one_total() -> None:
     assert "to finish" not in render(bill())
     assert "stopped by" not in render(bill())

@@ -89,6 +89,16 @@ def test_a_type_that_does_not_hold_the_job_says_why_and_the_nearest_change(
         assert re.search(nearest, problem.hint)
 
 
+def test_a_dearer_type_that_does_not_hold_the_job_is_not_what_the_bill_stands_on() -> None:
+    types, timed = ("g4dn.12xlarge", "g5.2xlarge"), ("80", "130", "600")
+    found = bill(types=types, capacity="on-demand", step_ms=timed, max_usd="50")
+    dear, cheap = (option.on_demand for option in found.types)
+    assert dear is not None
+    assert cheap is not None
+    assert dear.amount > 3 * cheap.amount
+    assert found.chosen.type == "g5.2xlarge"
+
+
 def test_a_gpu_without_bf16_is_not_advised_to_hold_its_state_in_it() -> None:
     found = fit.fits(growth(state="fp32"), CATALOG.instances["p3dn.24xlarge"], CATALOG, "us-east-2")
     assert {each.why for each in found} == {"V100 32GB has no bf16"}

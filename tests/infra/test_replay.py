@@ -108,6 +108,13 @@ def test_a_true_forecast_holds_and_beats_a_false_one() -> None:
     assert found.independent < found.windows
 
 
+def test_as_many_runs_fit_into_a_trace_as_their_hours_by_the_wall_do() -> None:
+    found = replay.compare(RUN, stretches((4, 20), hours=20), starts=1)
+    assert found.independent == pytest.approx(20 / (4 + RUN.uninterrupted_h))
+    with pytest.raises(GpufleetError, match=r"it is 2\.00 h long and the run takes 2\.25 h without interruptions"):
+        replay.compare(RUN, stretches((0, 2), hours=2))
+
+
 def test_the_limits_do_not_make_a_replay_cheaper() -> None:
     capped = replay.compare(replace(RUN, max_usd=0.6, max_hours=0.2), markov(0.5))
     assert capped == replace(replay.compare(RUN, markov(0.5)), trace=capped.trace)

@@ -244,6 +244,11 @@ def test_how_many_processes_of_two_nodes_with_eight_gpus_share_a_step(config: Jo
     assert sizing.ranks(config, 8, 2) == ranks
 
 
+def test_a_process_without_a_row_is_not_started_and_on_a_cpu_no_gpu_is_asked_for() -> None:
+    assert sizing.ranks(SftConfig(), 8) == 4
+    assert [sizing.least_gpus(SftConfig(gpus=2, device=device)) for device in ("cuda", "cpu")] == [2, 1]
+
+
 def test_long_prompts_are_answered_fewer_at_once_and_billed_so() -> None:
     config = SftConfig()
     assert sizing.sft.answers_at_once(config) == 20

@@ -53,6 +53,9 @@ def test_phases_are_the_folds_and_the_refit_and_one_of_folds_per_family_of_a_swe
         *(f"{name}-folds" for name, _ in variants(SWEEP)),
         "refit",
     ]
+    refit, largest = len(variants(SWEEP)), 2_036_544  # of the families the second
+    assert sizing.phases(SWEEP)[refit].params_total == largest
+    assert sizing.checkpoint_bytes(SWEEP, refit) - sizing.end_bytes(SWEEP, refit) == 8 * largest  # two moments
 
 
 @pytest.mark.parametrize("optimistic", [True, False])
