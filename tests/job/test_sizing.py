@@ -244,6 +244,20 @@ def test_how_many_processes_of_two_nodes_with_eight_gpus_share_a_step(config: Jo
     assert sizing.ranks(config, 8, 2) == ranks
 
 
+def test_a_rung_fits_where_a_gigabyte_is_left_beside_its_peak() -> None:
+    config, rung = GrowthConfig(), sizing.Rung(micro=4)
+    peak = max(sizing.memory(config, phase, 4).total_gb for phase in range(3))
+    assert sizing.fits(config, rung, peak + 1.001)
+    assert not sizing.fits(config, rung, peak + 0.999)
+
+
+def test_what_is_left_of_the_steps_is_evaluated_too() -> None:
+    growth, pretrain = GrowthConfig(), PretrainConfig()
+    often = replace(growth, steps_per_phase=101, eval=replace(growth.eval, every=50))
+    seldom = replace(pretrain, steps=101, eval=replace(pretrain.eval, every=50))
+    assert [phase.evaluations for each in (often, seldom) for phase in sizing.phases(each)] == [3, 3, 3, 3]
+
+
 def test_a_process_without_a_row_is_not_started_and_on_a_cpu_no_gpu_is_asked_for() -> None:
     assert sizing.ranks(SftConfig(), 8) == 4
     assert [sizing.least_gpus(SftConfig(gpus=2, device=device)) for device in ("cuda", "cpu")] == [2, 1]
