@@ -40,6 +40,7 @@ WORDS = (
     *((place, LIBDEVICE) for place in LIBDEVICE_AT), ("triton.language.math", LANGUAGE), ("triton.language", LANGUAGE),
     ("math", MATH), ("torch", TORCH), ("triton", TRITON),
 )  # fmt: skip
+NO_GRADIENTS = ("torch.no_grad", "torch.inference_mode")
 WORDLESS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.Load, ast.Store)
 ANNOTATION = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Tuple, ast.BinOp, ast.BitOr, ast.Load)
 
@@ -101,18 +102,18 @@ class Expressions:
             call = item.context_expr
             if self._without_gradients(call):
                 if item.optional_vars:
-                    raise Forbidden(node, "a name for torch.no_grad()")
+                    raise Forbidden(node, f"a name for {ast.unparse(call)}")
                 continue
             if not isinstance(call, ast.Call) or self._full(call.func) != "torch.cuda.device" or item.optional_vars:
-                raise Forbidden(node, "With is not allowed, but of torch.cuda.device and torch.no_grad()")
+                raise Forbidden(node, f"With is not allowed, but of torch.cuda.device, {' and '.join(NO_GRADIENTS)}")
             for part in given(call):
                 self._expression(part)
         for statement in node.body:
             self._statement(statement)
 
     def _without_gradients(self, node: ast.expr) -> bool:
-        """torch.no_grad(), with nothing between its brackets."""
-        return isinstance(node, ast.Call) and not given(node) and self._full(node.func) == "torch.no_grad"
+        """One of NO_GRADIENTS, with nothing between its brackets."""
+        return isinstance(node, ast.Call) and not given(node) and self._full(node.func) in NO_GRADIENTS
 
     def _annotation(self, node: ast.expr) -> None:
         """Python evaluates it. Names of types, one of several, or text."""

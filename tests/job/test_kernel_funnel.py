@@ -67,6 +67,7 @@ HONEST: dict[str, dict[str, str]] = {
         "@triton.jit": "@jit",
         "triton.cdiv": "cdiv",
     },
+    "in inference mode": {"def kernel_function": "@torch.inference_mode()\ndef kernel_function"},
     "slices in a block without gradients": {
         "    return out": "    with torch.no_grad():\n        return out[None, ...][0]",
         "x = x.contiguous()": "x = x[None][0].contiguous()",

@@ -104,6 +104,7 @@ def importing(line: str, source: str = HONEST) -> str:
         ("with torch.no_grad(exec('1')):\n        pass", "With"),
         ("with torch.no_grad() as x.data:\n        pass", "a name for"),
         ("with torch.no_grad():\n        exec('1')", "the name exec"),
+        ("with torch.inference_mode(exec('1')):\n        pass", "With"),
         ("class A:\n        pass", "ClassDef"),
         ("def torch(): pass", "given another meaning"),
         ("def grid(meta):\n        exec('1')", "the name exec"),
