@@ -16,7 +16,8 @@ from job.kernels.catalog import ENTRY
 
 # Of three backticks or more, or tildes; as long at its end as at its beginning, or open there.
 FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
-DEFINED, THOUGHT = f"def {ENTRY}", "</think>"
+THOUGHT = "</think>"
+DEFINED = re.compile(rf"^[ \t]*(def[ \t]+{ENTRY}\b|{ENTRY}[ \t]*=)", re.MULTILINE)
 JIT = re.compile(r"@(\w+\.)?jit\b")
 
 
@@ -28,10 +29,10 @@ def program(answer: str) -> str:
     """
     answer = answer.rpartition(THOUGHT)[2]
     fenced = [textwrap.dedent(found[1]) for found in FENCE.findall(answer)]
-    earlier = [part for part in fenced if DEFINED in part][:-1]
+    earlier = [part for part in fenced if DEFINED.search(part)][:-1]
     together = "\n".join(part for part in fenced if part not in earlier)
     parts = [*fenced, *filter(None, [together]), answer.partition("```")[0], answer]
-    whole = [part for part in parts if DEFINED in part]
+    whole = [part for part in parts if DEFINED.search(part)]
     found = next((part for part in whole if JIT.search(part)), (whole or fenced or parts)[0])
     return used(found.strip() + "\n")
 

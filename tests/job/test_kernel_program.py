@@ -18,6 +18,9 @@ JIT_ALONE = JITTED.replace("triton.", "")
 LAUNCHES = "def kernel_function(x):\n    kernel[1,](x)\n"
 
 
+NAMED = LAUNCHES.replace("kernel_function", "relu") + "kernel_function = relu\n"
+
+
 ENTRY = "def kernel_function(x):\n    pass"
 
 
@@ -32,6 +35,7 @@ ENTRY = "def kernel_function(x):\n    pass"
         ("```triton\nimport a\n```", "import a\n"),
         (f"Write ```triton``` so:\n  ```python title=a\n{ENTRY}\n```\n", ENTRY + "\n"),
         (f"```bash\npip install triton\n```\nthen\n```python\n{ENTRY}\n```\n", ENTRY + "\n"),
+        (f"```bash\npip install triton\n```\n```python\n{NAMED}```\n", NAMED),
         (f"{ENTRY}\n```\nThat is all.", ENTRY + "\n"),
         (f"~~~python\n{ENTRY}\n~~~\nDone.", ENTRY + "\n"),
         (f"````python\n{ENTRY}\n    '```'\n````\nDone.", ENTRY + "\n    '```'\n"),
