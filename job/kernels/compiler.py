@@ -15,7 +15,9 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 CACHE = "cache"  # in the scratch folder, and relative to it: Triton notes paths, and they must hold in the next one
 CAPABILITY = (9, 0)  # where there is no GPU to ask: an H100's, which the stack rents
+PROCESSORS = 132  # an H100's; programs make grids of it, seldom constants
 PRINTED = "output.txt"  # in the scratch folder: what a candidate's process prints; LLVM says there what is wrong
 FOREIGN = {"ptx_options", "ir_override", "extern_libs"}
 ADDRESS = 0x7F00_0000_0000  # where a GPU's memory is seen, roughly
@@ -75,6 +78,9 @@ def install(capability: int) -> str | None:
     try:
         refuse_foreign_code()
         _triton("runtime").driver.set_active(_Target(capability))
+        cuda: Any = torch.cuda  # who asks which GPU is meant, and how large it is, is to come to its launches
+        cuda.device, cuda.current_device = nullcontext, lambda: 0
+        cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=PROCESSORS)
         _triton("runtime.jit").KernelInterface.__getitem__ = _compiling
         _triton("runtime.autotuner").Autotuner.run = _all_configurations
         fake = importlib.import_module("torch._subclasses").FakeTensor

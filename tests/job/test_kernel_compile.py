@@ -129,6 +129,17 @@ def test_what_the_rest_of_a_program_does_with_numbers_is_left_to_stage_3(workers
     assert verdict.passed, verdict
 
 
+def test_one_that_asks_which_gpu_it_is_on_is_compiled_ahead(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none here: what such a program launches would first be compiled while a GPU waits."""
+    monkeypatch.setattr(Workers, "device", "cuda")
+    asks = (
+        "    most = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count\n"
+        "    with torch.cuda.device(x.device):\n        kernel[(max(most, triton.cdiv(n, 1024)),)]"
+    )
+    source = planted.source(catalog.BY_NAME["square"], body=unlike(5))
+    assert cubins(built(workers, source.replace("    kernel[(triton.cdiv(n, 1024),)]", asks), "square")) > 0
+
+
 ADDRESSES = """
 import torch
 import triton
