@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import Bench, FakeTrainer, FaultyStore, Inline
+from supervisor_world import Bench, FakeTrainer, FaultyStore, Inline, Queue
 
 from job import atomic
 from job.run_file import load
@@ -86,6 +86,20 @@ def test_what_came_from_the_bucket_is_not_sent_back_and_what_changed_is(tmp_path
         cache.poll(Inline())
     assert sent == ["moe.bin"]
     assert store.get_bytes("moe.bin") == b"new"
+
+
+def test_one_file_at_a_time_is_sent(tmp_path: Path) -> None:
+    bench, queue = Bench(tmp_path), Queue()
+    bench.attempt()
+    cache = mirror(bench, FolderStore(tmp_path / "graphs"), [])
+    for name in ("dense.bin", "moe.bin"):
+        atomic.write_bytes(tmp_path / "i-1" / FOLDER / name, b"graph")
+    for _ in range(2):
+        cache.poll(queue)
+    queue.run()  # the one that waits
+    cache.poll(queue)
+    queue.run()
+    assert [entry.key for entry in FolderStore(tmp_path / "graphs").entries("")] == ["dense.bin", "moe.bin"]
 
 
 def test_files_of_a_used_disk_are_not_believed(tmp_path: Path) -> None:

@@ -374,6 +374,7 @@ def test_generation_ends_at_a_stop_token_and_leaves_it_out() -> None:
     stopped = generate(module, [[5, 6, 7], [9]], 6, stop={stop})
     assert stopped[0] == free[0][: free[0].index(stop)]
     assert stopped[1] == (free[1][: free[1].index(stop)] if stop in free[1] else free[1])
+    assert generate(module, [[5, 6, 7]], 6, stop={free[0][0]}) == [[]]
 
 
 def test_generation_ends_when_all_ranks_do_and_not_when_this_one_would() -> None:

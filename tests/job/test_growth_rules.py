@@ -209,6 +209,9 @@ def test_noise_is_a_tenth_of_each_matrix_own_spread() -> None:
         left, right = new[name].chunk(2, dim=-1)
         noise, spread = (left - right) / 2, old[name].std(dim=(-2, -1))
         torch.testing.assert_close(noise.std(dim=(-2, -1)), 0.1 * spread, rtol=0.15, atol=0)
+    for name in ("blocks.1.attention.q.weight", "blocks.1.ffn.up.weight"):  # outputs alike would learn alike
+        first, second = new[name].chunk(2, dim=-2)
+        assert not torch.isclose(first, second).all()
 
 
 def test_new_layers_draw_ordinary_weights_except_what_writes_to_the_stream() -> None:

@@ -235,7 +235,11 @@ def test_bf16_compute_keeps_fp32_weights_and_loss() -> None:
     config = replace(CONFIG, precision=Precision(compute="bf16", phase3_state="fp32"))
     module = load(config, 1, moe(torch.float32))
     exact = load(CONFIG, 1, moe(torch.float32))(TOKENS, TARGETS).loss_sum
+    routed: set[torch.dtype] = set()
+    for block in module.blocks:
+        block.ffn.router.register_forward_hook(lambda _, given, logits: routed.update((given[0].dtype, logits.dtype)))
     output = module(TOKENS, TARGETS)
+    assert routed == {torch.float32}  # a choice between close experts
     assert output.loss_sum.dtype == torch.float32
     assert output.loss_sum.item() == pytest.approx(exact.item(), rel=5e-3)
     assert {g.dtype for g in gradients(module, output).values()} == {torch.float32}

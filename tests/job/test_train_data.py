@@ -163,10 +163,12 @@ def test_a_window_longer_than_the_held_out_text_is_refused(folder: Path) -> None
         Dataset(folder, vocab=160, sequence=1024, device=CPU)
 
 
-def test_a_shard_cut_short_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bytes_more", [-2, 2])
+def test_a_shard_of_other_tokens_than_its_header_says_is_refused(tmp_path: Path, bytes_more: int) -> None:
     world.make(tmp_path)
     path = tmp_path / "data" / "train_00000.bin"
-    path.write_bytes(path.read_bytes()[:-2])
+    content = path.read_bytes()
+    path.write_bytes((content + b"\0\0")[: len(content) + bytes_more])
     with pytest.raises(ValueError, match="the header promises"):
         Dataset(tmp_path / "data", vocab=160, sequence=SEQUENCE, device=CPU)
 

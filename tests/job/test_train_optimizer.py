@@ -14,6 +14,7 @@ from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models.growth import build
 from job.sizing import Rung
 from job.train import optimizer
+from job.train.device import Device
 from job.train.optimizer import NarrowAdamW, stochastic_bf16
 from job.train.parallel import World
 from job.train.step import update
@@ -165,6 +166,19 @@ def test_each_phase_of_a_growth_has_its_rate_and_warms_up_anew(tmp_path: Path) -
             rates.append(found.schedule(phase, opt, step))
             assert opt.param_groups[0]["lr"] == rates[-1]
     assert rates == [0.01] * 4 + [0.002, 0.004, 0.004, 0.004] + [0.001, 0.002, 0.002, 0.002]
+
+
+def test_every_micro_batch_of_every_step_draws_from_a_seed_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, seeds = world.experiment(world.make(tmp_path)), list[int]()
+    monkeypatch.setattr(Device, "seed", lambda device, seed: seeds.append(seed))
+    module = build(experiment.session.config, 0)  # type: ignore[arg-type]
+    opt = experiment.optimizer(experiment.phases[0], module)
+    for step in (0, 1, 0):
+        update(experiment, module, opt, experiment.batch(experiment.phases[0], step, Rung(micro=2)), step)
+    assert seeds[:2] == seeds[4:]
+    assert len(set(seeds)) == 4
 
 
 @pytest.mark.parametrize("phase", [0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -80,18 +81,27 @@ def test_an_index_that_lists_nothing_is_none(folder: Path) -> None:
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4976698672\n"
+EMPTY_LIST = b"\x02\0\0\0\0\0\0\0[]"
 
 
 @pytest.mark.parametrize(
-    "content", [POINTER, b"", b"\x02\0\0\0\0\0\0\0[]", None], ids=["pointer", "empty", "list", "cut"]
+    "content",
+    [
+        lambda whole: POINTER,
+        lambda whole: b"",
+        lambda whole: EMPTY_LIST,
+        lambda whole: whole[:-1],
+        lambda whole: whole + b"0",
+    ],
+    ids=["pointer", "empty", "list", "cut", "longer"],
 )
 def test_a_file_that_is_no_whole_safetensors_is_found_before_anything_is_paid(
-    content: bytes | None, tmp_path: Path
+    content: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": np.ones((3, 4), np.float32), "b": np.zeros(0, np.float32)}, path, metadata={"format": "pt"})
     weights.check(tmp_path)
-    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    path.write_bytes(content(path.read_bytes()))
     with pytest.raises(ValueError, match=r"model\.safetensors: [\d,]+ bytes, no whole safetensors file"):
         weights.check(tmp_path)
 
