@@ -126,6 +126,18 @@ def test_no_two_starts_are_farther_apart_than_an_example_and_no_loss_changes(
             torch.testing.assert_close(module(*micro.inputs).loss_sum, masked, rtol=1e-12, atol=0)
 
 
+def test_a_row_of_one_short_example_has_room_for_its_padding_in_pieces(tmp_path: Path) -> None:
+    parameters = sft.config(data={"examples": 20, "row": 512, "longest": 64}, measures={"packing": False})
+    config = from_json("sft-h100", parameters)
+    assert isinstance(config, SftConfig)
+    prepare_sft(tmp_path / "data", config)
+    found = batches(tmp_path / "data")
+    for micro in found.work("train", np.arange(len(found.splits["train"])), 4).micros:
+        tokens, _, _, starts, longest = micro.inputs
+        assert starts[-1] == tokens.numel()
+        assert starts.diff().max() <= longest == 64
+
+
 def test_validation_rows_are_spread_and_fixed(folder: Path) -> None:
     found = batches(folder)
     count = len(found.splits["validation"])
