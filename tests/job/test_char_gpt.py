@@ -12,7 +12,7 @@ from torch import Tensor
 from job import sizing
 from job.config.pretrain import CharData, CharModel, PretrainConfig
 from job.models import char_gpt
-from job.models.char_gpt import Cache, CharGpt, generate, initial, norm
+from job.models.char_gpt import Cache, CharGpt, generate, initial, norm, std
 
 SMALL = CharModel(layers=2, width=64, head_dim=32)
 
@@ -265,6 +265,7 @@ def test_the_start_is_the_stated_one_and_needs_no_other_parameter() -> None:
         for part in ("attention.o", "ffn.down"):
             assert deviations[f"blocks.{layer}.{part}.weight"] == 0
     assert deviations["head.weight"] == 0
+    assert std("blocks.0.attention.k.weight", (16, 64)) == 1 / 16  # with fewer outputs than inputs, less
     q = "blocks.1.attention.q.weight"
     assert torch.equal(initial(q, names[q], seed=4), drawn[q])
     assert not torch.equal(initial(q, names[q], seed=5), drawn[q])

@@ -18,7 +18,7 @@ from job.config.common import Decoder as Shape
 from job.config.sft import Lora, SftConfig
 from job.models import decoder, lora
 from job.models.decoder import build, decays, frequencies, positions
-from job.models.generate import generate, uniform
+from job.models.generate import _choose, generate, uniform
 from job.models.linear_loss import CHUNK_TOKENS, IGNORED, chunk_loss, linear_loss
 from job.train.optimizer import groups
 
@@ -357,6 +357,10 @@ def test_samples_follow_the_distribution(temperature: float) -> None:
     seen = torch.bincount(torch.tensor([tokens[0] for tokens in drawn]), minlength=96) / 4000
     assert (seen - expected).abs().max() < 0.03
     assert abs(sum(uniform(seed, 0) for seed in range(4000)) / 4000 - 0.5) < 0.02
+
+
+def test_a_token_that_cannot_be_is_not_drawn_by_the_smallest_number() -> None:
+    assert _choose(torch.tensor([[-torch.inf, 0.0]]), 1.0, [0.0]).tolist() == [1]
 
 
 def test_every_token_is_drawn_anew() -> None:

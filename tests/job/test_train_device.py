@@ -64,6 +64,21 @@ def test_each_board_has_its_own_data_sheet_and_an_unknown_one_none(
     assert (peak_tflops(name), bandwidth_gb_s(name)) == (peak, bandwidth)
 
 
+@pytest.mark.parametrize(
+    ("name", "found", "room"),
+    [("NVIDIA H100 80GB HBM3", 85.5, 80), ("NVIDIA L4", 23.6, 23.6), ("NVIDIA GeForce RTX 4090", 25.4, 25.4)],
+)
+def test_a_batch_is_chosen_for_what_the_driver_reports_but_no_more_than_the_data_sheet(
+    name: str, found: float, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = type("P", (), {"name": name, "major": 9, "minor": 0, "total_memory": found * 1e9})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(device, "allocate_exactly", list)
+    gpu = choose("cuda", bf16=True)
+    assert (gpu.memory_gb, gpu.room_gb) == (pytest.approx(found), pytest.approx(room))
+
+
 def test_utilisation_comes_from_nvidia_smi_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho '[N/A]'\necho 93\n")

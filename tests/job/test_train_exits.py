@@ -54,6 +54,13 @@ def test_a_finished_run_leaves_weights_at_each_phase_start_and_end(finished: Pat
         assert meta is not None
         count = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
         assert count == meta["params_total"]
+        assert meta["tokens"] == meta["step"] * 4 * 16
+
+
+def test_a_routers_load_is_that_of_its_busiest_expert_over_the_mean(tmp_path: Path) -> None:
+    aux = {"load": torch.tensor([[1, 3], [2, 2]]), "entropy": torch.tensor([0.5, 0.25])}
+    found = world.experiment(world.make(tmp_path)).logged(aux)
+    assert found == {"router_load": [1.5, 1.0], "router_entropy": [0.5, 0.25]}
 
 
 def test_the_final_model_is_the_last_phases(finished: Path) -> None:

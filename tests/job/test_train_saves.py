@@ -186,6 +186,12 @@ def test_an_earlier_nodes_best_is_to_be_beaten_unless_the_best_must_be_on_this_d
     assert [before, cadence.best] == to_beat
 
 
+def test_a_stop_saves_no_step_that_is_saved_already(told: World, tmp_path: Path) -> None:
+    made = world.make(tmp_path)
+    assert world.train(made, StopAt(made, 2)) == 75
+    assert told.saves == best(2)
+
+
 def test_what_steps_lost_is_measured_against_those_alone() -> None:
     stall = Stall()
     assert stall.seconds == 0.0
