@@ -186,6 +186,13 @@ def test_an_earlier_nodes_best_is_to_be_beaten_unless_the_best_must_be_on_this_d
     assert [before, cadence.best] == to_beat
 
 
+def test_an_evaluation_as_good_as_the_best_is_no_improvement(
+    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TinystoriesGrowth, "evaluate", lambda *_: 1.0)
+    assert run(told, tmp_path, steps=8) == best(2)
+
+
 def test_a_stop_saves_no_step_that_is_saved_already(told: World, tmp_path: Path) -> None:
     made = world.make(tmp_path)
     assert world.train(made, StopAt(made, 2)) == 75
