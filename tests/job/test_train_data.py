@@ -95,6 +95,7 @@ def test_a_micro_batch_that_does_not_divide_leaves_a_smaller_last_one(dataset: D
 def test_the_seeds_of_micro_batches_differ_by_seed_step_and_place() -> None:
     seeds = {mix(seed, step, place) for seed in range(3) for step in range(20) for place in range(8)}
     assert len(seeds) == 3 * 20 * 8
+    assert mix(1 << 40, 0, 0) not in seeds
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 

@@ -25,7 +25,7 @@ from job.train import __main__ as trainer
 from job.train import metrics, rungs, step
 from job.train.experiment import LossNotFiniteError
 from job.train.loop import Loop
-from job.train.requests import START, Requests, await_start
+from job.train.requests import START, Requests, Stop, await_start
 
 
 def fatal(workdir: Path) -> str:
@@ -149,16 +149,18 @@ def test_the_supervisors_save_file_is_taken_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "ends"),
-    [({"reason": "max_usd", "deadline": None}, True), ({"reason": "notice", "deadline": 1.0}, False), ({}, False)],
+    ("written", "wanted"),
+    [
+        ({"reason": "max_usd", "deadline": None, "save": True}, Stop(reason="max_usd", save=True, ends=True)),
+        ({"reason": "notice", "deadline": 1.0, "save": False}, Stop(reason="notice", save=False)),
+        ({}, Stop(reason="asked to", save=True)),
+    ],
 )
-def test_a_stop_without_a_deadline_is_a_limits_and_ends_the_run(
-    tmp_path: Path, written: dict[str, Any], ends: bool
+def test_a_stop_without_a_deadline_is_a_limits_and_without_time_for_a_save_saves_nothing(
+    tmp_path: Path, written: dict[str, Any], wanted: Stop
 ) -> None:
     atomic.write_json(tmp_path / "stop.json", written)
-    stop = Requests(tmp_path).stop()
-    assert stop is not None
-    assert stop.ends == ends
+    assert Requests(tmp_path).stop() == wanted
 
 
 def test_sigterm_is_a_stop_with_a_save(tmp_path: Path) -> None:
