@@ -88,8 +88,7 @@ class Pretrain(Experiment):
 
     def stop_early(self, phase: Phase, val_loss: float | None) -> str | None:
         """Records the evaluation; a reason where the last ones brought nothing."""
-        earlier = [e for e in self.progress["evaluations"] if e["step"] < self._step]
-        self.progress["evaluations"] = [*earlier, {"step": self._step, "val_loss": val_loss}]
+        self.progress["evaluations"].append({"step": self._step, "val_loss": val_loss})
         return plateau([(e["step"], e["val_loss"]) for e in self.progress["evaluations"]], self.config.early_stop)
 
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
