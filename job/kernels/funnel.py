@@ -179,6 +179,7 @@ class Judge:
             process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, built=built)
         try:
             self._run(catalog.BY_NAME[course.candidate.task], process, course, gpu)
+            process.look()  # its last answer may have come before anybody looked again
         finally:
             process.close()
             course.note(process)

@@ -210,10 +210,12 @@ class Process:
         return reply, blobs
 
     def _watch(self) -> None:
-        now = time.monotonic()
-        if now < self._looked_at + self._watch_s:
-            return
-        self._looked_at = now
+        if time.monotonic() >= self._looked_at + self._watch_s:
+            self.look()
+
+    def look(self) -> None:
+        """Raises Lost where it holds more than it may."""
+        self._looked_at = time.monotonic()
         used = usage.memory_bytes((self.pid, *offspring(self.pid)))
         if used > self._memory:
             raise Lost(f"{used / 1e9:.1f} GB of memory, {self._memory / 1e9:.1f} are allowed")

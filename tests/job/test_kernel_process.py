@@ -321,6 +321,17 @@ def test_the_scratch_folder_as_a_whole_is_limited(workers: Workers, fills: str) 
     assert not process.scratch.exists()
 
 
+def test_what_nobody_had_looked_at_when_the_last_answer_came_is_looked_at(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fills = "for name in 'ab':\n        os.posix_fallocate(os.open(name, os.O_CREAT | os.O_WRONLY), 0, 200 << 20)\n"
+    made = honest(change=lambda text: "import os\n" + text.replace("    out = ", f"    {fills}    out = "))
+    off = Switches(funnel=False, multi_input=False, timing=False)
+    monkeypatch.setattr(wire, "WATCH_S", 3600.0)  # between two looks
+    found = verdicts(judge(workers), [made], off)["x"]
+    assert found.reason.startswith("more in its folder than 256 MiB"), found
+
+
 @pytest.mark.slow
 def test_only_a_gpus_process_loads_a_library_of_its_own_and_only_from_tritons_cache_and_forks_no_more_than_others(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
