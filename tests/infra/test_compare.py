@@ -337,6 +337,10 @@ def test_options_are_ranked_by_mean_dollars_and_every_loser_says_why() -> None:
         if row.capacity == "spot" and more >= Decimal("0.01"):
             assert f", interruptions cost {more:.2f} more" in row.lost
         assert row.lost.startswith(said)
+    added = {row.usd.mean - row.side.total: row for row in able if row.capacity == "spot" and row.usd and row.side}
+    least, most = min(added), max(added)
+    assert abs(least) >= Decimal("0.01")
+    assert f", interruptions cost {most - least:.2f} more" in compare._lost(added[most], added[least], None)
     assert "late in 20% of runs" in compare._lost(replace(able[1], late=0.2), best, 1.0)
     assert options()[: len(able)] == able
 

@@ -76,6 +76,7 @@ def test_a_run_is_on_time_where_it_is_done_before_the_job_begins_to_stop() -> No
     found = switch(spot, on_demand, 20.0)
     assert found.switch_h == pytest.approx(19.5 - 8.25)
     assert found.wall_hours == pytest.approx((19.5,) * 4)
+    assert switch(spot, ON_DEMAND, 20.0).stop_h == switch(NEVER_THERE, on_demand, 20.0).stop_h == 0.5  # the longer one
     assert switch(spot, on_demand, 8.76).on_time == 1
     late = switch(spot, on_demand, 8.74)
     assert late.on_time == 0
