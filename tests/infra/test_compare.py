@@ -283,6 +283,9 @@ def test_gpu_hours_billed_are_those_of_the_whole_node_and_those_used_are_the_wor
     assert half.billed_gpu_h == pytest.approx(8 * float(half.hours.p50))  # four of its eight GPUs work
     work_s = sum(phase.seconds for phase in half.side.runtime.phases)
     assert half.used_gpu_h == pytest.approx(4 * work_s / 3600)
+    (two,) = (row for row in rows("sft-h100").values() if row.nodes == 2)
+    assert two.hours is not None
+    assert two.billed_gpu_h == pytest.approx(float(two.hours.p50) * two.gpu_count)  # those hours are of both nodes
 
 
 def test_a_buffer_adds_its_share_of_the_work_and_nothing_else() -> None:

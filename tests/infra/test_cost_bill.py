@@ -88,7 +88,8 @@ def test_what_is_kept_is_what_the_run_wrote_and_not_the_inputs_that_a_destroy_de
 def test_each_of_a_bills_figures_is_its_own() -> None:
     """Interrupted often, stopped by its limit, on a type with four GPUs beside one with one."""
     types = ("g6e.12xlarge", "g5.2xlarge")
-    found = bill(types=types, config=growth(steps_per_phase=5000), hazard_per_hour="3", max_usd="3", max_hours="50")
+    config = growth(steps_per_phase=5000, sequences=32)
+    found = bill(types=types, config=config, hazard_per_hour="3", max_usd="3", max_hours="50")
     tree, chosen = record.to_json(found), found.chosen
     assert found.usd.p50 < chosen.total != chosen.needed_usd.p50 < chosen.metered_usd.p50
     assert tree["uninterrupted"]["usd"] == str(chosen.total)
@@ -101,7 +102,8 @@ def test_each_of_a_bills_figures_is_its_own() -> None:
     node = {"compute", "root disk", "public IPv4", "interruptions"}
     fixed = sum(line.amount for line in found.lines if line.name not in node)
     assert Decimal(record.extras(found)["fixed_usd"]) == fixed
-    own = [each.needs_gb for each in found.fits if each.type == chosen.type]
+    own, other = ([each.needs_gb for each in found.fits if each.type == type_] for type_ in types)
+    assert (chosen.type, own == other) == (types[0], False)
     assert [phase["memory_gb"] for phase in record.predicted(found)] == [round(each, 2) for each in own]
     assert found.prices_as_of == min(line.as_of for line in found.lines)
 
@@ -112,6 +114,7 @@ def test_what_is_only_priced_is_stopped_by_no_limit() -> None:
     assert found.cap is None
     assert found.usd == found.chosen.needed_usd
     assert found.usd.p50 > Decimal("0.10")
+    assert record.to_json(found)["needed"]["hours"]["p50"] == str(2 * found.chosen.needed_hours.p50)
     long = definition(capacity="on-demand", config=growth(steps_per_phase=10**7))
     assert price(replace(long, variant=Variant(nodes=2)), CATALOG).usd.p50 > 1000
 
