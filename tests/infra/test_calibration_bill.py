@@ -77,6 +77,14 @@ def test_the_measured_end_of_training_is_not_that_of_the_work_after_it() -> None
     assert ends[0] == ends[1]  # the merge: five losses and the stored answers
 
 
+def test_a_save_that_is_waited_for_takes_its_measured_writing_too() -> None:
+    config = SftConfig(measures=replace(SftConfig().measures, async_checkpoints=False))
+    tree = measurement()
+    seen = calibration.parse({**tree, "phases": [{**tree["phases"][0], "name": "train"}]})
+    found = runtime.hours(config, CATALOG.instances["p5.4xlarge"], Estimate(), ROOT, calibration=seen)
+    assert found.stalls_s == pytest.approx(found.phases[0].saves * (0.2 + 2.0))
+
+
 def test_what_a_probe_did_not_see_stays_assumed() -> None:
     tree = measurement(finish_s=None)
     tree["phases"] = [{**phase, "save": None, "evaluation_s": None, "boundary_s": None} for phase in tree["phases"]]

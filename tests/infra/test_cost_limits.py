@@ -71,6 +71,8 @@ def test_max_usd_is_held_against_the_slower_listed_type_where_its_disks_make_it_
     alone = bill(types=TWO["types"][1:], region=TWO["region"], data=disk, max_usd="50").chosen
     assert alone.type == "g5.xlarge"
     assert Decimal(found[1]) == enough(alone.metered_usd.p50 + alone.reserve[0])
+    hourly = float(alone.price.amount) + (65_536 + 100) * 0.08 / 730 + 0.005
+    assert float(alone.reserve[0]) == pytest.approx(alone.exposure.reserve_h * hourly, abs=2e-4)
 
 
 def test_one_type_that_no_limit_lets_end_is_one_problem_of_the_limit() -> None:
@@ -97,6 +99,7 @@ def test_the_limits_that_a_refusal_names_are_accepted(capacity: str) -> None:
     if capacity == "spot":
         ninth = enough(found.needed_hours.p90 + found.reserve[1])
         assert f"Nine runs in ten need at most {ninth} node-hours" in said[1]
+        assert f"Nine runs in ten need at most {enough(found.metered_usd.p90 + found.reserve[0])}." in said[0]
 
 
 def test_a_deadline_that_one_run_in_twenty_misses_is_worth_a_sentence() -> None:

@@ -50,6 +50,7 @@ def test_no_line_is_wider_than_100_columns_and_all_is_ascii(changes: dict[str, A
 def test_the_age_of_the_prices_is_shown_only_against_a_date() -> None:
     assert "days old" not in text()
     assert "compute is 10 days old;" in text(date(2026, 1, 31))
+    assert "compute is of 10 days from now, which cannot be" in " ".join(text(date(2026, 1, 11)).split())
 
 
 def test_a_bill_says_how_many_of_its_dollars_stand_on_prices_older_than_the_definition_allows() -> None:

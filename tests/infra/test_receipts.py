@@ -94,6 +94,7 @@ def test_errors_of_both_signs_cancel_in_the_bias_only(tmp_path: Path) -> None:
     found = receipts.score(tmp_path)
     assert found is not None
     assert (found.error_percent, found.bias_percent) == (pytest.approx(10.0), pytest.approx(0.0))
+    assert found.by_cause["runtime"] == pytest.approx(10.0)
 
 
 def test_without_receipts_there_is_no_score(tmp_path: Path) -> None:
