@@ -25,6 +25,16 @@ def test_of_the_listed_types_the_node_s_own_counts() -> None:
     assert found == [30.0, 70.0]
 
 
+def test_what_the_bill_says_of_a_stop_is_made_longer_by_slower_steps_and_never_shorter() -> None:
+    rows = [{"phase": "dense", "steps": 9, "step_ms": 1000.0}]
+    forecast = Forecast(
+        GrowthConfig(), {"notice": [{"type": "a", "phase": "dense", "seconds": 30.0}], "phases": rows}, "a"
+    )
+    for _ in range(2):
+        assert [forecast.stop_s(0, step_s) for step_s in (None, 0.5, 4.0)] == [30.0, 30.0, 33.0]
+        forecast.learn((10**9, 0.001))  # an upload as fast as that
+
+
 def test_a_stop_takes_a_save_besides_an_upload_that_was_measured_to_be_slow() -> None:
     forecast, size = Forecast(KernelConfig(), {}, "p5.48xlarge"), 98.3  # GB
     billed = forecast.stop_s(0, None)
