@@ -23,8 +23,8 @@ from job.supervisor.store import GivenUpError, Store, StoreError
 PARALLEL = 8
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
 OWN = {  # no results
-    "run.json", "stop.json", "save.json", "spent.json", "receipt.json", "rung.json", "compiled.json", "ended.json",
-    "accept.json", "unreadable.json",
+    "run.json", "start.json", "stop.json", "save.json", "spent.json", "receipt.json", "rung.json", "compiled.json",
+    "ended.json", "accept.json", "unreadable.json",
 }  # fmt: skip
 
 

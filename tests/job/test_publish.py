@@ -14,6 +14,7 @@ from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, commit, pu
 from job.supervisor.commits import commits
 from job.supervisor.store import GivenUpError, StoreError
 from job.train.checkpoint import Checkpoints
+from job.train.requests import START
 
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
 
@@ -360,3 +361,12 @@ def test_a_log_that_cannot_be_sent_does_not_keep_a_checkpoint_back(tmp_path: Pat
     made = publisher(bench, FaultyStore(bench.store, lambda _, key: error if "metrics" in key else None))
     made.publish(made.pending()[0])
     assert bench.manifests() == [3]
+
+
+def test_what_supervisor_and_trainer_say_to_each_other_is_no_result(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for name in (START, "stop.json", "accept.json", "results.json"):
+        (tmp_path / "w").mkdir(exist_ok=True)
+        (tmp_path / "w" / name).write_text("{}")
+    publisher(bench).outputs()
+    assert [entry.key for entry in bench.store.entries("")] == ["results.json"]
