@@ -171,7 +171,8 @@ def guard(scratch: Path, report: Callable[[str], None], *, programs: tuple[str, 
         if event.startswith(CHANGING):
             return not all(inside(path, (home,)) for path in args[: 2 if event in TWO_PLACES else 1])
         if event in STARTING and programs and realpath(args[0]) in programs:
-            named = (name for word in args[1][1:] for name in re.split("[=,]", fspath(word)))  # an option's as well
+            words = (fspath(word).replace(home, "./") for word in args[1][1:])  # whose own path may hold = and ,
+            named = (name for word in words for name in re.split("[=,]", word))  # an option's as well
             return not all(inside(name, (home,)) for name in named if "/" in name)
         return event.startswith(NEVER) and not event.startswith(allowed)
 

@@ -123,6 +123,15 @@ def test_a_launch_that_brings_code_which_nobody_has_read_does_not_compile(worker
     assert (verdict.stage, ": a launch with " in verdict.reason) == (2, True), verdict
 
 
+def test_a_work_folder_with_signs_of_options_in_its_name_rejects_nobody(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "lr=0.1,seed=1"  # as Hydra names them
+    folder.mkdir()
+    monkeypatch.setattr(workers, "folder", folder)
+    assert cubins(built(workers, planted.source(catalog.BY_NAME["relu"]))) > 0
+
+
 def test_what_the_rest_of_a_program_does_with_numbers_is_left_to_stage_3(workers: Workers) -> None:
     looks = honest(change=lambda text: text.replace("    n = ", "    assert float(x.flatten()[0]) < 1e9\n    n = "))
     verdict = judged(workers, looks, OFF)
