@@ -18,7 +18,7 @@ from job.kernels.catalog import ENTRY
 FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
 THOUGHT = "</think>"
 DEFINED = re.compile(rf"^[ \t]*(def[ \t]+{ENTRY}\b|{ENTRY}[ \t]*=)", re.MULTILINE)
-JIT = re.compile(r"@(\w+\.)?jit\b")
+JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")  # torch.jit.script decorates the program that was asked about
 
 
 def program(answer: str) -> str:

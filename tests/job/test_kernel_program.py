@@ -43,6 +43,7 @@ ENTRY = "def kernel_function(x):\n    pass"
         (f"<think>\n```\n{ENTRY}\n```\n</think>\n```python\n{JITTED}{LAUNCHES}```\n", JITTED + LAUNCHES),
         (f"<think>\n```\n{JITTED}{ENTRY}\n```\n</think>\n```\n{JITTED}{LAUNCHES}```\n", JITTED + LAUNCHES),
         (f"For\n```\n{ENTRY}\n```\n\n```\n{JIT_ALONE}{LAUNCHES}```\n", JIT_ALONE + LAUNCHES),
+        (f"For\n```\n@torch.jit.script\n{ENTRY}\n```\n\n```\n{JITTED}{LAUNCHES}```\n", JITTED + LAUNCHES),
         (f"A kernel:\n```python\n{JITTED}```\nIts entry:\n```\n{LAUNCHES}```\n", f"{JITTED}\n{LAUNCHES}"),
         (f"For\n```\n{ENTRY}\n```\n\n```\n{JITTED}```\n\n```\n{LAUNCHES}```\n", f"{JITTED}\n{LAUNCHES}"),
         (f"Either\n```python\n{ENTRY}\n```\nor\n```\n{ENTRY}1\n```\n", f"{ENTRY}\n"),
