@@ -10,7 +10,6 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from job import atomic, sizing
-from job.config import JobConfig
 from job.supervisor import attempts, endings, machine, stages, staging
 from job.supervisor.meter import Meter
 from job.supervisor.store import StoreError
@@ -115,11 +114,12 @@ def fall_back(this: Underway, unreadable: dict[str, Any]) -> bool:
 def _resume(this: Underway) -> None:
     """Brings the store's newest good checkpoint, and the log that belongs to it."""
     manifest = staging.checkpoint(_staging(this))
-    this.resumed_step = 0 if manifest is None else goes_on_from(this.run_file.config, manifest)
+    step = 0 if manifest is None else manifest["step"]
+    this.resumed_step = step if manifest is None else manifest.get("goes_on_from", step)
     if manifest is not None:
         # Before anything may end this attempt: it prunes what it does not know of.
         _patiently(this, lambda: this.publisher.resumed(manifest), staging.BEST)
-        if not staging.best_too(_staging(this), manifest["step"]):
+        if not staging.best_too(_staging(this), step):
             this.publisher.forget_best(manifest)
         metrics = _patiently(this, lambda: this.store.get_bytes("metrics.jsonl"), "metrics.jsonl")
         if metrics:
@@ -129,16 +129,6 @@ def _resume(this: Underway) -> None:
     if manifest is not None:
         with suppress(StoreError):  # a heartbeat sends it then; lost before one, this node would seem to begin anew
             this.record.flush()
-
-
-def goes_on_from(config: JobConfig, manifest: dict[str, Any]) -> int:
-    """The last step that is not taken again: of a phase that is over its last one, though it may have ended earlier."""
-    last = 0
-    for size in sizing.phases(config):
-        last += size.steps
-        if manifest.get("reason") == "boundary" and manifest.get("phase") == size.name:
-            return last
-    return int(manifest["step"])
 
 
 def _patiently(this: Underway, act: Callable[[], T], what: str) -> T:

@@ -28,6 +28,7 @@ class Commit:
 
     step: int
     phase: str
+    goes_on_from: int  # the same step but where the phase ended early: the last one that it could have had
     tokens: int
     val_loss: float | None
     config_sha256: str

@@ -235,6 +235,7 @@ class Loop:
         commit = Commit(
             step=self.step,
             phase=phase.name,
+            goes_on_from=phase.last if self._over(phase) else self.step,
             tokens=self._journal.tokens(self.step),
             val_loss=val_loss,
             config_sha256=self.session.config_sha256,

@@ -34,6 +34,7 @@ def commit(step: int, *, val_loss: float | None = None, config_sha256: str = "co
     return Commit(
         step=step,
         phase="dense",
+        goes_on_from=step,
         tokens=step * 64,
         val_loss=val_loss,
         config_sha256=config_sha256,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, interrupted, notice_at, outage, state
 
-from job import atomic, sizing
-from job.config import GrowthConfig, TwoTowerConfig
+from job import atomic
+from job.config import GrowthConfig
 from job.supervisor import arrival
 from job.supervisor.store import StoreError
 
@@ -97,13 +96,13 @@ def test_the_next_attempt_resumes_where_the_notice_stopped(tmp_path: Path) -> No
     assert steps == list(range(1, STEPS + 1))
 
 
-def test_steps_that_a_phase_left_out_are_not_taken_again() -> None:
-    config = replace(TwoTowerConfig(), sweep=("o", "p"))
-    first, second, _ = (size.steps for size in sizing.phases(config))
-    ended_early = {"step": 7, "phase": "o-folds", "reason": "boundary"}
-    assert arrival.goes_on_from(config, ended_early) == first
-    assert arrival.goes_on_from(config, {"step": first + 9, "phase": "p-folds", "reason": "boundary"}) == first + second
-    assert arrival.goes_on_from(config, {**ended_early, "reason": "timed"}) == 7
+def test_steps_that_a_phase_left_out_are_not_taken_again(tmp_path: Path) -> None:
+    bench = interrupted(tmp_path)
+    (key,) = (entry.key for entry in bench.store.entries("ckpt/step_00000005") if entry.key.endswith("manifest.json"))
+    bench.store.put_bytes(atomic.json_bytes({**bench.json(key), "goes_on_from": 9}), key)
+    assert bench.attempt("i-2").run() == 0
+    assert bench.trainers[1].began_at == 5
+    assert bench.json("attempts/i-2.json")["resumed_step"] == 9
 
 
 def test_a_notice_too_short_to_save_saves_nothing_and_keeps_the_last_manifest(tmp_path: Path) -> None:

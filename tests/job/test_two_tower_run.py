@@ -125,6 +125,7 @@ def test_steps_that_folds_leave_out_as_they_end_early_are_no_tokens(
     monkeypatch.setattr(Batches, "watched_ndcg", lambda batches, module: torch.full((10,), 0.5))
     workdir = world.make(tmp_path, patience=1, log={"every": 1})
     assert train_world.train(workdir, StopAt(workdir, 10)) == 75
+    assert world.read(workdir, "ckpt/step_00000006/commit.json")["goes_on_from"] == 12
     assert train_world.train(workdir) == 0
     found = [(record["step"], record["tokens"]) for record in train_world.records(workdir)]
     folds, refit = 10 * (19 + 12), 23 + 12
