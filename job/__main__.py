@@ -79,6 +79,8 @@ def supervise(run_json: Path) -> int:
 
     def start(rung: int) -> Child:
         child = early.pop() if early else begin()
+        if child.poll() is not None:  # killed while it waited, for want of memory say: no attempt is lost for that
+            child = begin()
         child.go(rung)
         return child
 

@@ -1,11 +1,14 @@
-"""`python -m job --help`: what a person who finds it on a node, or tries it here, has to know."""
+"""`python -m job`: its help, what is no run config, and the trainer that waits while it looks and downloads."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import runs
 
 from job.__main__ import main, supervise
 from job.supervisor import endings
@@ -64,3 +67,34 @@ def test_without_a_run_config_it_says_what_it_wants(capsys: pytest.CaptureFixtur
         main([])
     assert ended.value.code == 2
     assert "required: RUN_JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_trainer_that_died_while_it_waited_is_started_anew_and_one_not_needed_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
+    children: list[Any] = []
+
+    class Waiting:
+        def __init__(self, *_: object) -> None:
+            self.code, self.said = None if children or not trains else -9, list[object]()
+            children.append(self)
+
+        def poll(self) -> int | None:
+            return self.code
+
+        def go(self, rung: int) -> None:
+            self.said.append(rung)
+
+        def kill(self) -> None:
+            self.said.append("killed")
+
+    def attempt(run: object, node: object, workdir: Path, world: Any) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: 0 if trains and world.start(2) else 75)
+
+    monkeypatch.setattr("job.supervisor.child.Child", Waiting)
+    monkeypatch.setattr("job.supervisor.supervisor.Supervisor", attempt)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
+    assert supervise(runs.place(tmp_path, runs.tree())) == (0 if trains else 75)
+    assert [child.said for child in children] == ([[], [2]] if trains else [["killed"]])
