@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
     seen = len(rehearsal.timeline.of("seen"))
     if seen != planned.with_notice:
         yield Check(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
-    ends = set(accumulate(phase.steps for phase in evidence.phases))
+    ends = {last for _, _, last in evidence.spans()}
     for resumption in evidence.resumptions():
         handled = resumption.kind == "notice"
         # A phase that ended early is resumed after what would have been its last step.
