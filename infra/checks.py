@@ -18,7 +18,7 @@ from infra.schema import Findings, nearest
 from infra.type_checks import gpus_asked, instance_types
 from job import sizing
 from job.config import JobConfig
-from job.text import counted
+from job.text import counted, stamp
 
 if TYPE_CHECKING:
     from infra.catalog import Catalog
@@ -164,9 +164,7 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
     if limits.deadline is None:
         return
     if limits.deadline <= now and not past_deadline:
-        findings.add(
-            "limits.deadline", f"a time after now, {now:%Y-%m-%dT%H:%M:%SZ}", "Move it, and give the run a new id."
-        )
+        findings.add("limits.deadline", f"a time after now, {stamp(now)}", "Move it, and give the run a new id.")
     elif limits.deadline > now + timedelta(days=366):
         findings.add("limits.deadline", "a time within a year: it is what stops the fleet when everything else failed")
 

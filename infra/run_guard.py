@@ -17,11 +17,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from infra.definition import Limits, StackDefinition
 from infra.errors import DefinitionError, Problem
+from job.text import stamp
 
 # Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
 WAITING_TIME = timedelta(hours=24)
@@ -241,11 +242,6 @@ def _ended(
         "same."
         for each in sorted(fleets - {"", expired})
     )
-
-
-def stamp(moment: datetime) -> str:
-    """As AWS writes it: UTC, whole seconds, Z."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _record(output: Any) -> RunRecord | None:

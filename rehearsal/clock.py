@@ -33,8 +33,3 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         """Moves the clock forward."""
         self._now += timedelta(seconds=seconds)
-
-
-def stamp(moment: datetime) -> str:
-    """The moment as AWS writes it: UTC, whole seconds, Z."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

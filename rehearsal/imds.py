@@ -16,7 +16,8 @@ from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-from rehearsal.clock import Clock, SystemClock, stamp
+from job.text import stamp
+from rehearsal.clock import Clock, SystemClock
 from rehearsal.launch import Instance
 
 Fault = Literal["500", "garbage", "bad-time", "slow", "silent", "401"]

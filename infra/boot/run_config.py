@@ -13,7 +13,7 @@ from typing import Any
 from infra.cost import record
 from infra.cost.bill import Bill
 from infra.definition import StackDefinition
-from infra.run_guard import stamp
+from job.text import stamp
 
 SCHEMA = 1
 

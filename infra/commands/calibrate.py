@@ -25,6 +25,7 @@ from infra.readiness import command
 from job import atomic, measured, probe, sizing
 from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.supervisor import machine
+from job.text import stamp
 from job.train.metrics import WARM_UP
 
 LINES = 10  # of metrics.jsonl per phase, at least: each is one figure of the spread
@@ -128,7 +129,7 @@ def calibrate(definition: StackDefinition, root: Path, *, steps: int, gpus: Sequ
         },
         versions={**found["versions"], "python": found["python"], "driver": found["driver"]},
         source=f"probe of {steps} steps",
-        at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        at=stamp(datetime.now(UTC)),
         measured=outcome.phases,
         start_s=outcome.start_s,
         finish_s=outcome.finish_s,

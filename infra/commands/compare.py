@@ -23,6 +23,7 @@ from infra.loader import load, project_root
 from infra.pricing import footing
 from infra.receipts import observations
 from infra.scenarios import scenarios, unknown
+from job.text import stamp
 
 SHOWN = 20
 LONGEST_H = 366 * 24  # as far off as limits.deadline may be
@@ -109,7 +110,7 @@ def _hours_left(within: float | None, definition: StackDefinition, now: datetime
         return None
     left = (definition.limits.deadline - now).total_seconds() / 3600
     if left <= 0:
-        raise GpufleetError(f"limits.deadline, {definition.limits.deadline:%Y-%m-%dT%H:%M:%SZ}, has passed; move it")
+        raise GpufleetError(f"limits.deadline, {stamp(definition.limits.deadline)}, has passed; move it")
     return left
 
 

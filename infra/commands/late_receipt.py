@@ -8,7 +8,7 @@ its fleet was deleted, or expired while no node was there. So it is made here, o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from infra.definition import StackDefinition
 from job.run_file import load
 from job.supervisor import attempts, fleet, receipt
 from job.supervisor.store import S3Store
+from job.text import stamp
 
 CUT_OFF = "fleet-gone"
 SIGNS = ("attempts/", "heartbeat/")  # what a node writes of itself while it lives
@@ -42,7 +43,7 @@ def cut_off(
     except (BotoCoreError, ClientError):
         return None
     detail = "its fleet was deleted or has expired, and it has no node"
-    return {"reason": CUT_OFF, "detail": detail, "at": f"{max(written).astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"}
+    return {"reason": CUT_OFF, "detail": detail, "at": stamp(max(written))}
 
 
 def make(

@@ -19,6 +19,7 @@ from infra.cost.side import Side, reserve_h
 from infra.definition import StackDefinition
 from infra.errors import Problem
 from infra.run_guard import WAITING_TIME
+from job.text import stamp
 
 AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
 
@@ -76,7 +77,7 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
         f" {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from now"
     )
     hint = "Move it, or list faster types: `gpufleet compare` ranks them by it."
-    return [definition.problem("limits.deadline", f"{deadline:%Y-%m-%dT%H:%M:%SZ}", allowed, hint)]
+    return [definition.problem("limits.deadline", stamp(deadline), allowed, hint)]
 
 
 def deadline_warning(definition: StackDefinition, bill: Bill, now: datetime) -> str:

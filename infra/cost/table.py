@@ -16,7 +16,7 @@ from infra.cost.limits import AS_COUNTED
 from infra.cost.lines import NOT_PRICED
 from infra.cost.side import Quantiles, Side
 from infra.cost.text import table, wrap
-from job.text import counted
+from job.text import counted, stamp
 
 
 def render(bill: Bill, *, today: date | None = None, accuracy: object = None) -> str:
@@ -263,6 +263,6 @@ def _limits(bill: Bill) -> str:
     if cap.deadline is None:
         return said
     return (
-        f"{said} limits.deadline, {cap.deadline:%Y-%m-%dT%H:%M:%SZ}, is not part of this chance, nor of any figure"
+        f"{said} limits.deadline, {stamp(cap.deadline)}, is not part of this chance, nor of any figure"
         " here: `gpufleet compare` holds it against the hours."
     )

@@ -10,6 +10,7 @@ import time
 from datetime import datetime
 from typing import Any
 
+from job.text import stamp
 from rehearsal.handlers.network import retag, tag_specification
 from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_list, tag_map, tagged
 
@@ -145,8 +146,8 @@ def _read_fleet(aws: Aws, resource_id: str, like: Properties) -> Properties | No
         "excessCapacityTerminationPolicy": fleet["ExcessCapacityTerminationPolicy"],
         "terminateInstancesWithExpiration": fleet["TerminateInstancesWithExpiration"],
         "replaceUnhealthyInstances": fleet["ReplaceUnhealthyInstances"],
-        "validFrom": f"{begin:%Y-%m-%dT%H:%M:%SZ}" if begin else None,
-        "validUntil": f"{until:%Y-%m-%dT%H:%M:%SZ}" if until else None,
+        "validFrom": stamp(begin) if begin else None,
+        "validUntil": stamp(until) if until else None,
         "fleetState": fleet["FleetState"],
         "fulfilledCapacity": fleet["FulfilledCapacity"],
         "arn": aws.arn("ec2", f"fleet/{resource_id}"),

@@ -10,7 +10,8 @@ import pytest
 from botocore.exceptions import ClientError
 from declared import describe, events, fleet, living, subnets, template
 
-from rehearsal.clock import ManualClock, stamp
+from job.text import stamp
+from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 from rehearsal.launch import FLEET_ROLE
 
