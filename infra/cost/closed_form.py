@@ -42,8 +42,7 @@ def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
     """
 
     def dearer(hazard: float) -> bool:
-        rate = exposure.compute_usd_h + exposure.extras_usd_h
-        return exposure.fixed_usd + expected_hours(exposure, hazard) * rate > on_demand_usd
+        return exposure.metered(expected_hours(exposure, hazard)) > on_demand_usd
 
     if not dearer(HIGHEST):
         return None

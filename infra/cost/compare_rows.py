@@ -144,19 +144,14 @@ def draft(
 
 def filled(rows: Sequence[Row], hours_left: float | None, *, runs: int, attempts: int = risk.MAX_ATTEMPTS) -> list[Row]:
     """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate."""
-    exposures = [row.prepared.exposure.unlimited for row in rows if row.prepared]
-    outcomes = _simulated(exposures, runs=runs, attempts=attempts)
-    found = []
-    for row in rows:
-        if row.prepared is not None:
-            outcome = outcomes[row.prepared.exposure.unlimited]
-            row = _figures(row, side.settle(row.prepared, outcome, outcome), hours_left)
-        found.append(row)
-    return found
+    prepared = [row.prepared for row in rows if row.prepared is not None]
+    outcomes = _simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts)
+    sides = (side.settle(each, outcome, outcome) for each, outcome in zip(prepared, outcomes, strict=True))
+    return [row if row.prepared is None else _figures(row, next(sides), hours_left) for row in rows]
 
 
-def _simulated(exposures: Sequence[risk.Exposure], *, runs: int, attempts: int) -> dict[risk.Exposure, risk.Outcome]:
-    """One simulation per different exposure; a single run where nothing can interrupt it."""
+def _simulated(exposures: Sequence[risk.Exposure], *, runs: int, attempts: int) -> list[risk.Outcome]:
+    """Of each. One simulation per different exposure; a single run where nothing can interrupt it."""
     found: dict[risk.Exposure, risk.Outcome] = {}
     different = list(dict.fromkeys(exposures))
     for many, some in (
@@ -165,7 +160,7 @@ def _simulated(exposures: Sequence[risk.Exposure], *, runs: int, attempts: int) 
     ):
         outcomes = risk.simulate_each(some, runs=many, attempts=attempts)
         found.update(zip(some, outcomes, strict=True))
-    return found
+    return [found[each] for each in exposures]
 
 
 def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
@@ -180,7 +175,7 @@ def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
         billed_gpu_h=float(found.hours.p50) * row.nodes * row.gpu_count,
         wall_hours=found.wall_hours,
         usd=found.usd,
-        free_usd=_free(found, outcome),
+        free_usd=side.exact(float((found.exposure.metered(outcome.hours) - outcome.usd).mean())),
         interruptions=found.interruptions,
         interrupted=float((outcome.interruptions > 0).mean()),
         lost_minutes=60 * max(0.0, float(outcome.hours.mean()) - found.exposure.uninterrupted_h),
@@ -236,10 +231,3 @@ def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
         on_demand=amount(on_demand.amount if on_demand else None),
         spot=amount(median(zone.price.amount for zone in zones) if zones else None),
     )
-
-
-def _free(found: Side, outcome: risk.Outcome) -> Decimal:
-    """Mean of what was used and not charged."""
-    exposure = found.exposure
-    metered = exposure.fixed_usd + outcome.hours * (exposure.compute_usd_h + exposure.extras_usd_h)
-    return side.exact(float((metered - outcome.usd).mean()))

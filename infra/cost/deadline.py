@@ -114,5 +114,5 @@ def _finished(begun: Outcome, spot: Exposure, on_demand: Exposure) -> tuple[Floa
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)
     rest_h = np.maximum(start_h + left_share * on_demand.phase_ends_h[-1], MINIMUM_H)
     more_h = np.where(begun.stopped, rest_h, 0.0)
-    usd = begun.usd + more_h * (on_demand.compute_usd_h + on_demand.extras_usd_h)
+    usd = begun.usd + more_h * on_demand.usd_h
     return usd, begun.wall_hours + more_h

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,7 @@ from infra.cost.hazard import Floats, Hazard, Indices, of_node
 from infra.cost.luck import Luck
 
 NOTICE_MISSED = 0.05  # assumption
-CAPACITY_WAIT_MINUTES = (
-    30.0  # assumption; one-zone outages in those traces lasted 0.8 to 3.6 h, several zones shorten it
-)
+CAPACITY_WAIT_MINUTES = 30.0  # assumption; outages of a zone in those traces lasted 0.8 to 3.6 h, more zones shorten it
 NOTICE_H = 120 / 3600
 FREE_H = 1.0
 MINIMUM_H = 60 / 3600  # each start is billed for 60 s at least
@@ -45,6 +44,7 @@ MAX_ATTEMPTS = 200
 _NOWHERE = 1e4  # times what was done so far: a run that needs more never gets anywhere
 
 Flags = NDArray[np.bool_]
+Hours = TypeVar("Hours", float, Floats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,16 @@ class Exposure:
 
     @property
     def uninterrupted_usd(self) -> float:
-        return self.fixed_usd + max(self.uninterrupted_h, MINIMUM_H) * (self.compute_usd_h + self.extras_usd_h)
+        return self.metered(max(self.uninterrupted_h, MINIMUM_H))
+
+    @property
+    def usd_h(self) -> float:
+        """Of a node-hour, where none is free."""
+        return self.compute_usd_h + self.extras_usd_h
+
+    def metered(self, hours: Hours) -> Hours:
+        """USD of a run of so many node-hours as the job's meter counts: interrupted first ones too."""
+        return self.fixed_usd + hours * self.usd_h
 
     def hours_at_cap(self) -> tuple[float, float]:
         """Node-hours at which (max_usd, max_hours) stop the run; inf without that limit."""
@@ -122,7 +131,7 @@ class Exposure:
 
     def hours_allowed(self) -> tuple[float, float]:
         """Node-hours that (max_usd, max_hours) pay for; inf without that limit."""
-        rate = self.compute_usd_h + self.extras_usd_h
+        rate = self.usd_h
         by_money = np.inf if self.max_usd is None or not rate else max(0.0, self.max_usd - self.fixed_usd) / rate
         return by_money, np.inf if self.max_hours is None else self.max_hours
 

@@ -79,7 +79,7 @@ class Side(Prepared):
     def reserve(self) -> tuple[Decimal, Decimal]:
         """USD and hours of each node that a limit has to leave, for the job to stop in."""
         hours, of = self.exposure.reserve_h, self.exposure
-        return exact(hours * (of.compute_usd_h + of.extras_usd_h)), exact(hours)
+        return exact(hours * of.usd_h), exact(hours)
 
 
 def prepare(
@@ -249,9 +249,8 @@ def _figures(outcome: risk.Outcome, of: Prepared) -> tuple[Quantiles, Quantiles,
     nothing.
     """
     exposure, total = of.exposure, of.total
-    metered = exposure.fixed_usd + outcome.hours * (exposure.compute_usd_h + exposure.extras_usd_h)
-    values = np.stack((outcome.usd - exposure.uninterrupted_usd, outcome.hours, outcome.wall_hours, metered))
-    values[3] -= exposure.uninterrupted_usd
+    beyond = [usd - exposure.uninterrupted_usd for usd in (outcome.usd, exposure.metered(outcome.hours))]
+    values = np.stack((beyond[0], outcome.hours, outcome.wall_hours, beyond[1]))
     if values.shape[1] == 1:
         found = np.repeat(values, 4, axis=1)
     else:
