@@ -182,7 +182,7 @@ def _intervals(
 ) -> Iterator[tuple[Mapping[str, Any], float]]:
     """Each line with the seconds since the one before that neither steps nor a save's blocking explain."""
     for before, record in itertools.pairwise(own):
-        if "resumed" in _event(record):
+        if "resumed" in _event(record):  # since the line before, or of its evaluation
             continue
         step_s = float(record["step_ms"] if record.get("step_ms") is not None else middle_ms) / 1e3
         blocked = sum(s for step, (_, s) in saves.items() if before["step"] <= step < record["step"])

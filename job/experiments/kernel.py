@@ -11,7 +11,6 @@ at its end. Leaves `final/` (the last phase's bf16 weights as published ones loo
 from __future__ import annotations
 
 import itertools
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from job.models import decoder
 from job.models.decoder import Decoder
 from job.train import optimizer
 from job.train.data import Ids, in_epochs
-from job.train.experiment import Experiment, Phase, Session, Stopped, Work
+from job.train.experiment import Experiment, Phase, Session, Work
 from job.train.export import META
 from job.train.packed_rows import PackedBatches
 
@@ -60,7 +59,6 @@ class Kernel(Experiment):
         # Evaluations: [steps done, task -> pass rate], oldest first. val_loss: of each phase that is over, by name.
         self.progress: dict[str, Any] = {"evaluations": [], "val_loss": {}}
         self.module: Decoder | None = None
-        self._step = 0  # under way
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
         """The base, sharded: the same for every phase."""
@@ -83,17 +81,12 @@ class Kernel(Experiment):
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
         """Linear warm-up, then a cosine."""
-        self._step = step
         lr = tuning.cosine(self.config.optim, step - phase.first, phase.steps)
         optimizer.set_lr(opt, lr)
         return lr
 
     def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
-        """The next rows of the epoch, this rank's part: a function of the seed, the step and the last evaluation, which
-        is made up for where a stop cut it short. Raises Stopped when another one does: this step is saved already.
-        """
-        if self._tried(phase, step):
-            self._try(step)
+        """The next rows of the epoch, this rank's part: a function of the seed, the step and the last evaluation."""
         return self.batches.work("train", self.step_rows(phase, step), rung.micro, per_step=self.per_step)
 
     def step_rows(self, phase: Phase, step: int) -> Ids:
@@ -115,12 +108,15 @@ class Kernel(Experiment):
         return step - phase.first in ends or step == phase.last
 
     @torch.no_grad()
-    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: sizing.Rung) -> float | None:
         """Loss on the rows held out; for the curriculum also pass rates, when another epoch comes."""
-        loss = super().evaluate(phase, module, rung)
-        if self._tried(phase, self._step + 1):
-            with suppress(Stopped):  # the loop saves this step and heeds the stop itself; `batch` tries again
-                self._try(self._step + 1)
+        loss = super().evaluate(phase, step, module, rung)
+        if self.config.data.curriculum != "off" and phase is self.phases[-1] and step < phase.last:
+            assert self.module is not None
+            rates = kernel_stages.pass_rates(self, self.module)
+            self.progress["evaluations"].append([step, rates])
+            half = sorted(task for task, rate in rates.items() if curriculum.LOW <= rate <= curriculum.HIGH)
+            self.session.say(f"curriculum after step {step}: {', '.join(half) or 'no task'} between 20 and 80 %")
         return loss
 
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
@@ -144,20 +140,6 @@ class Kernel(Experiment):
             name = next(phase.name for phase in self.phases if step <= phase.last)
             meta = {"experiment": "kernel-sft", "phase": name, "step": step}
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
-
-    def _tried(self, phase: Phase, done: int) -> bool:
-        """Whether pass rates are wanted after `done` steps and not yet known."""
-        adaptive = self.config.data.curriculum != "off" and phase is self.phases[-1]
-        between = phase.first < done < phase.last and self.evaluated(phase, done)
-        return adaptive and between and all(at != done for at, _ in self.progress["evaluations"])
-
-    def _try(self, done: int) -> None:
-        """Measures pass rates after `done` steps. Raises Stopped when a stop came first."""
-        assert self.module is not None
-        rates = kernel_stages.pass_rates(self, self.module)
-        self.progress["evaluations"].append([done, rates])
-        half = sorted(task for task, rate in rates.items() if curriculum.LOW <= rate <= curriculum.HIGH)
-        self.session.say(f"curriculum after step {done}: {', '.join(half) or 'no task'} between 20 and 80 %")
 
     def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:
         """The epoch's rows in order; with pass rates known when `begun` of them were over, those after them."""

@@ -158,8 +158,8 @@ def _loss(sft: SftRun, module: Decoder, variant: Variant) -> dict[str, Any]:
     module.compute_dtype = variant.compute
     lora.set_mode(module, variant.mode)
     try:
-        for micro in sft.session.aloud(work):
-            sft.session.heed()
+        sft.session.heed()
+        for micro in sft.session.evaluation(work):
             loss_sum = module(*micro.inputs).loss_sum
             assert loss_sum is not None
             total += loss_sum.double()

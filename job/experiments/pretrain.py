@@ -48,7 +48,6 @@ class Pretrain(Experiment):
         self.size = sizing.phases(self.config)[0]
         self.phases = [Phase.of(self.size)]
         self.progress: dict[str, Any] = {"evaluations": []}
-        self._step = 0  # steps done once the one under way is
         self._module: CharGpt | None = None
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
@@ -68,7 +67,6 @@ class Pretrain(Experiment):
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
         """Every group's rate, and Muon's momentum. Logged is the hidden matrices' rate."""
-        self._step = step + 1
         config, scale = self.config.optim, rate(step, phase.steps, self.config.optim)
         for group in opt.param_groups:
             group["lr"] = scale * group["base_lr"]
@@ -86,9 +84,9 @@ class Pretrain(Experiment):
         starts = self.validated.fixed(self.config.eval.windows)
         return self.validated.work(starts, self.session.world, rung.micro)
 
-    def stop_early(self, phase: Phase, val_loss: float | None) -> str | None:
+    def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
         """Records the evaluation; a reason where the last ones brought nothing."""
-        self.progress["evaluations"].append({"step": self._step, "val_loss": val_loss})
+        self.progress["evaluations"].append({"step": step, "val_loss": val_loss})
         return plateau([(e["step"], e["val_loss"]) for e in self.progress["evaluations"]], self.config.early_stop)
 
     def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:

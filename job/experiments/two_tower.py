@@ -122,7 +122,7 @@ class TwoTower(Experiment):
         return local % self.config.steps_per_epoch == 0
 
     @torch.no_grad()
-    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: sizing.Rung) -> float | None:
         """1 - the honest members' mean nDCG@10 on the folds they watch; None for the refit, which watches none. Keeps
         the record of each member, and its weights where they are its best so far.
         """
@@ -157,7 +157,7 @@ class TwoTower(Experiment):
         self._losses_K = aux["losses"].float().cpu()
         return {}
 
-    def stop_early(self, phase: Phase, val_loss: float | None) -> str | None:
+    def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
         """When no member can improve its record any more; the refit at its last epoch."""
         if phase.name == REFIT:
             epochs = self.progress["refit"]["epochs"]

@@ -17,7 +17,6 @@ RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit
 LATENCY_S = 2.0  # of a save and an upload of next to nothing
 UPLOAD_GB_S = 1.5  # of them to hash and send
 SLACK = 1.25
-SLOWEST = 2.0  # times the bill's step: by how much an evaluation may be slower, since one step that hung says no more
 MEASURABLE_BYTES = 50_000_000  # below this an upload's time is all latency
 
 
@@ -60,13 +59,11 @@ class Forecast:
         return max(found, predicted_s + LATENCY_S + save_s + sent_s) + slower
 
     def end_s(self, step: int, step_s: float | None) -> float:
-        """The same where a limit ends the run. An evaluation comes on top, which looks for no request to stop (a notice
-        that falls into a long one is as one missed), and what is then exported.
-        """
+        """The same where a limit ends the run: what is then exported comes on top."""
         export = sizing.cut_bytes(self._config, self.phase(step))
         save_s = export / 1e9 * (GB_S - UPLOAD_GB_S)
         sent_s = export * max(UPLOAD_GB_S / 1e9, self._upload_s_per_byte or 0.0)
-        return self.stop_s(step, step_s) + self._evaluation_s(step, step_s) + save_s + sent_s
+        return self.stop_s(step, step_s) + save_s + sent_s
 
     def line_s(self, step: int) -> float:
         """Between two lines of metrics.jsonl at `step`, at the bill's pace: one every log.every steps, one a save. In
@@ -74,15 +71,6 @@ class Forecast:
         """
         step_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)
         return min(self._config.log.every * step_s, self._config.checkpoint.interval_s + step_s)
-
-    def _evaluation_s(self, step: int, step_s: float | None) -> float:
-        """Of one evaluation at `step`, at the bill's steps or, within reason, slower ones of `step_s`."""
-        phase = self._phases[self.phase(step)]
-        if not phase.evaluations:
-            return 0.0
-        seen_s = step_s or 0.0
-        billed_s = self._step_s.get(phase.name, seen_s)
-        return phase.evaluation_s(min(max(seen_s, billed_s), SLOWEST * billed_s))
 
     def upload_s(self, size: int) -> float:
         """To publish `size` bytes that are on the disk, as measured, or before that as the bills have it."""

@@ -38,7 +38,7 @@ class Publisher:
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._stamp, self._say = store, workdir, stamp, say
         self._best: dict[str, Any] | None = None
-        self._done: set[int] = set()
+        self._given_up: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
         self._arrived: dict[str, tuple[int, str]] = {}  # of the commit under way: time of writing and sha256
@@ -52,7 +52,8 @@ class Publisher:
         """
         step: int = manifest["step"]
         self.newest = step
-        self._done = {step}
+        self._given_up = set()
+        self._arrived = self._staged(step, manifest["files"])  # where only its evaluation is new, nothing goes again
         best = atomic.parse_object(self._store.get_bytes(BEST)) or {}
         found = best.get("step")
         there = isinstance(found, int) and found <= step and self._store.size(manifest_key(found)) is not None
@@ -66,7 +67,7 @@ class Publisher:
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters."""
-        waiting = [commit for commit in commits(self._workdir) if commit.step not in self._done]
+        waiting = [commit for commit in commits(self._workdir) if commit.step not in self._given_up]
         return [
             commit
             for commit in waiting
@@ -76,7 +77,7 @@ class Publisher:
 
     def give_up(self, commit: Commit) -> None:
         """Never tries this one again."""
-        self._done.add(commit.step)
+        self._given_up.add(commit.step)
 
     def cancel(self) -> None:
         """Makes a publication under way raise GivenUpError soon. The next one starts afresh."""
@@ -106,7 +107,6 @@ class Publisher:
         manifest = {**commit.tree, **self._stamp(), "files": files, "required_files": required}
         self._store.put_bytes(atomic.json_bytes(manifest), f"{folder}/manifest.json")
         self._offer(commit.step, commit.val_loss)
-        self._done.add(commit.step)
         self.newest = max(self.newest, commit.step)
         if whole:
             self.measured = (commit.bytes, time.monotonic() - started)
@@ -136,6 +136,15 @@ class Publisher:
         if failed is not None:
             raise failed
         return {name: self._arrived[f"{folder}/{name}"][1] for name, _ in commit.files}, whole
+
+    def _staged(self, step: int, files: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, str]]:
+        """Of a manifest's files those that are here, which were downloaded and verified."""
+        folder, found = manifest_key(step).removesuffix("manifest.json"), {}
+        for entry in files:
+            path = self._workdir / folder / entry["name"]
+            if path.is_file():
+                found[folder + entry["name"]] = (path.stat().st_mtime_ns, entry["sha256"])
+        return found
 
     def prune(self) -> None:
         """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last."""

@@ -94,6 +94,12 @@ class Committed:
         atomic.write_json(path / COMMIT, {**asdict(commit), "files": files})
         atomic.sync_folder(self._folder)  # a run of one's own machine goes on from its disk
 
+    def evaluated(self, step: int, val_loss: float) -> None:
+        """The checkpoint of `step` tells its validation loss, not known when it was saved. Raises OSError."""
+        for found in self:
+            if found.step == step:
+                atomic.write_json(found.path / COMMIT, {**found.commit, "val_loss": val_loss})
+
     def set_aside(self, found: Found) -> None:
         """What cannot be read counts no more, unless it is all there is: no run begins again because of it."""
         if len(list(self)) > 1:

@@ -134,22 +134,23 @@ class Session:
         """The bill's figures of the phase of that name."""
         return next((figures for figures in self.predicted if figures.get("phase") == phase), None)
 
-    def aloud(self, work: Work) -> Iterator[Micro]:
-        """The micro-batches of an evaluation, which says once a minute how far it is."""
+    def evaluation(self, work: Work) -> Iterator[Micro]:
+        """The micro-batches of an evaluation, which says once a minute how far it is. Raises Stopped between two."""
         said, seen = time.monotonic(), 0
-        for micro in work.micros:
-            if seen and time.monotonic() >= said + SPOKEN_S:
+        for number, micro in enumerate(work.micros):
+            if number:
+                self.heed()
+            if number and time.monotonic() >= said + SPOKEN_S:
                 said = time.monotonic()
                 self.say(f"evaluation: {seen * self.world.size / work.total:.0%} of its tokens")
             seen += micro.tokens
             yield micro
 
     def heed(self) -> None:
-        """Between the parts of what follows training, all ranks together. Raises Stopped."""
+        """Between the parts of what is no step, all ranks together. Raises Stopped."""
         stop = self.requests.stop() if self.world.first else None
         agreed = self.world.agree(None if stop is None else (stop.reason, stop.ends))
         if agreed is not None:
-            self.say(f"stopped after training: {agreed[0]}")
             raise Stopped(agreed[0], ends=agreed[1])
 
 
@@ -195,14 +196,15 @@ class Experiment(ABC):
         return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
 
     @torch.no_grad()
-    def evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
-        """What is logged as val_loss, lower is better; the same on every rank. Mean loss in nats per token. None: the
-        phase holds nothing out.
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: sizing.Rung) -> float | None:
+        """What is logged as val_loss after `step` steps, lower is better; the same on every rank. Mean loss in nats per
+        token. None: the phase holds nothing out. Raises Stopped, on all ranks together, where a stop comes before it is
+        over: the next start makes up for it.
         """
         module.eval()
         work = self.validation(phase, rung)
         total = torch.zeros((), dtype=torch.float64, device=self.session.device.torch)
-        for micro in self.session.aloud(work):
+        for micro in self.session.evaluation(work):
             total += module(*micro.inputs).loss_sum.double()
         module.train()
         return self.session.world.sum(total).item() / work.total
@@ -221,7 +223,7 @@ class Experiment(ABC):
         """The figures of metrics.jsonl that come from `Output.aux`; called where a step is logged. Waits."""
         return {name: [round(x, 4) for x in tensor.flatten().tolist()] for name, tensor in aux.items()}
 
-    def stop_early(self, phase: Phase, val_loss: float | None) -> str | None:
+    def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
         """After each evaluation: why the phase is over now, as done. None: it goes on."""
         return None
 

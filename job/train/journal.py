@@ -130,6 +130,17 @@ class Journal:
             with self._on_any_disk("TensorBoard's"):
                 self._scalars.write(record)
 
+    def evaluated(self, step: int, val_loss: float) -> None:
+        """The evaluation of a step whose line is written already."""
+        self._session.say(f"evaluated at {step}, where a stop had come first: {val_loss:.4f}")
+        if not self._session.world.first:
+            return
+        with self._on_any_disk("metrics.jsonl"):
+            self._session.metrics.evaluated(step, val_loss)
+        if self._scalars is not None:
+            with self._on_any_disk("TensorBoard's"):
+                self._scalars.write({"step": step, "ts": round(time.time(), 3), "val_loss": val_loss})
+
     def compare(self, phase: Phase) -> None:
         """At the phase's end: one line, the bill's figures beside the measured ones."""
         if not self._session.world.first:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Loop:
         self.step = 0  # steps done
         self.val_loss: float | None = None  # the newest
         self._ended: str | None = None  # why this phase is over before its last step
+        self._unevaluated = False  # a stop came before this step's evaluation was over
         self._manifest = read_manifest(session.data)
         given = session.inputs if self.world.first else None
         self._base_weights = None if given is None else identity.of_weights(given)
@@ -61,6 +63,7 @@ class Loop:
                 try:
                     self._run()
                 except Stopped as stopped:
+                    self.session.say(f"stopped after step {self.step}: {stopped}")
                     if stopped.ends:
                         self.experiment.cut(self.step)
                     raise
@@ -91,6 +94,7 @@ class Loop:
         """Takes over where the checkpoint stands; the phases that are left, its own included."""
         self.step, self.val_loss = found.step, found.progress["val_loss"]
         self._ended = found.progress.get("ended")
+        self._unevaluated = found.progress.get("unevaluated", False)
         self._journal.left_out = found.progress.get("left_out", 0)
         self._cadence.resume(found.progress["best"])
         self.experiment.progress.update(found.progress["experiment"])
@@ -115,6 +119,7 @@ class Loop:
         rung = rungs.choose(self.session, phase)
         if found is not None and self._over(phase):
             self.session.checkpoints.load(found, {"model": self.experiment.weights(module)})
+            self._make_up(phase, module, rung)
             return
         opt = self.experiment.optimizer(phase, module)
         self.session.checkpoints.release()
@@ -136,6 +141,7 @@ class Loop:
         wanted = measures is None or measures.compile
         with step.compiled(module, self.session.device.torch, wanted=wanted) as compiling:
             self._graphs = CompileCache(self.session, phase, rung) if compiling else None
+            self._make_up(phase, module, rung)
             while not self._over(phase):
                 val_loss = self._step(phase, module, opt, rung, first=self.step == started)
                 if not self._over(phase):
@@ -175,14 +181,7 @@ class Loop:
         self._clock.stop(work.full)
         if values is not None:
             self._require_finite()  # before anything is made of weights that may not be
-        val_loss = None
-        if evaluated:
-            val_loss = self.experiment.evaluate(phase, module, rung)
-            self._require_finite(val_loss)
-            self.val_loss = val_loss
-            self._ended = self.experiment.stop_early(phase, val_loss)
-            if self._ended is not None:
-                self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
+        val_loss = self._evaluate(phase, module, rung) if evaluated else None
         if self._graphs is not None and (compiled := self._graphs.keep()) is not None:
             self._journal.event(compiled, aloud=True)
         if values is not None:
@@ -203,6 +202,36 @@ class Loop:
             self._guard.see(values["loss"], self.step)
         self._judged = values is not None
         return val_loss
+
+    def _evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
+        """The validation loss after this step. None: nothing is held out, or a stop came first."""
+        try:
+            val_loss = self.experiment.evaluate(phase, self.step, module, rung)
+        except Stopped:  # saved and heeded as any that comes within a step
+            self._unevaluated = True
+            return None
+        self._unevaluated = False
+        self._require_finite(val_loss)
+        self.val_loss = val_loss
+        self._ended = self.experiment.stop_early(phase, self.step, val_loss)
+        if self._ended is not None:
+            self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
+        return val_loss
+
+    def _make_up(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> None:
+        """The evaluation that the start before was stopped in, if it was. Its loss goes where it would have gone: into
+        the step's checkpoint, which is here, and the step's line.
+        """
+        if not self._unevaluated:
+            return
+        val_loss = self._evaluate(phase, module, rung)
+        if val_loss is not None:
+            if self.world.first:
+                with suppress(OSError):  # a full disk; the next improvement is saved as if there had not been this one
+                    self.session.checkpoints.committed.evaluated(self.step, val_loss)
+            self._cadence.recall()
+            self._journal.evaluated(self.step, val_loss)
+        self._heed(phase, None, self.world.agree(self._stop()))
 
     def _read_back(self, result: step.StepResult) -> dict[str, Any]:
         """The figures for the log, over all ranks; waits for the device."""
@@ -250,6 +279,7 @@ class Loop:
             "best": self._cadence.best,
             "val_loss": self.val_loss,
             "ended": self._ended,
+            "unevaluated": self._unevaluated,
             "left_out": self._journal.left_out,
             "guard": self._guard.state,
             "experiment": copy.deepcopy(self.experiment.progress),
@@ -284,7 +314,6 @@ class Loop:
             if state is not None:
                 self._save(phase, state, "stop", val_loss)
             self._note(self.session.checkpoints.wait())
-        self.session.say(f"stopped after step {self.step}: {reason}")
         raise Stopped(reason, ends=ends)
 
     def _require_finite(self, val_loss: float | None = None) -> None:

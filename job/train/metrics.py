@@ -99,6 +99,18 @@ class MetricsFile:
                 file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
+    def evaluated(self, step: int, val_loss: float) -> None:
+        """Completes the line of `step`, where there is one: a stop came before its evaluation was over, a resume has
+        made up for it. Raises OSError.
+        """
+        records = self.records()
+        for record in records:
+            if record["step"] == step:
+                event = "; ".join(filter(None, (record["event"], "evaluated once resumed")))
+                record.update(val_loss=val_loss, event=event)
+        lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+        atomic.write_bytes(self.path, lines.encode())
+
     def records(self, phase: str | None = None) -> list[dict[str, Any]]:
         """Every line, or those of one phase. One that is none, left by a kill where the disk then was too full for
         `resume`, is passed over: it must not fail the run at a phase's end.

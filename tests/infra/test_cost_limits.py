@@ -115,7 +115,7 @@ def test_a_deadline_that_one_run_in_twenty_misses_is_worth_a_sentence() -> None:
 
 def test_on_demand_the_run_needs_what_it_needs_without_nine_in_ten() -> None:
     assert refused(definition(capacity="on-demand", max_hours="0.1")) == [
-        "limits.max_hours: at least the node-hours of the run and the 120 s in which it stops, 0.48. "
+        "limits.max_hours: at least the node-hours of the run and the 119 s in which it stops, 0.48. "
     ]
 
 

@@ -23,6 +23,14 @@ PARAMETERS: dict[str, Any] = {
 }
 
 
+def after(step: int, *, begun: int = 0) -> int:
+    """The look at the stop request that follows a step, of a start at `begun`: one before the first step, one after
+    each, and in each evaluation four, between five micro-batches.
+    """
+    every = PARAMETERS["eval"]["every"]
+    return step - begun + 4 * (step // every - begun // every)
+
+
 def parameters(**changed: Any) -> dict[str, Any]:
     """PARAMETERS with sections laid over it."""
     return {

@@ -59,10 +59,11 @@ def test_a_last_step_of_fewer_rows_makes_no_step_faster() -> None:
     assert phase["evaluation_s"] == pytest.approx(0.3)  # beside the time that the steps did take
 
 
-def test_the_pause_of_an_interruption_is_neither_an_evaluation_nor_a_boundary() -> None:
+@pytest.mark.parametrize(("at", "event"), [(5000.0, "resumed at 20"), (1005.6, "evaluated once resumed")])
+def test_the_pause_of_an_interruption_is_neither_an_evaluation_nor_a_boundary(at: float, event: str) -> None:
     resumed = [
         *RECORDS[:3],
-        line("dense", 30, 5000.0, 100.0, val_loss=1.9, event="resumed at 20"),
+        line("dense", 30, at, 100.0, val_loss=1.9, event=event),
         line("moe", 31, 9000.0, None, event="resumed at 30"),
         line("moe", 41, 9002.0, 200.0),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ from job.serving.model import open_model
 from job.serving.request import Generation
 from job.train import __main__ as trainer
 from job.train.checkpoint import Checkpoints
+from job.train.committed import Committed
 from job.train.experiment import Phase
 from job.train.rows import Rows
 
@@ -108,9 +110,9 @@ def test_micro_batches_do_not_change_the_result(tmp_path: Path) -> None:
 class Rising(Pretrain):
     """Validation that falls until step 12 and rises from there."""
 
-    def evaluate(self, phase: Any, module: Any, rung: Any) -> float:
-        super().evaluate(phase, module, rung)
-        return 1.0 + abs(self._step - 12) / 100
+    def evaluate(self, phase: Any, step: int, module: Any, rung: Any) -> float:
+        super().evaluate(phase, step, module, rung)
+        return 1.0 + abs(step - 12) / 100
 
 
 def test_a_rising_validation_ends_the_run_and_the_best_weights_are_kept(
@@ -143,9 +145,9 @@ def test_a_rising_validation_ends_the_run_and_the_best_weights_are_kept(
 def planted(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     """Validation losses by the number of optimizer steps done."""
 
-    def evaluate(self: Pretrain, phase: Any, module: Any, rung: Any) -> float:
-        real(self, phase, module, rung)
-        return losses[self._step]
+    def evaluate(self: Pretrain, phase: Any, step: int, module: Any, rung: Any) -> float:
+        real(self, phase, step, module, rung)
+        return losses[step]
 
     real = Pretrain.evaluate
     monkeypatch.setattr(Pretrain, "evaluate", evaluate)
@@ -186,7 +188,7 @@ def test_the_last_weights_are_exported_where_they_are_the_best_and_could_not_be_
 def test_a_torn_checkpoint_is_never_the_best_that_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
-    assert world.train(workdir, world.StopAt(workdir, 9)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(9))) == trainer.STOPPED
     data = workdir / "ckpt" / "step_00000008" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
     assert world.train(workdir) == trainer.FINISHED
@@ -198,7 +200,7 @@ def test_a_best_that_did_not_reach_the_next_node_is_not_what_it_must_beat(
 ) -> None:
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
-    assert world.train(workdir, world.StopAt(workdir, 9)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(9))) == trainer.STOPPED
     assert world.committed(workdir) == [8, 9]
     shutil.rmtree(workdir / "ckpt" / "step_00000008")
     assert world.train(workdir) == trainer.FINISHED
@@ -206,12 +208,54 @@ def test_a_best_that_did_not_reach_the_next_node_is_not_what_it_must_beat(
     assert results(workdir)["best_step"] == 12
 
 
+def test_an_evaluation_that_is_stopped_is_made_up_for_by_the_next_start_or_the_one_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1})
+    workdir = pretrain.make(tmp_path)
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(7) + 1)) == trainer.STOPPED
+    assert "stopped after step 8: test" in capsys.readouterr().out
+    (line,) = (record for record in world.records(workdir) if record["step"] == 8)
+    assert line["val_loss"] is None
+    assert world.train(workdir, world.StopAt(workdir, 2)) == trainer.STOPPED  # in it again
+    assert world.committed(workdir) == [4, 8]
+    assert world.train(workdir) == trainer.FINISHED
+    (again,) = (record for record in world.records(workdir) if record["step"] == 8)
+    assert again == {**line, "val_loss": 1.0, "event": again["event"]}
+    assert again["event"].endswith("; evaluated once resumed")
+    assert [record["val_loss"] for record in world.records(workdir) if record["step"] in (4, 8, 12)] == [1.2, 1.0, 1.1]
+    assert results(workdir)["best_step"] == 8
+    assert (atomic.read_object(workdir / "ckpt" / "step_00000008" / "commit.json") or {})["val_loss"] == 1.0
+
+
+def test_where_the_disk_has_no_room_for_the_loss_of_an_evaluation_made_up_for_the_next_best_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
+    workdir = pretrain.make(tmp_path, steps=16)
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(7) + 1)) == trainer.STOPPED
+    monkeypatch.setattr(Committed, "evaluated", full)
+    assert world.train(workdir) == trainer.FINISHED
+    assert results(workdir)["best_step"] == 12
+
+
+def test_an_evaluation_made_up_for_can_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
+    workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(27) + 1)) == trainer.STOPPED
+    assert world.train(workdir) == trainer.FINISHED
+    assert (results(workdir)["steps"], results(workdir)["best_step"]) == (28, 12)
+
+
 def test_an_end_by_early_stop_is_repeated_without_a_step_when_it_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
-    assert world.train(workdir, world.StopAt(workdir, 30)) == trainer.STOPPED  # behind the last step
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(28) + 2)) == trainer.STOPPED  # behind it
     assert max(world.committed(workdir)) == 28
     assert world.train(workdir) == trainer.FINISHED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (28, 12)
@@ -222,7 +266,7 @@ def test_where_the_best_checkpoint_is_gone_what_is_exported_is_said_to_be_what_i
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
-    assert world.train(workdir, world.StopAt(workdir, 22)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(22))) == trainer.STOPPED
     shutil.rmtree(workdir / "ckpt" / "step_00000012")  # as on another node, which has the newest alone
     assert world.train(workdir) == trainer.FINISHED
     said, table = capsys.readouterr().out, results(workdir)
@@ -239,9 +283,11 @@ def test_a_run_that_a_limit_ends_leaves_its_best_checkpoint_to_be_served(
     workdir = pretrain.make(tmp_path, steps=40, optim={"kind": "adamw", "lr": 0.003})  # the quicker one
     assert world.train(workdir, world.StopAt(workdir, 3, ends=True)) == trainer.STOPPED
     assert not (workdir / "final").exists()  # nothing was evaluated yet
-    assert world.train(workdir, world.StopAt(workdir, 11)) == trainer.STOPPED  # for another start to go on
+    assert (
+        world.train(workdir, world.StopAt(workdir, pretrain.after(14, begun=3))) == trainer.STOPPED
+    )  # another start goes on
     assert not (workdir / "final").exists()
-    assert world.train(workdir, world.StopAt(workdir, 2, ends=True)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(16, begun=14), ends=True)) == trainer.STOPPED
     table, meta = results(workdir), atomic.read_object(workdir / "final" / "meta.json") or {}
     assert (table["steps"], table["steps_planned"], table["best_step"]) == (max(world.committed(workdir)), 40, 8)
     assert (meta["step"], meta["val_loss"]) == (8, 1.0)
@@ -250,21 +296,21 @@ def test_a_run_that_a_limit_ends_leaves_its_best_checkpoint_to_be_served(
 
 def test_a_limit_met_by_a_node_before_its_first_step_counts_the_steps_of_those_before(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
-    assert world.train(workdir, world.StopAt(workdir, 6)) == trainer.STOPPED  # evaluated after step 4
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(6))) == trainer.STOPPED  # evaluated after step 4
     assert world.train(workdir, world.StopAt(workdir, 0, ends=True)) == trainer.STOPPED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (6, 4)
 
 
 def test_a_limit_met_after_the_last_step_costs_no_export(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
-    assert world.train(workdir, world.StopAt(workdir, 14, ends=True)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(12) + 2, ends=True)) == trainer.STOPPED
     assert (results(workdir)["steps"], results(workdir)["samples"]) == (12, {})
     assert (workdir / "final" / "meta.json").is_file()
 
 
 def test_a_stop_is_heeded_between_two_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003}, eval={"prompts": ["1+2", "3"]})
-    assert world.train(workdir, world.StopAt(workdir, 15)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(12) + 3)) == trainer.STOPPED
     said = capsys.readouterr().out
     assert "'1+2' -> " in said
     assert "'3' -> " not in said

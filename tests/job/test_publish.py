@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, commit, publisher, state
 
+from job import atomic
 from job.supervisor.commits import commits
 from job.supervisor.store import GivenUpError, StoreError
 from job.train.checkpoint import Checkpoints
@@ -316,6 +317,34 @@ def test_a_best_that_is_gone_is_not_the_one_to_beat(tmp_path: Path, how: str) ->
     assert bench.json("best.json")["step"] == 8
     assert bench.manifests() == [8, 10, 11]
     assert [found.step for found in commits(tmp_path / "w")] == [8, 10, 11]
+
+
+def test_a_checkpoint_that_was_evaluated_only_after_a_resume_goes_again_without_its_files(tmp_path: Path) -> None:
+    bench, keys = Bench(tmp_path), list[str]()
+    made = publisher(bench)
+    for step, loss in ((3, 2.0), (6, None)):
+        path = commit(tmp_path / "w", step, "c", reason="stop", val_loss=loss)
+        made.publish(made.pending()[-1])
+    before = bench.json("ckpt/step_00000006/manifest.json")
+    made = publisher(bench, FaultyStore(bench.store, lambda _, key: keys.append(key)))
+    made.resumed(before)
+    assert made.pending() == []
+    atomic.write_json(path / "commit.json", {**(atomic.read_object(path / "commit.json") or {}), "val_loss": 1.0})
+    made.publish(made.pending()[-1])
+    assert keys == ["ckpt/step_00000006/manifest.json", "best.json"]
+    assert bench.json("ckpt/step_00000006/manifest.json") == {**before, "val_loss": 1.0}
+    assert (bench.json("best.json")["step"], made.newest, made.pending()) == (6, 6, [])
+
+
+def test_a_checkpoint_that_was_evaluated_after_a_resume_and_is_no_better_stays_as_it_is(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    made = publisher(bench)
+    for step, loss in ((3, 2.0), (6, None)):
+        commit(tmp_path / "w", step, "c", reason="stop", val_loss=loss)
+        made.publish(made.pending()[-1])
+    made.resumed(bench.json("ckpt/step_00000006/manifest.json"))
+    commit(tmp_path / "w", 6, "c", reason="stop", val_loss=2.0)
+    assert made.pending() == []
 
 
 def test_a_disk_short_of_room_keeps_the_best_beside_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

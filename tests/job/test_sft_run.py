@@ -28,6 +28,7 @@ from job.models.decoder import build
 from job.train import __main__ as trainer
 
 STEPS = 8
+TRAINED = STEPS + 2  # looks at the stop request: after each step, and within each of two evaluations
 
 
 def losses(workdir: Path) -> list[tuple[float, float | None]]:
@@ -205,17 +206,20 @@ def test_checkpoints_hold_the_adapter_and_its_moments_alone_and_the_last_one_no_
         assert all(name.endswith(("lora_a", "lora_b")) for name in found)
 
 
-# Looks at the stop request: one before the first step, one after each, one after training; then one per micro-batch of
-# the validations (three rows: 2 each in bf16, 3 each in fp32) and one per token of the answers.
+# Looks at the stop request: one before the first step, one after each and between the two micro-batches of an
+# evaluation, one after training; then one per micro-batch of the validations (three rows: 2 each in bf16, 3 each in
+# fp32) and one per token of the answers.
 @pytest.mark.parametrize(
     "look",
     [
         pytest.param(0, marks=pytest.mark.slow),
         3,
-        pytest.param(STEPS, marks=pytest.mark.slow),
-        STEPS + 1,
-        pytest.param(STEPS + 5, marks=pytest.mark.slow),
-        STEPS + 2 + 12,
+        4,  # within the first evaluation
+        TRAINED - 1,  # and the last one
+        pytest.param(TRAINED, marks=pytest.mark.slow),
+        TRAINED + 1,
+        pytest.param(TRAINED + 5, marks=pytest.mark.slow),
+        TRAINED + 2 + 12,
     ],
 )
 def test_a_run_stopped_anywhere_ends_with_the_same_adapter_and_results(
@@ -236,7 +240,7 @@ def test_a_restart_after_the_merge_validates_nothing_again(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workdir = sft.make(tmp_path)
-    looks = STEPS + 2 + 2 * 2  # two validations are done
+    looks = TRAINED + 2 + 2 * 2  # two validations are done
     assert world.train(workdir, StopAt(workdir, looks)) == trainer.STOPPED
     before = stages(workdir)
     assert before == ["loss base", "loss adapter"]

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from supervisor_world import STEPS, Bench, FakeTrainer, interrupted
 
-from job.run_file import config_digest
-
 
 @pytest.mark.parametrize(
     ("limits", "reason"),
@@ -33,33 +31,6 @@ def test_a_limit_ends_the_run_with_everything_saved(tmp_path: Path, limits: dict
     receipt = bench.json("receipt.json")
     assert receipt["reason"] == reason
     assert float(receipt["usd"]["actual"]) <= 0.0300
-
-
-class Evaluating(Bench):
-    """Its trainer hangs for 190 s at a time."""
-
-    def _sleep(self, seconds: float) -> None:
-        super()._sleep(seconds)
-        for trainer in self.trainers:
-            trainer.hangs = trainer.hangs and self.clock.now < trainer.output_at + 190
-
-
-@pytest.mark.parametrize("step", [4, 9])  # under way as the limit nears; one that would have begun before it
-def test_an_evaluation_that_looks_for_no_stop_passes_no_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
-    monkeypatch.setattr("job.supervisor.supervisor.TICK_S", 40.0)  # a step of the trainer
-    bench = Evaluating(tmp_path, limits={"max_usd": "3.00", "max_hours": "0.15", "deadline": None})
-    bench.tree["job"]["parameters"]["eval"]["windows"] = 24_000  # 200 s by the bill's steps of 0.1 s
-    bench.config_sha256 = config_digest("tinystories-growth", bench.tree["job"]["parameters"])
-
-    def evaluate(trainer: FakeTrainer) -> None:
-        trainer.hangs = True
-
-    assert bench.attempt(script={step: evaluate}).run() == 0
-    assert bench.json("done.json")["detail"] == ""  # nothing was killed
-    assert bench.manifests()[-1] == bench.trainers[0].step
-    assert float(bench.json("receipt.json")["hours"]["actual"]) <= 0.15
 
 
 def test_a_run_that_is_asked_to_stop_ends_as_at_a_limit(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_cutting_the_batch_changes_only_rounding(phase: int, tmp_path: Path) -> 
         opt = experiment.optimizer(one, module)
         optimizer.set_lr(opt, 1e-2)
         results = [update(experiment, module, opt, experiment.batch(one, s, rung), s) for s in range(3)]
-        losses.append([r.loss.item() for r in results] + [experiment.evaluate(one, module, rung)])
+        losses.append([r.loss.item() for r in results] + [experiment.evaluate(one, 1, module, rung)])
         norms.append([r.grad_norm.item() for r in results])
     for cut in (1, 2):
         assert losses[cut] == pytest.approx(losses[0], rel=1e-5)

@@ -182,16 +182,16 @@ def test_a_member_is_over_after_patience_epochs_but_not_before_the_first_stop_an
     module, kept = made.blank(phase()), list[list[int]]()
     monkeypatch.setattr(Batches, "watched_ndcg", lambda *_: next(script))
     monkeypatch.setattr(Members, "keep", lambda self, better: kept.append(better.tolist()))
-    values = [made.evaluate(phase(), module, Rung(micro=8)) for _ in range(4)]
+    values = [made.evaluate(phase(), 1, module, Rung(micro=8)) for _ in range(4)]
     honest = np.array(columns)[:5].mean(axis=0)  # the optimistic ones choose nothing
     assert values == pytest.approx((1 - honest).tolist())
     assert record["best"] == [best, 0.6, 0.4, 0.4, 0.4, *[0.9] * 5]
     assert record["epoch"] == [epoch, 3, 4, 4, 4, *[1] * 5]
     assert record["stopped"] == stopped
     assert kept == [list(range(10)), [2, 3, 4], [1, 2, 3, 4], [0, 2, 3, 4] if best == 0.9 else [2, 3, 4]]
-    assert made.stop_early(phase(), None) is None
+    assert made.stop_early(phase(), 1, None) is None
     record["stopped"] = [4] * 10
-    assert made.stop_early(phase(), None) == "no member improved for 2 epochs"
+    assert made.stop_early(phase(), 1, None) == "no member improved for 2 epochs"
 
 
 def test_the_refit_is_of_the_family_that_the_honest_members_prefer_and_ends_at_their_median_epoch() -> None:
@@ -202,9 +202,9 @@ def test_the_refit_is_of_the_family_that_the_honest_members_prefer_and_ends_at_t
     }
     assert made._choose_refit() == {"family": "r", "epochs": 2}
     assert made._config(phase(REFIT)).weak.queries == 433
-    assert made.stop_early(phase(REFIT), None) == "2 epochs, the median that the folds chose"
+    assert made.stop_early(phase(REFIT), 1, None) == "2 epochs, the median that the folds chose"
     made.progress["refit"]["epochs"] = made.config.epochs
-    assert made.stop_early(phase(REFIT), None) is None
+    assert made.stop_early(phase(REFIT), 1, None) is None
 
 
 def test_the_rate_falls_as_a_cosine_to_a_tenth_and_only_matrices_decay_each_member_clipped() -> None:
