@@ -57,10 +57,6 @@ def run(words: list[str]) -> int:
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
         **_environment(options.env, mounts),
     }
-    logs = _logs(options)
-    if isinstance(logs, str):
-        print(f"docker: failed to initialize logging driver: {logs}", file=sys.stderr)
-        return DAEMON_ERROR
     argv = [_inside(word, mounts) for word in options.command]
     if argv[0] in ("python", "python3"):
         argv[0] = os.environ["GPUFLEET_PYTHON"]
@@ -76,6 +72,7 @@ def run(words: list[str]) -> int:
         signal.signal(number, lambda received, _: child.send_signal(received))
     CONTAINERS.mkdir(parents=True, exist_ok=True)
     record.write_text(str(child.pid))
+    logs = _logs(options)
     assert child.stdout is not None
     for line in child.stdout:
         sys.stdout.buffer.write(line)
@@ -120,12 +117,15 @@ def stop(words: list[str]) -> int:
 
 
 class CloudWatchLogs:
-    """The awslogs driver, non-blocking: what cannot be sent is dropped, never waited for."""
+    """The awslogs driver, non-blocking: its stream is made while the container starts already, again and again until it
+    can be; what cannot be sent is dropped, never waited for. As moby's (daemon/logger/awslogs, 2026-08-23).
+    """
 
-    def __init__(self, client: Any, group: str, stream: str) -> None:
-        self._client, self._group, self._stream = client, group, stream
+    def __init__(self, region: str, group: str, stream: str) -> None:
+        self._place = {"logGroupName": group, "logStreamName": stream}
         self._lines: queue.Queue[tuple[int, str] | None] = queue.Queue(maxsize=50_000)
-        self._thread = threading.Thread(target=self._send, daemon=True)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._send, args=(region,), daemon=True)
         self._thread.start()
 
     def write(self, line: bytes) -> None:
@@ -134,12 +134,23 @@ class CloudWatchLogs:
             self._lines.put((int(time.time() * 1000), text))
 
     def close(self) -> None:
+        self._closed.set()
         self._lines.put(None)
         self._thread.join(timeout=5)
 
-    def _send(self) -> None:
+    def _send(self, region: str) -> None:
+        import botocore.session
         from botocore.exceptions import BotoCoreError, ClientError
 
+        client: Any = botocore.session.get_session().create_client("logs", region_name=region)
+        while True:
+            try:
+                client.create_log_stream(**self._place)
+                break
+            except (BotoCoreError, ClientError) as error:
+                print(f"awslogs: no stream: {error}", file=sys.stderr)
+                if self._closed.wait(1.0):
+                    return
         more = True
         while more:
             batch = [self._lines.get()]
@@ -150,26 +161,17 @@ class CloudWatchLogs:
             events = [{"timestamp": entry[0], "message": entry[1]} for entry in batch if entry is not None]
             if events:
                 try:
-                    self._client.put_log_events(logGroupName=self._group, logStreamName=self._stream, logEvents=events)
+                    client.put_log_events(**self._place, logEvents=events)
                 except (BotoCoreError, ClientError) as error:
                     print(f"awslogs: {len(events)} lines dropped: {error}", file=sys.stderr)
 
 
-def _logs(options: argparse.Namespace) -> CloudWatchLogs | str | None:
-    """The log driver, None without one, or why the container cannot start."""
+def _logs(options: argparse.Namespace) -> CloudWatchLogs | None:
+    """The log driver; None without one."""
     if options.log_driver != "awslogs":
         return None
     settings = dict(option.split("=", 1) for option in options.log_opt)
-    import botocore.session
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    client = botocore.session.get_session().create_client("logs", region_name=settings["awslogs-region"])
-    group, stream = settings["awslogs-group"], settings["awslogs-stream"]
-    try:
-        client.create_log_stream(logGroupName=group, logStreamName=stream)
-    except (BotoCoreError, ClientError) as error:
-        return str(error)
-    return CloudWatchLogs(client, group, stream)
+    return CloudWatchLogs(settings["awslogs-region"], settings["awslogs-group"], settings["awslogs-stream"])
 
 
 def _run_options() -> argparse.ArgumentParser:

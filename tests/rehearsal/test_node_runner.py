@@ -233,10 +233,23 @@ def test_the_containers_output_reaches_cloudwatch_logs(cloud: Cloud, tmp_path: P
     assert [event["message"] for event in events] == ["one", "two"]
 
 
-def test_without_its_log_group_a_container_does_not_start(cloud: Cloud, tmp_path: Path) -> None:
+def test_without_its_log_group_a_container_runs_all_the_same(cloud: Cloud, tmp_path: Path) -> None:
+    """As docker's does, whose driver is told not to block: a node must not fail for its logs."""
     stream = ("--log-opt", "awslogs-group=/none", "--log-opt", "awslogs-stream=s")
     code, out, err = finish(
         docker(tmp_path, "run", *LOGS, *stream, IMAGE, "python", "-c", "print('ran')", **cloud.environment())
     )
-    assert (code, out) == (125, "")
-    assert "failed to initialize logging driver" in err
+    assert (code, out) == (0, "ran\n")
+    assert "awslogs: no stream: " in err
+
+
+def test_a_log_group_that_comes_late_gets_what_was_said_before(cloud: Cloud, tmp_path: Path) -> None:
+    stream = ("--log-opt", "awslogs-group=/late", "--log-opt", "awslogs-stream=s")
+    words = ("run", *LOGS, *stream, IMAGE, "python", "-c", "import time; print('first', flush=True); time.sleep(2.5)")
+    process = docker(tmp_path, *words, **cloud.environment())
+    assert process.stdout is not None
+    process.stdout.readline()
+    cloud.client("logs").create_log_group(logGroupName="/late")
+    assert finish(process)[0] == 0
+    events = cloud.client("logs").get_log_events(logGroupName="/late", logStreamName="s")["events"]
+    assert [event["message"] for event in events] == ["first"]
