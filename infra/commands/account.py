@@ -14,8 +14,10 @@ from infra.boot.user_data import ROOT_DEVICE
 from infra.commands import aws
 from infra.commands.quotas import Need, needs
 from infra.definition import StackDefinition
+from infra.resources.tags import STACK_TAG
 from job.supervisor.staging import DATASET, WEIGHTS
 
+VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; that of internet gateways goes with it (AWS General Reference)
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
 GRANT_OPERATIONS = (
     "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncryptFrom ReEncryptTo CreateGrant DescribeKey"
@@ -81,14 +83,38 @@ def quotas(definition: StackDefinition, service_quotas: Any) -> Iterator[Check]:
         )
 
 
-def _quota(definition: StackDefinition, need: Need, service_quotas: Any) -> Check:
-    arguments = {"ServiceCode": "ec2", "QuotaCode": need.code}
+def network(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Check:
+    """Each stack that is up has a VPC of its own, and a region takes few."""
+    vpcs = list(aws.pages(ec2, "describe_vpcs", "Vpcs"))
+    quota = _granted(service_quotas, "vpc", VPCS_PER_REGION)
+    most = int(quota["Value"])
+    found = f"{quota['QuotaName']} ({VPCS_PER_REGION}) is {most}; {len(vpcs)} in {definition.fleet.region}"
+    if any(aws.tags_of(vpc).get(STACK_TAG) == definition.name for vpc in vpcs):
+        return Check(name="network", found=f"{found}, this stack's among them")
+    if len(vpcs) < most:
+        return Check(name="network", found=found)
+    fix = (
+        f"aws service-quotas request-service-quota-increase --region {definition.fleet.region} --service-code vpc "
+        f"--quota-code {VPCS_PER_REGION} --desired-value {2 * most}\n"
+        "          or `pulumi destroy` a stack that is done, or delete a VPC that nothing uses"
+    )
+    return Check(name="network", state="problem", found=f"{found}, and `pulumi up` makes one more", fix=fix)
+
+
+def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
+    """A quota as it is for this account, which has only AWS's default where it never asked for more."""
+    arguments = {"ServiceCode": service, "QuotaCode": code}
     try:
-        quota = service_quotas.get_service_quota(**arguments)["Quota"]
-    except ClientError as error:  # an account that never asked for more has only the default
+        found: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
+    except ClientError as error:
         if aws.code(error) != "NoSuchResourceException":
             raise
-        quota = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
+        found = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
+    return found
+
+
+def _quota(definition: StackDefinition, need: Need, service_quotas: Any) -> Check:
+    quota = _granted(service_quotas, "ec2", need.code)
     vcpus = int(quota["Value"])
     kinds = ", ".join(need.types)
     takes = f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"

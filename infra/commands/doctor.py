@@ -82,14 +82,15 @@ def pin(definition: StackDefinition, ssm: Any) -> None:
 def examine(definition: StackDefinition, root: Path, client: Callable[[str, str], Any]) -> Iterator[Check]:
     """Every check in turn. Without working credentials the first is the only one."""
     region = definition.fleet.region
-    ec2, iam = client("ec2", region), client("iam", region)
+    ec2, iam, service_quotas = (client(service, region) for service in ("ec2", "iam", "service-quotas"))
     who = account.identity(client("sts", region))
     yield who
     if who.state == "problem":
         return
     groups: tuple[Callable[[], Iterator[Check]], ...] = (
         lambda: account.service_roles(definition, iam),
-        lambda: account.quotas(definition, client("service-quotas", region)),
+        lambda: account.quotas(definition, service_quotas),
+        lambda: iter((account.network(definition, ec2, service_quotas),)),
         lambda: account.offerings(definition, ec2),
         lambda: account.ami(definition, ec2),
         lambda: account.disk_key(definition, ec2, client("kms", region), iam),

@@ -93,6 +93,12 @@ def small_quota(cloud: Cloud) -> None:
     cloud.quotas["L-3819A6DF"] = 8
 
 
+def no_vpc_left(cloud: Cloud) -> None:
+    ec2 = cloud.client("ec2")
+    for _ in range(5 - len(ec2.describe_vpcs()["Vpcs"])):
+        ec2.create_vpc(CidrBlock="10.0.0.0/16")
+
+
 def no_fleet_role(cloud: Cloud) -> None:
     cloud.client("iam").delete_role(RoleName="AWSServiceRoleForEC2Fleet")
 
@@ -129,6 +135,7 @@ def no_rights(cloud: Cloud) -> None:
     [
         pytest.param(no_quota, 1, "PROBLEM quota: All G and VT", "--desired-value 16", id="quota 0"),
         pytest.param(small_quota, 0, "warning quota: All G and VT", "--desired-value 16", id="quota of one node"),
+        pytest.param(no_vpc_left, 1, "PROBLEM network: VPCs per Region", "--desired-value 10", id="VPCs"),
         pytest.param(no_fleet_role, 1, "PROBLEM role: AWSServiceRoleForEC2Fleet", "ec2fleet.amazonaws.com", id="role"),
         pytest.param(no_ami, 1, "PROBLEM AMI: ami-", "gpufleet doctor small-growth --pin", id="AMI withdrawn"),
         pytest.param(no_dataset, 1, "PROBLEM dataset: s3://elsewhere/tokens", "storage.dataset", id="empty dataset"),
@@ -156,6 +163,18 @@ def test_what_is_missing_is_named_with_what_to_do(
     out = capsys.readouterr().out
     assert said in out
     assert fix in out[out.index(said) :]
+
+
+def test_a_stack_that_is_up_needs_no_more_vpcs(cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pinned(stack)
+    no_vpc_left(cloud)
+    ec2 = cloud.client("ec2")
+    last = ec2.describe_vpcs()["Vpcs"][-1]["VpcId"]
+    ec2.create_tags(Resources=[last], Tags=[{"Key": "gpufleet:stack", "Value": "small-growth"}])
+    assert main(["doctor", "small-growth"]) == 0
+    assert "ok      network: VPCs per Region (L-F678F1CE) is 5; 5 in us-east-2, this stack's among them\n" in (
+        capsys.readouterr().out
+    )
 
 
 def test_wrong_credentials_stop_at_the_first_line(
