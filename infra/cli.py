@@ -137,7 +137,10 @@ def _of_the_machine(error: OSError) -> GpufleetError:
 
 
 def _say(error: GpufleetError) -> int:
-    print(f"gpufleet: {error}", file=sys.stderr)
+    try:
+        print(f"gpufleet: {error}", file=sys.stderr)
+    except OSError:  # 2>&1 on a full disk or into head: nobody can be told, but 1 would be an answer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else its buffer makes it 120
     return 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -224,6 +225,15 @@ def test_a_closed_standard_output_is_no_traceback(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.main(["prices", "--json"]) == 0
     sys.stdout.close()
+
+
+def test_an_error_that_cannot_be_written_is_still_exit_code_2() -> None:
+    """As in `>log 2>&1` on a full disk, or `2>&1 | head`: 1 would say that the answer is no."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = [sys.executable, "-m", "infra.cli", "cost", "no-such-stack"]
+    assert subprocess.run(program, stderr=writer, cwd=ROOT).returncode == 2
+    os.close(writer)
 
 
 def test_a_line_into_a_pipe_arrives_when_it_is_printed_and_in_any_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
