@@ -59,8 +59,8 @@ def paths(folder: Path) -> list[Path]:
 
 def check(folder: Path) -> dict[str, list[int]]:
     """Reads the header of each file of tensors, and no more: every tensor's shape by its name. Raises ValueError for a
-    file that is cut short, or none at all, such as the pointer that git clones without its lfs; for quantised tensors;
-    and like `paths`.
+    file that is cut short, or none at all, such as the pointer that git clones without its lfs, or that may not be
+    read; for quantised tensors; and like `paths`.
     """
     paths(folder)
     shapes: dict[str, list[int]] = {}
@@ -74,7 +74,9 @@ def check(folder: Path) -> dict[str, list[int]]:
             whole = size == 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             others = [f"{name} is {entry['dtype']}" for name, entry in tensors.items() if entry["dtype"] not in _DTYPES]
             shapes |= {name: entry["shape"] for name, entry in tensors.items()}
-        except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             whole, others = False, []
         if not whole:
             raise ValueError(f"{path}: {size:,} bytes, no whole safetensors file; download it again")

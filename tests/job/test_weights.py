@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +105,20 @@ def test_a_file_that_is_no_whole_safetensors_is_found_before_anything_is_paid(
     weights.check(tmp_path)
     path.write_bytes(content(path.read_bytes()))
     with pytest.raises(ValueError, match=r"model\.safetensors: [\d,]+ bytes, no whole safetensors file"):
+        weights.check(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_not_to_be_downloaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a download by another user leaves it: 16 GB, and whole."""
+    save_file({"a": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+
+    def refused(path: Path, mode: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read \(Permission denied\)"):
         weights.check(tmp_path)
 
 
