@@ -113,7 +113,7 @@ def _text(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed], 
         said = f"The stated interval held: {share}. Plan with the bill's p90."
     lines += [
         *wrap(said, indent=0),
-        f"With so few independent runs the true share is likely between {low:.0%} and {high:.0%}.",
+        f"From that many independent runs the true share is likely between {low:.0%} and {high:.0%}.",
     ]
     if not held or contained(found) > WIDE:
         lines.append("Later bills learn from traces kept in traces/ (docs/risk.md).")

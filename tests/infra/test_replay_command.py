@@ -56,6 +56,7 @@ def test_a_calm_zone_shows_the_interval_wider_than_it_has_to_be_and_says_what_th
     said = " ".join(printed.split())
     assert "It is wider than it has to be: bills spread less here than it says, so its p90 is on the safe side." in said
     assert "Later bills learn from traces kept in traces/" in said
+    assert "From that many independent runs the true share is likely between 9" in said
 
 
 def test_several_traces_are_graded_together_and_shown_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
