@@ -128,7 +128,9 @@ def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime,
         on = f"; it goes on from step {beat['step']}" if beat.get("step") else ""
         yield f"progress    nothing logged by this node yet{on}"
     else:
-        yield f"progress    {where}, loss {beat.get('loss')}, {beat.get('tok_s')} tokens/s"
+        figures = (("loss {:.4f}", beat.get("loss")), ("{:,.0f} tokens/s", beat.get("tok_s")))
+        known = [form.format(value) for form, value in figures if isinstance(value, int | float)]  # no speed at first
+        yield f"progress    {', '.join([where, *known])}"
     yield f"spent       ${float(beat.get('spent_usd') or 0):.4f} of ${definition.limits.max_usd}"
 
 

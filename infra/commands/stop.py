@@ -11,6 +11,7 @@ from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from job import atomic, sizing
 from job.run_file import ASKED
+from job.text import stamp
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
             f"no bucket of owner {owner} holds run {run} of {name}: no node of it can boot or be asked. "
             "`pulumi destroy` ends its fleet."
         )
-    asked = {"by": owner, "at": now.isoformat(timespec="seconds")}
+    asked = {"by": owner, "at": stamp(now)}
     s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=atomic.json_bytes(asked))
     print(f"asked: s3://{folder.bucket}/{run}/{ASKED}")
     running = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] == "running"]

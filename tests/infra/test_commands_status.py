@@ -49,10 +49,17 @@ def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDe
     assert told["node"].startswith(f"{node.id}, g5.2xlarge spot in us-east-2a, running since 2026-11-21")
     assert told["attempt"].endswith("running")
     assert told["heartbeat"] == "2026-11-21T12:08:00Z, 120 s ago"
-    assert told["progress"] == "phase moe, step 120, loss 2.5, 51072 tokens/s"
+    assert told["progress"] == "phase moe, step 120, loss 2.5000, 51,072 tokens/s"
     assert told["spent"] == "$0.4200 of $3.00"
     assert told["checkpoint"] == "steps 90, 100, best 90"
     assert "done" not in told
+
+
+def test_status_names_no_speed_before_steps_are_timed(cloud: Cloud, stack: StackDefinition) -> None:
+    declare_fleet(cloud)
+    beat = {"ts": "2026-11-21T12:00:00Z", "phase": "moe", "step": 1, "loss": 3.4657359027997265, "tok_s": None}
+    put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", beat)
+    assert stated(stack)["progress"] == "phase moe, step 1, loss 3.4657"
 
 
 def test_status_says_that_a_fleet_has_expired(cloud: Cloud, stack: StackDefinition) -> None:

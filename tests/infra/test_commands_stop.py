@@ -34,7 +34,7 @@ def test_the_request_lies_beside_the_run_and_status_says_so(
     assert f"{node.id} looks every 60 s, finishes its step, saves, leaves final/" in capsys.readouterr().out
     assert objects(stack) == ["run.json", "stop.json"]
     lines = status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW)
-    assert "asked       to end, by you at 2026-11-21T12:10:00+00:00" in list(lines)
+    assert "asked       to end, by you at 2026-11-21T12:10:00Z" in list(lines)
 
 
 def test_where_no_node_runs_it_says_what_the_request_will_cost(
