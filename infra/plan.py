@@ -79,7 +79,11 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     still needs is a warning.
     """
     over = bool(previous.outputs.get("run"))
-    definition = Selected(path=find(name, root), scenario=scenario, asked=name).load(now=now, past_deadline=over)
+    try:
+        path = find(name, root)
+    except GpufleetError as error:  # a Pulumi stack called dev, say
+        raise GpufleetError(f"{error}\n`pulumi config set gpufleet:definition NAME` says which one to run.") from None
+    definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over)
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
     if missing and not preview:

@@ -52,6 +52,11 @@ def begun(plan: Plan) -> Previous:
     return Previous(outputs={"run": asdict(plan.verdict.run), "runs": ["r1"]}, fleets=frozenset({"r1"}))
 
 
+def test_a_pulumi_stack_that_is_not_called_like_a_file_is_told_how_to_name_one(ready: Path) -> None:
+    with pytest.raises(GpufleetError, match=f"no stack 'dev'; stacks/ has {NAME}(.|\n)*set gpufleet:definition NAME"):
+        make(ready, "dev", now=NOW, previous=NEW, preview=True)
+
+
 def test_a_ready_definition_has_a_plan_without_warnings(ready: Path) -> None:
     plan = make(ready, NAME, now=NOW, previous=NEW, preview=False)
     assert plan.warnings == ()
