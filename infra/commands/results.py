@@ -154,7 +154,11 @@ def _download(folder: aws.RunFolder, each: aws.Stored, target: Path) -> None:
     """Through a temporary name: a file that is there is whole. It gets the object's time, by which `_same` knows it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part))
+    try:
+        folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part))
+    except OSError as error:  # a write to a full disk names no file, and it need not be the project's
+        error.filename = error.filename or str(part.parent)
+        raise
     found = part.stat().st_size
     if found != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
         each = next((now for now in folder.objects(each.name) if now.name == each.name), each)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from botocore.exceptions import ClientError
 from commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, put
 
 from infra.cli import main
-from infra.commands import aws, leftovers, sweep
+from infra.commands import aws, leftovers, results, sweep
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.cloud import Cloud
@@ -44,6 +46,17 @@ def finished(cloud: Cloud, run: str = "r1") -> str:
 
 def downloaded(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_full_disk_is_the_one_that_is_written_to(tmp_path: Path) -> None:
+    def full(*_: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder: Any = SimpleNamespace(bucket="b", run="r1", s3=SimpleNamespace(download_file=full))
+    weights = aws.Stored(name="final/model.safetensors", bytes=5000, written=NOW)
+    with pytest.raises(OSError, match="No space left") as failed:
+        results._download(folder, weights, tmp_path / "to" / weights.name)
+    assert failed.value.filename == str(tmp_path / "to" / "final")
 
 
 def test_results_brings_everything_but_checkpoints_and_earlier_weights(
