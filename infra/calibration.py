@@ -1,7 +1,7 @@
 """Calibrations: what was measured of a job on a device, and whether a bill may stand on it.
 
 Two places hold measurements, one format for both (job/measured.py, docs/calibration.md): `calibrations/<stack>/`,
-written by `gpufleet calibrate`, and the receipts of finished runs in `receipts/<stack>/`. A measurement counts for an
+written by `gpufleet calibrate`, and the receipts of runs in `receipts/<stack>/`. A measurement counts for an
 instance type whose GPU is the device that was measured, while everything that the speed depends on is as it was.
 """
 

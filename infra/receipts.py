@@ -2,7 +2,7 @@
 
 `gpufleet results` keeps them in `receipts/<stack>/<run>.json` of the project, to be committed. A receipt that is
 damaged, of another stack or does not add up is named and left out, never a crash. A rehearsal's receipt never counts,
-and of the others only those of runs that did what the bill priced: finished, or stopped by one of its limits.
+and of the others only those of runs that did what the bill priced: finished, or stopped by max_usd or max_hours.
 """
 
 from __future__ import annotations

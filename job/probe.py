@@ -1,7 +1,7 @@
 """A probe: the real trainer, some hundred steps, measured from outside.
 
 It is started as the supervisor starts it and driven as the supervisor drives it: by its command line and the files of
-its work folder (docs/node.md). So a probe works for every experiment, and measures what a run will do.
+its work folder (docs/interruptions.md). So a probe works for every experiment, and measures what a run will do.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def write(
     left: Mapping[Resource, Mapping[str, str]],
     swept: str,
 ) -> None:
-    """Writes receipt.json and loss.png beside the results, and prints the report."""
+    """Writes receipt.json, loss.png and summary.json beside the results, and prints the report."""
     rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
     (folder / "receipt.json").write_bytes((folder / "results" / "receipt.json").read_bytes())
     draw(evidence, folder / "loss.png")
