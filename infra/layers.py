@@ -80,6 +80,7 @@ def variants(
             continue
         entries = entries_of(entry, where, f"a section with the keys {', '.join([*own, *OVERLAID])}", findings)
         check_keys(entries, [*own, *OVERLAID], where, findings)
+        _parameters_alone(entries, where, findings)
         kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
         variant = build(Variant, kept, where, findings)
         sections = {key: node for key, node in entries.items() if key in OVERLAID}
@@ -96,9 +97,7 @@ def overlay_problems(overlay: Node) -> list[Problem]:
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
     entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
     check_keys(entries, allowed, "rehearsal", findings)
-    job = entries.get("job")
-    if isinstance(job, Mapping):
-        check_keys(job.entries, ["parameters"], "rehearsal.job", findings)
+    _parameters_alone(entries, "rehearsal", findings)
     return findings.problems
 
 
@@ -112,8 +111,14 @@ def purpose(text: str) -> str:
     return "\n".join(block)
 
 
+def _parameters_alone(entries: dict[str, Node], where: str, findings: Findings) -> None:
+    """Reports what else of `job` is to be laid over: it would be left out."""
+    if isinstance(job := entries.get("job"), Mapping):
+        check_keys(job.entries, ["parameters"], f"{where}.job", findings)
+
+
 def _laid_over(section: str, overlay: Node) -> Node:
-    """Of `job` only the parameters: the rehearsal runs the same experiment in the same image."""
+    """Of `job` only the parameters: a rehearsal or scenario runs the same experiment in the same image."""
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay
     return replace(overlay, entries={key: node for key, node in overlay.entries.items() if key == "parameters"})
