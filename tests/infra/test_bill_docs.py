@@ -1,4 +1,4 @@
-"""docs/bill.md and docs/compare.md name every key that programs get."""
+"""docs/bill.md, docs/compare.md and docs/experiments.md name every key that programs get."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from infra.catalog import load_catalog
 from infra.commands.compare import _row
 from infra.cost import compare, deadline, record
 from infra.cost.estimate import price
+from job.train.metrics import KEYS
 
 ROOT = Path(__file__).parents[2]
 CATALOG = load_catalog()
@@ -38,6 +39,10 @@ def test_each_key_of_a_comparison_is_in_its_page() -> None:
     tree = _row(row)
     keys = set(tree) | set(tree["claim"]) | set(deadline.Policy.__dataclass_fields__)
     assert keys - documented("compare.md") == set()
+
+
+def test_each_key_of_the_metrics_is_in_the_page_about_what_a_run_leaves() -> None:
+    assert set(KEYS) - documented("experiments.md") == set()
 
 
 def test_each_option_of_the_comparison_is_in_its_page() -> None:
