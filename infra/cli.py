@@ -29,7 +29,7 @@ COMMANDS = {
     "wait": "after pulumi up: wait for a node, and explain why there is none",
     "status": "where the run stands: fleet, node, checkpoints, dollars spent",
     "logs": "what the job prints",
-    "stop": "end the run early, as a limit would: saved, with final/ and receipt",
+    "stop": "end the run early, as a limit would: saved, and with a receipt",
     "results": "download what the run left: results, receipt, model",
     "receipts": "what every run cost against its bill, why the two differ, and how right the bills are",
     "sweep": "after pulumi destroy: what is left in the account, and what it costs",

@@ -21,8 +21,9 @@ SCHEMA = 1
 def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any], *, expires: str) -> dict[str, Any]:
     """The object of run.json; money and hours are decimal strings.
 
-    `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}; a `uri` of None means that the
-    files lie under inputs/<sha256>/ of the run's own bucket. `expires`: when AWS ends the fleet (UTC, ISO).
+    `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
+    where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket.
+    `expires`: when AWS ends the fleet (UTC, ISO).
     """
     limits = definition.limits
     return {
