@@ -1,8 +1,9 @@
 """Rehearsed nodes: each launched instance runs its user-data with bash, in a folder of its own.
 
-The script, the AWS CLI, curl and Python are real; stand-ins come first on the PATH for what a laptop must not do
-(rehearsal/standins/README.md). A node has no keys in its environment: like on EC2, its role's come from the metadata
-service. Ending an instance kills every process of its node at once, as losing the machine would.
+The script, the AWS CLI, curl and Python are real; stand-ins come first on the PATH for what a laptop must not do, and
+one for curl last, for a machine that has none (rehearsal/standins/README.md). A node has no keys in its environment:
+like on EC2, its role's come from the metadata service. Ending an instance kills every process of its node at once, as
+losing the machine would.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rehearsal.cloud import Cloud
 from rehearsal.launch import Instance
 
 STANDINS = Path(__file__).parent / "standins"
-NEEDED = ("bash", "curl", "tar")
+NEEDED = ("bash", "tar")
 POLL_S = 0.05
 
 
@@ -132,8 +133,9 @@ class NodeRunner:
 
     def _environment(self, instance: Instance, root: Path) -> dict[str, str]:
         python = Path(sys.executable)
+        path = (STANDINS, python.parent, os.environ.get("PATH", os.defpath), STANDINS / "absent")
         return {
-            "PATH": os.pathsep.join([str(STANDINS), str(python.parent), os.environ.get("PATH", os.defpath)]),
+            "PATH": os.pathsep.join(map(str, path)),
             "HOME": str(root / "root"),
             "TMPDIR": str(root / "tmp"),
             "LANG": "C.UTF-8",

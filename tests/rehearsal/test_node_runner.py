@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -55,9 +58,20 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize("curl", [True, False], ids=["curl", "no curl"])
 def test_user_data_runs_with_its_roles_credentials_and_shuts_its_instance_down(
-    cloud: Cloud, clock: ManualClock, boot: Callable[..., Node]
+    cloud: Cloud,
+    clock: ManualClock,
+    boot: Callable[..., Node],
+    curl: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not curl:  # a slim image has none
+        (tmp_path / "bin").mkdir()
+        for name in ("bash", "env", "mkdir", "mv"):
+            (tmp_path / "bin" / name).symlink_to(shutil.which(name) or "")
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     node = boot("""set -eu
 [ -z "${AWS_ACCESS_KEY_ID:-}" ]
 export AWS_DEFAULT_REGION=us-east-2
@@ -77,6 +91,24 @@ shutdown -h now
     clock.advance(5)
     cloud.tick()
     assert len(living(cloud)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["latest/meta-data/instance-id"], 22), (["-X", "PUT", "latest/api/token"], 22), (["-m", "0.2", "deaf"], 28)],
+    ids=["no token", "no header", "no answer"],
+)
+def test_the_stand_in_for_curl_fails_as_curl_does(boot: Callable[..., Node], words: list[str], code: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}" if "deaf" in words else "$AWS_EC2_METADATA_SERVICE_ENDPOINT"
+        command = shlex.join(["bash", str(STANDINS / "absent" / "curl"), "-sf", *words[:-1]])
+        node = boot(f'{command} "{url}/{words[-1]}"')
+        assert node.process.wait(timeout=20) == code
+    assert node.log.read_text() == ""
+
+
+def test_the_stand_in_for_curl_says_that_nobody_is_there(boot: Callable[..., Node]) -> None:
+    assert boot(f"{STANDINS}/absent/curl -sf http://127.0.0.1:9/").process.wait(timeout=20) == 7
 
 
 def test_a_script_that_just_ends_leaves_the_machine_running(cloud: Cloud, boot: Callable[..., Node]) -> None:
