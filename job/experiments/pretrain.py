@@ -148,7 +148,7 @@ class Pretrain(Experiment):
         if not known:
             return None
         best = min(known, key=lambda e: e["val_loss"])
-        recorded = min(evaluations, key=lambda e: e["val_loss"])
+        recorded = min([*evaluations, *known], key=lambda e: e["val_loss"])  # one made up for is known, not recorded
         if recorded["val_loss"] < best["val_loss"]:
             session.say(
                 f"the best evaluation, {recorded['val_loss']:.4f} at step {recorded['step']}, has no checkpoint on "

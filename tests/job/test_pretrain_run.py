@@ -301,6 +301,14 @@ def test_a_limit_met_by_a_node_before_its_first_step_counts_the_steps_of_those_b
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (6, 4)
 
 
+def test_a_limit_met_after_the_only_evaluation_was_made_up_for_exports_its_checkpoint(tmp_path: Path) -> None:
+    workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(3) + 1)) == trainer.STOPPED  # in it
+    assert world.train(workdir, world.StopAt(workdir, 1 + 4)) == trainer.STOPPED  # after it, and before a step
+    assert world.train(workdir, world.StopAt(workdir, 0, ends=True)) == trainer.STOPPED
+    assert (results(workdir)["steps"], results(workdir)["best_step"]) == (4, 4)
+
+
 def test_a_limit_met_after_the_last_step_costs_no_export(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
     assert world.train(workdir, world.StopAt(workdir, pretrain.after(12) + 2, ends=True)) == trainer.STOPPED
