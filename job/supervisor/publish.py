@@ -38,6 +38,7 @@ class Publisher:
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._stamp, self._say = store, workdir, stamp, say
         self._best: dict[str, Any] | None = None
+        self._told: float | None = None  # the validation loss that the newest one's manifest tells
         self._given_up: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
@@ -51,7 +52,7 @@ class Publisher:
         nobody's.
         """
         step: int = manifest["step"]
-        self.newest = step
+        self.newest, self._told = step, finite(manifest.get("val_loss"))
         self._given_up = set()
         self._arrived = self._staged(step, manifest["files"])  # where only its evaluation is new, nothing goes again
         best = atomic.parse_object(self._store.get_bytes(BEST)) or {}
@@ -66,12 +67,15 @@ class Publisher:
         self._offer(manifest["step"], finite(manifest.get("val_loss")))
 
     def pending(self) -> list[Commit]:
-        """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters."""
+        """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters. The
+        newest published goes again where its evaluation has been made up for.
+        """
         waiting = [commit for commit in commits(self._workdir) if commit.step not in self._given_up]
         return [
             commit
             for commit in waiting
             if self._improves(commit.val_loss)
+            or (commit.step == self.newest and commit.val_loss != self._told)
             or (commit.step > self.newest and (commit is waiting[-1] or commit.reason != "timed"))
         ]
 
@@ -107,7 +111,8 @@ class Publisher:
         manifest = {**commit.tree, **self._stamp(), "files": files, "required_files": required}
         self._store.put_bytes(atomic.json_bytes(manifest), f"{folder}/manifest.json")
         self._offer(commit.step, commit.val_loss)
-        self.newest = max(self.newest, commit.step)
+        if commit.step >= self.newest:
+            self.newest, self._told = commit.step, commit.val_loss
         if whole:
             self.measured = (commit.bytes, time.monotonic() - started)
         self._say(f"published step {commit.step} ({commit.reason}), {commit.bytes / 1e6:.1f} MB")

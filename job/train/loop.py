@@ -119,7 +119,7 @@ class Loop:
         rung = rungs.choose(self.session, phase)
         if found is not None and self._over(phase):
             self.session.checkpoints.load(found, {"model": self.experiment.weights(module)})
-            self._make_up(phase, module, rung)
+            self._make_up(phase, module, rung, found.val_loss)  # what follows may be kept under it: never twice
             return
         opt = self.experiment.optimizer(phase, module)
         self.session.checkpoints.release()
@@ -203,10 +203,10 @@ class Loop:
         self._judged = values is not None
         return val_loss
 
-    def _evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
-        """The validation loss after this step. None: nothing is held out, or a stop came first."""
+    def _evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung, known: float | None = None) -> float | None:
+        """The validation loss after this step, or the `known` one. None: nothing is held out, or a stop came first."""
         try:
-            val_loss = self.experiment.evaluate(phase, self.step, module, rung)
+            val_loss = self.experiment.evaluate(phase, self.step, module, rung) if known is None else known
         except Stopped:  # saved and heeded as any that comes within a step
             self._unevaluated = True
             return None
@@ -218,13 +218,13 @@ class Loop:
             self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
         return val_loss
 
-    def _make_up(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> None:
+    def _make_up(self, phase: Phase, module: nn.Module, rung: sizing.Rung, known: float | None = None) -> None:
         """The evaluation that the start before was stopped in, if it was. Its loss goes where it would have gone: into
-        the step's checkpoint, which is here, and the step's line.
+        the step's checkpoint, which is here, and the step's line. `known`: one that a start in between has found.
         """
         if not self._unevaluated:
             return
-        val_loss = self._evaluate(phase, module, rung)
+        val_loss = self._evaluate(phase, module, rung, known)
         if val_loss is not None:
             if self.world.first:
                 with suppress(OSError):  # a full disk; the next improvement is saved as if there had not been this one

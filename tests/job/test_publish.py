@@ -336,7 +336,7 @@ def test_a_checkpoint_that_was_evaluated_only_after_a_resume_goes_again_without_
     assert (bench.json("best.json")["step"], made.newest, made.pending()) == (6, 6, [])
 
 
-def test_a_checkpoint_that_was_evaluated_after_a_resume_and_is_no_better_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_evaluated_after_a_resume_and_is_no_better_tells_so_too(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     made = publisher(bench)
     for step, loss in ((3, 2.0), (6, None)):
@@ -344,7 +344,9 @@ def test_a_checkpoint_that_was_evaluated_after_a_resume_and_is_no_better_stays_a
         made.publish(made.pending()[-1])
     made.resumed(bench.json("ckpt/step_00000006/manifest.json"))
     commit(tmp_path / "w", 6, "c", reason="stop", val_loss=2.0)
-    assert made.pending() == []
+    made.publish(made.pending()[-1])
+    assert bench.json("ckpt/step_00000006/manifest.json")["val_loss"] == 2.0  # the next start goes by it
+    assert (bench.json("best.json")["step"], made.pending()) == (3, [])
 
 
 def test_a_disk_short_of_room_keeps_the_best_beside_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,6 +251,20 @@ def test_a_restart_after_the_merge_validates_nothing_again(
     assert made == [name.removeprefix("loss ") for name in stages(finished) if name.startswith("loss")][len(before) :]
 
 
+def test_a_loss_that_was_made_up_for_stays_what_it_is_on_a_node_that_rounds_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was validated is kept under it."""
+    workdir = sft.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, TRAINED - 1)) == trainer.STOPPED  # in the last evaluation
+    assert world.train(workdir, StopAt(workdir, 2 + 1 + 2 * 2)) == trainer.STOPPED
+    assert stages(workdir) == ["loss base", "loss adapter"]
+    real: Callable[..., float] = Sft.evaluate
+    monkeypatch.setattr(Sft, "evaluate", lambda *given: real(*given) + 1e-9)
+    assert world.train(workdir) == 0
+    assert len(stages(workdir)) == len(set(stages(workdir)))
+
+
 def test_stages_of_other_weights_are_not_believed(finished: Path, tmp_path: Path) -> None:
     workdir = sft.make(tmp_path)
     (workdir / "stages").mkdir()
