@@ -13,6 +13,7 @@ from infra.errors import GpufleetError
 from infra.plan import make
 from infra.previous import previous
 from infra.receipts import score
+from infra.selected import refuse_unread
 
 # Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
 # by itself, which ends a run (Pulumi's change log).
@@ -26,6 +27,7 @@ def main() -> None:
     before = previous(stack, lambda token, arguments: pulumi.runtime.invoke(token, arguments).value)
     root, now = Path(pulumi.runtime.get_root_directory()), datetime.now(UTC)
     try:
+        refuse_unread(pulumi.runtime.get_config_env())
         plan = make(
             root,
             pulumi.Config().get("definition") or pulumi.get_stack(),

@@ -6,6 +6,7 @@ scenarios. The engine keeps both in Pulumi.STACK.yaml, so the commands need no e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -55,6 +56,16 @@ def selected(stack: str, root: Path) -> Selected:
     return Selected(path=path, asked=stack)
 
 
+def refuse_unread(keys: Iterable[str]) -> None:
+    """Raises GpufleetError for a setting that nothing reads: of a misspelled scenario the file itself would be run."""
+    for key in keys:
+        if key.startswith("gpufleet:") and key not in (DEFINITION, SCENARIO):
+            raise GpufleetError(
+                f"{key} in the Pulumi configuration is not a setting; allowed: {DEFINITION}, {SCENARIO}. "
+                f"`pulumi config rm {key}` takes it away"
+            )
+
+
 def _config(path: Path) -> dict[str, str]:
     """Definition and scenario, as far as the engine's file names them."""
     try:
@@ -66,6 +77,7 @@ def _config(path: Path) -> dict[str, str]:
     config = tree.get("config") if isinstance(tree, dict) else None
     if not isinstance(config, dict):
         return {}
+    refuse_unread(config)
     found = {key: config[key] for key in (DEFINITION, SCENARIO) if key in config}
     for key, value in found.items():
         if not isinstance(value, str):

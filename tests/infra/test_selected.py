@@ -107,6 +107,14 @@ def test_a_hint_names_the_stack_as_it_was_asked_for(
         assert f"`gpufleet status {asked}` says" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["gpufleet:senario", "gpufleet:region"])
+def test_a_setting_that_nothing_reads_is_refused(key: str, path: Path) -> None:
+    """With its scenario's name misspelled, the file itself would be run."""
+    configure(f"config:\n  aws:region: us-west-2\n  {key}: west\n")
+    with pytest.raises(GpufleetError, match=f"{key} .*allowed: gpufleet:definition, gpufleet:scenario"):
+        region(NAME)
+
+
 def test_a_scenario_that_cannot_be_run_is_refused_with_the_command_that_prices_it(path: Path) -> None:
     configure("config:\n  gpufleet:scenario: held\n")
     with pytest.raises(GpufleetError, match=f"holds its node.*gpufleet cost {NAME} --scenario held"):

@@ -77,6 +77,10 @@ def tell(story: Story, cloud: Cloud, clock: ManualClock, engine: Pulumi, file: P
     steps["renamed"] = engine.preview()
     engine._run(["pulumi", "config", "rm", "gpufleet:definition", "--stack", STACK])
 
+    engine._run(["pulumi", "config", "set", "gpufleet:senario", "west", "--stack", STACK])
+    steps["misspelled"] = engine.preview()
+    engine._run(["pulumi", "config", "rm", "gpufleet:senario", "--stack", STACK])
+
     group = ec2.describe_security_groups(Filters=[{"Name": "tag:gpufleet:run", "Values": ["r1"]}])["SecurityGroups"][0]
     opened = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
     ec2.authorize_security_group_ingress(GroupId=group["GroupId"], IpPermissions=[opened])
@@ -202,9 +206,10 @@ def test_other_settings_under_the_same_run_id_are_an_error_before_the_first_reso
     [
         ("moved", "fleet.region: 'us-west-2' is not accepted; allowed: us-east-2, where this stack is."),
         ("renamed", f"the file's name: 'renamed' is not accepted; allowed: {STACK}, which this stack runs."),
+        ("misspelled", "gpufleet:senario in the Pulumi configuration is not a setting; allowed: gpufleet:definition"),
     ],
 )
-def test_a_stack_keeps_its_region_and_its_file(story: Story, step: str, said: str) -> None:
+def test_a_stack_keeps_its_region_and_its_file_and_ignores_no_setting(story: Story, step: str, said: str) -> None:
     assert not story.steps[step].ok
     assert said in story.steps[step].diagnostics
     assert {each.operation for each in story.steps[step].steps} <= {"same", "refresh"}
