@@ -48,10 +48,12 @@ def run(args: argparse.Namespace) -> int:
     root = project_root(Path.cwd())
     _require_place(root / calibration.FOLDER / definition.name)
     tree = calibrate(definition, root, steps=args.steps, gpus=machine.gpus())
-    print("\n".join(summary(tree)))
     path = calibration.path_for(root, definition.name, tree["device"]["name"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
+    try:  # written first, and printed where it cannot be written: minutes of a rented GPU
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
+    finally:
+        print("\n".join(summary(tree)))
     if lacks := calibration.unmeasured(definition.job.parameters):
         print(f"  not measured, and priced as before: {', '.join(lacks)} (no optimizer steps)")
     written, bill = f"Written to {path.relative_to(root)}", f"the bill of {definition.name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import tempfile
@@ -109,6 +110,27 @@ def test_calibrate_writes_a_file_that_the_bill_accepts(
     found = calibration.find(definition(path), load_catalog().instances["g5.2xlarge"], root)
     assert isinstance(found, calibration.Calibration)
     assert found.phase("moe") is not None
+
+
+def test_a_measurement_that_cannot_be_printed_is_kept(
+    path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `calibrate | head -1`, or with its log on a full disk."""
+
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(calibrate, "summary", full)
+    assert main(["calibrate", "small-growth"]) == 2
+    assert (path.parents[1] / "calibrations" / "small-growth" / "nvidia-a10g.json").is_file()
+
+
+def test_a_measurement_that_cannot_be_kept_is_printed(
+    path: Path, probed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path.parents[1] / "calibrations" / "small-growth" / "nvidia-a10g.json").mkdir(parents=True)
+    assert main(["calibrate", "small-growth"]) == 2
+    assert "50.00 ms a step" in capsys.readouterr().out
 
 
 def test_a_probe_of_the_whole_run_says_how_many_steps_that_is(path: Path, probed: list[dict[str, Any]]) -> None:
