@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(error)
     except BrokenPipeError:  # gpufleet logs | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 128 + signal.SIGPIPE  # as any tool: 0 would say that doctor found nothing, or that results has all of it
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

@@ -236,6 +236,16 @@ def test_an_error_that_cannot_be_written_is_still_exit_code_2() -> None:
     os.close(writer)
 
 
+def test_a_command_whose_reader_leaves_is_not_done() -> None:
+    """As in `gpufleet doctor STACK | head -1 && pulumi up`, with pipefail."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = [sys.executable, "-m", "infra.cli", "prices"]
+    done = subprocess.run(program, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_line_into_a_pipe_arrives_when_it_is_printed_and_in_any_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `logs --follow | tee`: hours of silence otherwise, and a traceback where the terminal is latin-1."""
     pipe = io.BytesIO()
