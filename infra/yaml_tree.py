@@ -79,8 +79,10 @@ def decode(raw: bytes) -> str:
         raise UnreadableError(_problem(line, f"byte 0x{byte.hex()}", "UTF-8 text", "Save the file as UTF-8.")) from None
 
 
-def read(text: str) -> Mapping:
-    """The tree of a file. Raises UnreadableError with every duplicate key, or with the first thing YAML cannot read."""
+def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: str = "stacks/") -> Mapping:
+    """The tree of a file, which `holds` that. Raises UnreadableError with every duplicate key, or with the first thing
+    YAML cannot read.
+    """
     lines = text.splitlines()
     problems: list[Problem] = []
     try:
@@ -115,9 +117,7 @@ def read(text: str) -> Mapping:
         raise UnreadableError(*problems)
     if not isinstance(tree, Mapping):
         written = lines[tree.line - 1].strip() if tree and tree.line <= len(lines) else "an empty file"
-        raise UnreadableError(
-            _problem(tree.line if tree else 1, written, "sections (run:, job:, fleet:, ...)", "See stacks/")
-        )
+        raise UnreadableError(_problem(tree.line if tree else 1, written, holds, f"See {see}"))
     return tree
 
 
