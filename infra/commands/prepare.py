@@ -134,7 +134,10 @@ def prepared(
     folder = root / name
     try:
         if text is None and tokenizer is None and _of_a_file(folder, config):
-            return _as_found(folder)
+            try:
+                return _as_found(folder)
+            except ValueError as error:  # prepare it again, it says to whoever has just done that
+                raise ValueError(f"{error}: `{_again(definition)}`") from error
         if isinstance(config, PretrainConfig):
             return characters.prepare_characters(folder, config.data, seed=config.seed, text=text, say=_say)
         if isinstance(config, SftConfig):
@@ -199,11 +202,16 @@ def _agrees(definition: StackDefinition, root: Path) -> None:
     from infra.prepared import dataset_differs  # brings numpy
 
     if reason := dataset_differs(definition, root):
-        own_text = isinstance(definition.job.parameters, GrowthConfig)
-        again = f"gpufleet prepare {definition.argument} FILE.txt" if own_text else command(definition)
         raise GpufleetError(
-            f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it anew, `{again}`"
+            f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it anew,"
+            f" `{_again(definition)}`"
         )
+
+
+def _again(definition: StackDefinition) -> str:
+    """The command that makes a dataset of the user's own file anew."""
+    own_text = isinstance(definition.job.parameters, GrowthConfig)
+    return f"gpufleet prepare {definition.argument} FILE.txt" if own_text else command(definition)
 
 
 def _folds(definition: StackDefinition, root: Path) -> None:

@@ -113,6 +113,9 @@ def test_data_of_ones_own_are_named_once_and_stay_until_the_settings_want_others
     assert main(["prepare", stack]) == 2
     assert f"prepare it anew, `gpufleet prepare {stack} FILE" in capsys.readouterr().err
     assert read_manifest(folder) == made
+    (folder / made.files[0].name).write_bytes(b"damaged")
+    assert main(["prepare", stack]) == 2
+    assert f"prepare the dataset again: `gpufleet prepare {stack} FILE" in capsys.readouterr().err
 
 
 def test_it_is_said_how_often_counted_steps_read_a_small_text(
