@@ -26,6 +26,7 @@ from infra.scenarios import scenarios, unknown
 from job.text import stamp
 
 SHOWN = 20
+PICTURES = (".png", ".svg")
 LONGEST_H = 366 * 24  # as far off as limits.deadline may be
 
 
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError("--matrix shows every scenario, --scenario ranks the options of one: give one of the two")
     if args.plot and not args.plot.parent.is_dir():
         raise GpufleetError(f"--plot {args.plot}: there is no folder {args.plot.parent}; make it, or draw elsewhere")
+    if args.plot and args.plot.suffix not in PICTURES:
+        raise GpufleetError(f"--plot {args.plot}: a picture is one of {', '.join(PICTURES)}, by its name's ending")
     now, catalog, path = datetime.now(UTC), load_catalog(), stack.path_of(args)
     definition = load(path, now=now, past_deadline=True)
     variants = scenarios(path, now=now)
@@ -77,8 +80,6 @@ def run(args: argparse.Namespace) -> int:
             plot.draw(own, compare.frontier(own), title, args.plot)
         except ImportError as error:
             raise GpufleetError(f"a picture needs matplotlib ({error}): pip install -e '.[rehearsal]'") from error
-        except ValueError as error:
-            raise GpufleetError(str(error)) from error
         except OSError as error:
             raise GpufleetError(f"--plot {args.plot} cannot be written: {error.strerror}") from error
     switched = _policy(rows, name, left)

@@ -133,6 +133,14 @@ def test_a_picture_in_a_folder_that_is_not_there_is_refused(project: Path, capsy
     assert "--plot nowhere/x.png: there is no folder nowhere; make it" in capsys.readouterr().err
 
 
+def test_a_picture_of_another_kind_is_refused_before_anything_is_computed(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(compare_command, "load_catalog")
+    assert main(["compare", "sft-h100", "--plot", "x.pdf"]) == 2
+    assert "--plot x.pdf: a picture is one of .png, .svg, by its name's ending" in capsys.readouterr().err
+
+
 def test_the_sentence_about_the_deadline_names_its_type(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["compare", "two-tower", "--scenario", "o", "--within", "6"])
     assert "With the deadline, on g4dn.xlarge: " in capsys.readouterr().out
