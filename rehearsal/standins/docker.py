@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
+LOG_LINES = 50_000  # that wait to be sent, at most
 
 
 def main(words: list[str]) -> int:
@@ -123,14 +124,14 @@ class CloudWatchLogs:
 
     def __init__(self, region: str, group: str, stream: str) -> None:
         self._place = {"logGroupName": group, "logStreamName": stream}
-        self._lines: queue.Queue[tuple[int, str] | None] = queue.Queue(maxsize=50_000)
+        self._lines: queue.Queue[tuple[int, str] | None] = queue.Queue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._send, args=(region,), daemon=True)
         self._thread.start()
 
     def write(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\n")
-        if text and not self._lines.full():
+        if text and self._lines.qsize() < LOG_LINES:
             self._lines.put((int(time.time() * 1000), text))
 
     def close(self) -> None:

@@ -275,6 +275,15 @@ def test_without_its_log_group_a_container_runs_all_the_same(cloud: Cloud, tmp_p
     assert "awslogs: no stream: " in err
 
 
+def test_a_container_that_says_more_than_can_wait_for_its_log_group_ends_all_the_same(tmp_path: Path) -> None:
+    stream = ("--log-opt", "awslogs-group=/none", "--log-opt", "awslogs-stream=s")
+    nobody = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    words = ("run", *LOGS, *stream, IMAGE, "python", "-c", "print('line\\n' * 50_001)")
+    code, _, err = finish(docker(tmp_path, *words, **nobody))
+    assert code == 0
+    assert "awslogs: no stream: " in err
+
+
 def test_a_log_group_that_comes_late_gets_what_was_said_before(cloud: Cloud, tmp_path: Path) -> None:
     stream = ("--log-opt", "awslogs-group=/late", "--log-opt", "awslogs-stream=s")
     words = ("run", *LOGS, *stream, IMAGE, "python", "-c", "import time; print('first', flush=True); time.sleep(2.5)")
