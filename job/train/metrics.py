@@ -105,7 +105,7 @@ class MetricsFile:
         """
         records = self.records()
         for record in records:
-            if record["step"] == step:
+            if record["step"] == step and record["val_loss"] != val_loss:  # another start may have said it already
                 event = "; ".join(filter(None, (record["event"], "evaluated once resumed")))
                 record.update(val_loss=val_loss, event=event)
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
