@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,7 +199,10 @@ def test_a_publication_that_only_went_on_measures_nothing(tmp_path: Path) -> Non
     assert made.measured is None
 
 
-def test_a_publication_given_up_leaves_no_manifest_and_can_be_done_later(tmp_path: Path) -> None:
+def test_a_publication_given_up_leaves_no_manifest_and_can_be_done_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("job.supervisor.publish.ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1))  # one by one
     bench = Bench(tmp_path)
     commit(tmp_path / "w", 3, "c")
     made = publisher(bench)
