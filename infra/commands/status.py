@@ -11,6 +11,7 @@ from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from job import atomic
 from job.run_file import ASKED
+from job.supervisor.staging import MANIFEST
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 GONE = ("shutting-down", "terminated")  # states of an instance
@@ -135,12 +136,10 @@ def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime,
 
 
 def _checkpoints(folder: aws.RunFolder) -> Iterator[str]:
-    names = [each.name for each in folder.objects("ckpt/")]
-    manifests = sorted(name for name in names if name.endswith("/manifest.json"))
-    if not manifests:
+    steps = sorted(int(found[1]) for each in folder.objects("ckpt/") if (found := MANIFEST.fullmatch(each.name)))
+    if not steps:
         yield "checkpoint  none published yet"
         return
-    steps = [int(name.split("/")[1].removeprefix("step_")) for name in manifests]
     best = folder.document("best.json") or {}
     note = f", best {best['step']}" if "step" in best else ""
     yield f"checkpoint  steps {', '.join(map(str, steps))}{note}"

@@ -43,6 +43,7 @@ def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDe
         put(cloud, bucket, f"ckpt/step_{step:08d}/manifest.json", {})
         put(cloud, bucket, f"ckpt/step_{step:08d}/model.pt", b"x")
     put(cloud, bucket, "ckpt/step_00000110/model.pt", b"not published")
+    put(cloud, bucket, "ckpt/step_before/manifest.json", b"put there by hand")
     put(cloud, bucket, "best.json", {"step": 90})
     told = stated(stack)
     assert told["fleet"].startswith(f"{fleet}, active, wants 1 node, ends at the latest 2126-11-23 00:00 UTC")
