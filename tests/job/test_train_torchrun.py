@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -37,8 +37,12 @@ def until(condition: object, child: Child, workdir: Path, seconds: float = 90.0)
 
 def ranks(workdir: Path) -> list[int]:
     """Process ids of what runs with this work folder, torchrun among them."""
-    found = subprocess.run(["pgrep", "-f", f"{workdir} --rung"], capture_output=True, text=True, check=False)
-    return [int(word) for word in found.stdout.split()]
+    words, found = f"\0{workdir}\0--rung\0".encode(), []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # gone meanwhile
+            if words in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 def make(workdir: Path, steps: int) -> Path:
