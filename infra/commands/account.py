@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from botocore.exceptions import ClientError
 
 from infra.boot.user_data import ROOT_DEVICE
 from infra.commands import aws
-from infra.commands.quotas import Need, needs
 from infra.definition import StackDefinition
-from infra.resources.tags import STACK_TAG
 from job.supervisor.staging import DATASET, WEIGHTS
 
-VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; that of internet gateways goes with it (AWS General Reference)
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
 GRANT_OPERATIONS = (
     "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncryptFrom ReEncryptTo CreateGrant DescribeKey"
@@ -66,72 +63,6 @@ def _roles(definition: StackDefinition) -> dict[str, str]:
     if definition.fleet.capacity == "spot":
         roles["AWSServiceRoleForEC2Spot"] = "spot.amazonaws.com"
     return roles
-
-
-def quotas(definition: StackDefinition, service_quotas: Any) -> Iterator[Check]:
-    """vCPUs of one node, better two."""
-    found, unknown = needs(definition.fleet)
-    checks = [_quota(definition, need, service_quotas) for need in found]
-    if all(check.state == "problem" for check in checks):
-        yield from checks
-    else:  # one type that can launch is enough for a fleet
-        for check in checks:
-            yield replace(check, state="warning") if check.state == "problem" else check
-    for name in unknown:
-        yield Check(
-            name="quota", state="warning", found=f"which quota counts {name} is not known: look it up in the console"
-        )
-
-
-def network(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Check:
-    """Each stack that is up has a VPC of its own, and a region takes few."""
-    vpcs = list(aws.pages(ec2, "describe_vpcs", "Vpcs"))
-    quota = _granted(service_quotas, "vpc", VPCS_PER_REGION)
-    most = int(quota["Value"])
-    found = f"{quota['QuotaName']} ({VPCS_PER_REGION}) is {most}; {len(vpcs)} in {definition.fleet.region}"
-    if any(aws.tags_of(vpc).get(STACK_TAG) == definition.name for vpc in vpcs):
-        return Check(name="network", found=f"{found}, this stack's among them")
-    if len(vpcs) < most:
-        return Check(name="network", found=found)
-    fix = (
-        f"aws service-quotas request-service-quota-increase --region {definition.fleet.region} --service-code vpc "
-        f"--quota-code {VPCS_PER_REGION} --desired-value {2 * most}\n"
-        "          or `pulumi destroy` a stack that is done, or delete a VPC that nothing uses"
-    )
-    return Check(name="network", state="problem", found=f"{found}, and `pulumi up` makes one more", fix=fix)
-
-
-def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
-    """A quota as it is for this account, which has only AWS's default where it never asked for more."""
-    arguments = {"ServiceCode": service, "QuotaCode": code}
-    try:
-        found: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
-    except ClientError as error:
-        if aws.code(error) != "NoSuchResourceException":
-            raise
-        found = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
-    return found
-
-
-def _quota(definition: StackDefinition, need: Need, service_quotas: Any) -> Check:
-    quota = _granted(service_quotas, "ec2", need.code)
-    vcpus = int(quota["Value"])
-    kinds = ", ".join(need.types)
-    takes = f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
-    found = f"{quota['QuotaName']} ({need.code}) is {vcpus} vCPUs; one node of {kinds} takes {takes}"
-    fix = (
-        f"aws service-quotas request-service-quota-increase --region {definition.fleet.region} --service-code ec2 "
-        f"--quota-code {need.code} --desired-value {need.recommended}"
-    )
-    if vcpus < need.least:
-        console = "(asked for in the console, with the use case in a sentence, it is granted more often)"
-        return Check(name="quota", state="problem", found=found, fix=f"{fix}\n          {console}")
-    if vcpus < need.vcpu:
-        return Check(name="quota", state="warning", found=f"{found}: the larger types cannot launch", fix=fix)
-    if vcpus < need.recommended:
-        why = "; two nodes' worth lets a replacement start while the old node still counts"
-        return Check(name="quota", state="warning", found=found + why, fix=fix)
-    return Check(name="quota", found=found)
 
 
 def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:

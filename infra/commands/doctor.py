@@ -15,7 +15,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from infra import loader
 from infra import pin as pins
-from infra.commands import account, aws, registry, stack
+from infra.commands import account, aws, quotas, registry, stack
 from infra.commands.account import Check
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
@@ -89,8 +89,8 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
         return
     groups: tuple[Callable[[], Iterator[Check]], ...] = (
         lambda: account.service_roles(definition, iam),
-        lambda: account.quotas(definition, service_quotas),
-        lambda: iter((account.network(definition, ec2, service_quotas),)),
+        lambda: quotas.vcpu_quotas(definition, service_quotas),
+        lambda: quotas.vpc_quota(definition, ec2, service_quotas),
         lambda: account.offerings(definition, ec2),
         lambda: account.ami(definition, ec2),
         lambda: account.disk_key(definition, ec2, client("kms", region), iam),

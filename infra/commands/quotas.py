@@ -1,4 +1,4 @@
-"""Which Service Quota counts an instance type's vCPUs. Pure.
+"""The checks of `gpufleet doctor` of Service Quotas: vCPUs of the fleet's types, and VPCs. Reads only.
 
 Codes: public tables (AWS documentation does not list them in one place), read 2026-11-21. The name of the P5 spot code
 was not confirmed, so `doctor` prints the name that AWS gives for each.
@@ -7,10 +7,19 @@ was not confirmed, so `doctor` prints the name that AWS gives for each.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from botocore.exceptions import ClientError
 
 from infra.catalog import load_catalog
-from infra.definition import Fleet
+from infra.commands import aws
+from infra.commands.account import Check
+from infra.definition import Fleet, StackDefinition
+from infra.resources.tags import STACK_TAG
+
+VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; that of internet gateways goes with it (AWS General Reference)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,3 +65,74 @@ def needs(fleet: Fleet) -> tuple[list[Need], list[str]]:
         least, most = min(sizes, default=0), max(sizes, default=0)
         found.append(Need(code=code, types=tuple(names), least=least, vcpu=most, recommended=2 * most))
     return found, unknown
+
+
+def vcpu_quotas(definition: StackDefinition, service_quotas: Any) -> Iterator[Check]:
+    """vCPUs of one node, better two."""
+    found, unknown = needs(definition.fleet)
+    checks = [_quota(definition, need, service_quotas) for need in found]
+    if all(check.state == "problem" for check in checks):
+        yield from checks
+    else:  # one type that can launch is enough for a fleet
+        for check in checks:
+            yield replace(check, state="warning") if check.state == "problem" else check
+    for name in unknown:
+        yield Check(
+            name="quota", state="warning", found=f"which quota counts {name} is not known: look it up in the console"
+        )
+
+
+def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Iterator[Check]:
+    """Each stack that is up has a VPC of its own, and a region takes few."""
+    vpcs = list(aws.pages(ec2, "describe_vpcs", "Vpcs"))
+    quota = _granted(service_quotas, "vpc", VPCS_PER_REGION)
+    most = int(quota["Value"])
+    found = f"{quota['QuotaName']} ({VPCS_PER_REGION}) is {most}; {len(vpcs)} in {definition.fleet.region}"
+    if any(aws.tags_of(vpc).get(STACK_TAG) == definition.name for vpc in vpcs):
+        yield Check(name="network", found=f"{found}, this stack's among them")
+    elif len(vpcs) < most:
+        yield Check(name="network", found=found)
+    else:
+        fix = (
+            f"{_increase(definition, 'vpc', VPCS_PER_REGION, 2 * most)}\n"
+            "          or `pulumi destroy` a stack that is done, or delete a VPC that nothing uses"
+        )
+        yield Check(name="network", state="problem", found=f"{found}, and `pulumi up` makes one more", fix=fix)
+
+
+def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
+    """A quota as it is for this account, which has only AWS's default where it never asked for more."""
+    arguments = {"ServiceCode": service, "QuotaCode": code}
+    try:
+        found: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
+    except ClientError as error:
+        if aws.code(error) != "NoSuchResourceException":
+            raise
+        found = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
+    return found
+
+
+def _increase(definition: StackDefinition, service: str, code: str, wanted: int) -> str:
+    """The command that asks for more."""
+    return (
+        f"aws service-quotas request-service-quota-increase --region {definition.fleet.region} "
+        f"--service-code {service} --quota-code {code} --desired-value {wanted}"
+    )
+
+
+def _quota(definition: StackDefinition, need: Need, service_quotas: Any) -> Check:
+    quota = _granted(service_quotas, "ec2", need.code)
+    vcpus = int(quota["Value"])
+    kinds = ", ".join(need.types)
+    takes = f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
+    found = f"{quota['QuotaName']} ({need.code}) is {vcpus} vCPUs; one node of {kinds} takes {takes}"
+    fix = _increase(definition, "ec2", need.code, need.recommended)
+    if vcpus < need.least:
+        console = "(asked for in the console, with the use case in a sentence, it is granted more often)"
+        return Check(name="quota", state="problem", found=found, fix=f"{fix}\n          {console}")
+    if vcpus < need.vcpu:
+        return Check(name="quota", state="warning", found=f"{found}: the larger types cannot launch", fix=fix)
+    if vcpus < need.recommended:
+        why = "; two nodes' worth lets a replacement start while the old node still counts"
+        return Check(name="quota", state="warning", found=found + why, fix=fix)
+    return Check(name="quota", found=found)
