@@ -109,7 +109,7 @@ def ours(a: argparse.Namespace, tokens: Tensor, stack: ExitStack) -> Model:
         (module(tokens[:, :-1], tokens[:, 1:]).loss_sum / total).backward()
 
     def update() -> None:
-        optimizer.clip(list(module.parameters()), 1.0)
+        optimizer.clip(opt, 1.0)
         opt.step()
         opt.zero_grad(set_to_none=True)
 

@@ -58,7 +58,7 @@ def main() -> int:
         for number in range(WARM + a.steps):
             began = time.perf_counter()
             (module(*inputs).loss_sum / tokens).backward()
-            optimizer.clip(adapter, 1.0)
+            optimizer.clip(opt, 1.0)
             opt.step()
             opt.zero_grad(set_to_none=True)
             found.synchronize()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean, median_low
 from typing import Any
@@ -148,9 +147,9 @@ class TwoTower(Experiment):
         self._say_epoch(phase, epoch, self._losses_K[:folds].tolist(), found)
         return 1 - fmean(found[:folds])
 
-    def clip(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def clip(self, opt: Optimizer) -> Tensor:
         """Each member by its own norm; the mean of them."""
-        return clip_each(parameters, self.config.optim.clip).mean()
+        return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
         """The members' losses go to the epoch's line, not to metrics.jsonl."""

@@ -209,10 +209,10 @@ class Experiment(ABC):
         module.train()
         return self.session.world.sum(total).item() / work.total
 
-    def clip(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Scales their gradients down where need be; the global norm before, a scalar on the device."""
+    def clip(self, opt: Optimizer) -> Tensor:
+        """Scales the gradients of its next step down where need be; the global norm before, a scalar on the device."""
         limit: float = getattr(getattr(self.session.config, "optim", None), "clip", 0.0)
-        return optimizer.clip(parameters, limit)
+        return optimizer.clip(opt, limit)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         """What a checkpoint holds of the module: the module's own tensors."""

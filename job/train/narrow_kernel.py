@@ -38,6 +38,7 @@ class Launch:
     def __call__(
         self,
         gradients: Sequence[Tensor],
+        scale: Tensor,  # fp32 scalar on the device: the gradients' factor
         counters: Sequence[int],
         *,
         decay: float,  # the weight's factor
@@ -54,6 +55,7 @@ class Launch:
         _update[(self.tiles,)](
             table,
             self.owner,
+            scale,
             decay,
             rate,
             root,
@@ -72,7 +74,7 @@ def _aligned(tensor: Tensor) -> bool:
 
 
 @triton.jit
-def _update(table, owner, decay, rate, root, toward1, toward2, eps, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+def _update(table, owner, scale, decay, rate, root, toward1, toward2, eps, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     row = table + tl.load(owner + tile) * COLUMNS
     count = tl.multiple_of(tl.load(row + 4), 8) if ALIGNED else tl.load(row + 4)  # else the mask forbids it
@@ -81,7 +83,7 @@ def _update(table, owner, decay, rate, root, toward1, toward2, eps, ALIGNED: tl.
     weights = _tensor(row, ALIGNED) + at
     averages = _tensor(row + 2, ALIGNED) + at
     squares = _tensor(row + 3, ALIGNED) + at
-    g = tl.load(_tensor(row + 1, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(_tensor(row + 1, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
     m = tl.load(averages, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(squares, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weights, mask=inside, other=0.0).to(tl.float32)

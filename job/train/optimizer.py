@@ -78,15 +78,18 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scales gradients down to a global norm of `max_norm` (0: only measures). Gives the norm before, fp32, on the
-    device. Unlike torch's it sums bf16 gradients in fp32.
+def clip(optimizer: Optimizer, max_norm: float) -> Tensor:
+    """Scales its parameters' gradients down to a global norm of `max_norm` (0: only measures), the narrow one's while
+    its next step reads them. Gives the norm before, fp32, on the device. Unlike torch's it sums bf16 gradients in fp32.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in parameters(optimizer) if p.grad is not None]
     total = parallel.norm(gradients)
     if max_norm:
-        own = [parallel.local(gradient) for gradient in gradients]
-        torch._foreach_mul_(own, (max_norm / (total + 1e-6)).clamp(max=1.0))
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        if isinstance(optimizer, NarrowAdamW):
+            optimizer.scale = scale
+        else:
+            torch._foreach_mul_([parallel.local(gradient) for gradient in gradients], scale)
     return total
 
 
@@ -99,6 +102,7 @@ class NarrowAdamW(Optimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, seed: int) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.seed = seed
+        self.scale: Tensor | None = None  # fp32 scalar on the device: the next step's gradients count times this
         self._step = torch.zeros((), dtype=torch.int64)  # every parameter's
         for parameter in parameters(self):
             moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
@@ -107,7 +111,7 @@ class NarrowAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update. Gradients are bf16, clipped already."""
+        """One update from bf16 gradients, which stay as they are. `scale` counts once."""
         self._step += 1
         step, index = int(self._step), 0
         for group, update in zip(self.param_groups, self._updates, strict=True):
@@ -115,6 +119,7 @@ class NarrowAdamW(Optimizer):
             gradients = [parameter.grad for parameter in group["params"]]
             update(
                 gradients,
+                torch.ones((), device=gradients[0].device) if self.scale is None else self.scale,
                 [_key(self.seed, step, index + place) for place in range(len(gradients))],
                 decay=1 - group["lr"] * group["weight_decay"],
                 rate=group["lr"] / (1 - beta1**step),
@@ -123,6 +128,7 @@ class NarrowAdamW(Optimizer):
                 eps=group["eps"],
             )
             index += len(gradients)
+        self.scale = None
 
     def _tensors(self, group: dict[str, Any]) -> Tensors:
         """Of a group, the weights and both moments."""
@@ -142,6 +148,7 @@ def _updater(tensors: Tensors) -> Callable[..., None]:
 def update_plainly(
     tensors: Tensors,
     gradients: Sequence[Tensor],
+    scale: Tensor,
     counters: Sequence[int],
     *,
     decay: float,
@@ -152,7 +159,7 @@ def update_plainly(
 ) -> None:
     """narrow_kernel.Launch in torch operations, one parameter after the other."""
     for weight, average, square, gradient, counter in zip(*tensors, gradients, counters, strict=True):
-        g = gradient.float()
+        g = gradient.float() * scale
         m = torch.lerp(average.float(), g, 1 - betas[0])
         v = torch.lerp(square.float(), g * g, 1 - betas[1])
         w = weight.float() * decay - rate * m / (v.sqrt() * root + eps)

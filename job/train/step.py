@@ -52,9 +52,8 @@ def update(experiment: Experiment, module: nn.Module, opt: Optimizer, work: Work
             aux[name] = aux[name] + part if name in aux else part
         torch.autograd.backward(objective)
     assert loss is not None
-    trained = optimizer.parameters(opt)
-    parallel.reduce(trained, experiment.session.world)
-    norm = experiment.clip(trained)
+    parallel.reduce(optimizer.parameters(opt), experiment.session.world)
+    norm = experiment.clip(opt)
     opt.step()
     opt.zero_grad(set_to_none=True)
     return StepResult(loss, norm, aux)

@@ -112,7 +112,7 @@ def test_a_step_meets_no_tensor_of_another_device(made: str, checkpointing: bool
         assert len(sizes) == 2  # the last one is smaller
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        assert optimizer.clip(module.parameters(), 1.0).device == GPU
+        assert optimizer.clip(opt, 1.0).device == GPU
         opt.step()
         states = [kept for state in opt.state.values() for kept in state.values()]
         assert states

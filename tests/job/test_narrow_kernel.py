@@ -36,14 +36,15 @@ def drawn(shapes: Sequence[tuple[int, ...]], seed: int = 0) -> tuple[list[torch.
 
 
 STEP = {"decay": 0.999, "rate": 3e-3, "root": 1.2, "betas": (0.9, 0.95), "eps": 1e-8}
+SCALE = torch.tensor(0.3)
 
 
 @pytest.mark.parametrize("shapes", [[(5000,), (3, 7), (2048,), (64, 65)], [(8, 16), (2, 8, 128), (4096,)]])
 def test_the_update_is_the_plain_one(kernel: ModuleType, shapes: list[tuple[int, ...]]) -> None:
     counters = [optimizer._key(3, 4, index) for index in range(len(shapes))]
     plain, launched, before = (drawn(shapes) for _ in range(3))
-    optimizer.update_plainly(plain[:3], plain[3], counters, **STEP)
-    kernel.Launch(*launched[:3])(launched[3], counters, **STEP)
+    optimizer.update_plainly(plain[:3], plain[3], SCALE, counters, **STEP)
+    kernel.Launch(*launched[:3])(launched[3], SCALE, counters, **STEP)
     for expected, found, old in zip(plain[:3], launched[:3], before[:3], strict=True):
         for a, b, c in zip(expected, found, old, strict=True):
             assert (a != c).float().mean() > 0.5
@@ -56,7 +57,7 @@ def test_the_update_leaves_alone_what_lies_beside_its_tensors(kernel: ModuleType
     whole = drawn([(43,)])
     before = [tensors[0].clone() for tensors in whole]
     parts = [[tensors[0][3:40]] for tensors in whole]
-    kernel.Launch(*parts[:3])(parts[3], [7], **STEP)
+    kernel.Launch(*parts[:3])(parts[3], SCALE, [7], **STEP)
     for tensors, old in zip(whole, before, strict=True):
         assert torch.equal(tensors[0][:3], old[:3])
         assert torch.equal(tensors[0][40:], old[40:])
@@ -68,7 +69,7 @@ def test_the_update_leaves_infinities_and_nan_what_they_are(kernel: ModuleType) 
     gradient = torch.tensor([float("inf"), float("nan"), 1.0]).bfloat16()
     with warnings.catch_warnings():  # numpy's, of the interpreter
         warnings.simplefilter("ignore", RuntimeWarning)
-        kernel.Launch(weights, averages, squares)([gradient], [7], **STEP)
+        kernel.Launch(weights, averages, squares)([gradient], SCALE, [7], **STEP)
     assert averages[0][0].isinf()
     assert averages[0][1].isnan()
     assert weights[0][:2].isnan().all()
@@ -78,7 +79,7 @@ def test_the_update_leaves_infinities_and_nan_what_they_are(kernel: ModuleType) 
 @pytest.mark.parametrize(("aligned", "load"), [(True, "ld.global.v4.b32"), (False, "ld.global.b16")])
 def test_the_update_reads_eight_numbers_at_once_where_it_may(aligned: bool, load: str) -> None:
     kernel = narrow_kernel._update
-    kinds = ["*i64", "*i64"] + 6 * ["fp32"] + 2 * ["constexpr"]
+    kinds = ["*i64", "*i64", "*fp32"] + 6 * ["fp32"] + 2 * ["constexpr"]
     source = triton.compiler.ASTSource(
         kernel, dict(zip(kernel.arg_names, kinds, strict=True)), {"ALIGNED": aligned, "TILE": narrow_kernel.TILE}
     )
@@ -102,6 +103,7 @@ def test_steps_on_a_gpu_are_the_plain_ones(kernel: ModuleType, monkeypatch: pyte
         for step in range(3):
             for parameter, gradient in zip(parameters, drawn([(64,), (3000,), (8, 100)], step)[3], strict=True):
                 parameter.grad = gradient
+            optimizer.clip(opt, 1.0 if step else 0.0)
             optimizer.set_lr(opt, 0.01 * (step + 1))
             opt.step()
         ends.append(torch.cat([parameter.detach().flatten().float() for parameter in parameters]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -144,17 +145,38 @@ def test_no_two_parameters_of_a_seed_are_rounded_by_the_same_bits() -> None:
 def test_clipping_scales_to_the_norm_and_gives_the_one_before() -> None:
     a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
     a.grad, b.grad = torch.full((3,), 3.0), torch.full((4,), 4.0)
-    before = (27 + 64) ** 0.5
-    assert optimizer.clip([a, b], 1.0).item() == pytest.approx(before)
+    before, opt = (27 + 64) ** 0.5, torch.optim.SGD([a, b])
+    assert optimizer.clip(opt, 1.0).item() == pytest.approx(before)
     assert a.grad.tolist() == pytest.approx([3 / before] * 3, rel=1e-5)
-    assert optimizer.clip([a, b], 10.0).item() == pytest.approx(1.0, rel=1e-5)
+    assert optimizer.clip(opt, 10.0).item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_bf16_gradients_are_clipped_while_the_update_reads_them() -> None:
+    """A quarter is exact in bf16: the same bits as from gradients that are scaled already. The next step is not."""
+
+    def steps(given: Sequence[float], limit: float) -> torch.Tensor:
+        weights = [nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)), nn.Parameter(torch.ones(8).bfloat16())]
+        made = NarrowAdamW([{"params": [weight]} for weight in weights], betas=(0.9, 0.95), eps=1e-8, seed=1)
+        optimizer.set_lr(made, 0.1)
+        for size in given:
+            for weight in weights:
+                weight.grad = torch.full_like(weight, size)
+            assert optimizer.clip(made, limit).item() == pytest.approx(4 * size, rel=1e-5)
+            assert all((weight.grad == size).all() for weight in weights)
+            made.step()
+        kept = [state[kind] for state in made.state.values() for kind in ("exp_avg", "exp_avg_sq")]
+        return torch.cat([weight.detach() for weight in weights] + kept)
+
+    limit = 4 + 1e-6
+    assert torch.equal(steps([4.0, 1.0], limit), steps([1.0, 1.0], 0.0))
+    assert not torch.equal(steps([4.0, 1.0], 0.0), steps([1.0, 1.0], 0.0))
 
 
 def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
     parameter = nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 0.01)
     expected = (100_000 * parameter.grad[0].item() ** 2) ** 0.5
-    assert optimizer.clip([parameter], 0.0).item() == pytest.approx(expected, rel=2e-4)  # in bf16 2e-3
+    assert optimizer.clip(torch.optim.SGD([parameter]), 0.0).item() == pytest.approx(expected, rel=2e-4)  # in bf16 2e-3
 
 
 def test_each_phase_of_a_growth_has_its_rate_and_warms_up_anew(tmp_path: Path) -> None:

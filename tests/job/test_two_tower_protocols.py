@@ -217,7 +217,7 @@ def test_the_rate_falls_as_a_cosine_to_a_tenth_and_only_matrices_decay_each_memb
     assert sorted(decayed) == [0.0] * 8 + [5e-5] * 7  # seven biases and the embedding
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
-    made.clip(list(module.parameters()))
+    made.clip(opt)
     gradients = torch.cat([p.grad.flatten(1) for p in module.parameters() if p.grad is not None], dim=1)
     assert torch.allclose(gradients.norm(dim=1), torch.full((10,), 0.5))
 
