@@ -34,21 +34,31 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
         print(f"run {run} of {name} is over already: {done.get('reason')}, {done.get('at')}")
         return 0
     alive = [fleet for fleet in aws.fleets(ec2, definition) if not aws.over(fleet, now)]
+    region = definition.fleet.region
+    if not alive and folder is None:
+        raise AwsRefused(f"nothing to stop: {aws.no_run(s3, definition)}")
+    if not alive:
+        raise AwsRefused(
+            f"nothing to stop: there is no fleet of run {run} of {name} in {region} any more. "
+            f"`gpufleet results {again}` brings what the run left; `--run ID` names an earlier run."
+        )
     if not any(aws.owner(fleet) == owner for fleet in alive):
         others = ", ".join(sorted({aws.owner(fleet) or "nobody" for fleet in alive}))
-        whose = f"; there is one of {others}, whose file has to ask" if alive else ""
         raise AwsRefused(
-            f"there is no fleet of owner {owner} for run {run} of {name} in {definition.fleet.region}{whose}. "
-            f"`gpufleet status {again}` says what there is; `--run ID` names an earlier run."
+            f"there is no fleet of owner {owner} for run {run} of {name} in {region}; there is one of {others}, whose "
+            f"file has to ask. `gpufleet status {again}` says what there is; `--run ID` names an earlier run."
         )
     if folder is None or folder.owner not in ("", owner):  # another's would end his run
         raise AwsRefused(
             f"no bucket of owner {owner} holds run {run} of {name}: no node of it can boot or be asked. "
             "`pulumi destroy` ends its fleet."
         )
-    asked = {"by": owner, "at": stamp(now)}
-    s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=atomic.json_bytes(asked))
-    print(f"asked: s3://{folder.bucket}/{run}/{ASKED}")
+    if earlier := folder.document(ASKED):  # kept: when it was asked first tells whether a node should have heeded it
+        print(f"asked already, by {earlier.get('by')} at {earlier.get('at')}: s3://{folder.bucket}/{run}/{ASKED}")
+    else:
+        asked = {"by": owner, "at": stamp(now)}
+        s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=atomic.json_bytes(asked))
+        print(f"asked: s3://{folder.bucket}/{run}/{ASKED}")
     running = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] == "running"]
     nodes = [node["InstanceId"] for node in running if aws.owner(node) == owner]
     config = definition.job.parameters

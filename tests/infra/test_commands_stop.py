@@ -102,3 +102,34 @@ def test_without_a_fleet_of_ones_own_nothing_is_asked(cloud: Cloud, stack: Stack
     with pytest.raises(AwsRefused, match="one of somebody, whose file has to ask" if owner else "there is no fleet of"):
         asked(stack)
     assert objects(stack) == ["run.json"]
+
+
+@pytest.mark.parametrize("before", [None, "r0"])
+def test_before_any_up_it_says_that_there_is_nothing_to_stop(
+    cloud: Cloud, stack: StackDefinition, before: str | None
+) -> None:
+    if before:
+        put(cloud, declare_bucket(cloud), "run.json", {}, run=before)
+    with pytest.raises(AwsRefused) as refused:
+        asked(stack)
+    assert str(refused.value).startswith(
+        "nothing to stop: there is no run r1 of small-growth in us-east-2: run `pulumi up` first."
+    )
+    assert ("`--run ID` names an earlier one: r0." in str(refused.value)) is bool(before)
+
+
+def test_a_second_request_says_when_the_first_was_made_and_leaves_it(
+    cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare_fleet(cloud)
+    bucket = declare_bucket(cloud)
+    put(cloud, bucket, "run.json", {})
+    assert asked(stack) == 0
+    capsys.readouterr()
+    later = NOW.replace(minute=30)
+    assert stop.ask(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), later) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"asked already, by you at 2026-11-21T12:10:00Z: s3://{bucket}/r1/stop.json\n")
+    assert "looks every 60 s" in said
+    lines = status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), later)
+    assert "asked       to end, by you at 2026-11-21T12:10:00Z" in list(lines)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from commands_world import NAME, project
+from commands_world import NAME, declare_bucket, project, put
 
 from infra.cli import main
 from infra.commands import stack
@@ -102,9 +102,10 @@ def test_a_hint_names_the_stack_as_it_was_asked_for(
     elsewhere.parent.mkdir()
     path.rename(elsewhere)
     configure(f"config:\n  gpufleet:definition: {elsewhere}\n", "second")
+    put(cloud, declare_bucket(cloud), "run.json", {})
     for asked in (str(elsewhere), "second"):
         assert main(["stop", asked]) == 2
-        assert f"`gpufleet status {asked}` says" in capsys.readouterr().err
+        assert f"`gpufleet results {asked}` brings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["gpufleet:senario", "gpufleet:region"])
