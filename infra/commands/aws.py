@@ -251,6 +251,12 @@ class RunFolder:
     owner: str  # of the bucket, as its tag says
     others: str = ""  # where else a run of this name lies, in words
 
+    def is_of(self, owner: str) -> bool:
+        """Whether the run in it is `owner`'s, as far as anybody can tell: where its own bucket is gone, the newest one
+        with a run of this name may be another's, whose end says nothing of it.
+        """
+        return self.owner in ("", owner)
+
     def objects(self, prefix: str = "") -> list[Stored]:
         """Every object whose name starts with `prefix`."""
         start = f"{self.run}/"

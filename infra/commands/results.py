@@ -83,7 +83,8 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     missing = [each for each in wanted if not _same(target / each.name, each)]
     total = sum(each.bytes for each in missing)
     cost = Decimal(total) / 10**9 * load_catalog().price("transfer_out", definition.fleet.region).amount
-    print(f"s3://{folder.bucket}/{folder.run}/ to {target}")
+    whose = "" if folder.is_of(definition.run.owner) else f" (owner {folder.owner})"
+    print(f"s3://{folder.bucket}/{folder.run}/{whose} to {target}")
     if folder.others:
         print(f"A run of this name lies elsewhere too: {folder.others}, {definition.run.owner}.")
     print(f"{counted(len(missing), 'file')}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")

@@ -50,7 +50,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     if folder is None:
         yield "bucket      nothing written yet"
         return
-    yield f"bucket      s3://{folder.bucket}/{run_id}/"
+    whose = "" if folder.is_of(definition.run.owner) else f", owner {folder.owner}, whose run all below is of"
+    yield f"bucket      s3://{folder.bucket}/{run_id}/{whose}"
     if folder.others:
         yield f"            also {folder.others}, {definition.run.owner}"
     yield from _attempts(folder, {node["InstanceId"] for node in nodes})
@@ -69,7 +70,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     if done:
         yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()
         after = "" if stack.is_earlier(definition) else f"; pulumi destroy; gpufleet sweep {definition.argument}"
-        if fleets and aws.owner(fleets[0]) == definition.run.owner and (more := aws.needless(fleets[0], done, now)):
+        own = bool(fleets) and aws.owner(fleets[0]) == definition.run.owner and not whose
+        if own and (more := aws.needless(fleets[0], done, now)):
             yield f"needless    {more}\n            {aws.ending(fleets[0], definition.fleet.region)}"
         yield f"next        gpufleet results {stack.again(definition)}{after}"
 

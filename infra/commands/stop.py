@@ -29,7 +29,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     name, run, owner = definition.name, definition.run.id, definition.run.owner
     again = stack.again(definition)
     folder = aws.run_folder(s3, definition)
-    done = folder.document("done.json") if folder else None
+    done = folder.document("done.json") if folder and folder.is_of(owner) else None
     if done:
         print(f"run {run} of {name} is over already: {done.get('reason')}, {done.get('at')}")
         return 0
@@ -48,7 +48,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
             f"there is no fleet of owner {owner} for run {run} of {name} in {region}; there is one of {others}, whose "
             f"file has to ask. `gpufleet status {again}` says what there is; `--run ID` names an earlier run."
         )
-    if folder is None or folder.owner not in ("", owner):  # another's would end his run
+    if folder is None or not folder.is_of(owner):  # another's would end his run
         raise AwsRefused(
             f"no bucket of owner {owner} holds run {run} of {name}: no node of it can boot or be asked. "
             "`pulumi destroy` ends its fleet."

@@ -58,7 +58,7 @@ class Watch:
         while True:
             fleets = aws.fleets(self.ec2, self.definition)
             if not fleets:
-                if done := self._done():
+                if done := self._done(self.definition.run.owner):
                     return self._over(done)
                 raise self._no_fleet()
             if len(twice := [each for each in fleets if self._ours(each)]) > 1:
@@ -67,7 +67,7 @@ class Watch:
             fleet = fleets[0]
             stopped = not aws.wants(fleet)
             ended, expired = fleet["FleetState"] in aws.ENDED, aws.expired(fleet, self.now())
-            if (stopped or ended or expired) and (done := self._done()):
+            if (stopped or ended or expired) and (done := self._done(aws.owner(fleet) or self.definition.run.owner)):
                 return self._over(done)
             if ended or fleet["FleetState"] == "failed":
                 return self._no_more(fleet, fleet["FleetState"])
@@ -117,9 +117,9 @@ class Watch:
             made = f"{fleet['CreateTime']:%Y-%m-%d %H:%M:%S} UTC"
             self.say(f"  {aws.ending(fleet, self.definition.fleet.region)}   # made {made}")
 
-    def _done(self) -> dict[str, Any] | None:
+    def _done(self, owner: str) -> dict[str, Any] | None:
         folder = aws.run_folder(self.s3, self.definition)
-        return folder.document("done.json") if folder else None
+        return folder.document("done.json") if folder and folder.is_of(owner) else None
 
     def _node(self, fleet: dict[str, Any]) -> bool:
         active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
@@ -138,7 +138,7 @@ class Watch:
         """A node runs: 1 where it is one that finds its run over, as did those before it. Another owner's trains for a
         run of that owner.
         """
-        done = self._done() if self._ours(fleet) else None
+        done = self._done(self.definition.run.owner) if self._ours(fleet) else None
         needless = aws.needless(fleet, done, self.now()) if done else ""
         if needless:
             self.say(f"The run is over, but {needless}\n  {aws.ending(fleet, self.definition.fleet.region)}")

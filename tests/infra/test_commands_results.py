@@ -117,6 +117,9 @@ def test_of_two_people_with_one_file_the_owner_chooses(
     path.write_text(path.read_text().replace("owner: you", "owner: bob"))
     main(["results", "small-growth"])
     assert capsys.readouterr().out.startswith(f"s3://{theirs}/r1/ to ")
+    path.write_text(path.read_text().replace("owner: bob", "owner: carol"))
+    main(["results", "small-growth"])  # who has none is told whose it is
+    assert re.match(r"s3://[a-z0-9-]+/r1/ \(owner (you|bob)\) to ", capsys.readouterr().out)
 
 
 def test_light_leaves_the_models_in_the_bucket(cloud: Cloud, path: Path, tmp_path: Path) -> None:

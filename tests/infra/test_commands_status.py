@@ -192,6 +192,16 @@ def test_status_says_whose_a_fleet_is_where_there_is_none_of_ones_own(cloud: Clo
     assert stated(stack)["fleet"].startswith(f"{theirs}, active, owner bob, wants 1 node")
 
 
+def test_where_ones_own_bucket_is_gone_another_owners_end_ends_nothing(cloud: Cloud, stack: StackDefinition) -> None:
+    declare_fleet(cloud)
+    bucket = declare_bucket(cloud, owner="bob")
+    put(cloud, bucket, "heartbeat/i-1.jsonl", b'{"ts":"2026-11-21T12:00:00Z"}\n')
+    put(cloud, bucket, "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
+    told = stated(stack)
+    assert told["bucket"] == f"s3://{bucket}/r1/, owner bob, whose run all below is of"
+    assert "needless" not in told
+
+
 def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "small-growth"]) == 2
     assert (

@@ -133,3 +133,13 @@ def test_a_second_request_says_when_the_first_was_made_and_leaves_it(
     assert "looks every 60 s" in said
     lines = status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), later)
     assert "asked       to end, by you at 2026-11-21T12:10:00Z" in list(lines)
+
+
+def test_the_end_of_somebody_elses_run_is_not_taken_for_this_ones(
+    cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare_fleet(cloud)
+    put(cloud, declare_bucket(cloud, owner="bob"), "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
+    with pytest.raises(AwsRefused, match="no bucket of owner you holds run r1"):
+        asked(stack)
+    assert "over already" not in capsys.readouterr().out

@@ -189,6 +189,17 @@ def test_another_owners_fleet_is_not_to_be_ended_because_my_run_is_over(cloud: C
     assert "delete-fleets" not in said
 
 
+@pytest.mark.parametrize("capacity", [0, 1])
+def test_my_run_is_not_over_because_another_owners_is(cloud: Cloud, stack: StackDefinition, capacity: int) -> None:
+    """As `run_folder` finds it where my own bucket is gone."""
+    fleet = declare_fleet(cloud)
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": capacity})
+    put(cloud, declare_bucket(cloud, owner="bob"), "done.json", {"reason": "finished", "at": "2026-11-20T12:00:00Z"})
+    said = waited(cloud, stack)[1]
+    assert "the run is over" not in said.lower()
+    assert "delete-fleets" not in said
+
+
 def test_a_fleet_at_zero_without_a_done_marker_is_a_failure(cloud: Cloud, stack: StackDefinition) -> None:
     fleet = declare_fleet(cloud)
     cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
