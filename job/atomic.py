@@ -63,9 +63,13 @@ def objects(lines: bytes) -> list[dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, None like `parse_object`."""
+    """The JSON object in a file, None like `parse_object`. Raises PermissionError: a file that may not be read is not
+    missing, and making it anew is no remedy.
+    """
     try:
         return parse_object(path.read_bytes())
+    except PermissionError:
+        raise
     except OSError:
         return None
 

@@ -77,6 +77,8 @@ def read_manifest(folder: Path) -> DatasetManifest:
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
+    except PermissionError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except OSError as error:
         raise ValueError(f"{folder}: not a prepared dataset, there is no {MANIFEST}") from error
     try:

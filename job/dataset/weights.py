@@ -124,6 +124,8 @@ def read(folder: Path) -> WeightsManifest:
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
+    except PermissionError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except OSError as error:
         raise ValueError(f"{folder}: no {MANIFEST}; `gpufleet prepare` writes it") from error
     try:

@@ -16,6 +16,8 @@ from safetensors.numpy import save_file
 from supervisor_world import Bench
 
 from job.dataset import weights
+from job.dataset.prepare import read_manifest
+from job.models import hf_config
 from job.run_file import load
 from job.supervisor import staging
 
@@ -120,6 +122,28 @@ def test_a_file_that_may_not_be_read_is_not_to_be_downloaded_again(
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read \(Permission denied\)"):
         weights.check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", hf_config.read_shape),
+        ("weights.json", weights.read),
+        ("dataset.json", read_manifest),
+    ],
+)
+def test_a_description_that_may_not_be_read_is_not_said_to_be_missing(
+    name: str, read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_text("{}")
+
+    def refused(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises((PermissionError, ValueError), match="Permission denied") as told:  # the tests may be root's
+        read(tmp_path)
+    assert name in str(told.value)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.float64])  # as bitsandbytes, GPTQ and others pack
