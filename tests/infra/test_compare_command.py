@@ -122,6 +122,21 @@ def test_a_scenario_whose_work_goes_nowhere_else_is_said_to_have_no_options(
     assert f"scenario {scenario} {why}" in capsys.readouterr().err
 
 
+def test_a_scenario_is_suggested_only_where_there_are_several(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project / "stacks" / "two-tower.yaml"
+    assert main(["compare", "two-tower"]) == 0
+    assert "--scenario NAME shows more of one scenario, --all shows every one." in " ".join(
+        capsys.readouterr().out.split()
+    )
+    path.write_text(path.read_text().partition("\nscenarios:")[0] + "\n")
+    assert main(["compare", "two-tower"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "more options could be run; --all shows every one." in said
+    assert "--scenario" not in said
+
+
 @pytest.mark.parametrize("within", ["nan", "inf", "1e300", "0", "-1"])
 def test_hours_that_no_run_could_be_done_in_are_refused(capsys: pytest.CaptureFixture[str], within: str) -> None:
     assert main(["compare", "sft-h100", "--within", within]) == 2
