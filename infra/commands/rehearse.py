@@ -8,6 +8,7 @@ from pathlib import Path
 
 from infra.errors import GpufleetError
 from infra.loader import names_of, project_root
+from infra.selected import selected
 from rehearsal import environment
 
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` that no experiment does without
@@ -28,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"which stack is to be rehearsed? There are {names}; --all rehearses each in turn")
     if lacking := [name for name in TRAINS_WITH if find_spec(name) is None]:  # found out by a node a minute later
         raise GpufleetError(f"a rehearsal trains, and lacks {', '.join(lacking)}: pip install -e '.[job,rehearsal]'")
+    if not args.all:
+        selected(args.stack, project_root(Path.cwd()))  # a misspelled one is said before seconds of imports
     environment.forget_account()
     try:
         from rehearsal.every import rehearse_all

@@ -175,6 +175,18 @@ def test_a_closed_terminal_ends_a_rehearsal_as_ctrl_c_does(nohup: bool, monkeypa
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("word", ["typo", "./typo.yaml"])
+def test_a_misspelled_stack_is_said_before_the_embedded_aws_is_imported(word: str) -> None:
+    program = (
+        "import sys; from infra.cli import main; c = main(sys.argv[1:]); sys.exit('moto' in sys.modules and 9 or c)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "rehearse", word], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpufleet: there is no ")
+
+
 def test_a_package_that_training_needs_is_missed_before_anything_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(GpufleetError, match=r"lacks tokenizers: pip install -e '\.\[job,rehearsal\]'"):
