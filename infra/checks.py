@@ -155,6 +155,8 @@ def _place_problem(place: str) -> str:
     path = PurePosixPath(place)
     if path.is_absolute() or ".." in path.parts or place.startswith("~"):
         return "Write it relative to the project, as in data/tinystories."
+    if not place.isprintable():  # NUL no system takes; the others make two names look like one, or break a line in two
+        return "It holds a line break or another character that is not shown: write a plain name."
     return (
         "" if place == place.strip() and "\\" not in place else "Write it with forward slashes and no blanks around it."
     )
