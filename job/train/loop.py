@@ -325,6 +325,8 @@ class Loop:
             what = f"the validation loss is {val_loss}, which is"
         saved = self.session.checkpoints.saved_step
         before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
+        if saved == self.step:  # of an evaluation made up for, the weights are saved already
+            before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
         raise LossNotFiniteError(
             f"{what} not finite at step {self.step}; {before}. Lower optim.lr or optim.clip (0 clips nothing) and "
             "start a run anew"

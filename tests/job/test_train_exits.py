@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -23,7 +24,7 @@ from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
 from job.train import __main__ as trainer
 from job.train import metrics, rungs, step
-from job.train.experiment import LossNotFiniteError
+from job.train.experiment import LossNotFiniteError, Stopped
 from job.train.loop import Loop
 from job.train.requests import START, Requests, Stop, await_start
 
@@ -327,6 +328,25 @@ def test_after_running_out_of_memory_no_phase_goes_back_to_what_is_predicted_to_
         session = replace(experiment.session, device=gpu, rung=rung)
         ladder = sizing.ladder(session.config)
         assert rungs.choose(session, experiment.phases[0]) == ladder[rung]
+
+
+def test_a_made_up_evaluation_that_is_not_finite_calls_no_checkpoint_of_its_own_step_one_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: object) -> float:
+        raise Stopped("test", ends=False)
+
+    workdir = world.make(tmp_path)
+    monkeypatch.setattr(TinystoriesGrowth, "evaluate", cut)
+    assert world.train(workdir, StopAt(workdir, 2)) == 75
+    assert world.committed(workdir) == [2]
+    monkeypatch.setattr(TinystoriesGrowth, "evaluate", lambda *_: math.nan)
+    assert world.train(workdir) == 65
+    said = fatal(workdir)
+    assert (
+        "the validation loss is nan, which is not finite at step 2; the checkpoint of step 2 holds these very" in said
+    )
+    assert "from before" not in said
 
 
 def test_what_is_not_finite_on_one_rank_ends_all_of_them() -> None:
