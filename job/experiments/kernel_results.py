@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import fmean
+
 import torch
 
 from job import atomic
 from job.experiments.kernel_stages import KernelRun
 from job.kernels import ablation
-from job.kernels.verdict import Verdict
+from job.kernels.verdict import STAGES, Verdict
+from job.sizing.kernel import per_candidate
 from job.train import metrics
 
 
@@ -52,6 +56,7 @@ def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> No
         "dataset": {"sha256": kernel.manifest.sha256, **kernel.manifest.facts},
         "predicted": session.prediction(phase.name),
         "measured": metrics.measured(session.metrics.records(phase.name)),
+        "funnel": {"predicted": per_candidate(config), "measured": _per_candidate(full)},
         "final": phase.name,
         "weights_sha256": digest,
     }
@@ -63,3 +68,13 @@ def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> No
         session.say(f"final/ holds the weights of {phase.name}")
     if not results["isolated"]:
         session.say("this machine allows no namespaces: candidates ran with static rules, guard and limits alone")
+
+
+def _per_candidate(full: Sequence[Verdict]) -> dict[str, float]:
+    """Of the full funnel, by the names of what the bill assumes. Correct is what stage 5 gets to see."""
+    judged = STAGES[STAGES.index("compile") + 1 :]
+    return {
+        "compile_s": fmean(verdict.seconds.get("compile", 0.0) for verdict in full),
+        "judge_s": fmean(sum(verdict.seconds.get(stage, 0.0) for stage in judged) for verdict in full),
+        "correct": fmean(verdict.stage > STAGES.index("full") + 1 for verdict in full),
+    }

@@ -56,6 +56,16 @@ def correct_s(config: KernelConfig) -> float:
     return CORRECT_GPU_S + FULL_RUN_S * (config.funnel.inputs - INPUTS) / (INPUTS + ADVERSARIAL)
 
 
+def per_candidate(config: KernelConfig) -> dict[str, float]:
+    """What the funnel's time in the bill is made of: core-seconds of a compilation, a worker's seconds for the stages
+    after it, and the share of candidates taken to be correct, where that has a part in these.
+    """
+    if config.device != "cuda":
+        return {"compile_s": 0.0, "judge_s": INTERPRETED_S}
+    judge_s = STARTED_GPU_S + CORRECT_SHARE * correct_s(config)
+    return {"compile_s": COMPILE_CORE_S, "judge_s": judge_s, "correct": CORRECT_SHARE}
+
+
 def trainings(config: KernelConfig) -> tuple[str, ...]:
     """Names of the phases that train, each from the base weights. The last one's are kept."""
     return ("sft-uniform", "sft-adaptive") if config.data.curriculum == "compare" else ("sft",)
@@ -80,9 +90,8 @@ def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
         "sharded": True,
         "workers": config.funnel.workers,
     }
-    names, on_gpu = trainings(config), config.device == "cuda"
-    compile_s = COMPILE_CORE_S if on_gpu else 0.0  # once: the ablations share the cache
-    judge_s = STARTED_GPU_S + CORRECT_SHARE * correct_s(config) if on_gpu else INTERPRETED_S
+    names, each = trainings(config), per_candidate(config)
+    compile_s, judge_s = each["compile_s"], each["judge_s"]  # compiled once: the ablations share the cache
     rows = ABLATION_ROWS if config.funnel.ablations else 1
     others = (len(names) - 1) * config.generate.tasks * config.generate.candidates  # judged in one row
 

@@ -51,6 +51,13 @@ def test_it_leaves_weights_candidates_verdicts_and_a_statement(finished: Path) -
     assert "Only 4 optimizer steps on 11 pairs were trained" in found["statement"]
     reached = {stage: number for stage, number in found["stages_reached"].items() if number}
     assert reached == {"1": GENERATED}  # six bytes are no program; what is planted is not counted
+    predicted, measured = found["funnel"]["predicted"], found["funnel"]["measured"]
+    assert predicted == {"compile_s": 0.0, "judge_s": 0.3}
+    assert predicted.keys() <= measured.keys()
+    verdicts = kernel.lines(finished, "verdicts")
+    judged = [sum(each["seconds"].get(stage, 0.0) for stage in ("tiny", "full", "timing")) for each in verdicts]
+    assert measured["judge_s"] == pytest.approx(sum(judged) / len(verdicts))
+    assert measured["correct"] == sum(each["stage"] >= 5 for each in verdicts) / len(verdicts) > 0
     meta = kernel.read(finished, "final/meta.json")
     assert meta["files"][0]["sha256"] == found["weights_sha256"]
     weights = load_file(finished / "final" / "model.safetensors")

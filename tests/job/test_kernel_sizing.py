@@ -86,6 +86,7 @@ def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
     assert (verify.steps, verify.decode_steps) == (0, 0)
     assert verify.cpu_core_s == 256 * kernel.COMPILE_CORE_S
     assert verify.gpu_s == pytest.approx(5 * 256 * (6.0 + 0.2 * 35.0))
+    assert kernel.per_candidate(FULL) == {"compile_s": 20.0, "judge_s": pytest.approx(13.0), "correct": 0.2}
     one_row = replace(FULL, funnel=replace(FULL.funnel, ablations=False))
     assert sizing.phases(one_row)[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * 35.0))
     twice = replace(one_row, funnel=replace(one_row.funnel, inputs=5 + 14))  # stage 4 runs 28 cases instead of 14
