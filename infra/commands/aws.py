@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from typing import Any
+from urllib.parse import urlsplit
 
 import boto3
 from botocore import exceptions
@@ -44,7 +45,15 @@ _BAD_KEYS = (
 
 def client(service: str, region: str) -> Any:
     """A boto3 client with bounded waits. The environment counts as it is now: AWS_ENDPOINT_URL too."""
-    return _session(*map(os.environ.get, _IDENTITY)).client(service, region_name=region, config=_CONFIG)
+    try:
+        made = _session(*map(os.environ.get, _IDENTITY)).client(service, region_name=region, config=_CONFIG)
+        urlsplit(made.meta.endpoint_url).port  # noqa: B018 - else a wrong one is found out within the first request
+        return made
+    except ValueError as error:  # botocore's own, for an address that is none
+        raise AwsRefused(
+            f"AWS could not be asked: {error}. Check AWS_ENDPOINT_URL and endpoint_url in AWS's configuration file: "
+            "http:// or https://, a host and a port, as `gpufleet cloud` prints it; unset for real AWS."
+        ) from error
 
 
 @cache

@@ -171,6 +171,18 @@ def test_no_credentials_end_in_a_sentence(
     assert capsys.readouterr().err.startswith("gpufleet: there are no AWS credentials. Run `aws configure sso`")
 
 
+@pytest.mark.parametrize("address", ["localhost", "http://", "http://127.0.0.1:port"])
+def test_an_endpoint_that_is_no_address_ends_in_a_sentence(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["status", "tinystories-growth"]) == 2
+    assert "Check AWS_ENDPOINT_URL and endpoint_url" in capsys.readouterr().err
+
+
 def test_an_endpoint_that_is_not_there_ends_in_a_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
