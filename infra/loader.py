@@ -65,6 +65,8 @@ def find(name_or_path: str, root: Path) -> Path:
         meant = Path(name_or_path).name.removesuffix(".yaml").removesuffix(".yml")
         there = (root / "stacks" / f"{meant}.yaml").is_file()
         hint = f"; stacks/{meant}.yaml is there: write {meant}" if there else ""
+        if Path(name_or_path).is_dir():
+            raise GpufleetError(f"{name_or_path} is a folder, and a stack is one file{hint or ': name that'}")
         raise GpufleetError(f"there is no file {name_or_path}{hint}")
     path = root / "stacks" / f"{name_or_path}.yaml"
     if path.is_file():

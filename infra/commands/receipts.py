@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infra import receipts
 from infra.cost import text
-from infra.loader import project_root
+from infra.loader import project_root, stacks_of
 from infra.receipts import CAUSES, Receipt, Score
 from infra.selected import selected
 
@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     for sentence in damaged:
         print(f"gpufleet: {sentence}", file=sys.stderr)
     if not found:
+        stacks_of(root)  # raises outside of a project, where there would never be any
         of = f" of {args.stack}" if args.stack else ""
         print(f"No receipt{of} yet: `gpufleet results STACK` keeps the one of a run that has ended.")
         return 1

@@ -165,6 +165,8 @@ def test_find_takes_a_name_or_a_path_and_names_the_nearest() -> None:
         find("TINYSTORIES-GROWTH", ROOT)
     with pytest.raises(GpufleetError, match=r"no file stacks/none.yaml"):
         find("stacks/none.yaml", ROOT)
+    with pytest.raises(GpufleetError, match=r"stacks is a folder, and a stack is one file: name that"):
+        find(str(SHIPPED.parent), ROOT)
     with pytest.raises(GpufleetError, match=r"inside the project"):
         find("x", Path(__file__).parent)
 

@@ -296,6 +296,14 @@ def test_without_a_receipt_the_command_says_where_they_come_from(
     assert "No receipt of small-growth yet: `gpufleet results STACK`" in capsys.readouterr().out
 
 
+def test_outside_of_a_project_no_receipt_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["receipts"]) == 2
+    assert f"no stacks/ folder with definition files in {tmp_path}; run this inside" in capsys.readouterr().err
+
+
 def test_a_name_that_is_no_stacks_is_said_as_other_commands_say_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
