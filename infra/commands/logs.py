@@ -107,7 +107,9 @@ class Reader:
     def boot(self) -> int:
         """The boot logs that nodes left in the bucket; a node writes its own when it ends."""
         folder = self._folder()
-        names = [each.name for each in folder.objects("boot/")] if folder else []
+        if folder is None:
+            raise aws.no_run(self.s3, self.definition)
+        names = [each.name for each in folder.objects("boot/")]
         if not names:
             raise AwsRefused(
                 f"no node of run {self.definition.run.id} has left a boot log yet; it does so when it ends."

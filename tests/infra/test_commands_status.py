@@ -321,11 +321,13 @@ def test_boot_logs_are_shown_on_request(cloud: Cloud, path: Path, capsys: pytest
 def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     cloud: Cloud, path: Path, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in (["logs", "small-growth"], ["logs", "small-growth", "--follow"]):
+    for words in (["logs", "small-growth"], ["logs", "small-growth", "--follow"], ["logs", "small-growth", "--boot"]):
         assert main(words) == 2
         assert "there is no run r1 of small-growth in us-east-2: run `pulumi up` first" in capsys.readouterr().err
     bucket = declare_bucket(cloud)
     put(cloud, bucket, "run.json", {})
+    assert main(["logs", "small-growth", "--boot"]) == 2
+    assert "no node of run r1 has left a boot log yet" in capsys.readouterr().err
     assert main(["logs", "small-growth", "--follow"]) == 2
     assert "the stack of run r1 is destroyed, and its log group with it" in capsys.readouterr().err
     log_group(cloud, "r0/i-0", "of an earlier run")
