@@ -43,7 +43,7 @@ class SpikeGuard:
 
     @property
     def suspicious(self) -> bool:
-        """The newest loss is out of range: nothing is saved until the next one has been seen."""
+        """The newest loss is out of range: nothing but an improvement is saved until the next one has been seen."""
         return self._above > 0
 
     def see(self, loss: float, step: int) -> None:

@@ -244,11 +244,12 @@ class Loop:
 
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
         """Why this step is to be saved. What no loss was logged for waits for the next step, whose is: a save within a
-        spike would push out those from before.
+        spike would push out those from before. An improvement is none: one batch was hard, and its weights are better.
         """
-        if not self.world.first or self._over(phase) or self._guard.suspicious:
+        if not self.world.first or self._over(phase):
             return None
-        return self._cadence.due(val_loss)
+        due = self._cadence.due(val_loss)
+        return None if self._guard.suspicious and due != "best" else due
 
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
         """Starts a save of this step, unless it is saved already."""

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pretrain_world as pretrain
 import pytest
 import torch
 import train_world as world
 from train_world import StopAt
 
 from job import atomic
+from job.experiments.pretrain import Pretrain
 from job.train import step
 from job.train.device import UTILIZATION_SAMPLES, Device, Utilization
 from job.train.guard import LossSpikeError, SpikeGuard, Thresholds
@@ -129,6 +131,23 @@ def test_a_save_between_two_logs_waits_for_a_loss_that_clears_it(
     assert record is not None
     assert world.committed(workdir) == [21]
     assert "Checkpoints up to step 30 are from before" in record["detail"]
+
+
+def test_an_improvement_is_saved_although_its_own_batch_was_a_hard_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, losses = step.update, {4: 3.0, 8: 2.9, 12: 2.8, 16: 2.5, 20: 2.6, 24: 2.7}
+
+    def hard(*given: Any) -> step.StepResult:
+        result = real(*given)
+        return result._replace(loss=result.loss * 9) if given[4] == 15 else result
+
+    monkeypatch.setattr(step, "update", hard)
+    monkeypatch.setattr(Pretrain, "evaluate", lambda self, phase, at, *_: losses[at])
+    workdir = pretrain.make(tmp_path, steps=24)
+    assert world.train(workdir) == 0
+    assert world.committed(workdir) == [16, 24]
+    assert (atomic.read_object(workdir / "results.json") or {})["best_step"] == 16
 
 
 def warned(**figures: Any) -> list[str]:
