@@ -204,8 +204,9 @@ class Supervisor(Underway):
         if code == DONE:
             return endings.finish(self, "finished")
         if code == FATAL:
-            fatal = atomic.read_object(self.workdir / "fatal.json") or {}
-            return endings.finish(self, "failed", f"{fatal.get('error')}: {fatal.get('detail')}")
+            fatal = atomic.read_object(self.workdir / "fatal.json")
+            lost = "the reason is in job.log; no disk took fatal.json"
+            return endings.finish(self, "failed", f"{fatal.get('error')}: {fatal.get('detail')}" if fatal else lost)
         if code == REFUSED and (self.cause is None or self._by_hand):  # another node may do
             problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
             return endings.crashed(self, f"node refused: {'; '.join(problems)}", code=endings.REFUSED)
@@ -214,7 +215,7 @@ class Supervisor(Underway):
             return endings.finish(self, self.cause.reason, detail)
         if self.cause is not None:
             return endings.interrupted(self)
-        if code == UNREADABLE:
+        if code == UNREADABLE and self._unreadable:
             return endings.crashed(self, f"{self._unreadable.get('problem')}, and there is none before it")
         return endings.crashed(self, self.killed or f"the trainer ended with {code}")
 

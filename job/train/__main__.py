@@ -94,18 +94,18 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         say(f"this node is refused: {error}")
         code = REFUSED
         if (workdir / preflight.ACCEPT).exists():  # others were refused before it: it is not the node
-            atomic.write_json(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
+            note(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
             code = FATAL
         elif not (atomic.read_object(workdir / preflight.RESULT) or {}).get("problems"):
-            atomic.write_json(workdir / preflight.RESULT, {"ranks": [], "problems": [str(error)]})
+            note(workdir / preflight.RESULT, {"ranks": [], "problems": [str(error)]})
     except CheckpointDamagedError as error:
-        atomic.write_json(workdir / "unreadable.json", {"step": error.step, "problem": str(error)})
+        note(workdir / "unreadable.json", {"step": error.step, "problem": str(error)})
         say(f"{error}; another start takes the one before it, if there is one")
         code = UNREADABLE
     except ValueError as error:
-        if workdir.is_dir():
-            atomic.write_json(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
         say(f"fatal: {error}")
+        if workdir.is_dir():
+            note(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
         code = FATAL
     else:
         code = FINISHED
@@ -142,10 +142,18 @@ def leave(workdir: Path, world: World, code: int) -> int:
         return code
     together = code in (FINISHED, STOPPED)
     if world.first or not together:
-        atomic.write_json(workdir / "ended.json", {"code": code, "rank": world.rank})
+        note(workdir / "ended.json", {"code": code, "rank": world.rank})
     if together:
         world.close()
     return 0 if together else code
+
+
+def note(path: Path, words: dict[str, Any]) -> None:
+    """A file for whoever started this process. A disk too full for it changes nothing about how the run ends."""
+    try:
+        atomic.write_json(path, words)
+    except OSError as error:
+        say(f"warning: {path.name} is not written: {error}")
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,7 +76,8 @@ def run(
 
     def give_up() -> None:
         problem = f"rank {world.rank}: no answer from {device.name} within {LIMIT_S:.0f} s: it hangs"
-        atomic.write_json(workdir / RESULT, {"ranks": [], "problems": [problem]})
+        with suppress(OSError):  # said all the same
+            atomic.write_json(workdir / RESULT, {"ranks": [], "problems": [problem]})
         hung(problem)
 
     watchdog = threading.Timer(LIMIT_S, give_up)

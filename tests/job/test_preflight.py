@@ -202,6 +202,25 @@ def test_a_gpu_that_hangs_ends_the_pre_flight_with_its_reason(tmp_path: Path, mo
     assert said[0] == "rank 0: no answer from NVIDIA L4 within 0 s: it hangs"
 
 
+def test_a_gpu_that_hangs_ends_the_pre_flight_on_a_full_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    def hanging(device: Device) -> Measured:
+        assert ended.wait(5)
+        return SOUND
+
+    monkeypatch.setattr(atomic, "write_bytes", full)
+    monkeypatch.setattr(preflight, "measure", hanging)
+    monkeypatch.setattr(preflight, "LIMIT_S", 0.0)
+    with pytest.raises(OSError, match="No space left"):  # the process is gone before
+        preflight.run(tmp_path, CPU, World(), gpus=None, say=print, hung=lambda problem: ended.set())
+
+
 def test_a_gpu_that_has_answered_is_not_said_to_hang_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, real = list[threading.Timer](), threading.Timer
 

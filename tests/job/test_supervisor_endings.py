@@ -259,6 +259,13 @@ def test_a_fatal_trainer_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     assert bench.json("receipt.json")["reason"] == "failed"
 
 
+def test_a_fatal_trainer_whose_reason_no_disk_took_points_to_its_log(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.attempt(script={4: lambda trainer: 65}).run() == 70
+    done = bench.json("done.json")
+    assert (done["reason"], done["detail"]) == ("failed", "the reason is in job.log; no disk took fatal.json")
+
+
 @pytest.mark.parametrize("code", [1, -9, 75])
 def test_a_crash_publishes_what_was_committed_and_leaves_the_run_open(tmp_path: Path, code: int) -> None:
     bench = Bench(tmp_path)

@@ -232,6 +232,31 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
     assert world.committed(workdir) == [1]
 
 
+def test_a_reason_that_a_full_disk_does_not_take_is_said_and_the_run_ends_no_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, write_bytes = step.update, atomic.write_bytes
+    full: list[bool] = []
+
+    def broken(*given: Any) -> step.StepResult:
+        full.append(True)
+        result = real(*given)
+        return result._replace(loss=result.loss * float("nan"))
+
+    def written(path: Path, content: bytes) -> None:
+        if full:
+            raise OSError(28, "No space left on device")
+        write_bytes(path, content)
+
+    monkeypatch.setattr(step, "update", broken)
+    monkeypatch.setattr(atomic, "write_bytes", written)
+    workdir = world.make(tmp_path)
+    assert world.train(workdir) == 65
+    said = capsys.readouterr().out
+    assert "fatal: loss, gradients or weights are not finite at step 1" in said
+    assert "warning: fatal.json is not written: [Errno 28] No space left on device" in said
+
+
 def test_a_logged_loss_that_is_not_finite_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = step.update
 
