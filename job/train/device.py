@@ -259,6 +259,8 @@ class Utilization:
             with contextlib.suppress(ValueError):
                 self.percent = min(float(line) for line in lines)
                 self._recent.append(self.percent)
+        self.percent = None  # nvidia-smi is gone: its last word is not today's
+        self._recent.clear()
 
 
 def _driver() -> str | None:
