@@ -28,7 +28,6 @@ _NEEDED = (
 )
 _OPTIONAL = ("num_key_value_heads", "head_dim")
 _LLAMA3 = {
-    "rope_type": "llama3",
     "factor": LLAMA3_FACTOR,
     "low_freq_factor": LLAMA3_LOW,
     "high_freq_factor": LLAMA3_HIGH,
@@ -167,7 +166,7 @@ def config_tree(shape: Shape, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": dict(_LLAMA3) if shape.rope_scaling == "llama3" else None,
+        "rope_scaling": {"rope_type": "llama3", **_LLAMA3} if shape.rope_scaling == "llama3" else None,
         "max_position_embeddings": 131_072 if shape.rope_scaling == "llama3" else 32_768,
         "hidden_act": "silu",
         "attention_bias": shape.family == "qwen2",

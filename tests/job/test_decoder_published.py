@@ -147,6 +147,13 @@ def test_a_qwen3_that_names_no_head_dim_has_the_familys_own(tmp_path: Path) -> N
     assert hf_config.read_shape(tmp_path).head_dim == 128
 
 
+def test_the_older_word_for_a_rotary_scaling_is_read(tmp_path: Path) -> None:
+    tree = hf_config.config_tree(Shape(), "bfloat16")
+    tree["rope_scaling"]["type"] = tree["rope_scaling"].pop("rope_type")
+    (tmp_path / hf_config.CONFIG).write_text(json.dumps(tree))
+    assert hf_config.read_shape(tmp_path) == Shape()
+
+
 def written(tmp_path: Path) -> Decoder:
     module = model("llama")
     hf.write(tmp_path, module.named_parameters(), module.shape, torch.float32)
@@ -202,7 +209,10 @@ def test_a_copy_of_the_embedding_as_head_of_tied_weights_is_passed_over(tmp_path
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, qwen2, qwen3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "neither none nor Llama-3.1's"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "neither none nor Llama-3.1's"),
-        ({"rope_scaling": {**hf_config._LLAMA3, "factor": 32.0}}, "neither none nor Llama-3.1's"),  # Llama-3.2's
+        (
+            {"rope_scaling": {"type": "llama3", **hf_config._LLAMA3, "factor": 32.0}},
+            "neither none nor Llama-3.1's",
+        ),  # Llama-3.2's
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}}, "neither none nor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
