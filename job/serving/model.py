@@ -92,10 +92,14 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
         raise ValueError(f"{folder}: damaged export ({type(error).__name__}: {error}); copy it again") from error
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+    module.eval()
     try:
         module.to(device)
-    except (RuntimeError, AssertionError, ImportError) as error:  # no such device, no driver, no memory; not built in
+        with torch.no_grad():  # some take the weights and compute nothing: meta
+            module(torch.zeros(1, 1, dtype=torch.int64, device=device)).logits.cpu()
+    # no such device, no driver, no memory; not built in; a dtype that it lacks
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(f"{folder}: cannot be put on device {str(device)!r} ({said}); try --device cpu") from error
     name = f"m{shape.layers}x{shape.width} step {meta.get('step')}"
-    return Served(module=module.eval(), name=name, sequence=sequence, meta=meta)
+    return Served(module=module, name=name, sequence=sequence, meta=meta)

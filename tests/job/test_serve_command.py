@@ -156,8 +156,8 @@ def test_a_device_that_fails_is_said_and_no_damage(
     assert f"cannot be put on device 'cuda:1' ({said}); try --device cpu\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("device", ["foo", "hpu", "xpu"])
-def test_a_device_that_is_not_there_is_no_damage(
+@pytest.mark.parametrize("device", ["foo", "hpu", "xpu", "meta"])
+def test_a_device_that_computes_nothing_is_refused_at_the_start_and_no_damage(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(exported(tmp_path / "final")), "--port", "0", "--device", device]) == 2
