@@ -108,6 +108,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # the library's, 0.9, refuses a broken first line without a status
     server_version = "gpufleet"
     timeout = PATIENCE_S
     disable_nagle_algorithm = True  # head and body are two writes: 45 ms a request over loopback with it, 2 without
