@@ -247,7 +247,7 @@ def _messages(messages: Any) -> Conversation:
         turns.append(Turn(role, text_at(message, "content", f"messages[{number}].")))
     if not turns or turns[-1].role != "assistant":
         raise ValueError("messages: the last one must be the assistant's, the answer to learn")
-    if len([turn for turn in turns if turn.role != "system"]) < 2:
+    if all(turn.role != "user" for turn in turns):
         raise ValueError("messages: an answer without a question")
     return tuple(turns)
 

@@ -30,16 +30,18 @@ def test_mistakes_in_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
         r'{"messages": [{"role": "user", "content": "\ude00"}, {"role": "assistant", "content": "b"}]}',
         r'{"instruction": "\ud83d\ude00", "response": "b", "left out": "\ud83d"}',
         {"messages": [{"role": role, "content": "a"} for role in ("user", "system", "assistant")]},
+        {"messages": [{"role": role, "content": "a"} for role in ("system", "assistant", "assistant")]},
     )
     with pytest.raises(ValueError, match=":2: not JSON") as error:
         list(JsonlChats(path).conversations())
     lines = str(error.value).splitlines()
-    assert [line.split(":")[1] for line in lines] == ["2", "3", "4", "5", "6", "7", "8", "10", "11", "12", "13", "15"]
+    assert [int(line.split(":")[1]) for line in lines] == [*range(2, 9), *range(10, 14), 15, 16]
     assert lines[1].endswith("response: missing; it has instruction")
     assert "the last one must be the assistant's" in lines[3]
     assert "'robot' is not one of system, user, assistant" in lines[4]
     assert r"instruction: \ud83d at character 13 is half of a surrogate pair" in lines[9]
     assert "messages[1].role: system only as the first message" in lines[11]
+    assert lines[12].endswith("messages: an answer without a question")
     assert r"messages[0].content: \ude00 at character 0 is half" in lines[10]
 
 
