@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from job.kernels import compiler, interpreter, sandbox, wire
-from job.kernels.watched import Computes, Fences, Ops, filled, refuse_operators
+from job.kernels.watched import GIVEN, Computes, Fences, Ops, filled, refuse_operators
 
 ENTRY = "kernel_function"
 # All that the interpreter would otherwise import in each child anew.
@@ -64,7 +64,7 @@ class Harness:
         self.entry: Callable[..., Any] | None = None
         self.given: list[Tensor] = []
         self.inputs: list[Tensor] = []  # as it was given, moved on by the shifts
-        self.fences = Fences()  # around the inputs
+        self.fences = Fences(GIVEN)  # around the inputs
         self.shifts: list[int] = []
         self.ops: Ops | None = None  # of the last call, where they were asked for
         self.output: Any = None
@@ -95,12 +95,12 @@ class Harness:
     def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """New inputs; with `as_timed` where those of the trials are, if they can be: else an address would tell."""
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
-        self.given, self.shifts = [_placed(tensor, self.device, Fences()) for tensor in given], [0] * len(given)
+        self.given, self.shifts = [_placed(tensor, self.device, Fences(GIVEN)) for tensor in given], [0] * len(given)
         if head.get("as_timed") and list(map(_layout, given)) == list(map(_layout, self.inputs)):
             for tensor, content in zip(self.inputs, self.given, strict=True):
                 tensor.copy_(content)
         else:
-            self.fences = Fences()
+            self.fences = Fences(GIVEN)
             self.inputs = [_placed(tensor, self.device, self.fences) for tensor in given]
         self._sync()
         return {}, []

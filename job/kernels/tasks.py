@@ -19,12 +19,14 @@ from job.kernels.catalog import Task
 
 Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, and from one to the next
 # On a CPU kernels are interpreted, milliseconds per program: just more than one block of 1024, and once 20.
-# On a GPU more than its caches; a multiple of 16 elements, since that decides how fast memory is read. `many-blocks` is
-# odd, a multiple of no block.
+# On a GPU more than its caches; a multiple of 16 elements, since that decides how fast memory is read. `spread` is a
+# whole number of blocks of up to 8192, for which programs often have a branch of their own; `many-blocks` is odd, a
+# multiple of no block.
 SHAPES: dict[str, dict[str, Ranges]] = {
     "cpu": {
         "tiny": ((2, 31, 1),),
         "full": ((8, 12, 1), (131, 170, 1)),
+        "spread": ((16, 32, 16), (512, 512, 1)),
         "second-shape": ((2, 3, 1), (2, 4, 1), (257, 330, 1)),
         "many-blocks": ((19_457, 20_479, 2),),
         "four": ((2, 3, 1), (2, 3, 1), (3, 5, 1), (7, 13, 1)),
@@ -33,6 +35,7 @@ SHAPES: dict[str, dict[str, Ranges]] = {
     "cuda": {
         "tiny": ((2, 31, 1),),
         "full": ((3840, 4352, 16), (3841, 4351, 1)),
+        "spread": ((3072, 5120, 1024), (4096, 4096, 1)),
         "second-shape": ((2, 4, 1), (900, 1100, 1), (1900, 2200, 1)),
         "many-blocks": ((20_000_001, 32_000_001, 2),),
         "four": ((2, 3, 1), (2, 3, 1), (30, 60, 1), (900, 1100, 1)),
@@ -46,7 +49,7 @@ HUGE = 1e18, 1e37  # magnitudes in float32, where neither the result nor a term 
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0)
 ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "four", "one")
 # All that differ, but "one": 1 is a constant to Triton, and a third of what is compiled would be for that case alone.
-LAYOUTS = ("tiny", "random-0", "non-contiguous", "second-shape", "many-blocks", "four")
+LAYOUTS = ("tiny", "random-0", "spread", "non-contiguous", "second-shape", "many-blocks", "four")
 # Of an element of the reference's result. Absolute: ten units in the last place of 1, from which many an exp is taken.
 # The rest: for float32 ten times what a fast exp is off by at -80, an ulp (1.2e-7) per unit of the exponent; for halves
 # two units in the last place (2^-10 float16, 2^-7 bfloat16): computed in float32, they are rounded once.

@@ -24,7 +24,9 @@ MAKING = {
 }  # fmt: skip
 FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}  # of no other tensor
 WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_"}  # besides their own
-WIDTH, SIGN = 4096, 77  # elements, and what each of their bytes holds
+WIDTH = 4096  # elements
+# What each byte of a fence holds. Two: who writes one element too many has read it too, and relu(2e8) is 2e8.
+GIVEN, MADE = 0x4D, 0xC4
 # What Python's syntax and functions call of a tensor: by a sign, or for a number or a text.
 BINARY = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"
 OTHERS = (
@@ -65,15 +67,16 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class Fences:
-    """On both sides of memory that a call may write to; nothing may write to them."""
+    """On both sides of memory that a call may write to; nothing may write to them. Their bytes hold `sign`."""
 
-    def __init__(self) -> None:
+    def __init__(self, sign: int) -> None:
+        self._sign = sign
         self._kept: list[Tensor] = []
 
     def around(self, content: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
         """A flat tensor's copy within fences, seen with this shape, strides and offset."""
         size, width = content.numel(), content.element_size()
-        held = torch.full(((size + 2 * WIDTH) * width,), SIGN, dtype=torch.uint8, device=content.device)
+        held = torch.full(((size + 2 * WIDTH) * width,), self._sign, dtype=torch.uint8, device=content.device)
         self._kept += [held[: WIDTH * width], held[(WIDTH + size) * width :]]
         whole = held.view(content.dtype)
         whole[WIDTH : WIDTH + size].copy_(content)
@@ -81,7 +84,7 @@ class Fences:
 
     @property
     def broken(self) -> bool:
-        return any(torch.ne(fence, SIGN).any().item() for fence in self._kept)
+        return any(torch.ne(fence, self._sign).any().item() for fence in self._kept)
 
 
 class Ops(TorchFunctionMode):
@@ -92,7 +95,7 @@ class Ops(TorchFunctionMode):
     def __init__(self, *, fenced: bool) -> None:
         super().__init__()
         self.names: set[str] = set()
-        self.fences = Fences()
+        self.fences = Fences(MADE)
         self._fenced = fenced
 
     def __torch_function__(

@@ -147,6 +147,25 @@ def test_one_that_ignores_the_strides_of_any_argument_is_wrong(workers: Workers,
     )
 
 
+REST = """    at = tl.arange(0, BLOCK)
+    inside = at < (n % BLOCK if tl.program_id(0) == tl.num_programs(0) - 1 else BLOCK)
+    at += tl.program_id(0) * BLOCK
+"""
+
+
+@pytest.mark.parametrize("block", [256, 1024])
+def test_one_whose_last_block_may_not_be_full_up_is_wrong(workers: Workers, block: int) -> None:
+    """What is left over is nothing where n is a multiple of the block, as most sizes in use are."""
+
+    def by_the_rest(text: str) -> str:
+        old = "    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n    inside = at < n\n"
+        assert old in text
+        return text.replace(old, REST).replace("1024", str(block))
+
+    verdict = judged(workers, honest("leaky_relu", by_the_rest))
+    assert (verdict.stage, verdict.reason[:8]) == (4, "spread: ")
+
+
 THREE_AT_MOST = """    x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     one, two, three = ((1, 1, 1) + tuple(x.shape))[-3:]

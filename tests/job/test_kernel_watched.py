@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_judge import honest, judged, run
 
-from job.kernels import rules, timing, wire
+from job.kernels import planted, rules, timing, wire
+from job.kernels.catalog import BY_NAME
 from job.kernels.verdict import Switches
 from job.kernels.watched import WIDTH, Ops
 from job.kernels.worker import Workers
@@ -76,6 +77,14 @@ def test_a_write_beside_what_was_made_or_given_is_seen(
     with workers.start(memory_bytes=2e9) as process:
         reply, _ = run(process, BESIDE.format(made=made, where=where, place=place), torch.ones(8))
     assert ("writes beyond" in reply.get("error", "")) is bool(seen), reply
+
+
+def test_what_lies_beside_an_input_written_beside_the_output_is_seen(workers: Workers) -> None:
+    """`at <= n` for `at < n` reads and writes one element too many; most tasks make of a large number itself."""
+    source = planted.source(BY_NAME["relu"]).replace("at < n", "at <= n")
+    with workers.start(memory_bytes=2e9) as process:
+        reply, _ = run(process, source, torch.ones(8))
+    assert "writes beyond" in reply.get("error", ""), reply
 
 
 def test_no_address_tells_a_trial_that_is_listed_from_another(workers: Workers) -> None:
