@@ -84,7 +84,7 @@ class Thresholds:
         if utilization is not None and utilization < UTILIZATION:
             found["utilization"] = (
                 f"gpu utilisation {utilization:.0f} % over 5 minutes, at least {UTILIZATION:.0f} % is expected: it "
-                "waits for the host, or its micro-batches are too small (batch.micro, rung.json)"
+                "waits for the host, or its micro-batches are too small (batch.micro or batch.micro_tokens, rung.json)"
             )
         if self._device.is_cuda and memory_gb > MEMORY * total:
             found["memory"] = (
