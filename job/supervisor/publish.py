@@ -123,7 +123,10 @@ class Publisher:
         """
         paths = {f"{folder}/{name}": commit.path / name for name, _ in commit.files}
         written = {key: path.stat().st_mtime_ns for key, path in paths.items()}
-        self._arrived = {key: kept for key, kept in self._arrived.items() if written.get(key) == kept[0]}
+        same = {key: kept for key, kept in self._arrived.items() if written.get(key) == kept[0]}
+        # Another node, where two overlap, may have swept up what seemed to be torn.
+        there = {entry.key for entry in self._store.entries(f"{folder}/")} if same else set()
+        self._arrived = {key: kept for key, kept in same.items() if key in there}
         whole = not self._arrived
         if len(self._arrived) < len(paths):  # never new files under an old manifest: a node that went late has left one
             self._store.delete([f"{folder}/manifest.json"])

@@ -388,6 +388,22 @@ def test_a_try_that_failed_late_sends_again_only_what_had_not_arrived(tmp_path: 
     assert bench.manifests() == [3, 6]
 
 
+def test_what_another_node_swept_up_between_two_tries_is_sent_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    commit(tmp_path / "w", 3, "c")
+    refused = FaultyStore(bench.store, lambda put, _: StoreError("503") if put == 3 else None)  # the manifest
+    late = publisher(bench, refused)
+    with pytest.raises(StoreError, match="503"):
+        late.publish(late.pending()[0])
+    commit(tmp_path / "other", 6, "c")
+    other = publisher(bench, node="other")
+    other.publish(other.pending()[0])
+    other.prune()
+    late.publish(late.pending()[0])
+    for entry in bench.json("ckpt/step_00000003/manifest.json")["files"]:
+        assert bench.store.size(f"ckpt/step_00000003/{entry['name']}") == entry["bytes"]
+
+
 @pytest.mark.parametrize("error", [StoreError("503"), OSError("input/output error")])
 def test_a_log_that_cannot_be_sent_does_not_keep_a_checkpoint_back(tmp_path: Path, error: OSError) -> None:
     bench = Bench(tmp_path)
