@@ -20,6 +20,7 @@ exit codes:
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from job.run_file import Node, RunFile, load
 from job.supervisor import bootstrap
 
 
@@ -46,13 +48,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def supervise(run_json: Path) -> int:
+    from job.supervisor.endings import CRASHED, FAILED
+
+    try:
+        run, node = load(run_json), Node.of(os.environ, time.time())
+    except ValueError as error:  # the same on every node: the run ends here, and nothing is written beside the file
+        sys.stdout.write(f"fatal: {error}\n")
+        return FAILED
+    with run_json.open("rb") as held:  # an attempt begins by emptying the folder, which must not be another's at work
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.stdout.write(f"{run_json} is being run already: wait for that attempt, or end it\n")
+            return CRASHED
+        return attempt(run, node, run_json.parent)
+
+
+def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
     from job import sizing
-    from job.run_file import Node, load
     from job.supervisor import fleet, machine
     from job.supervisor.child import Child, Log, trainer
-    from job.supervisor.endings import FAILED
     from job.supervisor.metadata import Metadata, Watch, http_fetch
     from job.supervisor.meter import spot_history
     from job.supervisor.store import open_store, parent
@@ -62,12 +79,7 @@ def supervise(run_json: Path) -> int:
 
     terminated: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))
-    workdir, environment = run_json.parent, os.environ
-    try:
-        run, node = load(run_json), Node.of(environment, time.time())
-    except ValueError as error:  # the same on every node: the run ends here, and nothing is written beside the file
-        sys.stdout.write(f"fatal: {error}\n")
-        return FAILED
+    environment = os.environ
     log = Log(workdir / "job.log")
     gpus = machine.gpus() if run.config.device == "cuda" else ()
     ranks = sizing.ranks(run.config, len(gpus))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,18 @@ def test_what_is_no_run_config_is_told_apart_and_leaves_nothing(
     assert supervise(path) == endings.FAILED
     assert re.search(f"fatal: {re.escape(str(path))}: {reason}", capsys.readouterr().out)
     assert list(tmp_path.iterdir()) == before
+
+
+def test_a_second_attempt_in_the_same_folder_ends_and_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.place(tmp_path, runs.tree())
+    (tmp_path / "metrics.jsonl").write_text("of the one at work")
+    with path.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert supervise(path) == endings.CRASHED
+    assert "is being run already" in capsys.readouterr().out
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
 
 
 def test_without_a_run_config_it_says_what_it_wants(capsys: pytest.CaptureFixture[str]) -> None:
