@@ -18,10 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from job.kernels.vocabulary import METHODS, OF_BLOCKS
 
-MAKING = {
-    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "zeros", "zeros_like",
-    "new_zeros", "full", "full_like", "new_full",
-}  # fmt: skip
 FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}  # of no other tensor
 WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_"}  # besides their own
 WIDTH = 4096  # elements
@@ -101,13 +97,16 @@ class Ops(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "?")
+        name, given = getattr(func, "__name__", "?"), [*args, *(kwargs or {}).values()]
         if not (name == "__getitem__" and len(args) == 2 and _is_view(args[1])):
             self.names.add(name)
         if _reads(name, args, kwargs or {}):
             self.names.add(f"a tensor's number in {name}")
         made = func(*args, **(kwargs or {}))
-        if not self._fenced or name not in MAKING or made.is_meta or not made.numel() or "out" in (kwargs or {}):
+        if not self._fenced or not isinstance(made, Tensor) or made.is_meta or not made.numel():
+            return made
+        place = made.untyped_storage().data_ptr()
+        if any(isinstance(one, Tensor) and one.untyped_storage().data_ptr() == place for one in given):
             return made
         extent = 1 + sum((size - 1) * stride for size, stride in zip(made.shape, made.stride(), strict=True))
         return self.fences.around(made.as_strided((extent,), (1,)), made.shape, made.stride(), 0)

@@ -67,7 +67,9 @@ def kernel_function(x):
 """
 
 
-@pytest.mark.parametrize("made", ["empty_like(x)", "zeros(x.shape)", "empty(x.shape, dtype=torch.bool)"])
+@pytest.mark.parametrize(
+    "made", ["empty_like(x)", "zeros(x.shape)", "empty(x.shape, dtype=torch.bool)", "clone(x)", "Tensor.half(x)"]
+)
 @pytest.mark.parametrize(
     ("where", "place", "seen"), [("y", -1, 1), ("y", 8, 1), ("y", 7, 0), ("x", 8, 1), ("x", -2, 1)]
 )
