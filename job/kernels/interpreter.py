@@ -5,6 +5,7 @@ Patched into a process that candidates' processes are forked from, or into one t
 
 from __future__ import annotations
 
+import ast
 import builtins
 import functools
 import importlib
@@ -17,6 +18,7 @@ OPERATORS = (
     "eq", "ne",
 )  # fmt: skip
 
+NO_ARGUMENTS = ast.arguments([], [], None, [], [], None, [])
 METHODS = ("ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt", "sin", "sqrt", "sqrt_rn")  # of a block
 
 
@@ -24,8 +26,11 @@ def install(turn: Callable[[], int]) -> dict[str, Any]:
     """`turn` numbers the calls. What these names mean to a candidate's module: Python's own where no tensor is."""
     tuner, language = importlib.import_module("triton.runtime.autotuner").Autotuner, _language()
     tuner.run = functools.partialmethod(_in_turn, turn)
-    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    executor, rewriter = interpreter.GridExecutor, interpreter.FunctionRewriter
     executor.__init__ = functools.partialmethod(_with_constants, executor.__init__)
+    rewriter._transform_ast = functools.partialmethod(_with_logic, rewriter._transform_ast)
+    interpreter.__logical__ = _logical  # of a name that no candidate may use; the rewritten find it
     for name in OPERATORS:
         _leave_to_tensors(language.constexpr, f"__{name}__")
     for name in METHODS:  # which it forgets to make its own, as it does the functions
@@ -56,6 +61,42 @@ def _with_constants(executor: Any, own: Callable[..., None], fn: Any, arg_names:
     """
     own(executor, fn, arg_names, *rest)
     executor.constexprs = [name for name in arg_names if "constexpr" in str(fn.__annotations__.get(name))]
+
+
+class _Logic(ast.NodeTransformer):
+    """`and`, `or` and `not` become calls of _logical."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        name = "logical_and" if isinstance(node.op, ast.And) else "logical_or"
+        return self._call(name, [ast.Lambda(NO_ARGUMENTS, self.visit(value)) for value in node.values])
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        operand = self.visit(node.operand)
+        return self._call("__not__", [operand]) if isinstance(node.op, ast.Not) else ast.UnaryOp(node.op, operand)
+
+    def _call(self, name: str, values: list[ast.expr]) -> ast.expr:
+        return ast.Call(ast.Name("__logical__", ast.Load()), [ast.Constant(name), *values], [])
+
+
+def _with_logic(rewriter: Any, own: Callable[..., ast.Module], source: str) -> ast.Module:
+    """For FunctionRewriter._transform_ast: of blocks the compiler takes each element, Python the last operand whole."""
+    found: ast.Module = _Logic().visit(own(rewriter, source))
+    return ast.fix_missing_locations(found)
+
+
+def _logical(name: str, *operands: Any) -> Any:
+    """As the compiler does: of constants up to the one that decides, of tensors all."""
+    tensors, tensor = list[Any](), _language().tensor
+    if name == "__not__":
+        (found,) = operands
+        return found.__not__() if isinstance(found, tensor) else not found
+    for operand in operands:
+        found = operand()
+        if isinstance(found, tensor):
+            tensors.append(found)
+        elif bool(found) is (name == "logical_or"):
+            return found
+    return functools.reduce(lambda left, right: getattr(left, name)(right), tensors) if tensors else found
 
 
 def _leave_to_tensors(constexpr: Any, name: str) -> None:

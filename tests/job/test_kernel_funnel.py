@@ -84,6 +84,10 @@ HONEST: dict[str, dict[str, str]] = {
     "another name of a constant's type": {"BLOCK: tl.constexpr": "BLOCK: triton.language.constexpr"},
     "the name of a constant's type as text": {"BLOCK: tl.constexpr": "BLOCK: 'tl.constexpr'"},
     "methods of a block": {"tl.maximum(x, 0.0)": "tl.where(x > 0, x.abs().cast(tl.float32), x.exp().sigmoid() * 0.0)"},
+    "and, or and not of blocks, of constants and of none": {
+        "inside = at < n": "inside = BLOCK > 1 and (at < n) and not (at < 0 or at >= n or n < 0)",
+        "tl.maximum(x, 0.0)": "tl.where(not (BLOCK == 0 and 1 // BLOCK or x <= 0.0), x, 0.0 if not BLOCK else 0.0)",
+    },
     "prints and deletes": {
         "    n = out.numel()": "    if (n := out.numel()) > 0:\n        print(n, x.shape, f'{x.dtype}', sep=': ')",
         "    return out": "    del x\n    return out",
