@@ -42,6 +42,7 @@ WORDS = (
 )  # fmt: skip
 NO_GRADIENTS = ("torch.no_grad", "torch.inference_mode")
 WORDLESS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.Load, ast.Store)
+BINDING = (ast.Call, ast.NamedExpr, ast.Lambda)  # what may give a type to who calls it
 ANNOTATION = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Tuple, ast.BinOp, ast.BitOr, ast.Load)
 
 
@@ -123,7 +124,7 @@ class Expressions:
         self._type(node)
 
     def _type(self, node: ast.expr) -> None:
-        before, self.asks = self.asks, not any(isinstance(part, ast.Call) for part in ast.walk(node))
+        before, self.asks = self.asks, not any(isinstance(part, BINDING) for part in ast.walk(node))
         self._expression(node)
         self.asks = before
 

@@ -84,6 +84,7 @@ def importing(line: str, source: str = HONEST) -> str:
         ("made = torch.Tensor; x = made([1.0])", "torch.Tensor, but as a type"),
         ("assert isinstance(torch.Tensor([1.0]), torch.Size)", "torch.Tensor, but as a type"),
         ("assert isinstance(x, (lambda: torch.Tensor)())", "torch.Tensor, but as a type"),
+        ("assert isinstance(x, (made := torch.Tensor)); x = made([1.0])", "torch.Tensor, but as a type"),
         ("t = torch; x = t.relu(x)", "torch, a module, as a value"),
         ("x = x.relu()", ".relu"),
         ("x = x.exp()", ".exp"),
