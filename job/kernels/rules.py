@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from job.kernels import source_text
 from job.kernels.catalog import ENTRY
-from job.kernels.expressions import Expressions, Forbidden, argument_names, given, stored
+from job.kernels.expressions import NO_GRADIENTS, Expressions, Forbidden, argument_names, given, stored
 from job.kernels.vocabulary import ALLOWED_OPS, ALONE, METHODS, MODULES, OF_BLOCKS
 
 PYTHONS = frozenset(dir(builtins))  # what a name means at the top of a module before, or where, it is given no meaning
@@ -183,7 +183,8 @@ class _Module(Expressions):
     def _function(self, function: ast.FunctionDef) -> None:
         for decorator in function.decorator_list:
             name = self._decorator(decorator)
-            if self._without_gradients(decorator) and function.name not in self.kernels:
+            bare = name in NO_GRADIENTS and not isinstance(decorator, ast.Call)
+            if (bare or self._without_gradients(decorator)) and function.name not in self.kernels:
                 continue
             if name not in DECORATORS:
                 raise Forbidden(function, f"the decorator {name}")

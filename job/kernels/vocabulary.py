@@ -12,7 +12,8 @@ MODULES = ("torch", "triton", "triton.language", "math", *LIBDEVICE_AT)
 TORCH = _words(
     "empty empty_like empty_strided zeros zeros_like full full_like Tensor dtype float16 float32 float64 bfloat16 "
     "int8 uint8 int16 int32 int64 bool float double half int long short strided contiguous_format preserve_format "
-    "device numel is_tensor broadcast_tensors broadcast_shapes Size"
+    "device numel is_tensor broadcast_tensors broadcast_shapes Size promote_types result_type clone flatten ravel "
+    "reshape"
 )
 TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language")
 MATH = _words("ceil exp floor log log10 log2 pow prod sqrt e inf pi")
@@ -24,7 +25,7 @@ LANGUAGE = _words(
     "make_block_ptr math max max_constancy max_contiguous maximum min minimum multiple_of num_programs permute "
     "pointer_type program_id ravel reduce reshape rsqrt sigmoid sin softmax sort split sqrt sqrt_rn static_assert "
     "static_range store sum swizzle2d tensor trans uint16 uint32 uint64 uint8 umulhi view where xor_sum zeros "
-    "zeros_like div_rn range static_print PropagateNan"
+    "zeros_like div_rn range static_print device_print PropagateNan add sub mul const squeeze unsqueeze"
 )
 LIBDEVICE = _words(
     "abs acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh div_rn erf erfc erfinv exp exp10 exp2 "
@@ -39,10 +40,13 @@ METHODS = _words(
     "bfloat16 view_as expand_as get_device index ALL NONE requires_grad layout multi_processor_count"
 )
 # Of blocks, so within kernels alone; torch tensors have methods of these names that compute.
-OF_BLOCKS = _words("abs cast ceil cos erf exp exp2 floor log log2 max min rsqrt sigmoid sin softmax sqrt sqrt_rn sum")
+OF_BLOCKS = _words(
+    "abs cast ceil cos erf exp exp2 floor log log2 logical_and logical_or max min rsqrt sigmoid sin softmax sqrt "
+    "sqrt_rn sum"
+)
 BUILTINS = _words(
     "len range min max all any int float bool tuple list dict isinstance enumerate zip ValueError TypeError "
-    "RuntimeError NotImplementedError AssertionError True False None str abs round sum sorted reversed"
+    "RuntimeError NotImplementedError AssertionError Exception True False None str abs round sum sorted reversed"
 )
 SHADOWED = _words("min max str abs round sum sorted reversed")  # of those, what a function may use for its own
 # What may be imported by itself; what is in PLAIN_CALLS, too, is only called and decorates.
@@ -72,5 +76,5 @@ ALLOWED_OPS = METHODS | {
     "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like",
     "untyped_storage", "storage_offset", "__get__",
     "set_", "copy_", "cpu", "new_tensor", "__len__", "is_pinned", "nbytes", "untyped", "zero_",
-    "_set_grad_enabled", "broadcast_tensors",
+    "_set_grad_enabled", "broadcast_tensors", "promote_types", "result_type",
 }  # fmt: skip

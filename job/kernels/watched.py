@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from job.kernels.vocabulary import METHODS, OF_BLOCKS
 
 FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}  # of no other tensor
-WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_"}  # besides their own
+WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_", "result_type"}
 WIDTH = 4096  # elements
 # What each byte of a fence holds. Two: who writes one element too many has read it too, and relu(2e8) is 2e8.
 GIVEN, MADE = 0x4D, 0xC4

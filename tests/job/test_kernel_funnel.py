@@ -67,6 +67,14 @@ HONEST: dict[str, dict[str, str]] = {
         "@triton.jit": "@jit",
         "triton.cdiv": "cdiv",
     },
+    "without gradients, not called": {"def kernel_function": "@torch.no_grad\ndef kernel_function"},
+    "what a block and a launcher may be asked by another name": {
+        "    x = tl.load(x_ptr + at, mask=inside,": "    if n < 0:\n        tl.device_print('x', at)\n"
+        "    x = tl.load(x_ptr + at, mask=inside.logical_and(at >= 0).logical_or(at < 0),",
+        "tl.maximum(x, 0.0)": "tl.squeeze(tl.unsqueeze(tl.mul(tl.sub(tl.add(tl.maximum(x, 0.0), 0), 0), 1), 0), 0)",
+        "    n = out.numel()": "    if x.dim() > 9:\n        raise Exception\n    n = torch.flatten(x).numel()",
+        "torch.empty_like(x)": "torch.empty(x.shape, dtype=torch.promote_types(x.dtype, torch.result_type(x, x)))",
+    },
     "in inference mode": {"def kernel_function": "@torch.inference_mode()\ndef kernel_function"},
     "slices in a block without gradients": {
         "    return out": "    with torch.no_grad():\n        return out[None, ...][0]",
