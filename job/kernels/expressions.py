@@ -58,7 +58,7 @@ class Expressions:
     def __init__(self) -> None:
         self.modules: dict[str, str] = {}  # name in the source -> module
         self.top: set[str] = set()  # names that the module gives a meaning
-        self.lists: set[str] = set()  # of those, what could be changed: for decorators alone
+        self.lists: set[str] = set()  # of those, what could be changed: for decorators, or a part of it
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.launched: set[str] = set()
         self.methods = METHODS  # of what has no name of a module
@@ -142,6 +142,8 @@ class Expressions:
         elif isinstance(node, ast.FormattedValue) and (of := _of_what_type(node.value)) is not None:
             self._expression(of)
             self._expression(node.format_spec or of)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and self._is_list(node.value):
+            self._expression(node.slice)  # a part of it cannot be changed
         elif isinstance(node, EXPRESSIONS):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 self.launched |= {node.func.value.id} if isinstance(node.func.value, ast.Name) else set()
@@ -156,6 +158,10 @@ class Expressions:
                     self._expression(child)
         elif not isinstance(node, WORDLESS):
             raise Forbidden(node, f"{type(node).__name__} is not allowed")
+
+    def _is_list(self, node: ast.expr) -> bool:
+        """A list or dict of the module's."""
+        return isinstance(node, ast.Name) and node.id in self.lists and not any(node.id in own for own in self.scopes)
 
     def _plain(self, node: ast.Call) -> bool:
         """Whether it is one of PLAIN_CALLS; elsewhere those have no name."""
