@@ -143,6 +143,7 @@ class Harness:
         call = self._nothing(head["empty"]) if head.get("empty") else self.entry
         Harness.turn += not head.get("empty")
         assert call is not None
+        _forget_allocator()
         self.ops = Ops(fenced=head["do"] == "run") if head.get("ops") else None  # a trial's addresses are all alike
         with self.ops or nullcontext():
             if self.device.type == "cuda":
@@ -201,6 +202,12 @@ def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
     module.__dict__.update(names)
     exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     return module.__dict__[ENTRY]
+
+
+def _forget_allocator() -> None:
+    """What a call has given Triton to ask for memory may know of that call: the next one's kernels do not ask it."""
+    allocation = importlib.import_module("triton.runtime._allocation")
+    allocation.set_allocator(allocation.NullAllocator())
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ TORCH = _words(
     "device numel is_tensor broadcast_tensors broadcast_shapes Size promote_types result_type clone flatten ravel "
     "reshape"
 )
-TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language")
+TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language set_allocator")
 MATH = _words("ceil exp floor log log10 log2 pow prod sqrt e inf pi")
 LANGUAGE = _words(
     "abs advance arange argmax argmin associative_scan assume atomic_add atomic_and atomic_cas atomic_max atomic_min "
@@ -25,7 +25,8 @@ LANGUAGE = _words(
     "make_block_ptr math max max_constancy max_contiguous maximum min minimum multiple_of num_programs permute "
     "pointer_type program_id ravel reduce reshape rsqrt sigmoid sin softmax sort split sqrt sqrt_rn static_assert "
     "static_range store sum swizzle2d tensor trans uint16 uint32 uint64 uint8 umulhi view where xor_sum zeros "
-    "zeros_like div_rn range static_print device_print PropagateNan add sub mul const squeeze unsqueeze"
+    "zeros_like div_rn range static_print device_print PropagateNan add sub mul const squeeze unsqueeze "
+    "make_tensor_descriptor load_tensor_descriptor store_tensor_descriptor"
 )
 LIBDEVICE = _words(
     "abs acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh div_rn erf erfc erfinv exp exp10 exp2 "
@@ -41,8 +42,8 @@ METHODS = _words(
 )
 # Of blocks, so within kernels alone; torch tensors have methods of these names that compute.
 OF_BLOCKS = _words(
-    "abs cast ceil cos erf exp exp2 floor log log2 logical_and logical_or max min rsqrt sigmoid sin softmax sqrt "
-    "sqrt_rn sum"
+    "abs cast ceil cos erf exp exp2 floor load log log2 logical_and logical_or max min rsqrt sigmoid sin softmax sqrt "
+    "sqrt_rn store sum"
 )
 BUILTINS = _words(
     "len range min max all any int float bool tuple list dict isinstance enumerate zip ValueError TypeError "

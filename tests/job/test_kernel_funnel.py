@@ -96,6 +96,14 @@ HONEST: dict[str, dict[str, str]] = {
         "inside = at < n": "inside = BLOCK > 1 and (at < n) and not (at < 0 or at >= n or n < 0)",
         "tl.maximum(x, 0.0)": "tl.where(not (BLOCK == 0 and 1 // BLOCK or x <= 0.0), x, 0.0 if not BLOCK else 0.0)",
     },
+    "descriptors": {
+        " + tl.arange(0, BLOCK)\n    inside = at < n": "\n"
+        "    given = tl.make_tensor_descriptor(x_ptr, shape=[n], strides=[1], block_shape=[BLOCK])\n"
+        "    made = tl.make_tensor_descriptor(out_ptr, [n], [1], [BLOCK])",
+        "tl.load(x_ptr + at, mask=inside, other=0.0)": "given.load([at])",
+        "tl.store(out_ptr + at, tl.maximum(x, 0.0), mask=inside)": "made.store([at], tl.maximum(x, 0.0))",
+        "    n =": "    triton.set_allocator(lambda size, alignment, stream: torch.empty(size))\n    n =",
+    },
     "prints and deletes": {
         "    n = out.numel()": "    if (n := out.numel()) > 0:\n        print(n, x.shape, f'{x.dtype}', sep=': ')",
         "    return out": "    del x\n    return out",

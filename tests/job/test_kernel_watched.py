@@ -140,6 +140,22 @@ def test_no_address_tells_a_checked_call_among_the_trials_from_a_timed_one(worke
         assert asked("collect") == [place, total] == [place, 64.0]
 
 
+def test_what_one_call_gives_triton_for_memory_is_not_there_in_the_next(workers: Workers) -> None:
+    """A function of that call's would know its output still."""
+    source = """
+import torch, triton
+from triton.runtime import _allocation
+def kernel_function(x):
+    before = type(_allocation._allocator.get()).__name__
+    triton.set_allocator(lambda size, alignment, stream: x)
+    raise ValueError(before)
+"""
+    with workers.start(memory_bytes=2e9) as process:
+        first, _ = run(process, source, torch.ones(8))
+        second, _ = process.ask({"do": "trial"}, limit_s=60)
+    assert first["error"] == second["error"] == "ValueError: NullAllocator"
+
+
 def test_one_that_waits_for_memory_that_is_not_filled_is_rejected_before_it_is_timed(workers: Workers) -> None:
     def waits(text: str) -> str:
         text = text.replace("out_ptr, n,", "out_ptr, new_ptr, n,").replace("x, out, n,", "x, out, torch.empty(1), n,")
