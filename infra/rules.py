@@ -36,9 +36,10 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     ),
     (Job, "image"): Rule(
         # As docker tells a registry from a folder of Docker Hub's: by a dot or a port in its name.
-        pattern=r"(?=.{1,255}$)(?=[^/]*[.:]|localhost/)[a-z0-9.-]+(:[0-9]+)?(/[a-z0-9._-]+)+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})(@sha256:[0-9a-f]{64})?",
+        pattern=r"(?=.{1,255}$)(?=[^/]*[.:])[a-z0-9.-]+(:443)?(/[a-z0-9._-]+)+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})(@sha256:[0-9a-f]{64})?",
         allowed="registry/repository:tag, with @sha256: and 64 hexadecimal digits once pinned",
-        hint="Name the registry (docker.io is Docker Hub) and a tag; gpufleet doctor --pin adds the digest.",
+        hint="Name the registry (docker.io is Docker Hub; nodes reach port 443 alone) and a tag; "
+        "gpufleet doctor --pin adds the digest.",
     ),
     (Fleet, "ami"): Rule(
         pattern=r"unpinned|ami-([0-9a-f]{8}|[0-9a-f]{17})",

@@ -92,7 +92,7 @@ def test_a_minimal_file_loads_with_its_types(write: Write) -> None:
         pytest.param("storage", "keep: {bucket: false}", "bucket=False", id="truth"),
         pytest.param("storage", "keep: {days: 3}", "days=3", id="the shortest for this fleet"),
         pytest.param("storage", "keep:", "Keep(bucket=True, days=30)", id="an empty section is its defaults"),
-        pytest.param("job", 'image: "registry.example:5000/a/b:1"', "registry.example:5000/a/b:1", id="port"),
+        pytest.param("job", 'image: "registry.example:443/a/b:1"', "registry.example:443/a/b:1", id="port"),
         pytest.param("storage", "data: {size_gib: 500, snapshot: snap-0123456789abcdef0}", "snap-0", id="snapshot"),
         pytest.param("storage", "dataset: s3://my-bucket/tokens/v1/", "s3://my-bucket/tokens/v1/", id="prefix"),
         pytest.param(
@@ -197,6 +197,8 @@ REFUSED = [
     ("job", "image: pytorch:2.13", "job.image", "registry/repository:tag", "registry", "no registry"),
     ("job", "image: pytorch/pytorch:2.13", "job.image", "registry/repository:tag", "docker.io", "Docker Hub unsaid"),
     ("job", "image: registry.example/a/b", "job.image", "registry/repository:tag", "tag", "no tag"),
+    ("job", 'image: "registry.example:5000/a/b:1"', "job.image", "registry/", "port 443 alone", "a port out of reach"),
+    ("job", "image: localhost/a/b:1", "job.image", "registry/repository:tag", "registry", "a registry on the node"),
     ("job", "image: registry.example/a/b:1@sha256:12", "job.image", "64 hexadecimal", "", "short digest"),
     ("fleet", "region: us-east2", "fleet.region", "us-east-2", "Nearest: us-east-2.", "unknown region"),
     ("fleet", "zones: [us-east-1a]", "fleet.zones[0]", "zones of us-east-2", "us-east-1", "another region's zone"),
