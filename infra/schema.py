@@ -279,7 +279,7 @@ def _scalar(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
 def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
     if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text) or len(text) > 40:
         return _BAD, "Write a plain number, without unit, sign or separator." if re.search(r"[0-9]", text) else ""
-    value = Decimal(text)
+    value = Decimal(f"{Decimal(text):f}")  # 1e3 is 1000 wherever it is shown
     if hint is int and value != value.to_integral_value():
         return _BAD, ""
     if hint is int and not re.fullmatch(r"[+-]?(0|[1-9][0-9]*)", text):

@@ -87,6 +87,7 @@ def test_a_minimal_file_loads_with_its_types(write: Write) -> None:
         pytest.param("run", "owner: yes", "'yes'", id="text that looks like a truth value"),
         pytest.param("run", "owner: 2026-11-21", "'2026-11-21'", id="text that looks like a date"),
         pytest.param("limits", "max_usd: 3.10", "Decimal('3.10')", id="money keeps its cents"),
+        pytest.param("limits", "max_usd: 1e3", "Decimal('1000')", id="money without an exponent"),
         pytest.param("limits", "deadline: 2026-11-22T10:00:00+02:00", "hour=8", id="time zone"),
         pytest.param("limits", "deadline:", "deadline=None", id="nothing where nothing is allowed"),
         pytest.param("storage", "keep: {bucket: false}", "bucket=False", id="truth"),
