@@ -14,6 +14,11 @@ from dataclasses import dataclass, replace
 from job.text import counted
 
 
+def short(text: str) -> str:
+    """As a message shows it: a line of a file may have any length."""
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 class GpufleetError(Exception):
     """A mistake or a refusal the user can act on. The message says where, what, what is allowed, what to do."""
 
@@ -29,8 +34,8 @@ class Problem:
     line: int | None = None  # in the definition file, where known
 
     def __str__(self) -> str:
-        where = f"line {self.line}, {self.path}" if self.line else self.path
-        wrong = f"{self.value!r} is not accepted" if self.value else "missing"
+        where = f"line {self.line}, {short(self.path)}" if self.line else short(self.path)
+        wrong = f"{short(self.value)!r} is not accepted" if self.value else "missing"
         hint = f" {self.hint}" if self.hint else ""
         return f"{where}: {wrong}; allowed: {self.allowed}.{hint}"
 

@@ -314,7 +314,7 @@ def _placeholder(hint: Any) -> Any:
 
 def _written(node: Node) -> str:
     if isinstance(node, Scalar):
-        return node.text if len(node.text) <= 100 else f"{node.text[:97]}..."
+        return node.text
     return "a list" if isinstance(node, Items) else "a section"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from infra.errors import DefinitionError, GpufleetError, Problem
+from infra.errors import DefinitionError, GpufleetError, Problem, short
 
 MAX_BYTES = 256 * 1024  # a definition is about 2 kB
 MAX_DEPTH = 12
@@ -148,12 +148,13 @@ def _indentation(lines: list[str], number: int) -> str:
     )
     if not before or number > len(lines):
         return ""
+    written = lines[before - 1].strip()
     item = lines[before - 1].lstrip().startswith("- ")
     bare = not item and not re.search(r":(\s|$)", lines[before - 1])
     if bare and spaces(before) < spaces(number):
-        return f"Line {before}, `{lines[before - 1].strip()}`, is no section: a colon is missing at its end."
+        return f"Line {before}, `{short(written)}`, is no section: a colon is missing at its end."
     if bare and spaces(before) == spaces(number):
-        return f"Line {before}, `{lines[before - 1].strip()}`, is no `key: value`: a colon and a space are missing."
+        return f"Line {before}, `{short(written)}`, is no `key: value`: a colon and a space are missing."
     if item and spaces(before) == spaces(number):
         return f"Line {before} is an item of a list, line {number} a key: they do not stand under each other."
     if spaces(before) == spaces(number):

@@ -81,6 +81,16 @@ def test_a_file_that_cannot_be_read_says_where_and_why(tmp_path: Path, raw: byte
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "raw", [b"run:\n  id r1 %s\n  owner: me\n", b"run:\n  id: [%s\n", b"run: {%s: 1}\n", b"run: {id: '%s'}\n"]
+)
+def test_a_line_of_any_length_gives_a_short_message(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "broken.yaml").write_bytes(raw.replace(b"%s", b"z" * 900))
+    with pytest.raises(DefinitionError) as refused:
+        load(tmp_path / "broken.yaml", now=NOW)
+    assert all(len(str(problem)) < 600 for problem in refused.value.problems)
+
+
 def test_a_node_script_over_ec2s_limit_is_a_problem_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infra.boot.user_data._body", lambda: "#" * 16_384)
     with pytest.raises(DefinitionError, match=r"line 11, job.image: .* what fits user-data of 16384 bytes"):
