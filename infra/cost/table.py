@@ -116,7 +116,8 @@ def _types(bill: Bill) -> Iterator[str]:
         low, high = (option.spot[0].price.amount, option.spot[-1].price.amount) if option.spot else (None, None)
         compute = "no price or speed"
         if hourly and runtime:
-            compute = f"{hourly.amount * Decimal(max(runtime.total_s, 60)) / 3600:.4f}"
+            node_s = Decimal(max(runtime.total_s, 60)) * bill.chosen.exposure.nodes
+            compute = f"{hourly.amount * node_s / 3600:.4f}"
         rows.append(
             (
                 option.type,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -13,7 +14,7 @@ from cost_definitions import definition, growth
 from infra.catalog import load_catalog
 from infra.cost.estimate import price
 from infra.cost.table import render
-from infra.definition import Disk, Keep
+from infra.definition import Disk, Keep, Variant
 
 GOLDEN = Path(__file__).parent / "golden" / "bill.txt"
 
@@ -120,3 +121,10 @@ def test_the_limit_that_comes_first_is_named() -> None:
 def test_one_listed_type_needs_no_table_of_types_and_two_do() -> None:
     assert "listed type" not in text()
     assert "g6e.2xlarge  1 x L40S" in text(types=("g5.2xlarge", "g6e.2xlarge"), region="us-east-1", max_usd="20")
+
+
+def test_each_listed_type_shows_the_compute_of_all_nodes() -> None:
+    two = replace(definition(types=("g5.2xlarge", "g6e.2xlarge")), variant=Variant(nodes=2))
+    bill = price(two, load_catalog(), runs=200)
+    listed = next(line for line in render(bill).splitlines() if line.startswith(bill.chosen.type))
+    assert listed.split()[-2] == f"{bill.lines[0].amount}"
