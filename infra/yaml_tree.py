@@ -103,9 +103,8 @@ def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: s
         if "\\t" in (error.problem or "") or "\t" in (lines[number - 1] if number <= len(lines) else ""):
             hint = "Indent with spaces: YAML takes no tabs."
         elif bracket:
-            hint = (
-                f"A {'{' if 'mapping' in bracket else '['} opens here and is not closed, or a comma is missing in it."
-            )
+            opened = re.findall(r"[\[{]", "".join(lines[number - 1 : number])[: mark.column + 1]) if mark else []
+            hint = f"A {opened[-1] if opened else '[ or {'} opens here and is not closed, or a comma is missing in it."
         elif "mapping values" in (error.problem or "") and mark and re.search(r":\s", lines[mark.line][: mark.column]):
             hint = "A value with a colon and a space in it stands in quotes."
         elif no_colon:

@@ -40,6 +40,8 @@ def stack(folder: Path, raw: bytes) -> Path:
         pytest.param(b"just words", 1, "sections", id="a sentence"),
         pytest.param(b"run:\n\tid: r1\n", 2, "spaces", id="tabs"),
         pytest.param(b"run: {id: r1\n", 1, "A { opens here and is not closed", id="an open brace"),
+        pytest.param(b"run: {", 1, "A { opens here and is not closed", id="an open brace, and no more"),
+        pytest.param(b"run: {\n", 2, "A [ or { opens here and is not closed", id="an open brace a line before"),
         pytest.param(b"run:\n  z: [a, b\n  id: r1\n", 2, "A [ opens here and is not closed", id="an open bracket"),
         pytest.param(b"run: {id: r1 owner: me}\n", 1, "or a comma is missing in it", id="no comma"),
         pytest.param(b"run:\n  id r1\n  owner: me\n", 3, "Line 2, `id r1`, is no `key: value`", id="no colon"),
