@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         if len(lengths) + ("Transfer-Encoding" in self.headers) > 1:  # two ends of one body: what follows is anyone's
             self.close_connection = True
             raise Refused(400, "more than one of Content-Length and Transfer-Encoding; send one Content-Length")
-        stated = lengths[0] if lengths else None
+        stated = lengths[0].strip(" \t") if lengths else None  # blanks around a value are none of it (RFC 9110, 5.5)
         if stated is None:
             if self.command == "POST" or "Transfer-Encoding" in self.headers:
                 self.close_connection = True

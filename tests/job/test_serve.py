@@ -193,9 +193,10 @@ def test_a_broken_request_is_refused_in_json_and_the_connection_closed(
     assert capsys.readouterr().err == ""
 
 
-def test_a_length_with_leading_zeros_is_a_length(running: Server) -> None:
+@pytest.mark.parametrize("stated", ["{:06}", "{} ", "\t{}\t "])
+def test_a_length_with_leading_zeros_or_blanks_around_it_is_a_length(stated: str, running: Server) -> None:
     body = {"prompt": "1", "max_tokens": 1}
-    stated = f"{len(json.dumps(body)):06}"
+    stated = stated.format(len(json.dumps(body)))
     assert ask(running, "POST", "/generate", body, **{"Content-Length": stated})[0] == 200
 
 
