@@ -210,9 +210,10 @@ class Handler(BaseHTTPRequestHandler):
             yield character
 
     def _left(self) -> bool:
+        """Also of a client that had sent more than its request: to `recv` that hides the end behind it."""
         waiting = select.poll()
-        waiting.register(self.connection, select.POLLIN)
-        return bool(waiting.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        waiting.register(self.connection, select.POLLHUP | getattr(select, "POLLRDHUP", 0))  # the latter is Linux's
+        return bool(waiting.poll(0))
 
     def _stream(self, prompt: str, characters: Iterator[str]) -> None:
         """One event per character, then the whole answer with `"done": true`."""

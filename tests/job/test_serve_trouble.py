@@ -81,9 +81,9 @@ def test_a_model_that_fails_is_answered_and_the_server_lives_on(
     assert "Traceback" in capsys.readouterr().err  # for whoever runs it
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "more"), [(False, b""), (True, b""), (False, b"\r\nGET /health HTTP/1.1\r\n\r\n")])
 def test_the_generation_of_a_client_that_left_ends(
-    stream: bool, running: Server, monkeypatch: pytest.MonkeyPatch
+    stream: bool, more: bytes, running: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = threading.Semaphore(0)
 
@@ -98,6 +98,7 @@ def test_the_generation_of_a_client_that_left_ends(
         with socket.create_connection(running.server_address[:2], timeout=20) as client:
             client.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
             assert began.acquire(timeout=20)
+            client.sendall(more)
     free = [running.free.acquire(timeout=20) for _ in range(serving.AT_ONCE)]
     for _ in filter(None, free):
         running.free.release()
