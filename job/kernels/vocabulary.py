@@ -38,7 +38,7 @@ METHODS = _words(
     "shape size stride numel contiguous is_contiguous dtype device data_ptr element_size ndim dim view reshape "
     "is_cuda new_empty new_zeros detach ravel expand t T transpose permute flatten unsqueeze squeeze to clone "
     "element_ty itemsize append items get broadcast_to trans value type nelement is_floating_point float half "
-    "bfloat16 view_as expand_as get_device index ALL NONE requires_grad layout multi_processor_count"
+    "bfloat16 view_as expand_as get_device index ALL NONE is_floating requires_grad layout multi_processor_count"
 )
 # Of blocks, so within kernels alone; torch tensors have methods of these names that compute.
 OF_BLOCKS = _words(

@@ -104,6 +104,10 @@ HONEST: dict[str, dict[str, str]] = {
         "tl.store(out_ptr + at, tl.maximum(x, 0.0), mask=inside)": "made.store([at], tl.maximum(x, 0.0))",
         "    n =": "    triton.set_allocator(lambda size, alignment, stream: torch.empty(size))\n    n =",
     },
+    "a launcher with a name, a type that is asked": {
+        "    kernel[(triton.cdiv(n, 1024),)](": "    run = kernel[(triton.cdiv(n, 1024),)]\n    run(",
+        "tl.maximum(x, 0.0)": "tl.where(x > 0 if x.dtype.is_floating() else x < 0, x, 0.0)",
+    },
     "prints and deletes": {
         "    n = out.numel()": "    if (n := out.numel()) > 0:\n        print(n, x.shape, f'{x.dtype}', sep=': ')",
         "    return out": "    del x\n    return out",
