@@ -282,9 +282,10 @@ def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
     value = Decimal(f"{Decimal(text):f}")  # 1e3 is 1000 wherever it is shown
     if hint is int and value != value.to_integral_value():
         return _BAD, ""
-    if hint is int and not re.fullmatch(r"[+-]?(0|[1-9][0-9]*)", text):
-        # 010 is 8 to YAML 1.1 and 10 to everyone else; 1e3 and 3.0 are floats to it.
+    if hint is int and not re.fullmatch(r"[+-]?[0-9]+", text):  # 1e3 and 3.0 are floats to YAML
         return _BAD, f"Write {int(value)}." if abs(value) < 10**12 else ""
+    if re.match(r"[+-]?0[0-9]", text):  # 010 is 8 to YAML 1.1 and 10 to everyone else
+        return _BAD, f"Write {value:f}." if abs(value) < 10**12 else ""
     low, high = rule.minimum, rule.maximum
     if (low is not None and value < Decimal(str(low))) or (high is not None and value > Decimal(str(high))):
         return _BAD, ""

@@ -150,6 +150,7 @@ REFUSED = [
         "1e3",
     ),
     ("job", "parameters: {steps_per_phase: 010}", "job.parameters.steps_per_phase", "whole", "Write 10.", "octal"),
+    ("limits", "max_usd: 010", "limits.max_usd", "a number", "Write 10.", "octal money"),
     ("job", "parameters: {steps_per_phase: 0x10}", "job.parameters.steps_per_phase", "whole", "plain", "hexadecimal"),
     ("job", "parameters: {steps_per_phase: ١٠}", "job.parameters.steps_per_phase", "whole number", "", "other digits"),
     (
