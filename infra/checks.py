@@ -153,7 +153,7 @@ def _place_problem(place: str) -> str:
     if ":" in place:
         return "Only s3:// addresses are read; a local folder has no colon."
     path = PurePosixPath(place)
-    if path.is_absolute() or ".." in path.parts or place.startswith("~"):
+    if path.is_absolute() or ".." in path.parts or not path.parts or place.startswith("~"):
         return "Write it relative to the project, as in data/tinystories."
     if not place.isprintable():  # NUL no system takes; the others make two names look like one, or break a line in two
         return "It holds a line break or another character that is not shown: write a plain name."

@@ -244,6 +244,7 @@ REFUSED = [
     ),
     ("storage", 'dataset: "data/a\\0b"', "storage.dataset", "inside the project", "not shown", "a NUL in a name"),
     ("storage", "dataset: ../data", "storage.dataset", "inside the project", "relative", "above the project"),
+    ("storage", "dataset: .", "storage.dataset", "inside the project", "relative", "the project itself"),
     ("run", "id: R1", "run.id", "a-z, 0-9", "", "capital run id"),
     ("run", "id: inputs", "run.id", "not `inputs`", "", "the inputs folder"),
     ("run", "id: " + "r" * 33, "run.id", "1 to 32", "", "a long run id"),
