@@ -205,12 +205,15 @@ def _conversation(tree: dict[str, Any]) -> Conversation:
 
 
 def _left_out(tree: dict[str, Any]) -> list[str]:
-    """Keys of a line that say something and are not read, each once; a message's own begin with `messages.`."""
+    """Keys of a line that say something and are not read, each once, so that they can be printed; a message's own begin
+    with `messages.`.
+    """
     read = ("messages",) if "messages" in tree else ("system", "instruction", "response")
     said = [(key, value) for key, value in tree.items() if key not in read]
     for message in tree.get("messages", ()):
         said += [(f"messages.{key}", value) for key, value in message.items() if key not in ("role", "content")]
-    return list(dict.fromkeys(key for key, value in said if value not in (None, "", [], {})))
+    found = dict.fromkeys(key for key, value in said if value not in (None, "", [], {}))
+    return [key.encode(errors="backslashreplace").decode() for key in found]  # half of a surrogate pair
 
 
 def _other_keys(tree: dict[str, Any]) -> None:
