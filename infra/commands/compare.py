@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser)
     parser.add_argument("--scenario", metavar="NAME", help="rank the options for this scenario's work alone")
     parser.add_argument(
-        "--within", metavar="HOURS", type=float, help="hours from now by which it must end; default: limits.deadline"
+        "--within", metavar="HOURS", type=_hours, help="hours from now by which it must end; default: limits.deadline"
     )
     view = parser.add_mutually_exclusive_group()
     view.add_argument("--matrix", action="store_true", help="the scenarios by measured criteria")
@@ -100,12 +101,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(row.ranked and row.late <= compare.SURE for row in rows) else 1
 
 
+def _hours(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) <= LONGEST_H:  # nor nan
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: allowed are hours from now, above 0 and up to {LONGEST_H}, a year")
+
+
 def _hours_left(within: float | None, definition: StackDefinition, now: datetime) -> float | None:
     if within is not None:
-        if not (0 < within <= LONGEST_H):  # nor nan
-            raise GpufleetError(
-                f"--within {within:g}: allowed are hours from now, above 0 and up to {LONGEST_H}, a year"
-            )
         return within
     if definition.limits.deadline is None:
         return None

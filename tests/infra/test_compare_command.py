@@ -137,10 +137,13 @@ def test_a_scenario_is_suggested_only_where_there_are_several(
     assert "--scenario" not in said
 
 
-@pytest.mark.parametrize("within", ["nan", "inf", "1e300", "0", "-1"])
+@pytest.mark.parametrize("within", ["nan", "inf", "1e300", "0", "-1", "24h"])
 def test_hours_that_no_run_could_be_done_in_are_refused(capsys: pytest.CaptureFixture[str], within: str) -> None:
-    assert main(["compare", "sft-h100", "--within", within]) == 2
-    assert "allowed are hours from now, above 0 and up to 8784, a year" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "sft-h100", "--within", within])
+    assert ended.value.code == 2
+    told = f"--within: {within}: allowed are hours from now, above 0 and up to 8784, a year"
+    assert told in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_picture_in_a_folder_that_is_not_there_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
