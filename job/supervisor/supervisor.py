@@ -154,11 +154,10 @@ class Supervisor(Underway):
             self.cause = Cause(reason="notice", deadline=notice)
         elif terminated is not None:
             self.cause = Cause(reason="sigterm", deadline=terminated + SIGTERM_S)
+        elif (limit := self._limit(now, end_s)) is not None:  # before a stop by hand, which has more time
+            self.cause = Cause(reason=limit)
         elif self.asked:
             self.cause = Cause(reason=STOPPED_BY_HAND)
-        else:
-            limit = self._limit(now, end_s)
-            self.cause = None if limit is None else Cause(reason=limit)
         if self.cause is not None:
             self._stop(self.cause, now)
             if self.cause.deadline is not None:

@@ -45,9 +45,9 @@ def test_a_run_that_is_asked_to_stop_ends_as_at_a_limit(tmp_path: Path) -> None:
     assert bench.manifests()[-1] == bench.trainers[0].step < STEPS
 
 
-def asked(tmp_path: Path) -> Bench:
+def asked(tmp_path: Path, **changes: Any) -> Bench:
     """A run that was interrupted, and is asked to end before its next node comes."""
-    bench = interrupted(tmp_path)
+    bench = interrupted(tmp_path, **changes)
     bench.store.put_bytes(b"{}", "stop.json")
     return bench
 
@@ -111,6 +111,13 @@ def test_a_limit_that_is_reached_already_starts_no_trainer(tmp_path: Path) -> No
     assert bench.attempt().run() == 0
     assert bench.trainers == []
     assert bench.json("done.json")["reason"] == "max_usd"
+
+
+def test_a_node_that_comes_after_the_request_and_at_a_limit_starts_no_trainer(tmp_path: Path) -> None:
+    bench = asked(tmp_path, limits={"max_usd": "3.00", "max_hours": "0.115", "deadline": None})
+    assert bench.attempt("i-2").run() == 0
+    assert len(bench.trainers) == 1  # of the first node
+    assert bench.json("done.json")["reason"] == "max_hours"
 
 
 def test_earlier_attempts_count_towards_the_limit(tmp_path: Path) -> None:
