@@ -71,11 +71,12 @@ class Underway:
         }
 
     def between(self) -> None:
-        """While anything takes its time: heartbeats, and a notice noted at once that is not the cause: the run may be
-        ending anyway.
+        """While anything takes its time: heartbeats, and a notice noted at once that is not the cause, the run may be
+        ending anyway; uploads hurry then too.
         """
         now, notice = self.clock(), self.world.metadata.notice
         if notice is not None and "exit" not in self.record.fields:
+            self.uploader.hurry(notice)
             self.note(Cause(reason="notice", deadline=notice), now)
         elif now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
             self.beat()

@@ -116,6 +116,31 @@ def test_a_notice_of_a_node_that_ends_the_run_anyway_is_recorded(tmp_path: Path,
     assert (ended["reason"], ended["notice"]) == ("notice", True)
 
 
+def test_a_notice_sends_the_newest_checkpoint_first_although_the_run_ends_anyway(tmp_path: Path) -> None:
+    bench, sent = Bench(tmp_path), list[str]()
+
+    def ask(trainer: FakeTrainer) -> None:
+        trainer.commit("best", 1.0)
+        bench.store.put_bytes(b"{}", "stop.json")
+        bench.clock.sleep(61)  # one heartbeat
+
+    def fault(_: int, key: str) -> StoreError | None:
+        if key.startswith("ckpt/") and bench.metadata.notice is None:
+            return StoreError("503 slow down")
+        sent.append(key)
+        return None
+
+    def asleep(seconds: float) -> None:
+        bench.clock.sleep(seconds)
+        if bench.metadata.notice is None and supervisor.cause is not None and bench.trainers[0].step == 5:
+            bench.notice(110)
+
+    supervisor = bench.attempt(store=FaultyStore(bench.store, fault), script={4: ask})
+    object.__setattr__(supervisor.world, "sleep", asleep)
+    assert supervisor.run() == 0
+    assert next(key for key in sent if key.endswith("manifest.json")) == "ckpt/step_00000005/manifest.json"
+
+
 def test_the_newest_record_of_an_attempt_is_put_last(tmp_path: Path) -> None:
     release, slow = threading.Event(), threading.Event()
 
