@@ -254,6 +254,7 @@ class Loop:
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
         """Starts a save of this step, unless it is saved already."""
         checkpoints = self.session.checkpoints
+        self._note(checkpoints.wait())  # the one on its way, perhaps of this very step, may fail
         if self.world.agree(checkpoints.saved_step == self.step):
             return
         self._finite &= all_finite(state)  # the update of this very step: its loss was of the weights before

@@ -27,7 +27,7 @@ from job.supervisor.commits import commits
 from job.train import metrics, step
 from job.train.cadence import Cadence
 from job.train.checkpoint import Checkpoints, Saved, State
-from job.train.committed import Commit
+from job.train.committed import Commit, Committed
 from job.train.device import Device
 from job.train.stall import Stall
 
@@ -288,3 +288,23 @@ def test_a_stop_in_a_phases_last_step_saves_its_evaluation_with_it(tmp_path: Pat
     (newest,) = (commit for commit in commits(workdir) if commit.step == STEPS)
     assert newest.reason == "stop"
     assert newest.val_loss == world.records(workdir)[-1]["val_loss"] is not None
+
+
+def test_a_stop_saves_its_step_again_where_the_save_on_its_way_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, tries = Committed.add, list[int]()
+
+    def full_at_first(self: Committed, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
+        tries.append(commit.step)
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        add(self, path, commit, progress)
+
+    monkeypatch.setattr(Committed, "add", full_at_first)
+    workdir = pretrain.make(tmp_path)
+    assert world.train(workdir, StopAt(workdir, pretrain.after(4))) == 75
+    assert tries == [4, 4]  # as the best so far, and as the last
+    assert world.committed(workdir) == [4]
+    assert world.train(workdir) == 0
+    assert [record["val_loss"] is not None for record in world.records(workdir)[:4]] == [False] * 3 + [True]
