@@ -36,6 +36,7 @@ from job.kernels.watched import GIVEN, Computes, Fences, Ops, filled, refuse_ope
 ENTRY = "kernel_function"
 # All that the interpreter would otherwise import in each child anew.
 PRELOADED = ("triton", "triton.compiler.code_generator", "triton.experimental.gluon", "triton.language.extra.libdevice")
+BROADCASTS = "torch.fx.experimental.symbolic_shapes"  # of torch.broadcast_shapes; looks into frames as it is imported
 FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # more than a core's own caches; more than an H100's 50 MB L2, 5 times
 _clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage  # as they are before a candidate comes
 _Event: Any = torch.cuda.Event
@@ -329,6 +330,7 @@ def main(argv: list[str]) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         Harness.names = interpreter.install(lambda: Harness.turn)
     if argv[1] == "serve":
+        importlib.import_module(BROADCASTS)
         serve(end, None)
     elif argv[1] == "compile":
         serve(end, compiler.install(int(argv[2])))

@@ -75,6 +75,7 @@ HONEST: dict[str, dict[str, str]] = {
         "    n = out.numel()": "    if x.dim() > 9:\n        raise Exception\n    n = torch.flatten(x).numel()",
         "torch.empty_like(x)": "torch.empty(x.shape, dtype=torch.promote_types(x.dtype, torch.result_type(x, x)))",
     },
+    "shapes that are broadcast": {"torch.empty_like(x)": "x.new_empty(torch.broadcast_shapes(x.shape, (1,)))"},
     "in inference mode": {"def kernel_function": "@torch.inference_mode()\ndef kernel_function"},
     "slices in a block without gradients": {
         "    return out": "    with torch.no_grad():\n        return out[None, ...][0]",
