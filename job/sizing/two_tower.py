@@ -34,8 +34,11 @@ def problems(config: TwoTowerConfig) -> list[tuple[str, str]]:
         found.append(("sweep", "each variant once"))
     t = config.towers
     found += [(f"towers.{name}", "at least one width") for name in ("query", "model") if not getattr(t, name)]
-    if t.query and t.model and t.query[-1] != t.model[-1]:
-        found.append(("towers.query", f"widths that end with {t.model[-1]}, as towers.model does: there both meet"))
+    for name, family in variants(config):  # p has a model tower of its own, and the config's query tower
+        query, model = family.towers.query, family.towers.model
+        if query and model and query[-1] != model[-1]:
+            whose = f"those of {name} in the sweep do" if config.sweep else "towers.model does"
+            found.append(("towers.query", f"widths that end with {model[-1]}, as {whose}: there both meet"))
     if config.data.folds > config.data.queries:
         found.append(("data.folds", f"at most the number of queries, {config.data.queries}"))
     if config.data.folds < 3:

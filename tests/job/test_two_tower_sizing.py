@@ -149,6 +149,7 @@ def test_a_checkpoint_holds_weights_moments_best_weights_and_scores() -> None:
         (replace(FULL, sweep=("o", "o")), "sweep"),
         (replace(FULL, sweep=("o", "z")), "sweep"),
         (replace(FULL, towers=replace(FULL.towers, query=(64, 32))), "towers.query"),
+        (replace(FULL, sweep=("o", "p"), towers=replace(FULL.towers, query=(32,), model=(32,))), "towers.query"),
         (replace(FULL, data=replace(FULL.data, folds=2)), "data.folds"),
         (replace(FULL, data=replace(FULL.data, queries=8)), "data.folds"),
     ],
