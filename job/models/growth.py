@@ -187,9 +187,9 @@ def _suit_device(module: Growth, device: torch.device) -> None:
     """grouped_mm is fast on CPU, sm_90 and sm_100; elsewhere it loops and waits for the host (torch 2.11 to 2.15). On
     sm_100 an expert without tokens gets a gradient that is not 0 (pytorch issues 172439, 193633, open in 2026-11).
 
-    On a CPU the look-up's gradient is added row by row into the product's, 1 % of a step saved; a GPU would do so in no
-    fixed order.
+    On a CPU the look-up's gradient is added row by row into the product's, 1 % of a step saved: not in bf16, where each
+    row would be rounded, and a GPU would do so in no fixed order.
     """
     grouped = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
     module.set_dispatch("grouped" if grouped else "padded")
-    module.embed.sparse = device.type == "cpu"
+    module.embed.sparse = device.type == "cpu" and module.embed.weight.dtype != torch.bfloat16
