@@ -145,10 +145,8 @@ class Expressions:
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and self._is_list(node.value):
             self._expression(node.slice)  # a part of it cannot be changed
         elif isinstance(node, EXPRESSIONS):
-            if isinstance(node, ast.Subscript) and isinstance(
-                node.value, ast.Name
-            ):  # called at once, or by another name
-                self.launched.add(node.value.id)
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+                self.launched.add(node.value.id)  # called at once, or by another name
             named = node.func if isinstance(node, ast.Call) and self._plain(node) else None
             if named is not None and self._full(named) == "triton.jit":  # of a function that was looked at as Python
                 raise Forbidden(node, "triton.jit, but as a decorator")
