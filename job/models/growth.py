@@ -75,7 +75,7 @@ def build(
     if torch.device(device).type != "meta":
         module = module.to_empty(device=device)
         initialise(module, config, generator or torch.Generator().manual_seed(config.seed))
-    _suit_device(module, torch.device(device))
+    _choose_dispatch(module, torch.device(device))
     return module
 
 
@@ -90,7 +90,7 @@ def load(
         raise ValueError(f"phase {phase_index}: the weights do not fit this run config: {error}") from error
     for parameter in module.parameters():
         parameter.requires_grad_(True)
-    _suit_device(module, torch.device(device))
+    _choose_dispatch(module, torch.device(device))
     return module
 
 
@@ -118,7 +118,7 @@ class Growth(Checkpointed):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
         """Logits without targets, the summed loss with them. Tokens and targets are int64."""
-        x_BTd = self.embed(tokens_BT).to(self.compute_dtype)
+        x_BTd = self.look_up(tokens_BT).to(self.compute_dtype)
         cos_TP, sin_TP = rotations(tokens_BT.shape[1], self.shape.width // self.shape.heads, x_BTd)
         routings: list[Routing] = []
         for block in self.blocks:
@@ -140,6 +140,14 @@ class Growth(Checkpointed):
             torch.stack([r.load for r in routings]),
             torch.stack([r.entropy for r in routings]),
         )
+
+    def look_up(self, tokens_BT: Tensor) -> Tensor:
+        """The tokens' rows of the table. On a CPU their gradient is sparse and added row by row into that of the last
+        product, which saves 1 % of a step: not in bf16, which would round each row; and a GPU adds in no fixed order.
+        """
+        table = self.embed.weight
+        sparse = table.device.type == "cpu" and table.dtype != torch.bfloat16
+        return F.embedding(tokens_BT, table, sparse=sparse)
 
     def loss(self, x_BTd: Tensor, targets_BT: Tensor) -> Tensor:
         """Cross-entropy summed over tokens. Not F.linear_cross_entropy, which holds no logits: it rounds the sum to
@@ -183,13 +191,9 @@ def initial_std(name: str, layers: int, router_std: float) -> float | None:
     return INIT_STD
 
 
-def _suit_device(module: Growth, device: torch.device) -> None:
+def _choose_dispatch(module: Growth, device: torch.device) -> None:
     """grouped_mm is fast on CPU, sm_90 and sm_100; elsewhere it loops and waits for the host (torch 2.11 to 2.15). On
     sm_100 an expert without tokens gets a gradient that is not 0 (pytorch issues 172439, 193633, open in 2026-11).
-
-    On a CPU the look-up's gradient is added row by row into the product's, 1 % of a step saved: not in bf16, where each
-    row would be rounded, and a GPU would do so in no fixed order.
     """
     grouped = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
     module.set_dispatch("grouped" if grouped else "padded")
-    module.embed.sparse = device.type == "cpu" and module.embed.weight.dtype != torch.bfloat16

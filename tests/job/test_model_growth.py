@@ -15,7 +15,7 @@ from job import sizing
 from job.config import GrowthConfig, GrowthModel, Precision
 from job.models.blocks import Experts, rotate, rotations
 from job.models.growing import grow
-from job.models.growth import Growth, Output, _suit_device, build, decays, load
+from job.models.growth import Growth, Output, _choose_dispatch, build, decays, load
 from job.models.routing import rows_per_expert
 from job.train.optimizer import groups
 
@@ -128,10 +128,8 @@ def test_grouped_products_are_hoppers_alone(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     module = build(CONFIG, 1)
-    assert module.embed.sparse
-    _suit_device(module, torch.device("cuda", 0))
+    _choose_dispatch(module, torch.device("cuda", 0))
     assert {block.ffn.dispatch for block in module.blocks} == {dispatch}
-    assert not module.embed.sparse
 
 
 def test_widths_that_grouped_products_do_not_take_have_the_same_experts() -> None:
@@ -141,16 +139,25 @@ def test_widths_that_grouped_products_do_not_take_have_the_same_experts() -> Non
     torch.testing.assert_close(ffn(x)[0], one_token_at_a_time(ffn, x))
 
 
-def test_the_table_has_the_same_gradient_however_its_look_up_gives_it() -> None:
+def test_the_table_has_the_same_gradient_however_its_look_up_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    for sparse in (True, False):
+    for _ in range(2):
         module = load(CONFIG, 1, moe(torch.float64))
-        module.compute_dtype, module.embed.sparse = torch.float64, sparse
-        for first in (0, 2):  # two micro-batches
-            (module(TOKENS[first : first + 2], TARGETS[first : first + 2]).loss_sum / TARGETS.numel()).backward()
+        module.compute_dtype = torch.float64
+        for first in (0, 4):  # two micro-batches
+            part = slice(first, first + 4)
+            (module(TOKENS[part], TARGETS[part]).loss_sum / TARGETS.numel()).backward()
         seen.append(module.embed.weight.grad)
+        monkeypatch.setattr(Growth, "look_up", lambda self, tokens: self.embed(tokens))
     assert seen[0].layout == torch.strided
     torch.testing.assert_close(*seen, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_a_gradient_that_adding_rounds_little_is_added_row_by_row(dtype: torch.dtype) -> None:
+    module = load(CONFIG, 0, dense(dtype))
+    (given,) = torch.autograd.grad(module.look_up(TOKENS).sum(), module.embed.weight)
+    assert given.is_sparse == (dtype == torch.float32)
 
 
 def test_dropped_pairs_add_nothing_and_the_rest_is_exact() -> None:

@@ -124,7 +124,7 @@ def test_a_run_that_goes_on_where_experts_are_padded_has_the_capacity_that_its_b
         seen.append(real(self, phase))
         return seen[0]
 
-    monkeypatch.setattr(growth, "_suit_device", lambda module, device: module.set_dispatch("padded"))
+    monkeypatch.setattr(growth, "_choose_dispatch", lambda module, device: module.set_dispatch("padded"))
     monkeypatch.setattr(TinystoriesGrowth, "blank", blank)
     assert world.train(workdir) == 0
     report = atomic.read_object(workdir / "growth_report.json") or {}
