@@ -39,7 +39,7 @@ def main() -> None:
     except GpufleetError as error:
         pulumi.log.error(f"{error}\nNothing was declared.")
         sys.exit(SHOWN)
-    pulumi.log.info(render(plan.bill, today=now.date(), accuracy=score(root)))
+    pulumi.log.info(render(plan.bill, today=now.date(), accuracy=score(root), cheaper=plan.cheaper))
     for warning in plan.warnings:
         pulumi.log.warn(warning)
 

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from infra.errors import GpufleetError
@@ -98,6 +97,8 @@ def _run(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from importlib.metadata import version  # 25 ms that no command needs
+
     parser = argparse.ArgumentParser(
         prog="gpufleet",
         description="Train on rented AWS GPUs with the bill known before anything exists.",

@@ -17,11 +17,12 @@ from infra.boot import archive, run_config, user_data
 from infra.catalog import load_catalog
 from infra.cost import limits, record
 from infra.cost.bill import Bill
+from infra.cost.cheaper import Cheaper
 from infra.cost.estimate import problems
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find
-from infra.pricing import bill_of, prepared_dataset
+from infra.pricing import bill_of, cheaper_than, prepared_dataset
 from infra.readiness import not_ready
 from infra.run_guard import Previous, Verdict, judge
 from infra.selected import Selected
@@ -36,6 +37,7 @@ class Plan:
 
     definition: StackDefinition
     bill: Bill
+    cheaper: Cheaper | None  # what would do the same for less; None for a run that has begun: it is where it is
     verdict: Verdict
     archive: archive.Archive
     dataset: DatasetManifest | None  # None: an s3:// prefix, or not prepared yet
@@ -111,7 +113,8 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         previous=previous,
         now=now,
     )
-    bill = bill_of(definition, root, load_catalog(root))
+    catalog = load_catalog(root)
+    bill = bill_of(definition, root, catalog)
     found, late = problems(definition, bill), ""
     if not verdict.continues:  # what is done of a run that has begun is not known here
         found += limits.deadline_problems(definition, bill, now)
@@ -121,6 +124,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     return Plan(
         definition=definition,
         bill=bill,
+        cheaper=None if verdict.continues else cheaper_than(bill, definition, root, catalog, now=now),
         verdict=verdict,
         archive=code,
         dataset=dataset,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from infra.calibration import find_all
 from infra.catalog import Catalog
 from infra.cost.bill import Bill
+from infra.cost.cheaper import Cheaper, cheaper
 from infra.cost.estimate import price
 from infra.cost.hazard import learn
 from infra.cost.options import Footing
@@ -39,6 +41,21 @@ def bill_of(
         not_ready=not_ready,
         calibrations=found.calibrations,
         hazards=learn(observations(root, but=but)),
+    )
+
+
+def cheaper_than(
+    bill: Bill, definition: StackDefinition, root: Path, catalog: Catalog, *, now: datetime
+) -> Cheaper | None:
+    """What would do the work of the definition's bill for less, by the same prices, calibrations and hazards."""
+    deadline = definition.limits.deadline
+    return cheaper(
+        definition,
+        bill,
+        catalog,
+        hours_left=None if deadline is None else (deadline - now).total_seconds() / 3600,
+        hazards=learn(observations(root)),
+        found=lambda work: footing(work, root, catalog),
     )
 
 

@@ -21,7 +21,7 @@ from infra.cost.table import render
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import project_root
-from infra.pricing import bill_of
+from infra.pricing import bill_of, cheaper_than
 from infra.readiness import not_ready
 from infra.receipts import score
 from infra.scenarios import scenario
@@ -53,11 +53,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rules = policy.of(root) or policy.Policy()
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
-    bill = bill_of(definition, root, load_catalog(), not_ready=missing)
+    catalog = load_catalog()
+    bill = bill_of(definition, root, catalog, not_ready=missing)
+    options = cheaper_than(bill, definition, root, catalog, now=now)
     if args.json:
-        sys.stdout.write(json.dumps(record.to_json(bill), indent=2) + "\n")
+        tree = record.to_json(bill) | {"cheaper": options and record.cheaper(options)}
+        sys.stdout.write(json.dumps(tree, indent=2) + "\n")
     else:
-        sys.stdout.write(render(bill, today=now.date(), accuracy=score(root)))
+        sys.stdout.write(render(bill, today=now.date(), accuracy=score(root), cheaper=options))
     sys.stdout.flush()
     broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill))
     for each in broken:

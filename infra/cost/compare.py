@@ -84,8 +84,11 @@ def every_option(
     runs: int = RUNS_EACH,
     hazards: Hazards | None = None,
     found: Found = nothing,
+    most: Decimal | None = None,
 ) -> list[Row]:
-    """Every (work, type, capacity), the best first; those that cannot run come last with the reason."""
+    """Every (work, type, capacity), the best first; those that cannot run come last with the reason. `most`: leaves out
+    whose uninterrupted run costs more USD than this.
+    """
     drafts = []
     for work, name in _works(definition, variants):
         listed = tuple(types or catalog.instances)
@@ -100,6 +103,8 @@ def every_option(
             if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
                 option = replace(option, why="")
             drafts += [draft(footing, name, option, capacity, catalog, hazards or {}) for capacity in CAPACITIES]
+    if most is not None:
+        drafts = [row for row in drafts if row.prepared is None or row.prepared.total <= most]
     return _ranked(filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH), hours_left)
 
 

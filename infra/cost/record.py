@@ -11,6 +11,7 @@ from typing import Any
 
 from infra.cost.bill import Bill, Cap
 from infra.cost.cadence import Cadence
+from infra.cost.cheaper import Cheaper
 from infra.cost.hazard import Hazard
 from infra.cost.lines import NOT_PRICED
 from infra.cost.side import Quantiles, Side
@@ -99,6 +100,25 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "not_priced": list(NOT_PRICED),
         "warnings": list(bill.warnings),
         "prices_as_of": bill.prices_as_of.isoformat(),
+    }
+
+
+def cheaper(found: Cheaper) -> dict[str, Any]:
+    """Keys as documented in docs/bill.md."""
+    return {
+        "options": [
+            {
+                "type": row.type,
+                "capacity": row.capacity,
+                "gpus": row.gpus,
+                "gpus_used": row.ranks,
+                "usd": row.usd and quantiles(row.usd),
+                "hours": row.hours and quantiles(row.hours),
+            }
+            for row in found.rows
+        ],
+        "more": found.more,
+        "beyond": found.beyond,
     }
 
 

@@ -10,6 +10,7 @@ from datetime import date
 from decimal import Decimal
 
 from infra.cost.bill import Bill
+from infra.cost.cheaper import Cheaper
 from infra.cost.fit import NOTICE_S
 from infra.cost.hazard import word
 from infra.cost.limits import AS_COUNTED
@@ -19,12 +20,13 @@ from infra.cost.text import table, wrap
 from job.text import counted, stamp
 
 
-def render(bill: Bill, *, today: date | None = None, accuracy: object = None) -> str:
+def render(bill: Bill, *, today: date | None = None, accuracy: object = None, cheaper: Cheaper | None = None) -> str:
     """The whole bill. With `today` it also says how old the prices are; with `accuracy`, an infra.receipts.Score, how
-    right earlier bills were.
+    right earlier bills were; with `cheaper` what else would do the same work for less.
     """
     types = [_types(bill)] if len(bill.types) > 1 else []
-    blocks = [_head(bill), _lines(bill), _totals(bill), *types, _phases(bill), _rest(bill, today, accuracy)]
+    options = [] if cheaper is None else [_cheaper(cheaper)]
+    blocks = [_head(bill), _lines(bill), _totals(bill), *options, *types, _phases(bill), _rest(bill, today, accuracy)]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
@@ -108,6 +110,28 @@ def _other(bill: Bill, other: Side | None) -> tuple[str, ...]:
     if other is None:
         return f"USD {kind}: no price known", "", "", "", ""
     return _row(f"USD {kind}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
+
+
+def _cheaper(found: Cheaper) -> Iterator[str]:
+    beyond = f"{found.beyond} cheaper ones pass a limit of the file or miss its deadline" if found.beyond else ""
+    if not found.rows:
+        others = f"; {beyond}" if beyond else ""
+        yield from wrap(
+            f"Cheaper for this work: none of {found.types} types within the limits{others}; all: `{found.command}`."
+        )
+        return
+    heads = ("cheaper for this work", "GPUs", "used", "USD p50", "USD p90", "hours")
+    rows = []
+    for row in found.rows:
+        assert row.usd is not None
+        assert row.hours is not None
+        place = "on spot" if row.capacity == "spot" else "on demand"
+        usd = _row(f"{row.type} {place}", row.usd)
+        rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}"))
+    yield from table(heads, rows, right=range(2, 6))
+    more = f"{found.more} more within the limits" if found.more else ""
+    others = ", ".join(filter(None, (more, beyond)))
+    yield from wrap(f"{f'{others}; all: ' if others else 'All: '}`{found.command}`.")
 
 
 def _types(bill: Bill) -> Iterator[str]:

@@ -10,6 +10,7 @@ from cost_definitions import definition
 from infra.catalog import load_catalog
 from infra.commands.compare import _row
 from infra.cost import compare, deadline, record
+from infra.cost.cheaper import cheaper
 from infra.cost.estimate import price
 from job.train.metrics import KEYS
 
@@ -30,6 +31,10 @@ def test_each_key_of_the_bill_is_in_its_page() -> None:
         keys |= set(tree[name])
     for name in ("lines", "types", "fits", "notice", "phases"):
         keys |= set(tree[name][0])
+    options = cheaper(definition(), price(definition(), CATALOG, runs=100), CATALOG)
+    assert options is not None
+    tree = record.cheaper(options)
+    keys |= {"cheaper", *tree, *tree["options"][0]}
     assert keys - documented("bill.md") == set()
 
 

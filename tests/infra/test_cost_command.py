@@ -45,6 +45,16 @@ def test_it_prints_the_bill(project: Path, capsys: pytest.CaptureFixture[str]) -
     assert printed.startswith(f"{STACK}, run ")
     assert "total = p50" in printed
     assert "the size of the dataset is assumed" in printed
+    assert "cheaper for this work" in printed
+
+
+def test_its_json_has_what_is_cheaper(every_stack: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("sft-h100", "--json") == 0
+    tree = json.loads(capsys.readouterr().out)
+    first = tree["cheaper"]["options"][0]
+    assert Decimal(first["usd"]["mean"]) < Decimal(tree["needed"]["usd"]["mean"])
+    assert run("sft-h100", "--scenario", "fsdp-2xh100", "--json") == 0  # two nodes
+    assert json.loads(capsys.readouterr().out)["cheaper"] is None
 
 
 def test_a_damaged_dataset_is_said_and_does_not_stop_the_bill(

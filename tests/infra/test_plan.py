@@ -60,6 +60,7 @@ def test_a_pulumi_stack_that_is_not_called_like_a_file_is_told_how_to_name_one(r
 def test_a_ready_definition_has_a_plan_without_warnings(ready: Path) -> None:
     plan = make(ready, NAME, now=NOW, previous=NEW, preview=False)
     assert plan.warnings == ()
+    assert plan.cheaper is not None
     assert plan.dataset is not None
 
 
@@ -123,6 +124,7 @@ def test_a_run_that_has_begun_is_not_stopped_by_new_prices(project: Path, monkey
     monkeypatch.setattr("infra.plan.problems", lambda definition, bill: ["limits.max_usd is below the new p50"])
     plan = make(project, NAME, now=NOW, previous=previous, preview=False)
     assert plan.verdict.continues
+    assert plan.cheaper is None  # where it is, it stays
     assert plan.warnings == ("limits.max_usd is below the new p50",)
 
 

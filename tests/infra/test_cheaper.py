@@ -1,0 +1,129 @@
+"""What the bill names as cheaper: it could be put into the file as it is, and costs what was said."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from cost_definitions import definition
+
+from infra.catalog import load_catalog
+from infra.cost import compare
+from infra.cost.bill import Bill
+from infra.cost.cheaper import LEAST, SHOWN, Cheaper, cheaper
+from infra.cost.estimate import price, problems
+from infra.cost.table import render
+from infra.definition import Limits, StackDefinition, Variant
+from infra.loader import load
+from job.config import EXPERIMENTS
+
+ROOT = Path(__file__).parents[2]
+NOW = datetime(2026, 11, 25, tzinfo=UTC)
+CATALOG = load_catalog()
+WIDE = Limits(max_usd=Decimal(9000), max_hours=Decimal(9000))
+
+
+def shipped(stack: str) -> StackDefinition:
+    return load(ROOT / "stacks" / f"{stack}.yaml", now=NOW)
+
+
+def found(asked: StackDefinition, hours_left: float | None = None) -> Cheaper:
+    options = cheaper(asked, price(asked, CATALOG), CATALOG, hours_left=hours_left)
+    assert options is not None
+    return options
+
+
+def flat(bill: Bill, options: Cheaper) -> str:
+    return " ".join(render(bill, cheaper=options).split())
+
+
+@pytest.mark.parametrize("stack", sorted(EXPERIMENTS))
+def test_each_option_put_into_the_file_is_accepted_and_costs_what_was_said(stack: str, tmp_path: Path) -> None:
+    asked = shipped(stack)
+    mean = price(asked, CATALOG).chosen.needed_usd.mean
+    text = (ROOT / "stacks" / f"{stack}.yaml").read_text()
+    options = found(asked)
+    for row in options.rows:
+        file = tmp_path / f"{stack}.yaml"
+        written = re.sub(r"(?m)^  instance_types: .*$", f"  instance_types: [{row.type}]", text, count=1)
+        file.write_text(re.sub(r"(?m)^  capacity: [a-z-]+", f"  capacity: {row.capacity}", written, count=1))
+        there = load(file, now=NOW)
+        assert (there.fleet.instance_types, there.fleet.capacity) == ((row.type,), row.capacity)
+        bill = price(there, CATALOG, runs=compare.RUNS_SHOWN)
+        assert problems(there, bill) == []
+        assert row.usd is not None
+        same = bill.chosen.needed_usd
+        assert (same.p10, same.p50, same.p90) == (row.usd.p10, row.usd.p50, row.usd.p90)
+        assert abs(same.mean / row.usd.mean - 1) < Decimal("0.01")  # runs that need many nodes are carried on, not run
+        assert same.mean < mean * (1 - LEAST)
+
+
+def test_the_plan_of_sft_h100_has_options_at_half_its_price() -> None:
+    options = found(shipped("sft-h100"))
+    assert len(options.rows) == SHOWN
+    means = [row.usd.mean for row in options.rows if row.usd]
+    assert means == sorted(means)
+    assert means[0] < Decimal("98.68") / 2
+
+
+def test_a_type_that_passes_a_limit_is_counted_and_not_named() -> None:
+    asked = shipped("sft-h100")
+    held, free = found(asked), found(replace(asked, limits=WIDE))
+    slow = "g6e.2xlarge"  # 39 hours, where 16 are allowed
+    assert slow not in {row.type for row in held.rows}
+    assert slow in {row.type for row in free.rows}
+    assert held.beyond > 0
+    assert free.beyond == 0
+    assert SHOWN + free.more == len(held.rows) + held.more + held.beyond
+
+
+def test_a_type_that_misses_the_deadline_is_counted_and_not_named() -> None:
+    asked = shipped("sft-h100")
+    soon, later = found(asked, hours_left=5.0), found(asked)
+    assert [row.type for row in soon.rows] == ["p6-b200.48xlarge", "p5en.48xlarge"]  # 2 and 4 hours; the others take 10
+    assert len(soon.rows) + soon.more + soon.beyond == len(later.rows) + later.more + later.beyond
+
+
+def test_what_the_fleet_may_pick_already_is_no_option() -> None:
+    asked = definition(types=("g5.2xlarge", "g6.xlarge"))  # the bill stands on the dearer of the two
+    assert "g6.xlarge" in {row.type for row in found(definition()).rows}
+    assert "g6.xlarge" not in {row.type for row in found(asked).rows}
+
+
+def test_a_listed_type_is_one_with_the_other_capacity() -> None:
+    rows = found(definition(capacity="on-demand", max_usd="20")).rows
+    assert {row.capacity for row in rows} == {"spot"}
+    asked = definition(capacity="on-demand", types=tuple(row.type for row in rows), max_usd="20")
+    assert {row.type for row in found(asked).rows} == {row.type for row in rows}
+
+
+def test_several_nodes_are_compared_with_nothing() -> None:
+    asked = replace(definition(max_usd="20"), variant=Variant(nodes=2))
+    assert cheaper(asked, price(asked, CATALOG), CATALOG) is None
+
+
+def test_the_bill_names_them_and_where_all_are() -> None:
+    asked = shipped("sft-h100")
+    options = found(asked)
+    text = flat(price(asked, CATALOG), options)
+    (first, *_), more = options.rows, options.more
+    assert f"{first.type} on spot 8 x B200 4 " in text
+    assert f"{more} more within the limits, {options.beyond} cheaper ones pass a limit" in text
+    assert "all: `gpufleet compare sft-h100`." in text
+
+
+def test_a_bill_without_any_says_so() -> None:
+    asked = shipped("kernel-sft")
+    options = found(asked)
+    assert options.rows == ()
+    said = f"Cheaper for this work: none of {len(CATALOG.instances)} types within the limits"
+    assert f"{said}; all: `gpufleet compare kernel-sft`." in flat(price(asked, CATALOG), options)
+
+
+def test_a_scenarios_bill_names_the_comparison_of_that_scenario() -> None:
+    asked = replace(shipped("kernel-sft"), scenario="ours")
+    assert found(asked).command == "gpufleet compare kernel-sft --scenario ours"
