@@ -67,7 +67,7 @@ def _lines(review: Review) -> Iterator[str]:
         rules += ", and yours is not committed: commit it, or give it with `--policy policy.yaml`"
     yield (
         f"- `{review.base[:12]}` ({review.base_prices}) to `{review.head[:12]}` ({review.head_prices}); both sides are"
-        " priced with the gpufleet that made this review, datasets that are not prepared are assumed in size."
+        " priced with the gpufleet that made this review, the size of each dataset is assumed."
     )
     yield f"- Rules: {rules}. Bound: `limits.max_usd`, held against the p90 of finishing {AS_COUNTED}."
 

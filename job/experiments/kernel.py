@@ -113,7 +113,7 @@ class Kernel(Experiment):
         loss = super().evaluate(phase, step, module, rung)
         if self.config.data.curriculum != "off" and phase is self.phases[-1] and step < phase.last:
             assert self.module is not None
-            rates = kernel_stages.pass_rates(self, self.module)
+            rates = kernel_stages.pass_rates(self, self.module, tuning.of_weights(step, loss))
             self.progress["evaluations"].append([step, rates])
             half = sorted(task for task, rate in rates.items() if curriculum.LOW <= rate <= curriculum.HIGH)
             self.session.say(f"curriculum after step {step}: {', '.join(half) or 'no task'} between 20 and 80 %")

@@ -3,6 +3,7 @@
     final/                    bf16 weights of the last phase as published ones look, the tokenizer, meta.json
     stages/candidates.jsonl   one generated program a line (candidates-R.jsonl: rank R's share)
     stages/verdicts.jsonl     one verdict a line: row of the ablation, stage reached, reason, seconds, times
+    stages/tried.jsonl, stages/verdicts-tried.jsonl   the same of a curriculum's evaluations
     ablation.json             five rows: the full funnel, and without one or all of its extensions; and, compared, one
                               row with the curriculum and one without, over the same tasks and seeds
     results.json
@@ -33,7 +34,7 @@ from job.kernels import ablation, adversarial, answers, planted
 from job.kernels.catalog import TASKS, Task
 from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
-from job.kernels.verdict import Switches, Verdict
+from job.kernels.verdict import Verdict
 from job.kernels.worker import NoDeviceError, Workers
 from job.ledger import Ledger
 from job.models import decoder
@@ -80,64 +81,67 @@ def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[
     """Every candidate of the weights that `phase` ends with, in order; the missing ones are written now, by `module`.
     Raises Stopped, and ValueError where some are missing and the weights are gone.
     """
+    weights = tuning.of_weights(phase.last, kernel.progress["val_loss"][phase.name])
+    return _written(kernel, module, "candidates", phase.name, weights, kernel.config.generate.candidates)
+
+
+def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, float]:
+    """Per task, of a few candidates of the present weights, which go by that name. All ranks generate. Raises Stopped,
+    on all of them; what is written and judged by then is there for the next start.
+    """
+    session, name = kernel.session, "curriculum"
+    written = _written(kernel, module, "tried", name, weights, TRIED, salt=name)
+
+    def judged() -> dict[str, float]:
+        ledger = Ledger(session.workdir / "stages" / "verdicts-tried.jsonl")
+        look = partial(_look, kernel)
+        with _judge(kernel) as judge:
+            found = ablation.verify(judge, written, ledger, rows=[ablation.FULL], check=look, say=session.say)
+        correct = [verdict.task for verdict in found[ablation.FULL] if verdict.passed]  # however fast
+        return {task.name: correct.count(task.name) / TRIED for task in TASKS[: kernel.config.generate.tasks]}
+
+    return session.world.agree(_by_the_first(session, judged) or {})
+
+
+def _written(
+    kernel: KernelRun, module: Decoder | None, file: str, name: str, weights: str, each: int, *, salt: str = ""
+) -> list[Candidate]:
+    """`each` candidates of every task, in order, from stages/`file`*.jsonl, where those of other weights do not count;
+    the missing ones are written now. Raises as `candidates` does.
+    """
     session, config = kernel.session, kernel.config.generate
     folder, rank = session.workdir / "stages", session.world.rank
-    wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(config.candidates)]
-    ledger = Ledger(folder / ("candidates.jsonl" if rank == 0 else f"candidates-{rank}.jsonl"))
-    weights = tuning.of_weights(phase.last, kernel.progress["val_loss"][phase.name])
+    wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(each)]
+    ledger = Ledger(folder / (f"{file}.jsonl" if rank == 0 else f"{file}-{rank}.jsonl"))
     session.world.barrier()  # nobody's last line is half written now
-    known = _known(folder, weights)
+    known = _known(folder, file, weights)
     session.world.barrier()
-    missing = [pair for pair in wanted if _name(phase.name, *pair) not in known]
+    missing = [pair for pair in wanted if _name(name, *pair) not in known]
 
     def keep(part: list[Pair], texts: list[str]) -> None:
         for pair, text in zip(part, texts, strict=True):
-            name, task = _name(phase.name, *pair), pair[0].name
+            one, task = _name(name, *pair), pair[0].name
             ledger.append(
-                {"name": name, "weights": weights, "task": task, "source": answers.program(text), "answer": text}
+                {"name": one, "weights": weights, "task": task, "source": answers.program(text), "answer": text}
             )
 
     if missing:
         if module is None:
             raise ValueError(
-                f"{folder}: {len(missing)} candidates of {phase.name} are missing and its weights are gone: "
+                f"{folder}: {len(missing)} candidates of {name} are missing and its weights are gone: "
                 "start the run anew, under another run id"
             )
         session.say(
-            f"{phase.name}: generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} "
-            "tokens each"
+            f"{name}: generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} tokens each"
         )
-        _generate_share(kernel, module, missing, "", keep, phase.name)
-        known = _known(folder, weights)
-    return [known[_name(phase.name, *pair)] for pair in wanted]
+        _generate_share(kernel, module, missing, salt, keep, name)
+        known = _known(folder, file, weights)
+    return [known[_name(name, *pair)] for pair in wanted]
 
 
-def pass_rates(kernel: KernelRun, module: Decoder) -> dict[str, float]:
-    """Per task, of a few candidates of the present weights. All ranks generate. Raises Stopped, on all of them."""
-    session, tasks = kernel.session, TASKS[: kernel.config.generate.tasks]
-    own: list[tuple[str, int, str]] = []
-
-    def keep(part: list[Pair], texts: list[str]) -> None:
-        own.extend((task.name, number, text) for (task, number), text in zip(part, texts, strict=True))
-
-    wanted = [(task, number) for task in tasks for number in range(TRIED)]
-    _generate_share(kernel, module, wanted, "curriculum", keep, "curriculum")
-    written = [one for share in session.world.every(own) for one in share]
-
-    def judged() -> dict[str, float]:
-        sources = [_candidate(f"tried-{task}-{number}", task, answers.program(text)) for task, number, text in written]
-        verdicts: list[Verdict] = []
-        with _judge(kernel) as judge:
-            judge.all(sources, Switches(), "curriculum", verdicts.append, partial(_look, kernel))
-        correct = [verdict.task for verdict in verdicts if verdict.passed]  # however fast
-        return {task.name: correct.count(task.name) / TRIED for task in tasks}
-
-    return session.world.agree(_by_the_first(session, judged) or {})
-
-
-def _known(folder: Path, weights: str) -> dict[str, Candidate]:
+def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
     """Those of these weights, from the files of all ranks."""
-    entries = [entry for path in sorted(folder.glob("candidates*.jsonl")) for entry in Ledger(path).entries]
+    entries = [entry for path in sorted(folder.glob(f"{file}*.jsonl")) for entry in Ledger(path).entries]
     return {
         entry["name"]: _candidate(entry["name"], entry["task"], entry["source"])
         for entry in entries

@@ -22,9 +22,11 @@ from job.experiments import kernel_stages
 from job.experiments.kernel import Kernel
 from job.kernels import curriculum
 from job.kernels.catalog import BY_NAME, TASKS
+from job.kernels.funnel import digest
 from job.kernels.planted import Candidate
 from job.kernels.verdict import Course, Switches
 from job.train import step
+from job.train.parallel import World
 from job.train.requests import Requests, Stop
 
 pytestmark = pytest.mark.usefixtures("one_judge")
@@ -59,7 +61,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half of leaky_relu's attempts succeed after the first epoch, whatever was written."""
     workdir = make(tmp_path_factory.mktemp("compared"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_stages, "pass_rates", lambda kernel, module: RATES)
+        patch.setattr(kernel_stages, "pass_rates", lambda *_: RATES)
         assert world.train(workdir) == 0
     return workdir
 
@@ -208,7 +210,7 @@ def test_the_second_epoch_draws_more_of_what_is_half_mastered(tmp_path: Path, mo
         return drawn(weight, seed=seed, epoch=epoch, begun=begun)
 
     monkeypatch.setattr(curriculum, "order", watched)
-    monkeypatch.setattr(kernel_stages, "pass_rates", lambda kernel, module: RATES)
+    monkeypatch.setattr(kernel_stages, "pass_rates", lambda *_: RATES)
     workdir = make(tmp_path, "on", generate={"candidates": 1})
     assert world.train(workdir, StopAt(workdir, 7)) == 75  # after the evaluation
     assert world.train(workdir) == 0
@@ -239,12 +241,18 @@ def test_between_epochs_the_model_generates_outside_of_compiled_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where each block has one graph for each shape, and more than eight of them are an error."""
-    within, tokens = step.compiled, 12
+    within = step.compiled
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(step, "compiled", lambda module, device, **named: within(module, torch.device("cuda"), **named))
-    workdir = make(tmp_path, "on", generate={"tasks": 1, "candidates": 1, "max_tokens": tokens})
-    assert world.train(workdir, StopAt(workdir, 6 + tokens + 2)) == 75  # after the evaluation
-    assert [record["step"] for record in world.records(workdir)][-1] > 4
+    workdir = make(tmp_path, "on", generate={"tasks": 1, "candidates": 1, "max_tokens": 12})
+
+    class StopAfterTheEvaluation(Requests):  # how often the funnel looks before, a clock decides
+        def stop(self) -> Stop | None:
+            logged = (workdir / "metrics.jsonl").exists() and world.records(workdir)
+            return Stop(reason="test", save=True) if logged and logged[-1]["step"] > 4 else None
+
+    assert world.train(workdir, StopAfterTheEvaluation(workdir)) == 75
+    assert world.records(workdir)[-1]["step"] > 4
 
 
 @pytest.mark.parametrize("mode", ["on", "compare"])
@@ -254,7 +262,7 @@ def test_a_curriculum_of_one_epoch_is_refused(mode: str) -> None:
     assert "2 or more" in problem[1]
 
 
-def test_what_timing_rejects_is_not_mastered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_timing_rejects_is_not_mastered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four tried per task, all right on every input: one of relu's lies about its time."""
 
     def written(kernel: Any, module: Any, wanted: Any, salt: str, keep: Any, name: str) -> None:
@@ -263,14 +271,40 @@ def test_what_timing_rejects_is_not_mastered(monkeypatch: pytest.MonkeyPatch) ->
     class Judge:
         def all(self, sources: list[Candidate], switches: Switches, row: str, done: Any, check: Any) -> None:
             for one in sources:
-                course = Course(one, switches, row, "", stage=5)
-                done(course.verdict("its clock" if one.name == "tried-relu-0" else None))
+                course = Course(one, switches, row, digest(one.source), stage=5)
+                done(course.verdict("its clock" if one.name == "curriculum-relu-0" else None))
 
     monkeypatch.setattr(kernel_stages, "_generate_share", written)
     monkeypatch.setattr(kernel_stages, "_judge", lambda kernel: nullcontext(Judge()))
-    world = SimpleNamespace(first=True, every=lambda own: [own], agree=lambda found: found)
-    made: Any = SimpleNamespace(config=kernel.typed(), session=SimpleNamespace(world=world, say=print))
-    assert kernel_stages.pass_rates(made, None) == {"relu": 0.75, "leaky_relu": 1.0}  # type: ignore[arg-type]
+    session = SimpleNamespace(world=World(), say=print, workdir=tmp_path)
+    made, module = SimpleNamespace(config=kernel.typed(), session=session), SimpleNamespace()
+    assert kernel_stages.pass_rates(made, module, "4 1.0") == {"relu": 0.75, "leaky_relu": 1.0}  # type: ignore[arg-type]
+
+
+def test_what_is_tried_before_a_stop_is_neither_written_nor_judged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight are tried, two at once, each of six tokens: a stop at the ninth token, then one after the third verdict."""
+    monkeypatch.setattr(kernel_stages, "AT_ONCE", 2)
+    workdir = make(tmp_path, "on", generate={"candidates": 1})
+    assert world.train(workdir, StopAt(workdir, 4 + 8)) == 75
+    written = kernel.lines(workdir, "tried")
+    assert len(written) == 2
+
+    class StopOnceJudged(Requests):
+        def stop(self) -> Stop | None:
+            return Stop(reason="test", save=True) if len(kernel.lines(workdir, "verdicts-tried")) >= 3 else None
+
+    assert world.train(workdir, StopOnceJudged(workdir)) == 75
+    assert kernel.lines(workdir, "tried")[:2] == written
+    judged = kernel.lines(workdir, "verdicts-tried")
+    assert 3 <= len(judged) < 8
+    assert world.train(workdir) == 0
+    assert len({line["name"] for line in kernel.lines(workdir, "tried")}) == len(kernel.lines(workdir, "tried")) == 8
+    again = kernel.lines(workdir, "verdicts-tried")
+    assert again[: len(judged)] == judged
+    assert len({line["candidate"] for line in again}) == len(again) == 8
+    assert kernel.results(workdir)["curriculum"]["evaluations"] == [[4, {"relu": 0.0, "leaky_relu": 0.0}]]
 
 
 def refused(workdir: Path) -> str:
