@@ -22,7 +22,7 @@ from infra.cost.estimate import problems
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find
-from infra.pricing import bill_of, cheaper_than, prepared_dataset
+from infra.pricing import bill_and_cheaper, bill_of, prepared_dataset
 from infra.readiness import not_ready
 from infra.run_guard import Previous, Verdict, judge
 from infra.selected import Selected
@@ -37,7 +37,7 @@ class Plan:
 
     definition: StackDefinition
     bill: Bill
-    cheaper: Cheaper | None  # what would do the same for less; None for a run that has begun: it is where it is
+    cheaper: Cheaper | None  # what would do the same for less; None for a run that has begun
     verdict: Verdict
     archive: archive.Archive
     dataset: DatasetManifest | None  # None: an s3:// prefix, or not prepared yet
@@ -114,7 +114,10 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         now=now,
     )
     catalog = load_catalog(root)
-    bill = bill_of(definition, root, catalog)
+    if verdict.continues:  # it is where it is
+        bill, options = bill_of(definition, root, catalog), None
+    else:
+        bill, options = bill_and_cheaper(definition, root, catalog, now=now)
     found, late = problems(definition, bill), ""
     if not verdict.continues:  # what is done of a run that has begun is not known here
         found += limits.deadline_problems(definition, bill, now)
@@ -124,7 +127,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     return Plan(
         definition=definition,
         bill=bill,
-        cheaper=None if verdict.continues else cheaper_than(bill, definition, root, catalog, now=now),
+        cheaper=options,
         verdict=verdict,
         archive=code,
         dataset=dataset,

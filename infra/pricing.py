@@ -11,13 +11,16 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from infra import policy
 from infra.calibration import find_all
 from infra.catalog import Catalog
 from infra.cost.bill import Bill
 from infra.cost.cheaper import Cheaper, cheaper
+from infra.cost.compare_rows import Row
 from infra.cost.estimate import price
 from infra.cost.hazard import learn
 from infra.cost.options import Footing
+from infra.cost.side import Hazards
 from infra.definition import StackDefinition
 from infra.receipts import observations
 from job import sizing
@@ -33,6 +36,40 @@ def bill_of(
     but: Sequence[Path] = (),
 ) -> Bill:
     """The bill, with what lies under `root`. `but`: traces that must not teach it. Raises as price()."""
+    return _priced(definition, root, catalog, learn(observations(root, but=but)), not_ready)
+
+
+def bill_and_cheaper(
+    definition: StackDefinition, root: Path, catalog: Catalog, *, now: datetime, not_ready: Sequence[str] = ()
+) -> tuple[Bill, Cheaper | None]:
+    """The bill, and what would do its work for less: within the limits, by the rules of the project's policy.yaml.
+    Raises as price() and policy.of().
+    """
+    hazards = learn(observations(root))
+    bill = _priced(definition, root, catalog, hazards, not_ready)
+    rules, facts = policy.of(root), policy.facts(definition, bill)
+
+    def allowed(row: Row) -> bool:
+        usd_p90 = None if row.usd is None else row.usd.p90
+        of_row = replace(facts, instance_types=(row.type,), capacity=row.capacity, usd_p90=usd_p90)
+        return rules is None or not policy.broken(rules, of_row)
+
+    deadline = definition.limits.deadline
+    options = cheaper(
+        definition,
+        bill,
+        catalog,
+        hours_left=None if deadline is None else (deadline - now).total_seconds() / 3600,
+        hazards=hazards,
+        found=lambda work: footing(work, root, catalog),
+        allowed=allowed,
+    )
+    return bill, options
+
+
+def _priced(
+    definition: StackDefinition, root: Path, catalog: Catalog, hazards: Hazards, not_ready: Sequence[str]
+) -> Bill:
     found = footing(definition, root, catalog)
     return price(
         found.definition,
@@ -40,22 +77,7 @@ def bill_of(
         dataset_bytes=found.dataset_bytes,
         not_ready=not_ready,
         calibrations=found.calibrations,
-        hazards=learn(observations(root, but=but)),
-    )
-
-
-def cheaper_than(
-    bill: Bill, definition: StackDefinition, root: Path, catalog: Catalog, *, now: datetime
-) -> Cheaper | None:
-    """What would do the work of the definition's bill for less, by the same prices, calibrations and hazards."""
-    deadline = definition.limits.deadline
-    return cheaper(
-        definition,
-        bill,
-        catalog,
-        hours_left=None if deadline is None else (deadline - now).total_seconds() / 3600,
-        hazards=learn(observations(root)),
-        found=lambda work: footing(work, root, catalog),
+        hazards=hazards,
     )
 
 

@@ -160,7 +160,8 @@ class Watch:
 
     def _written(self, view: NodeView) -> int:
         """Lines that the stages after training have added on this node."""
-        lines = sum(len(_new(path, 0)) for path in _found(view, "stages/*.jsonl"))
+        after = (path for path in _found(view, "stages/*.jsonl") if "tried" not in path.name)  # a curriculum's: within
+        lines = sum(len(_new(path, 0)) for path in after)
         if lines != view.results:
             view.results, self._news = lines, time.monotonic()
         if view.stage_lines is None and view.lines:

@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=found)
     ended = outcomes.read(root, definition.name)
     listed = [replace(row, outcome=outcomes.of(row, ended)) for row in listed]
-    rows = compare.every_option(definition, asked, catalog, hours_left=left, hazards=hazards, found=found)
+    whose = asked[0] if args.scenario else definition  # its region is where all are compared
+    rows = compare.every_option(whose, asked, catalog, hours_left=left, hazards=hazards, found=found)
     rows = compare.refined(rows, hours_left=left)
     edge = compare.frontier(rows)
     default = _default(definition, variants, listed)
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             from infra.cost import plot
 
             own = [row for row in rows if name in row.scenario.split(", ")]
-            title = f"{definition.name}, {name}: cost against time in {definition.fleet.region}"
+            title = f"{definition.name}, {name}: cost against time in {whose.fleet.region}"
             plot.draw(own, compare.frontier(own), title, args.plot)
         except ImportError as error:
             raise GpufleetError(f"a picture needs matplotlib ({error}): pip install -e '.[rehearsal]'") from error
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             raise GpufleetError(f"--plot {args.plot} cannot be written: {error.strerror}") from error
     switched = _policy(rows, name, left)
     if args.json:
-        tree = _tree(definition, listed, rows, edge, switched[0] if switched else None)
+        tree = _tree(whose, listed, rows, edge, switched[0] if switched else None)
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
     else:
         if args.matrix:

@@ -21,7 +21,7 @@ from infra.cost.table import render
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import project_root
-from infra.pricing import bill_of, cheaper_than
+from infra.pricing import bill_and_cheaper
 from infra.readiness import not_ready
 from infra.receipts import score
 from infra.scenarios import scenario
@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     rules = policy.of(root) or policy.Policy()
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     catalog = load_catalog()
-    bill = bill_of(definition, root, catalog, not_ready=missing)
-    options = cheaper_than(bill, definition, root, catalog, now=now)
+    bill, options = bill_and_cheaper(definition, root, catalog, now=now, not_ready=missing)
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and record.cheaper(options)}
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")

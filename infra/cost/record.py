@@ -114,6 +114,7 @@ def cheaper(found: Cheaper) -> dict[str, Any]:
                 "gpus_used": row.ranks,
                 "usd": row.usd and quantiles(row.usd),
                 "hours": row.hours and quantiles(row.hours),
+                "basis": row.basis,
             }
             for row in found.rows
         ],

@@ -113,22 +113,22 @@ def _other(bill: Bill, other: Side | None) -> tuple[str, ...]:
 
 
 def _cheaper(found: Cheaper) -> Iterator[str]:
-    beyond = f"{found.beyond} cheaper ones pass a limit of the file or miss its deadline" if found.beyond else ""
+    beyond = f"{counted(found.beyond, 'cheaper one')} beyond a limit or rule" if found.beyond else ""
     if not found.rows:
         others = f"; {beyond}" if beyond else ""
-        yield from wrap(
-            f"Cheaper for this work: none of {found.types} types within the limits{others}; all: `{found.command}`."
-        )
+        yield from wrap(f"No other type does this work for less{others}; all: `{found.command}`.")
         return
-    heads = ("cheaper for this work", "GPUs", "used", "USD p50", "USD p90", "hours")
+    heads = ("cheaper to finish this work", "GPUs", "used", "USD p50", "USD p90", "hours")
     rows = []
     for row in found.rows:
         assert row.usd is not None
         assert row.hours is not None
         place = "on spot" if row.capacity == "spot" else "on demand"
-        usd = _row(f"{row.type} {place}", row.usd)
+        usd = _row(f"{row.type} {place}{' *' if row.type in found.assumed else ''}", row.usd)
         rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}"))
     yield from table(heads, rows, right=range(2, 6))
+    if found.assumed:
+        yield "* at an assumed speed; the bill's own is measured"
     more = f"{found.more} more within the limits" if found.more else ""
     others = ", ".join(filter(None, (more, beyond)))
     yield from wrap(f"{f'{others}; all: ' if others else 'All: '}`{found.command}`.")

@@ -87,10 +87,10 @@ def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[
 
 def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, float]:
     """Per task, of a few candidates of the present weights, which go by that name. All ranks generate. Raises Stopped,
-    on all of them; what is written and judged by then is there for the next start.
+    on all of them; what is written and judged by then is there for the next start that finds the same weights.
     """
-    session, name = kernel.session, "curriculum"
-    written = _written(kernel, module, "tried", name, weights, TRIED, salt=name)
+    session, prefix = kernel.session, "curriculum"
+    written = _written(kernel, module, "tried", prefix, weights, TRIED, salt=prefix)
 
     def judged() -> dict[str, float]:
         ledger = Ledger(session.workdir / "stages" / "verdicts-tried.jsonl")
@@ -104,10 +104,10 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
 
 
 def _written(
-    kernel: KernelRun, module: Decoder | None, file: str, name: str, weights: str, each: int, *, salt: str = ""
+    kernel: KernelRun, module: Decoder | None, file: str, prefix: str, weights: str, each: int, *, salt: str = ""
 ) -> list[Candidate]:
     """`each` candidates of every task, in order, from stages/`file`*.jsonl, where those of other weights do not count;
-    the missing ones are written now. Raises as `candidates` does.
+    the missing ones are written now. Their names begin with `prefix`. Raises as `candidates` does.
     """
     session, config = kernel.session, kernel.config.generate
     folder, rank = session.workdir / "stages", session.world.rank
@@ -116,27 +116,27 @@ def _written(
     session.world.barrier()  # nobody's last line is half written now
     known = _known(folder, file, weights)
     session.world.barrier()
-    missing = [pair for pair in wanted if _name(name, *pair) not in known]
+    missing = [pair for pair in wanted if _name(prefix, *pair) not in known]
 
     def keep(part: list[Pair], texts: list[str]) -> None:
         for pair, text in zip(part, texts, strict=True):
-            one, task = _name(name, *pair), pair[0].name
+            name, task = _name(prefix, *pair), pair[0].name
             ledger.append(
-                {"name": one, "weights": weights, "task": task, "source": answers.program(text), "answer": text}
+                {"name": name, "weights": weights, "task": task, "source": answers.program(text), "answer": text}
             )
 
     if missing:
         if module is None:
             raise ValueError(
-                f"{folder}: {len(missing)} candidates of {name} are missing and its weights are gone: "
+                f"{folder}: {len(missing)} candidates of {prefix} are missing and its weights are gone: "
                 "start the run anew, under another run id"
             )
         session.say(
-            f"{name}: generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} tokens each"
+            f"{prefix}: generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} tokens each"
         )
-        _generate_share(kernel, module, missing, salt, keep, name)
+        _generate_share(kernel, module, missing, salt, keep, prefix)
         known = _known(folder, file, weights)
-    return [known[_name(name, *pair)] for pair in wanted]
+    return [known[_name(prefix, *pair)] for pair in wanted]
 
 
 def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:

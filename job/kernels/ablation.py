@@ -54,18 +54,19 @@ def verify(
     """Verdicts per row, in the order of `candidates`. Those in the ledger are taken from it, new ones appended as they
     fall. `check` is called between candidates and may raise. `rows` begins with the full one.
     """
-    names = {candidate.name for candidate in candidates}
     known = {(v.row, v.candidate, v.source_sha256): v for v in map(Verdict.from_json, ledger.entries)}
 
     def keep(verdict: Verdict) -> None:
         ledger.append(verdict.to_json())
         known[verdict.row, verdict.candidate, verdict.source_sha256] = verdict
-        there = sum(row == verdict.row and name in names for row, name, _ in known)
+        there = sum(key(verdict.row, candidate) in known for candidate in candidates)
         if there % SPOKEN == 0 or there == len(candidates):  # a silent job is taken for a stuck one
             say(f"funnel, {verdict.row}: {there} of {len(candidates)} judged")
 
+    hashes = {candidate.name: digest(candidate.source) for candidate in candidates}
+
     def key(row: str, candidate: Candidate) -> tuple[str, str, str]:
-        return row, candidate.name, digest(candidate.source)
+        return row, candidate.name, hashes[candidate.name]
 
     for row in rows:
         waiting = [candidate for candidate in candidates if key(row, candidate) not in known]

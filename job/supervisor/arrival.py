@@ -96,7 +96,7 @@ def stage(this: Underway) -> None:
     staging.inputs(_staging(this))
     _resume(this)
     if lines := _patiently(this, this.publisher.stages.restore, stages.FOLDER):
-        this.say(f"{lines} results of the stages after training are there already")
+        this.say(f"{lines} results of its stages are there already")
     this.graphs.restore(lambda: _check(this))
     _check(this)
 

@@ -1,4 +1,4 @@
-"""What the stages after training have finished so far: <workdir>/stages/*.jsonl, mirrored to <run>/stages/.
+"""What the stages within and after training have finished so far: <workdir>/stages/*.jsonl, mirrored to <run>/stages/.
 
 A stage appends one JSON object per line and never changes a line, so a line that is in the store is work that no later
 attempt repeats. S3 cannot append: a file that grew is sent anew as a whole, up to its last whole line.

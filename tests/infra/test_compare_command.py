@@ -137,6 +137,21 @@ def test_a_scenario_is_suggested_only_where_there_are_several(
     assert "--scenario" not in said
 
 
+def test_a_scenario_of_another_region_is_compared_there_where_it_alone_is_asked_for(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project / "stacks" / "two-tower.yaml"
+    elsewhere = "  elsewhere:\n    fleet: {region: us-west-2, zones: [us-west-2a, us-west-2b]}\n"
+    path.write_text(path.read_text().replace("\nscenarios:", f"\nscenarios:\n{elsewhere}".rstrip(), 1))
+    found = printed(capsys, "compare", "two-tower", "--scenario", "elsewhere")
+    west = {(row["type"], row["capacity"]): row["usd"] for row in found["options"]}
+    everything = printed(capsys, "compare", "two-tower")
+    own = [row for row in everything["options"] if "elsewhere" in row["scenario"]]
+    east = {(row["type"], row["capacity"]): row["usd"] for row in own}
+    assert (found["region"], everything["region"]) == ("us-west-2", "us-east-2")
+    assert west["g5.xlarge", "spot"] != east["g5.xlarge", "spot"]
+
+
 @pytest.mark.parametrize("within", ["nan", "inf", "1e300", "0", "-1", "24h"])
 def test_hours_that_no_run_could_be_done_in_are_refused(capsys: pytest.CaptureFixture[str], within: str) -> None:
     with pytest.raises(SystemExit) as ended:

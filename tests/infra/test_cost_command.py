@@ -45,7 +45,7 @@ def test_it_prints_the_bill(project: Path, capsys: pytest.CaptureFixture[str]) -
     assert printed.startswith(f"{STACK}, run ")
     assert "total = p50" in printed
     assert "the size of the dataset is assumed" in printed
-    assert "cheaper for this work" in printed
+    assert "cheaper to finish this work" in printed
 
 
 def test_its_json_has_what_is_cheaper(every_stack: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from job.kernels import ablation, curriculum
 from job.kernels.ablation import carried, line
+from job.kernels.funnel import digest
+from job.kernels.planted import Candidate
 from job.kernels.statistics import fast_p, interval, paired_interval, pass_at_k, share_interval
-from job.kernels.verdict import Verdict
+from job.kernels.verdict import Course, Switches, Verdict
+from job.ledger import Ledger
 
 
 def test_pass_at_k_is_the_hand_computed_chance() -> None:
@@ -185,3 +190,22 @@ def test_two_trainings_are_compared_task_by_task() -> None:
     assert said[0] == "row pass@1 gained pass@1 pass@10 fast 1.0 fast 1.2 s/candidate untimed"
     assert said[1] == "uniform - 0.250 - 0.250 0.000 2.000 0"
     assert said[2] == "adaptive -0.158 to +1.000 0.750 - 0.750 0.000 2.000 0"
+
+
+def test_verdicts_of_another_source_under_a_name_are_not_counted_as_judged(tmp_path: Path) -> None:
+    """An evaluation that is made anew gives its candidates the names of the one before."""
+
+    class Judge:
+        def all(self, candidates: list[Candidate], switches: Switches, row: str, done: Any, check: Any) -> None:
+            for one in candidates:
+                done(Course(one, switches, row, digest(one.source), stage=1).verdict("nothing"))
+
+    said: list[str] = []
+    ledger = Ledger(tmp_path / "verdicts.jsonl")
+    for text in ("one", "two"):
+        tried = [
+            Candidate(name=str(number), task="relu", source=text * number, origin="generated", label="")
+            for number in (1, 2)
+        ]
+        ablation.verify(Judge(), tried, ledger, rows=[ablation.FULL], check=lambda: None, say=said.append)  # type: ignore[arg-type]
+    assert said == ["funnel, full: 2 of 2 judged"] * 2
