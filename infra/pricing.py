@@ -47,7 +47,8 @@ def bill_and_cheaper(
     """
     hazards = learn(observations(root))
     bill = _priced(definition, root, catalog, hazards, not_ready)
-    rules, facts = policy.of(root), policy.facts(definition, bill)
+    rules = None if definition.variant.only_priced else policy.of(root)  # nor is its bill held against them
+    facts = policy.facts(definition, bill)
 
     def allowed(row: Row) -> bool:
         usd_p90 = None if row.usd is None else row.usd.p90
