@@ -1,4 +1,5 @@
-"""The funnel's throughput against what its stages need: `python bench/funnel.py > bench/results/funnel.md`.
+"""The funnel's throughput against what its stages need: `python bench/funnel.py` prints what is in
+bench/results/funnel.md below its first paragraph.
 
 Each one is compiled for a GPU, and interpreted. The bar: candidates per second within 20 % of cores / (CPU seconds
 of the stages per candidate). Others may work on the same cores: their CPU time is taken from what was there to use, so

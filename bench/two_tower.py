@@ -1,4 +1,5 @@
-"""Speed of two-tower's joint step: `python bench/two_tower.py > bench/results/two_tower.md`.
+"""Speed of two-tower's joint step: `python bench/two_tower.py` prints what is in the first table of
+bench/results/two_tower.md.
 
 All ten folds at once against a loop over the same ten models, step by step in turn in one run, at 443 queries x 1131
 models, dropout off and on. A step is forward, backward, clipping per fold and AdamW. The loop is as good as the joint

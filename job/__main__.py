@@ -12,7 +12,7 @@ environment, set by the node script; without it a run of this machine alone:
 exit codes:
   0   the run is over: finished, or a limit was reached; done.json says which
   70  it failed for good: run.json is not accepted, or the trainer's fatal.json says why
-  71  the pre-flight refused this machine: another may go on
+  71  this machine is refused (GPUs, pre-flight, bytes that arrive wrong): another may go on
   75  interrupted, the newest checkpoint published where there was time: go on elsewhere, not here
   any other: a crash; the next attempt goes on from the newest checkpoint
 """
