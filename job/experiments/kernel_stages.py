@@ -121,9 +121,11 @@ def _written(
     def keep(part: list[Pair], texts: list[str]) -> None:
         for pair, text in zip(part, texts, strict=True):
             name, task = _name(prefix, *pair), pair[0].name
-            ledger.append(
-                {"name": name, "weights": weights, "task": task, "source": answers.program(text), "answer": text}
-            )
+            entry = {"name": name, "weights": weights, "task": task, "source": answers.program(text), "answer": text}
+            try:
+                ledger.append(entry)
+            except OSError as error:  # a full disk, on which the funnel could not judge either
+                raise NodeRefusedError(f"{ledger.path} cannot be written: {error.strerror}") from error
 
     if missing:
         if module is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from job.kernels.catalog import BY_NAME, TASKS
 from job.kernels.funnel import digest
 from job.kernels.planted import Candidate
 from job.kernels.verdict import Course, Switches
+from job.ledger import Ledger
 from job.train import step
 from job.train.parallel import World
 from job.train.requests import Requests, Stop
@@ -305,6 +308,17 @@ def test_what_is_tried_before_a_stop_is_neither_written_nor_judged_again(
     assert again[: len(judged)] == judged
     assert len({line["candidate"] for line in again}) == len(again) == 8
     assert kernel.results(workdir)["curriculum"]["evaluations"] == [[4, {"relu": 0.0, "leaky_relu": 0.0}]]
+
+
+def test_a_disk_that_is_full_when_the_model_is_tried_refuses_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(ledger: Ledger, entry: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Ledger, "append", full)
+    assert world.train(make(tmp_path, "on", generate={"candidates": 1})) == 71
+    assert "tried.jsonl cannot be written: No space left on device" in capsys.readouterr().out
 
 
 def refused(workdir: Path) -> str:
