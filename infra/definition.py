@@ -97,6 +97,10 @@ class Limits:
     max_hours: Decimal
     deadline: datetime | None = None  # absolute, UTC; None = creation + max_hours + 24 h
 
+    def hours_left(self, now: datetime) -> float | None:
+        """Until the deadline, negative once it has passed; None without one."""
+        return None if self.deadline is None else (self.deadline - now).total_seconds() / 3600
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import job
+from infra import policy
 from infra.boot import archive, run_config, user_data
 from infra.catalog import load_catalog
 from infra.cost import limits, record
@@ -117,7 +118,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     if verdict.continues:  # it is where it is
         bill, options = bill_of(definition, root, catalog), None
     else:
-        bill, options = bill_and_cheaper(definition, root, catalog, now=now)
+        bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=policy.of(root))
     found, late = problems(definition, bill), ""
     if not verdict.continues:  # what is done of a run that has begun is not known here
         found += limits.deadline_problems(definition, bill, now)

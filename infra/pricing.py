@@ -40,27 +40,31 @@ def bill_of(
 
 
 def bill_and_cheaper(
-    definition: StackDefinition, root: Path, catalog: Catalog, *, now: datetime, not_ready: Sequence[str] = ()
+    definition: StackDefinition,
+    root: Path,
+    catalog: Catalog,
+    *,
+    now: datetime,
+    rules: policy.Policy | None,
+    not_ready: Sequence[str] = (),
 ) -> tuple[Bill, Cheaper | None]:
-    """The bill, and what would do its work for less: within the limits, by the rules of the project's policy.yaml.
-    Raises as price() and policy.of().
-    """
+    """The bill, and what would do its work for less: within the limits and the project's `rules`. Raises as price()."""
     hazards = learn(observations(root))
     bill = _priced(definition, root, catalog, hazards, not_ready)
-    rules = None if definition.variant.only_priced else policy.of(root)  # nor is its bill held against them
     facts = policy.facts(definition, bill)
+    if definition.variant.only_priced:  # nor is its bill held against them
+        rules = None
 
     def allowed(row: Row) -> bool:
         usd_p90 = None if row.usd is None else row.usd.p90
         of_row = replace(facts, instance_types=(row.type,), capacity=row.capacity, usd_p90=usd_p90)
         return rules is None or not policy.broken(rules, of_row)
 
-    deadline = definition.limits.deadline
     options = cheaper(
         definition,
         bill,
         catalog,
-        hours_left=None if deadline is None else (deadline - now).total_seconds() / 3600,
+        hours_left=definition.limits.hours_left(now),
         hazards=hazards,
         found=lambda work: footing(work, root, catalog),
         allowed=allowed,

@@ -112,11 +112,9 @@ def _hours(text: str) -> float:
 def _hours_left(within: float | None, definition: StackDefinition, now: datetime) -> float | None:
     if within is not None:
         return within
-    if definition.limits.deadline is None:
-        return None
-    left = (definition.limits.deadline - now).total_seconds() / 3600
-    if left <= 0:
-        raise GpufleetError(f"limits.deadline, {stamp(definition.limits.deadline)}, has passed; move it")
+    left, deadline = definition.limits.hours_left(now), definition.limits.deadline
+    if left is not None and deadline is not None and left <= 0:
+        raise GpufleetError(f"limits.deadline, {stamp(deadline)}, has passed; move it")
     return left
 
 

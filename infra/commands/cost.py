@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     rules = policy.of(root) or policy.Policy()
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     catalog = load_catalog()
-    bill, options = bill_and_cheaper(definition, root, catalog, now=now, not_ready=missing)
+    bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and record.cheaper(options)}
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")

@@ -82,10 +82,9 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
 
 def deadline_warning(definition: StackDefinition, bill: Bill, now: datetime) -> str:
     """Which share of the simulated runs misses the deadline, waits for capacity counted; nothing below 1 %."""
-    deadline = definition.limits.deadline
-    if bill.only_priced or deadline is None:
+    left_h = definition.limits.hours_left(now)
+    if bill.only_priced or left_h is None:
         return ""
-    left_h = _hours(deadline - now)
     late = float((bill.chosen.needed.wall_hours + bill.chosen.exposure.reserve_h > left_h).mean())
     if late < 0.01:
         return ""

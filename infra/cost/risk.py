@@ -149,9 +149,14 @@ class Outcome:
 
 
 def quantiles(values: Floats) -> tuple[float, float, float, float]:
-    """p10, p50, p90, mean."""
-    p10, p50, p90 = np.quantile(values, (0.1, 0.5, 0.9))
-    return float(p10), float(p50), float(p90), float(values.mean())
+    """p10, p50, p90, mean. As np.quantile interpolates, which imports numpy.ma: 15 ms of a cold start."""
+    last, mean = len(values) - 1, float(values.mean())
+    if not last:
+        return mean, mean, mean, mean
+    places = [(min(int(share * last), last - 1), share * last) for share in (0.1, 0.5, 0.9)]
+    ordered = np.partition(values, [at + step for at, _ in places for step in (0, 1)])
+    p10, p50, p90 = (float(ordered[at] + (ordered[at + 1] - ordered[at]) * (place - at)) for at, place in places)
+    return p10, p50, p90, mean
 
 
 def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> Outcome:

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
-import numpy as np
-
 from infra.catalog import Catalog, Price
 from infra.cost import lines, options, risk
 from infra.cost.cadence import Cadence, optimal
-from infra.cost.hazard import HAZARD_WORDS, Floats, Hazard, Key, find
+from infra.cost.hazard import HAZARD_WORDS, Hazard, Key, find
 from infra.cost.lines import Line
 from infra.cost.options import TypeCost
 from infra.cost.runtime import Runtime
@@ -250,21 +248,9 @@ def _figures(outcome: risk.Outcome, of: Prepared) -> tuple[Quantiles, Quantiles,
     """
     exposure, total = of.exposure, of.total
     beyond = [usd - exposure.uninterrupted_usd for usd in (outcome.usd, exposure.metered(outcome.hours))]
-    values = np.stack((beyond[0], outcome.hours, outcome.wall_hours, beyond[1]))
-    if values.shape[1] == 1:
-        found = np.repeat(values, 4, axis=1)
-    else:
-        found = np.vstack((*_quantiles(values), values.mean(axis=1))).T
-    usd, hours, wall_hours, metered_usd = ([exact(float(value)) for value in row] for row in found)
+    values = (beyond[0], outcome.hours, outcome.wall_hours, beyond[1])
+    usd, hours, wall_hours, metered_usd = ([exact(value) for value in risk.quantiles(each)] for each in values)
     return _of([total + value for value in usd]), _of(hours), _of(wall_hours), _of([total + v for v in metered_usd])
-
-
-def _quantiles(values: Floats) -> list[Floats]:
-    """p10, p50 and p90 of each row, as np.quantile interpolates; which imports numpy.ma, 15 ms of a cold start."""
-    last = values.shape[1] - 1
-    places = [(min(int(share * last), last - 1), share * last) for share in (0.1, 0.5, 0.9)]
-    ordered = np.partition(values, [at + step for at, _ in places for step in (0, 1)], axis=1)
-    return [ordered[:, at] + (ordered[:, at + 1] - ordered[:, at]) * (place - at) for at, place in places]
 
 
 def _of(values: Sequence[Decimal]) -> Quantiles:

@@ -19,6 +19,7 @@ from infra.cost.estimate import price, problems
 from infra.cost.table import render
 from infra.definition import Limits, StackDefinition, Variant
 from infra.loader import load
+from infra.policy import Policy
 from infra.pricing import bill_and_cheaper
 from infra.scenarios import scenarios
 from job.config import EXPERIMENTS
@@ -164,9 +165,8 @@ def test_what_is_only_priced_is_held_against_no_limit() -> None:
 
 def test_what_a_rule_of_the_project_forbids_is_not_named(tmp_path: Path) -> None:
     asked = shipped("sft-h100")
-    _, free = bill_and_cheaper(asked, tmp_path, CATALOG, now=NOW)
-    (tmp_path / "policy.yaml").write_text("allowed_types: [g6e.*]\n")
-    _, held = bill_and_cheaper(asked, tmp_path, CATALOG, now=NOW)
+    _, free = bill_and_cheaper(asked, tmp_path, CATALOG, now=NOW, rules=None)
+    _, held = bill_and_cheaper(asked, tmp_path, CATALOG, now=NOW, rules=Policy(allowed_types=("g6e.*",)))
     assert free is not None
     assert held is not None
     assert {row.type.partition(".")[0] for row in held.rows} == {"g6e"}
