@@ -109,7 +109,7 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
             uploads=uploads,
             pulse=pulse,
             log=log,
-            spot_price=spot_history(node.type, node.zone),
+            spot_price=spot_history(node.type, node.zone, say=log.say),
             ranks=ranks,
             fleet_changes=fleet.of_node(node.instance),
             gpus=lambda: gpus,

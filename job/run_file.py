@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """USD per node-hour of one type in one zone. `spot` is the bill's price, for when AWS does not tell today's."""
+    """USD per node-hour of one type in one zone. `spot` is the bill's price, which may be old."""
 
     capacity: str
     on_demand: Decimal
@@ -37,9 +37,9 @@ class Rates:
     ipv4: Decimal
 
     @property
-    def assumed(self) -> Decimal:
-        """Compute, as far as the bill knows."""
-        return self.spot if self.capacity == "spot" and self.spot is not None else self.on_demand
+    def ceiling(self) -> Decimal:
+        """Compute at the most: a fleet that sets no maximum pays no spot price above the on-demand price."""
+        return max(self.on_demand, self.spot or self.on_demand) if self.capacity == "spot" else self.on_demand
 
     @property
     def extras(self) -> Decimal:

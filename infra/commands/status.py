@@ -135,6 +135,8 @@ def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime,
         known = [form.format(value) for form, value in figures if isinstance(value, int | float)]  # no speed at first
         yield f"progress    {', '.join([where, *known])}"
     yield f"spent       ${float(beat.get('spent_usd') or 0):.4f} of ${definition.limits.max_usd}"
+    if (at_ceiling := float(beat.get("ceiling_s") or 0)) > 0:
+        yield f"            {at_ceiling / 3600:.2f} h of it at the on-demand price: AWS tells no spot price"
 
 
 def _checkpoints(folder: aws.RunFolder) -> Iterator[str]:

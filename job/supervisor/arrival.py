@@ -30,8 +30,9 @@ def over(this: Underway) -> dict[str, Any] | None:
 
 
 def register(this: Underway) -> None:
-    """What earlier attempts did and cost, and this one's record beside theirs. Raises StoreError, OSError."""
+    """Earlier attempts and their cost, this one's record beside theirs, the price. Raises StoreError, OSError."""
     _patiently(this, lambda: _register(this), "what earlier attempts left")
+    this.ask_price()  # before any limit is judged
 
 
 def _register(this: Underway) -> None:

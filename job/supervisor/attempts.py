@@ -49,6 +49,7 @@ class Attempt:
     rung: int | None
     floor: int  # rung of the ladder to begin at: above it memory ran out
     exit: dict[str, Any] | None
+    ceiling_s: Decimal = Decimal(0)  # counted at the ceiling of a spot price, which AWS did not tell
     reclaimed: bool | None = None
 
     @property
@@ -134,8 +135,9 @@ def of(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], un
     if not beat and ended is None and launched:  # lost while it booted: it was there until another one came, at most
         lived = Decimal(f"{min(max(until - launched, 0.0), LOST_BOOT_S):.3f}")
     seconds = max(lived, MINIMUM_S)
-    compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.assumed * hours(seen)
-    compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.assumed)))
+    compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.ceiling * hours(seen)
+    compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.ceiling)))
+    unasked_s = seconds if "compute_usd" not in beat and rates.capacity == "spot" else 0
     told, gone = epoch((ended or {}).get("at")), epoch((ended or {}).get("ends_at"))
     started = record.get("started_s")
     return Attempt(
@@ -156,6 +158,7 @@ def of(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], un
         rung=record.get("rung"),
         floor=int(record.get("floor") or 0),
         exit=ended,
+        ceiling_s=Decimal(str(beat.get("ceiling_s", unasked_s))),
     )
 
 

@@ -2,8 +2,8 @@
 
 Compute is billed per second at the hour's price, 60 s at least for each start; disks and the address by the second; the
 bill's amounts for S3, logs and transfer once. The price of an instance-hour is the spot price at its start, as AWS
-tells it; where it does not, that of the hour before, else the bill's. A free first hour is not credited: it is known
-only afterwards.
+tells it; where it does not, that of the hour before, else the ceiling of a spot price, and it is said for how long. A
+free first hour is not credited: it is known only afterwards.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class Spent:
     attempt_s: Decimal
     compute_usd: Decimal
     usd_per_hour: Decimal  # compute, in this hour
+    ceiling_s: Decimal  # of this attempt, at the ceiling: AWS has told no spot price for them
 
 
 class Meter:
-    """Counts from launch. `refresh` asks AWS for prices and may be slow; everything else is arithmetic."""
+    """Counts from launch. `refresh` asks AWS for prices and may take seconds; everything else is arithmetic."""
 
     def __init__(
         self,
@@ -72,10 +73,11 @@ class Meter:
     def spent(self, now: float) -> Spent:
         """Up to `now`, to a ten-thousandth of a dollar."""
         seconds = max(Decimal(f"{now - self.launched_at:.3f}"), MINIMUM_S)
-        compute, left, hour = Decimal(0), seconds, 0
+        compute, ceiling_s, left, hour = Decimal(0), Decimal(0), seconds, 0
         while left > 0:
-            part = min(left, Decimal(HOUR_S))
-            compute += hours(part) * self._rate(hour)
+            part, price = min(left, Decimal(HOUR_S)), self._price(hour)
+            compute += hours(part) * (self.rates.ceiling if price is None else price)
+            ceiling_s += part if price is None and self.rates.capacity == "spot" else 0
             left, hour = left - part, hour + 1
         compute = compute.quantize(CENT_100)
         attempt = compute + (hours(seconds) * self.rates.extras).quantize(CENT_100)
@@ -85,7 +87,8 @@ class Meter:
             attempt_usd=attempt,
             attempt_s=seconds,
             compute_usd=compute,
-            usd_per_hour=self._rate(hour - 1),
+            usd_per_hour=self._price(hour - 1) or self.rates.ceiling,
+            ceiling_s=ceiling_s,
         )
 
     def limit(self, now: float, limits: Limits, reserve_s: float) -> str | None:
@@ -101,9 +104,10 @@ class Meter:
             return "expiry"  # of the fleet: AWS ends the node then, with or without a notice
         return None
 
-    def _rate(self, hour: int) -> Decimal:
+    def _price(self, hour: int) -> Decimal | None:
+        """The newest that AWS has told up to this hour."""
         hours_back = range(hour, -1, -1)  # not over the prices: `refresh` may be adding one in its own thread
-        return next((self._prices[each] for each in hours_back if each in self._prices), self.rates.assumed)
+        return next((self._prices[each] for each in hours_back if each in self._prices), None)
 
 
 def hours(seconds: Decimal) -> Decimal:
@@ -111,24 +115,42 @@ def hours(seconds: Decimal) -> Decimal:
     return seconds / HOUR_S
 
 
-def spot_history(instance_type: str, zone: str, client: Any = None) -> SpotPrice:
-    """Prices from DescribeSpotPriceHistory. None whenever AWS does not answer as it should."""
+def spot_history(
+    instance_type: str, zone: str, client: Any = None, say: Callable[[str], None] = lambda text: None
+) -> SpotPrice:
+    """Prices from DescribeSpotPriceHistory. None whenever AWS does not answer as it should; `say` is told why, once."""
+    failing = False
 
     def ask(at: float) -> Decimal | None:
         from botocore.exceptions import BotoCoreError, ClientError
 
+        nonlocal failing
         try:
-            answer = (client or ec2()).describe_spot_price_history(
-                InstanceTypes=[instance_type],
-                AvailabilityZone=zone,
-                ProductDescriptions=["Linux/UNIX"],
-                StartTime=at,
-                EndTime=at,
-            )
-            rows = [row for row in answer["SpotPriceHistory"] if row["Timestamp"].timestamp() <= at]
+            asked: dict[str, Any] = {
+                "InstanceTypes": [instance_type],
+                "AvailabilityZone": zone,
+                "ProductDescriptions": ["Linux/UNIX"],
+                "StartTime": at,
+                "EndTime": at,
+            }
+            rows: list[dict[str, Any]] = []
+            while True:  # a page may be empty and not the last
+                answer = (client or ec2()).describe_spot_price_history(**asked)
+                rows += [row for row in answer["SpotPriceHistory"] if row["Timestamp"].timestamp() <= at]
+                if not answer.get("NextToken"):
+                    break
+                asked["NextToken"] = answer["NextToken"]
+            if not rows:
+                raise LookupError("no price in the answer")
             price = Decimal(max(rows, key=lambda row: row["Timestamp"])["SpotPrice"])
-        except (BotoCoreError, ClientError, OSError, LookupError, ValueError, ArithmeticError):
+            if not price.is_finite() or price <= 0:
+                raise ValueError(f"{price} is no price")
+        except (BotoCoreError, ClientError, OSError, LookupError, ValueError, ArithmeticError) as error:
+            if not failing:
+                say(f"DescribeSpotPriceHistory: {type(error).__name__}: {error}")
+            failing = True
             return None
-        return price if price.is_finite() and price > 0 else None
+        failing = False
+        return price
 
     return ask

@@ -192,7 +192,9 @@ def _rows(run: RunFile, attempts: Sequence[Attempt]) -> list[_Row]:
             interruptions = amount
         else:
             fixed.append(_Row(name, amount, amount, "as in the bill"))
-    rows = [_Row(name, estimate[name], actual[name]) for name in actual]
+    at_ceiling = _total(hours(attempt.ceiling_s) for attempt in attempts)
+    notes = {"compute": f"{at_ceiling:.4f} h at the on-demand price: AWS told no spot price"} if at_ceiling else {}
+    rows = [_Row(name, estimate[name], actual[name], notes.get(name, "")) for name in actual]
     note = "first hours that AWS does not charge; the rest is in compute"
     doubtful = sum(attempt.noticed and attempt.reclaimed is None and attempt.seconds < FREE_S for attempt in attempts)
     if doubtful:
@@ -227,6 +229,7 @@ def _attempt(attempt: Attempt, *, last: bool) -> dict[str, Any]:
         "interrupted": attempt.interrupted or (attempt.exit is None and not last),
         "reclaimed": attempt.reclaimed,
         "usd": _money(attempt.usd),
+        "ceiling_s": f"{attempt.ceiling_s:.3f}",
         "free_usd": _money(attempt.free_usd),
         "resumed_step": attempt.resumed_step,
         "last_step": attempt.last_step,

@@ -50,6 +50,7 @@ class Underway:
         self.rung = 0
         self.asked = False  # to end the run
         self._beat_at = float("-inf")
+        self._at_ceiling = False
 
     def heartbeat(self) -> dict[str, Any]:
         """One line of heartbeat/<instance>.jsonl. Also what later attempts know of this one's cost."""
@@ -68,6 +69,7 @@ class Underway:
             "lived_s": f"{now - self.node.launched_at:.3f}",
             "compute_usd": str(spent.compute_usd),
             "usd_per_hour": str(spent.usd_per_hour),
+            "ceiling_s": str(spent.ceiling_s),
         }
 
     def between(self) -> None:
@@ -109,9 +111,22 @@ class Underway:
         if self.publisher.stages.added and "results" not in self.record.fields:
             self.record.update(results=True)  # taken or lost after this, it has led somewhere: node.sh
         self.record.flush()
-        self.meter.refresh(self.clock())
+        self.ask_price()
         self.earlier = attempts.judged(self.earlier, self.world.fleet_changes, self.clock())
         self.asked = self.asked or self.store.get_bytes(ASKED) is not None
+
+    def ask_price(self) -> None:
+        """The spot price, where it is not known; its ceiling stands in, and the log says so."""
+        self.meter.refresh(self.clock())
+        spent = self.meter.spent(self.clock())
+        if (guarded := spent.ceiling_s > 0) != self._at_ceiling:
+            self._at_ceiling = guarded
+            price = f"${spent.usd_per_hour} an hour"
+            self.say(
+                f"AWS tells no spot price: compute counts at its ceiling, {price}, until it does"
+                if guarded
+                else f"AWS tells the spot price, {price}: counted from the launch on"
+            )
 
     def _stamp(self) -> dict[str, Any]:
         spent = self.meter.spent(self.clock())

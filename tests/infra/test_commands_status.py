@@ -52,8 +52,17 @@ def test_status_tells_fleet_node_progress_and_money(cloud: Cloud, stack: StackDe
     assert told["heartbeat"] == "2026-11-21T12:08:00Z, 120 s ago"
     assert told["progress"] == "phase moe, step 120, loss 2.5000, 51,072 tokens/s"
     assert told["spent"] == "$0.4200 of $3.00"
+    assert "no spot price" not in " ".join(told.values())
     assert told["checkpoint"] == "steps 90, 100, best 90"
     assert "done" not in told
+
+
+def test_status_says_how_much_of_the_dollars_is_at_the_ceiling_of_an_untold_spot_price(
+    cloud: Cloud, stack: StackDefinition
+) -> None:
+    declare_fleet(cloud)
+    put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", {"ts": "2026-11-21T12:08:00Z", "ceiling_s": "900.000"})
+    assert stated(stack)[""] == "0.25 h of it at the on-demand price: AWS tells no spot price"
 
 
 def test_status_names_no_speed_before_steps_are_timed(cloud: Cloud, stack: StackDefinition) -> None:

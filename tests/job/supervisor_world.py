@@ -208,6 +208,7 @@ class Bench:
         self.output = BytesIO()
         self.trainers: list[FakeTrainer] = []
         self.terminated: float | None = None
+        self.spot_price: Decimal | None = Decimal("0.36")
         self.changes: list[float] | None = []  # of the fleet, by its owner
         self.answers: dict[str, bytes] = {}  # of the metadata service, by the end of the path
 
@@ -237,7 +238,7 @@ class Bench:
             uploads=Inline(),
             pulse=Inline(),
             log=log,
-            spot_price=lambda at: Decimal("0.36"),
+            spot_price=lambda at: self.spot_price,
             gpus=lambda: (),
             fleet_changes=lambda since: self.changes,
             clock=self.clock,

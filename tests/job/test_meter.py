@@ -25,10 +25,14 @@ NO_LIMITS = Limits(max_usd=Decimal(10**6), max_hours=Decimal(10**6), deadline=No
 
 
 def meter(rates: Rates = SPOT, **changes: Any) -> Meter:
-    return Meter(rates=rates, launched_at=T0, **changes)
+    """AWS tells the bill's price, unless `changes` say otherwise."""
+    made = Meter(rates=rates, launched_at=T0, **{"spot_price": lambda at: rates.spot, **changes})
+    if "spot_price" not in changes:
+        made.refresh(T0)
+    return made
 
 
-def test_an_hour_at_the_bills_price_disks_and_address() -> None:
+def test_an_hour_at_the_spot_price_disks_and_address() -> None:
     spent = meter(fixed_usd=Decimal("0.01")).spent(T0 + 3600)
     assert (spent.compute_usd, spent.attempt_usd) == (Decimal("0.3600"), Decimal("0.3750"))
     assert spent.usd == Decimal("0.3850")
@@ -73,12 +77,17 @@ def test_on_demand_asks_nobody() -> None:
         spot_price=never,
     )
     made.refresh(T0 + 10)
-    assert made.spent(T0 + 1800).usd == Decimal("0.6000")
+    assert (made.spent(T0 + 1800).usd, made.spent(T0 + 1800).ceiling_s) == (Decimal("0.6000"), 0)
 
 
-def test_without_any_spot_price_it_is_the_on_demand_price() -> None:
-    made = meter(Rates(capacity="spot", on_demand=Decimal("1.2"), spot=None, disk=Decimal(0), ipv4=Decimal(0)))
-    assert made.spent(T0 + 1800).usd == Decimal("0.6000")
+@pytest.mark.parametrize(("spot", "usd"), [(None, "0.6000"), (Decimal("0.36"), "0.6000"), (Decimal("1.4"), "0.7000")])
+def test_until_aws_tells_a_spot_price_the_cap_counts_its_ceiling_and_says_for_how_long(
+    spot: Decimal | None, usd: str
+) -> None:
+    rates = Rates(capacity="spot", on_demand=Decimal("1.2"), spot=spot, disk=Decimal(0), ipv4=Decimal(0))
+    made = meter(rates, spot_price=lambda at: None)
+    made.refresh(T0 + 10)
+    assert (made.spent(T0 + 1800).usd, made.spent(T0 + 1800).ceiling_s) == (Decimal(usd), 1800)
 
 
 def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> None:
@@ -92,9 +101,10 @@ def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> No
     made.refresh(T0 + 10)
     made.refresh(T0 + 40)
     assert len(asked) == 1
-    assert made.spent(T0 + 3600).compute_usd == Decimal("0.3600")
+    assert made.spent(T0 + 3600).compute_usd == Decimal("1.2120")
     made.refresh(T0 + 71)
-    assert made.spent(T0 + 3600).compute_usd == Decimal("0.5000")
+    assert made.spent(T0 + 3600).compute_usd == Decimal("0.5000")  # the past is counted anew
+    assert made.spent(T0 + 3600).ceiling_s == 0
 
 
 @pytest.mark.parametrize(
@@ -137,7 +147,9 @@ class Ec2:
         self.asked = asked
         if isinstance(self.rows, Exception):
             raise self.rows
-        return {"SpotPriceHistory": self.rows}
+        if "NextToken" not in asked:
+            return {"SpotPriceHistory": [], "NextToken": "more"}
+        return {"SpotPriceHistory": self.rows, "NextToken": ""}
 
 
 def row(at: float, price: str) -> dict[str, Any]:
@@ -154,14 +166,17 @@ def test_the_spot_price_is_the_last_one_before_the_hour_began() -> None:
 
 @pytest.mark.parametrize("rows", [[], [row(T0 - 1, "free")], [row(T0 - 1, "0")], [row(T0 - 1, "NaN")], OSError("away")])
 def test_a_price_history_that_makes_no_sense_is_no_price(rows: Any) -> None:
-    assert spot_history("g5.2xlarge", "us-east-2a", Ec2(rows))(T0) is None
+    said: list[str] = []
+    ask = spot_history("g5.2xlarge", "us-east-2a", Ec2(rows), said.append)
+    assert ask(T0) is ask(T0 + 60) is None
+    assert len(said) == 1
 
 
 def test_rates_of_a_zone_of_an_unlisted_zone_and_of_an_unlisted_type(tmp_path: Path) -> None:
     run = load(runs.place(tmp_path, runs.tree()))
-    assert run.rates("g5.2xlarge", "us-east-2a").assumed == Decimal("0.3600")
-    assert run.rates("g5.2xlarge", "us-east-2z").assumed == Decimal("0.4000")  # the dearest
-    assert run.rates("p9.huge", "us-east-2a").assumed == Decimal("1.2120")
+    assert run.rates("g5.2xlarge", "us-east-2a").spot == Decimal("0.3600")
+    assert run.rates("g5.2xlarge", "us-east-2z").spot == Decimal("0.4000")  # the dearest
+    assert run.rates("p9.huge", "us-east-2a").ceiling == Decimal("1.2120")
 
 
 @pytest.mark.parametrize(
@@ -218,9 +233,11 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     assert found["i-old"].seconds == 4000
     assert found["i-old"].free_usd == 0  # past its first hour
     assert (found["i-brief"].seconds, found["i-brief"].lived_s) == (60, 20)  # a minute at least
-    assert (found["i-crashed"].seconds, found["i-crashed"].compute_usd) == (60, Decimal("0.0060"))
+    crashed = found["i-crashed"]  # before a supervisor could ask for the price
+    assert (crashed.seconds, crashed.ceiling_s, crashed.compute_usd) == (60, 60, Decimal("0.0202"))
     assert found["i-silent"].seconds == 200  # until the next one came
-    assert found["i-silent"].compute_usd == Decimal("0.0200")
+    assert found["i-silent"].compute_usd == Decimal("0.0673")
+    assert found["i-killed"].ceiling_s == 0
     assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
     unknown = attempts.of(run, "i-x", {"launched_at": iso(0), "resumed_step": 30}, {})  # nor when the next one came
     assert (unknown.seconds, unknown.lived_s, unknown.last_step) == (60, 0, 30)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from supervisor_world import STEPS, Bench, FakeTrainer, interrupted
+
+from job import atomic
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,35 @@ def test_a_limit_ends_the_run_with_everything_saved(tmp_path: Path, limits: dict
     receipt = bench.json("receipt.json")
     assert receipt["reason"] == reason
     assert float(receipt["usd"]["actual"]) <= 0.0300
+
+
+def test_an_untold_spot_price_is_counted_at_its_ceiling_and_said_in_log_heartbeat_and_receipt(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, limits={"max_usd": "0.0900", "max_hours": "2", "deadline": None})
+    bench.spot_price = None  # at 0.36 an hour the cap would not be met
+
+    def slow(_: FakeTrainer) -> None:
+        bench.clock.sleep(60)
+
+    assert bench.attempt(script={2: slow, 4: slow, 6: slow}).run() == 0
+    assert bench.json("done.json")["reason"] == "max_usd"
+    assert "AWS tells no spot price: compute counts at its ceiling, $1.2120 an hour" in bench.said
+    (beats,) = [bench.store.get_bytes(entry.key) or b"" for entry in bench.store.entries("heartbeat/")]
+    assert all(float(beat["ceiling_s"]) > 0 for beat in atomic.objects(beats))
+    assert "AWS told no spot price" in bench.json("receipt.json")["lines"][0]["note"]
+
+
+def test_a_spot_price_that_aws_tells_later_is_counted_from_the_launch_on(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.spot_price = None
+
+    def tell(_: FakeTrainer) -> None:
+        bench.spot_price = Decimal("0.36")
+        bench.clock.sleep(61)  # one heartbeat
+
+    assert bench.attempt(script={4: tell}).run() == 0
+    assert "AWS tells the spot price, $0.36 an hour: counted from the launch on" in bench.said
+    receipt = bench.json("receipt.json")
+    assert (receipt["lines"][0]["note"], receipt["attempts"][0]["ceiling_s"]) == ("", "0.000")
 
 
 def test_a_run_that_is_asked_to_stop_ends_as_at_a_limit(tmp_path: Path) -> None:
