@@ -15,6 +15,7 @@ from moto.iam.access_control import IAMPolicy, PermissionResult
 from moto.s3.models import FakeBucket
 from moto.servicequotas.responses import ServiceQuotasResponse
 
+from rehearsal import in_use
 from rehearsal.account import QUOTAS, spot_price
 from rehearsal.controller import FleetController
 
@@ -69,6 +70,32 @@ def _terminate_instances(fleets: FleetController, response: Any) -> Any:
     return result
 
 
+def _unless_in_use(name: str, refuse: Callable[[Any, dict[str, Any]], None]) -> Action:
+    """moto's own action, where `refuse` has nothing to say against it."""
+
+    def action(fleets: FleetController, response: Any) -> Any:
+        refuse(response.ec2_backend, _params(response))
+        return _MOTO[name](response)
+
+    return action
+
+
+def _create_launch_template(fleets: FleetController, response: Any) -> Any:
+    """moto counts the template's own tags among those of what it launches."""
+    result = _MOTO["create_launch_template"](response)
+    data = response.ec2_backend.get_launch_template_by_name(_params(response)["LaunchTemplateName"]).versions[0].data
+    launched = [entry for entry in data.get("TagSpecifications", []) if entry["ResourceType"] != "launch-template"]
+    data["TagSpecifications"] = launched
+    return result
+
+
+def _describe_launch_templates(fleets: FleetController, response: Any) -> Any:
+    """moto shows a template with the tags with which it was created."""
+    for template in response.ec2_backend.launch_templates.values():
+        template.tags = template.get_tags()
+    return _MOTO["describe_launch_templates"](response)
+
+
 def _quota(fleets: FleetController, code: str) -> dict[str, Any]:
     name = QUOTAS[code]
     return {
@@ -118,6 +145,9 @@ _EC2: dict[str, Action] = {
     "describe_spot_price_history": _describe_spot_price_history,
     "get_ebs_default_kms_key_id": _get_ebs_default_kms_key_id,
     "terminate_instances": _terminate_instances,
+    "create_launch_template": _create_launch_template,
+    "describe_launch_templates": _describe_launch_templates,
+    **{name: _unless_in_use(name, refuse) for name, refuse in in_use.REFUSALS.items()},
 }
 for _name, _action in _EC2.items():
     _replace(EC2Response, _name, _action)

@@ -63,6 +63,8 @@ class Fleet:
         else:
             activity = "fulfilled" if len(living) >= self.target else "pending_fulfillment"
         fulfilled = float(len(living))
+        asked = request.get("TargetCapacitySpecification") or {}
+        on_demand = int(asked.get("OnDemandTargetCapacity") or 0) if self.spot else self.target
         data = {
             "FleetId": self.id,
             "FleetState": self.state,
@@ -72,10 +74,11 @@ class Fleet:
             "ExcessCapacityTerminationPolicy": self.excess,
             "FulfilledCapacity": fulfilled,
             "FulfilledOnDemandCapacity": 0.0 if self.spot else fulfilled,
+            # Filled in by AWS (EC2 User Guide, describe your EC2 Fleet, 2026-11-25), as are the on-demand options.
             "TargetCapacitySpecification": {
-                "OnDemandTargetCapacity": 0,
-                "SpotTargetCapacity": 0,
-                **(request.get("TargetCapacitySpecification") or {}),
+                **asked,
+                "OnDemandTargetCapacity": min(on_demand, self.target),
+                "SpotTargetCapacity": self.target - min(on_demand, self.target),
                 "TotalTargetCapacity": self.target,
             },
             "LaunchTemplateConfigs": self.configs,
@@ -84,7 +87,7 @@ class Fleet:
             "ValidFrom": request.get("ValidFrom") or self.created,
             "ValidUntil": request.get("ValidUntil"),
             "SpotOptions": request.get("SpotOptions"),
-            "OnDemandOptions": request.get("OnDemandOptions"),
+            "OnDemandOptions": {"AllocationStrategy": "lowestPrice", **(request.get("OnDemandOptions") or {})},
             "Context": request.get("Context"),
             "Tags": [{"Key": key, "Value": value} for key, value in self.tags.items()],
         }

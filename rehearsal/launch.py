@@ -198,6 +198,7 @@ class Launcher:
         )
         made = reservation.instances[0]
         made.launch_time = now
+        made.spot_instance_request_id = f"sir-{uuid.uuid4().hex[:8]}" if spot else None
         volumes = _attach_disks(backend, made, spec, {} if spot else tags.get("volume", {}))
         for nic in made.nics.values():
             nic.delete_on_termination = True
@@ -211,7 +212,7 @@ class Launcher:
             zone=pool.zone,
             image=str(spec["ImageId"]),
             spot=spot,
-            spot_request=f"sir-{uuid.uuid4().hex[:8]}" if spot else None,
+            spot_request=made.spot_instance_request_id,
             user_data=user_data.decode() if user_data is not None else "",
             profile=_profile_name(spec),
             shutdown_behavior=behavior,

@@ -85,10 +85,6 @@ def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties |
     template = answer["LaunchTemplates"][0]
     newest = aws.ec2.describe_launch_template_versions(LaunchTemplateId=resource_id, Versions=["$Latest"])
     data = newest["LaunchTemplateVersions"][0]["LaunchTemplateData"]
-    launched = [entry for entry in data.get("TagSpecifications", []) if entry["ResourceType"] != "launch-template"]
-    data["TagSpecifications"] = launched  # moto counts the template's own tags among them
-    # moto shows a template with the tags it was created with; what they are now is in DescribeTags.
-    template["Tags"] = aws.ec2.describe_tags(Filters=[{"Name": "resource-id", "Values": [resource_id]}])["Tags"]
     return {
         **{key: _from_api(data[api], api) for key, api in _DATA.items() if api in data},
         "name": template["LaunchTemplateName"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rehearsal.handlers.table import Aws, Handler, Properties, RefusedError, absent, fields, tag_diff, tag_list, tagged
+from rehearsal.handlers.table import Aws, Handler, Properties, absent, fields, tag_diff, tag_list, tagged
 
 
 def tag_specification(kind: str, inputs: Properties) -> list[dict[str, Any]]:
@@ -78,15 +78,6 @@ def _read_subnet(aws: Aws, resource_id: str, like: Properties) -> Properties | N
         "arn": aws.arn("ec2", f"subnet/{resource_id}"),
         **tagged(subnet.get("Tags")),
     }
-
-
-def _delete_subnet(aws: Aws, resource_id: str, state: Properties) -> None:
-    """As AWS, and not as moto, which takes a subnet from under its machines. The provider asks again for 20 minutes."""
-    inside = [{"Name": "subnet-id", "Values": [resource_id]}]
-    if found := aws.ec2.describe_network_interfaces(Filters=inside)["NetworkInterfaces"]:
-        nodes = ", ".join(str((each.get("Attachment") or {}).get("InstanceId", "no machine")) for each in found)
-        raise RefusedError(f"DependencyViolation: subnet {resource_id} has network interfaces, of {nodes}")
-    aws.ec2.delete_subnet(SubnetId=resource_id)
 
 
 def _create_gateway(aws: Aws, inputs: Properties) -> str:
@@ -184,7 +175,7 @@ HANDLERS = {
         create=_create_subnet,
         read=_read_subnet,
         update=_update_subnet,
-        delete=_delete_subnet,
+        delete=lambda aws, resource_id, state: aws.ec2.delete_subnet(SubnetId=resource_id),
     ),
     "aws:ec2/internetGateway:InternetGateway": Handler(
         source="ec2/vpc_internet_gateway; the provider moves a gateway between VPCs, here it is replaced",

@@ -263,19 +263,5 @@ def test_a_full_bucket_goes_with_more_objects_than_one_listing_names(aws: Aws, c
     assert "thousand" not in {bucket["Name"] for bucket in aws.s3.list_buckets()["Buckets"]}
 
 
-def test_a_subnet_does_not_go_from_under_a_node(aws: Aws, cloud: Cloud) -> None:
-    inputs = fleet_inputs(cloud)
-    fleet, _ = make(aws, FLEET, **inputs)
-    cloud.tick()
-    node = cloud.instances()[-1]
-    subnet = cloud.client("ec2").describe_instances(InstanceIds=[node.id])["Reservations"][0]["Instances"][0][
-        "SubnetId"
-    ]
-    with pytest.raises(RefusedError, match=f"DependencyViolation: subnet {subnet} .* of {node.id}"):
-        handler(SUBNET).delete(aws, subnet, {})
-    handler(FLEET).delete(aws, fleet, {"terminateInstances": True})
-    handler(SUBNET).delete(aws, subnet, {})
-
-
 def test_every_handler_names_the_source_of_its_replacement_table() -> None:
     assert all(each.source.startswith(("ec2/", "iam/", "logs/", "s3/")) for each in HANDLERS.values())
