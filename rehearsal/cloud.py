@@ -96,7 +96,7 @@ class Cloud:
             self.account,
             self._seed,
             statements=self._statements,
-            fleet_tags=self._tags_of_fleet,
+            tags=self._tags_of,
         )
         self._server = make_server("127.0.0.1", self._port, self._gate, threaded=True, request_handler=_QuietHandler)
         self.endpoint = self._gate.endpoint = f"http://127.0.0.1:{self._server.server_port}"
@@ -228,9 +228,10 @@ class Cloud:
         fleets = self.fleets.fleets.values()
         return [(f.id, f.tags) for f in fleets if f.region == region and f.state != "deleted"]
 
-    def _tags_of_fleet(self, fleet_id: str) -> dict[str, str]:
-        fleet = self.fleets.fleets.get(fleet_id)
-        return fleet.tags if fleet else {}
+    def _tags_of(self, name: str) -> dict[str, str]:
+        """Of a fleet or of one of its instances, by id."""
+        found = self.fleets.fleets.get(name) or self.fleets.instances.get(name)
+        return found.tags if found else {}
 
     def _statements(self, token: str) -> list[dict[str, Any]] | None:
         """Of the inline policies of the instance's role; its session token is its id."""

@@ -215,15 +215,17 @@ class InProcess(Engine):
         raise RuntimeError("refresh needs the Pulumi engine")
 
     def destroy(self) -> Result:
-        """In the reverse order of creation."""
+        """In the reverse order of creation; what has gone meanwhile is passed over, as with `refresh: always`."""
         deleted, kept = [], 0
         created = json.loads(self._state.read_text())["resources"] if self._state.exists() else []
         for resource in reversed(created):
             if not resource["id"] or resource["options"]["retain_on_delete"]:
                 kept += bool(resource["id"])
                 continue
-            self._say(f"delete {resource['type']} {resource['name']}")
             aws = Aws(environment=self._environment, region=resource["region"])
+            if handler(resource["type"]).read(aws, resource["id"], resource["state"]) is None:
+                continue
+            self._say(f"delete {resource['type']} {resource['name']}")
             handler(resource["type"]).delete(aws, resource["id"], resource["state"])
             deleted.append(Step(operation="delete", type=resource["type"], name=resource["name"]))
         self._state.unlink(missing_ok=True)

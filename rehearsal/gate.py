@@ -31,14 +31,16 @@ class Gate:
         account: str,
         seed_region: Callable[[str], None],
         statements: Callable[[str], Sequence[rights.Statement] | None],
-        fleet_tags: Callable[[str], Mapping[str, str]],
+        tags: Callable[[str], Mapping[str, str]],
     ) -> None:
-        """`statements`: of the role of a node, by its session token; None for a token that no node has."""
+        """`statements`: of the role of a node, by its session token; None for a token that no node has. `tags`: of a
+        fleet or an instance, by its id.
+        """
         self.app = app
         self.account = account
         self.seed_region = seed_region
         self.statements = statements
-        self.fleet_tags = fleet_tags
+        self.tags = tags
         self.endpoint = ""  # set once the port is known
         self.denied: set[tuple[str, str]] = set()  # (access key, action)
         self.calls: list[tuple[str, str]] = []  # (access key, action), S3 left out
@@ -81,7 +83,7 @@ class Gate:
             query=query,
             body=_body(environ) if service != "s3" or method == "POST" else b"",  # not a part of 64 MiB
         )
-        for wish in rights.asked(request, self.fleet_tags):
+        for wish in rights.asked(request, self.tags):
             if not rights.allowed(statements, wish):
                 return _send(start, environ, *_unauthorized(service, f"{wish.action} on {wish.resource}"))
         if service != "s3" or method not in ("GET", "HEAD") or rights.allowed(statements, rights.listing(request)):

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 Statement = Mapping[str, Any]
 FREE = ("sts:GetCallerIdentity",)  # needs no right
+UNNARROWED = ("DescribeFleets", "DescribeInstances")  # these know no resource (IAM service authorization reference)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,7 @@ class Request:
 
 
 def asked(request: Request, tags: Callable[[str], Mapping[str, str]]) -> list[Asked]:
-    """Everything that the request needs. `tags`: those of a fleet, by its id."""
+    """Everything that the request needs. `tags`: those of a fleet or an instance, by its id."""
     if request.service == "s3":
         return list(_of_s3(request))
     action, place = f"{request.service}:{request.action}", f"{request.region}:{request.account}"
@@ -49,18 +50,25 @@ def asked(request: Request, tags: Callable[[str], Mapping[str, str]]) -> list[As
         names = json.loads(request.body or b"{}")
         stream = f"log-group:{names.get('logGroupName')}:log-stream:{names.get('logStreamName')}"
         return [Asked(action=action, resource=f"arn:aws:logs:{place}:{stream}")]
+    if request.service != "ec2" or request.action in UNNARROWED:
+        return [Asked(action=action)]
     fields = parse_qs(request.body.decode("utf-8", "replace"))
-    fleets = [values[0] for name, values in fields.items() if re.fullmatch(r"FleetId(\.\d+)?", name)]
-    if request.service == "ec2" and fleets and request.action != "DescribeFleets":  # that one knows no resource
-        return [
-            Asked(
-                action=action,
-                resource=f"arn:aws:ec2:{place}:fleet/{fleet}",
-                context={f"aws:ResourceTag/{key}": value for key, value in tags(fleet).items()},
-            )
-            for fleet in fleets
-        ]
-    return [Asked(action=action)]
+    named = {
+        f"arn:aws:ec2:{place}:{kind.lower()}/{values[0]}": values[0]
+        for name, values in fields.items()
+        for kind in re.findall(r"^(Fleet|Instance)Id(?:\.\d+)?$", name)
+    }
+    wishes = [
+        Asked(
+            action=action,
+            resource=arn,
+            context={f"aws:ResourceTag/{key}": value for key, value in tags(name).items()},
+        )
+        for arn, name in named.items()
+    ]
+    if request.action == "DeleteFleets" and fields.get("TerminateInstances") != ["false"]:  # true by default
+        wishes.append(Asked(action="ec2:TerminateInstances"))  # with no tag, to be strict: AWS's page names no resource
+    return wishes or [Asked(action=action)]
 
 
 def listing(request: Request) -> Asked:

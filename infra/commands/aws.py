@@ -180,7 +180,7 @@ def needless(fleet: dict[str, Any], done: Mapping[str, Any], now: datetime) -> s
         return ""
     return (
         f"fleet {fleet['FleetId']} still launches nodes, each billed until it finds that the run is over: they may "
-        "neither set it to 0 nor delete it. End it:"
+        "not delete it. End it:"
     )
 
 

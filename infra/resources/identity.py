@@ -1,5 +1,8 @@
 """Who a node is and what it may do: its own run's objects, log group and fleet. It can launch nothing and pass no role.
 
+It can end its fleet, not change it: ModifyFleet has no condition on the number of nodes. It deletes checkpoints alone:
+what earlier attempts spent, which the caps count, stays.
+
 Compiled graphs alone are shared by the runs of a stack, and every node may replace them: they are code that later nodes
 run, so a node of one run is trusted by those of the next.
 
@@ -15,7 +18,7 @@ import pulumi
 import pulumi_aws as aws
 
 from infra.definition import StackDefinition
-from infra.resources.tags import OWNER_TAG, tags
+from infra.resources.tags import tags
 from infra.run_guard import INPUTS_PREFIX
 from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
 
@@ -87,13 +90,24 @@ def node_statements(
 ) -> list[dict[str, Any]]:
     """Everything a node may do."""
     run = definition.run.id
-    own_tags = {key: value for key, value in tags(definition).items() if key != OWNER_TAG}
     return [
         {
             "Sid": "OwnObjects",
             "Effect": "Allow",
-            "Action": ["s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"],
+            "Action": ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"],
             "Resource": pulumi.Output.concat(bucket_arn, f"/{run}/*"),
+        },
+        {
+            "Sid": "OldCheckpoints",
+            "Effect": "Allow",
+            "Action": "s3:DeleteObject",
+            "Resource": pulumi.Output.concat(bucket_arn, f"/{run}/ckpt/*"),
+        },
+        {
+            "Sid": "LimitsStay",
+            "Effect": "Deny",
+            "Action": "s3:PutObject",
+            "Resource": pulumi.Output.concat(bucket_arn, f"/{run}/run.json"),
         },
         {
             "Sid": "OwnListing",
@@ -124,9 +138,9 @@ def node_statements(
         {
             "Sid": "OwnFleet",  # its history tells AWS's hand from the owner's, which are charged otherwise
             "Effect": "Allow",
-            "Action": ["ec2:ModifyFleet", "ec2:DeleteFleets", "ec2:DescribeFleetHistory"],
-            "Resource": f"arn:aws:ec2:{definition.fleet.region}:*:fleet/*",
-            "Condition": {"StringEquals": {f"aws:ResourceTag/{key}": value for key, value in own_tags.items()}},
+            "Action": ["ec2:DeleteFleets", "ec2:DescribeFleetHistory", "ec2:TerminateInstances"],
+            "Resource": [f"arn:aws:ec2:{definition.fleet.region}:*:{kind}/*" for kind in ("fleet", "instance")],
+            "Condition": {"StringEquals": {f"aws:ResourceTag/{key}": value for key, value in tags(definition).items()}},
         },
         {
             "Sid": "FindItselfAndItsPrice",  # neither action can be narrowed to a resource

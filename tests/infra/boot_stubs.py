@@ -30,8 +30,8 @@ FLEET = "fleet-0a1b2c3d"
 TIMER_S = 9000
 
 # How calls begin.
-MODIFY = "aws ec2 modify-fleet"
 DELETE = "aws ec2 delete-fleets"
+TERMINATE = "aws ec2 terminate-instances"
 SHUTDOWN = "shutdown -h now"
 RUN = "docker run"
 
@@ -56,8 +56,8 @@ case "$1 $2" in
     fails list && exit 254
     cd "$WORLD/s3/$4" && found=$(find "${6%/}" -type f 2>/dev/null | sort)
     echo "${found:-None}" ;;
-  "ec2 modify-fleet") fails modify-fleet && exit 254; echo True ;;
   "ec2 delete-fleets") if fails delete-fleets; then echo "not authorized"; else echo None; fi ;;
+  "ec2 terminate-instances") fails terminate-instances && exit 254; echo TERMINATINGINSTANCES ;;
   "ec2 describe-instances") cat "$WORLD/described" ;;
   *) exit 252 ;;
 esac
@@ -121,7 +121,7 @@ class Outcome:
         for call in self.calls:
             if call.startswith("aws s3 cp /"):
                 found.append(call.split()[4].removeprefix(f"s3://{BUCKET}/r1/"))
-            found += [start for start in (RUN, MODIFY, DELETE, SHUTDOWN) if call.startswith(start)]
+            found += [start for start in (RUN, DELETE, TERMINATE, SHUTDOWN) if call.startswith(start)]
         return found
 
 

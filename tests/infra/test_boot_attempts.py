@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, INSTANCE, MODIFY, RUN, SHUTDOWN, Node
+from boot_stubs import DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, Node
 
 CONTAINER_LOG_LINE = "a line from the job"
 
@@ -29,7 +29,7 @@ def test_a_crash_is_recorded_with_the_job_s_last_lines_and_leaves_the_fleet_alon
         "at": "",
     }
     assert attempt["manifest_at_boot"] is None
-    assert outcome.told(MODIFY, DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
     assert not node.has("done.json")
     assert CONTAINER_LOG_LINE in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
 
@@ -53,7 +53,7 @@ def test_the_third_crash_without_a_newer_manifest_ends_the_run(node: Node) -> No
 
     outcome = node.boot()
 
-    assert outcome.writes()[-3:] == ["done.json", MODIFY, SHUTDOWN]
+    assert outcome.writes()[-4:] == ["done.json", DELETE, TERMINATE, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "boot-loop"
 
 
@@ -62,7 +62,7 @@ def test_a_node_that_finds_three_dead_boots_does_not_start_the_job(node: Node) -
 
     outcome = node.boot()
 
-    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [MODIFY, SHUTDOWN]
+    assert outcome.told(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "boot-loop"
 
 
@@ -102,7 +102,7 @@ def test_boots_before_the_newest_manifest_are_not_counted(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [RUN, SHUTDOWN]
+    assert outcome.told(RUN, DELETE, SHUTDOWN) == [RUN, SHUTDOWN]
     newest = "r1/ckpt/step_00001200/manifest.json"
     assert node.stored(f"attempts/{INSTANCE}.json")["manifest_at_boot"] == newest
 
@@ -114,7 +114,7 @@ def test_a_crash_after_progress_is_the_first_of_a_new_count(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(MODIFY, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
     assert not node.has("done.json")
 
 
@@ -135,7 +135,7 @@ def test_a_machine_that_cannot_start_the_job_is_a_failed_attempt(
     outcome = node.boot()
 
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"] == reason
-    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.told(RUN, DELETE, SHUTDOWN) == [SHUTDOWN]
 
 
 @pytest.mark.parametrize("what", ["run.json", "inputs"])
@@ -164,7 +164,7 @@ def test_a_machine_that_cannot_record_its_attempt_stops_the_fleet(node: Node, br
 
     outcome = node.boot()
 
-    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [MODIFY, SHUTDOWN]
+    assert outcome.told(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
 
 
 def test_an_error_nobody_thought_of_shuts_the_machine_down_and_counts(node: Node) -> None:
@@ -185,5 +185,5 @@ def test_a_rebooted_machine_counts_as_failed_and_is_replaced(node: Node) -> None
 
     outcome = node.boot(again)
 
-    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.told(RUN, DELETE, SHUTDOWN) == [SHUTDOWN]
     assert "the machine was rebooted" in outcome.log

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, FLEET, INSTANCE, MODIFY, RUN, SHUTDOWN, Node
+from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, Node
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_a_finished_job_uploads_then_marks_then_sets_the_fleet_to_zero_then_shuts_down(node: Node) -> None:
+def test_a_finished_job_uploads_then_marks_then_deletes_the_fleet_then_shuts_down(node: Node) -> None:
     outcome = node.boot()
 
     assert outcome.writes() == [
@@ -26,7 +26,8 @@ def test_a_finished_job_uploads_then_marks_then_sets_the_fleet_to_zero_then_shut
         f"attempts/{INSTANCE}.json",
         f"boot/{INSTANCE}.log",
         "done.json",
-        MODIFY,
+        DELETE,
+        TERMINATE,
         SHUTDOWN,
     ]
     assert node.stored("done.json") | {"at": ""} == {
@@ -43,7 +44,7 @@ def test_a_run_that_is_over_is_ended_before_anything_is_started(node: Node) -> N
 
     outcome = node.boot()
 
-    assert outcome.writes() == [f"boot/{INSTANCE}.log", MODIFY, SHUTDOWN]
+    assert outcome.writes() == [f"boot/{INSTANCE}.log", DELETE, TERMINATE, SHUTDOWN]
     assert outcome.calls[0].startswith("aws s3api list-objects-v2")  # the marker is read first
     assert not node.has(f"attempts/{INSTANCE}.json")
 
@@ -62,17 +63,8 @@ def test_a_job_that_failed_for_good_ends_the_run(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(MODIFY, SHUTDOWN) == [MODIFY, SHUTDOWN]
+    assert outcome.told(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "failed"
-
-
-def test_the_modify_call_names_the_fleet_zero_and_termination(node: Node) -> None:
-    outcome = node.boot()
-
-    call = next(call for call in outcome.calls if call.startswith(MODIFY)).split()
-    assert call[call.index("--fleet-id") + 1] == FLEET
-    assert call[call.index("--target-capacity-specification") + 1] == "TotalTargetCapacity=0"
-    assert call[call.index("--excess-capacity-termination-policy") + 1] == "termination"
 
 
 def test_an_interrupted_node_over_an_hour_old_shuts_down_at_once(node: Node) -> None:
@@ -80,7 +72,7 @@ def test_an_interrupted_node_over_an_hour_old_shuts_down_at_once(node: Node) -> 
 
     outcome = node.boot()
 
-    assert outcome.told(MODIFY, DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
     assert "waiting for AWS" not in outcome.log
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["code"] == 75
 
@@ -93,7 +85,7 @@ def test_an_interrupted_node_in_its_first_hour_waits_for_aws_but_not_for_ever(no
     outcome = node.boot()
 
     assert "waiting for AWS" in outcome.log
-    assert outcome.told(MODIFY, DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["notice"] is True
 
 
@@ -112,27 +104,28 @@ def test_a_job_stopped_without_a_notice_is_replaced_at_once_even_in_the_first_ho
     outcome = node.boot()
 
     assert "waiting for AWS" not in outcome.log
-    assert outcome.told(MODIFY, DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
 
 
-def test_a_node_that_may_not_modify_its_fleet_deletes_it_and_stays_alive_until_shutdown(node: Node) -> None:
-    node.fails("modify-fleet")
+def test_the_deletion_leaves_the_node_alive_until_it_ends_itself_from_outside(node: Node) -> None:
+    node.fails("terminate-instances")
 
     outcome = node.boot()
 
     deletion = f"{DELETE} --fleet-ids {FLEET} --no-terminate-instances"
-    assert outcome.told(MODIFY, deletion, SHUTDOWN) == [MODIFY] * 3 + [deletion, SHUTDOWN]
+    end = f"{TERMINATE} --instance-ids {INSTANCE}"
+    assert outcome.told(deletion, end, SHUTDOWN) == [deletion, end, SHUTDOWN]
     assert node.has("done.json")
 
 
 def test_a_refused_deletion_is_seen_although_the_call_succeeds(node: Node) -> None:
-    node.fails("modify-fleet", "delete-fleets")
+    node.fails("delete-fleets")
 
     outcome = node.boot()
 
     assert "its expiry ends it" in outcome.log
     assert "its expiry ends it" in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
-    assert outcome.told(SHUTDOWN) == [SHUTDOWN]
+    assert outcome.told(DELETE, TERMINATE, SHUTDOWN) == [DELETE] * 3 + [SHUTDOWN]
 
 
 def test_without_tags_in_metadata_the_node_finds_its_fleet_by_describing_itself(node: Node) -> None:
@@ -141,7 +134,7 @@ def test_without_tags_in_metadata_the_node_finds_its_fleet_by_describing_itself(
 
     outcome = node.boot()
 
-    assert f"{MODIFY} --fleet-id fleet-ffff" in "\n".join(outcome.calls)
+    assert f"{DELETE} --fleet-ids fleet-ffff" in "\n".join(outcome.calls)
 
 
 def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: Node) -> None:
@@ -150,7 +143,7 @@ def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: Node) -> None:
 
     outcome = node.boot()
 
-    ends = [RUN, "docker stop -t 115", MODIFY, SHUTDOWN]
+    ends = [RUN, "docker stop -t 115", DELETE, SHUTDOWN]
     assert outcome.told(*ends) == ends
     assert node.stored("done.json")["reason"] == "timer"
 
@@ -167,7 +160,7 @@ def test_a_docker_that_hangs_does_not_keep_the_timer_from_ending_the_run(node: N
 
     outcome = node.boot()
 
-    assert outcome.told(MODIFY, SHUTDOWN) == [MODIFY, SHUTDOWN]
+    assert outcome.told(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "timer"
 
 
@@ -178,7 +171,7 @@ def test_the_timer_ends_the_run_during_an_image_pull_too(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(RUN, MODIFY, SHUTDOWN) == [MODIFY, SHUTDOWN]
+    assert outcome.told(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "timer"
 
 
@@ -190,7 +183,7 @@ def test_sigterm_stops_the_container_and_its_exit_code_decides(node: Node) -> No
     process.send_signal(signal.SIGTERM)
     outcome = node.outcome(process)
 
-    assert outcome.told("docker stop -t 115", MODIFY, SHUTDOWN) == ["docker stop -t 115", SHUTDOWN]
+    assert outcome.told("docker stop -t 115", DELETE, SHUTDOWN) == ["docker stop -t 115", SHUTDOWN]
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["code"] == 75
 
 
@@ -204,7 +197,7 @@ def test_sigterm_during_the_image_pull_is_recorded(node: Node) -> None:
 
     exit_ = node.stored(f"attempts/{INSTANCE}.json")["exit"]
     assert (exit_["code"], exit_["notice"]) == (143, False)
-    assert outcome.told(MODIFY, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
 
 
 def test_a_notice_during_the_image_pull_is_recorded_before_the_machine_is_gone(node: Node) -> None:
@@ -234,7 +227,6 @@ def test_every_call_to_aws_is_one_that_the_nodes_role_allows(node: Node) -> None
     (node.world / "imds/meta-data/tags/instance/aws:ec2:fleet-id").unlink()
     (node.world / "described").write_text(f"{FLEET}\n")
     node.earlier_boots(2)
-    node.fails("modify-fleet")
 
     calls = [call.split() for call in node.boot().calls if call.startswith("aws ")]
 
@@ -251,8 +243,8 @@ def test_every_call_to_aws_is_one_that_the_nodes_role_allows(node: Node) -> None
         else:
             assert (service, action) in {
                 ("ec2", "describe-instances"),
-                ("ec2", "modify-fleet"),
                 ("ec2", "delete-fleets"),
+                ("ec2", "terminate-instances"),
             }
     assert len({tuple(call[1:3]) for call in calls}) == 5  # all kinds were made
 

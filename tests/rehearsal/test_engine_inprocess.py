@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from declared import fleet
 from engine_world import DEFINITION, STACK, pinned, project
 
 from infra.loader import load
+from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, InProcess, Result
 
@@ -167,7 +169,9 @@ def test_the_job_finds_archive_and_run_config_where_the_node_script_looks(story:
 def test_a_node_writes_into_its_run_and_the_compiled_graphs_and_nowhere_else(story: Story) -> None:
     (policy,) = story.of("aws:iam/rolePolicy:RolePolicy")
     statements = json.loads(policy["inputs"]["policy"])["Statement"]
-    written = [each["Resource"] for each in statements if "s3:PutObject" in each["Action"]]
+    written = [
+        each["Resource"] for each in statements if "s3:PutObject" in each["Action"] and each["Effect"] == "Allow"
+    ]
     assert {place.split("/", 1)[1] for place in written} == {"r1/*", "compile_cache/*"}
     (listing,) = [each for each in statements if each["Action"] == "s3:ListBucket"]
     assert listing["Condition"] == {"StringLike": {"s3:prefix": ["r1/*", "compile_cache/*"]}}
@@ -186,6 +190,19 @@ def test_a_destroy_keeps_the_bucket_with_its_settings_and_nothing_else(story: St
     }
     assert all(story.kept_settings["closed"].values())
     assert story.kept_settings["encryption"]["Rules"]
+
+
+def test_a_destroy_passes_over_the_fleet_that_its_node_has_deleted(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"region": "us-east-2", "state": {}, "options": {"retain_on_delete": False}}
+    with Cloud(tmp_path / "cloud", clock=ManualClock()) as cloud:
+        name = fleet(cloud)
+        cloud.tick()
+        cloud.client("ec2").delete_fleets(FleetIds=[name], TerminateInstances=False)
+        cloud.kill(cloud.instances()[0].id)
+        resource = {"type": "aws:ec2/fleet:Fleet", "name": "fleet", "id": name, **kept}
+        (tmp_path / "in-process.json").write_text(json.dumps({"outputs": {}, "resources": [resource]}))
+        destroyed = InProcess(tmp_path, cloud.environment(), STACK, lambda line: None).destroy()
+    assert (destroyed.ok, destroyed.changes) == (True, {"delete": 0})
 
 
 def test_of_the_objects_a_destroy_keeps_the_run_s_own_record(story: Story) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from declared import as_node, fleet, role, template
+from declared import as_node, fleet, living, role, template
 
 from infra.loader import load
 from infra.resources.identity import node_statements
@@ -37,6 +37,17 @@ async def _known(value: Any) -> Any:
     return await value.future() if hasattr(value, "future") else value
 
 
+def owned_fleet(cloud: Cloud, **changed: str) -> str:
+    """A fleet of nodes with the program's role and tags; `changed` by key."""
+    owned = [{"Key": key, "Value": value} for key, value in {**tags(RUN), **changed}.items()]
+    made = template(
+        cloud,
+        IamInstanceProfile={"Name": "node"},
+        TagSpecifications=[{"ResourceType": "instance", "Tags": owned}],
+    )
+    return fleet(cloud, made, TagSpecifications=[{"ResourceType": "fleet", "Tags": owned}])
+
+
 @pytest.fixture(scope="module")
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     """With one node, whose role is the program's."""
@@ -47,12 +58,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
             cloud.client("s3").create_bucket(Bucket=bucket, CreateBucketConfiguration=place)
         for group in (GROUP, "other"):
             cloud.client("logs").create_log_group(logGroupName=group)
-        owned = [{"Key": key, "Value": value} for key, value in tags(RUN).items()]
-        fleet(
-            cloud,
-            template(cloud, IamInstanceProfile={"Name": "node"}),
-            TagSpecifications=[{"ResourceType": "fleet", "Tags": owned}],
-        )
+        owned_fleet(cloud)
         cloud.tick()
         yield cloud
 
@@ -89,6 +95,11 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "an input, deleted": lambda s3: s3.delete_objects(
         Bucket=BUCKET, Delete={"Objects": [{"Key": "r1/a"}, {"Key": "inputs/1/job.tar.gz"}]}
     ),
+    "what a node has spent, deleted": lambda s3: s3.delete_objects(
+        Bucket=BUCKET, Delete={"Objects": [{"Key": "r1/attempts/i-1.json"}, {"Key": "r1/heartbeat/i-1.jsonl"}]}
+    ),
+    "the limits, written anew": lambda s3: s3.put_object(Bucket=BUCKET, Key="r1/run.json", Body=b"{}"),
+    "the end of the run, deleted": lambda s3: s3.delete_object(Bucket=BUCKET, Key="r1/done.json"),
     "compiled graphs, deleted": lambda s3: s3.delete_object(Bucket=BUCKET, Key="compile_cache/a"),
     "the whole listing": lambda s3: s3.list_objects_v2(Bucket=BUCKET),
     "another run's listing": lambda s3: s3.list_objects_v2(Bucket=BUCKET, Prefix="r10/"),
@@ -108,16 +119,37 @@ def test_of_an_input_that_is_gone_a_node_learns_only_that_it_may_not(s3: Any) ->
         S3Store(f"s3://{BUCKET}", client=s3).get_bytes("inputs/1/train.bin")
 
 
-def test_a_node_ends_its_own_fleet_and_no_other(cloud: Cloud) -> None:
-    ec2, zero = as_node(cloud, "ec2"), {"TotalTargetCapacity": 0}
-    own, theirs = cloud.instances()[0].fleet_id, fleet(cloud)
-    with pytest.raises(ClientError, match="UnauthorizedOperation"):
-        ec2.modify_fleet(FleetId=theirs, TargetCapacitySpecification=zero)
-    with pytest.raises(ClientError, match="UnauthorizedOperation"):
-        ec2.delete_fleets(FleetIds=[own, theirs], TerminateInstances=False)
-    ec2.modify_fleet(FleetId=own, TargetCapacitySpecification=zero)
-    with pytest.raises(ClientError, match="UnauthorizedOperation"):
-        ec2.describe_fleets()
+def test_a_node_ends_its_own_fleet_and_itself_and_changes_or_ends_no_other(tmp_path: Path) -> None:
+    with Cloud(tmp_path, clock=ManualClock()) as cloud:
+        role(cloud, asyncio.run(_statements(cloud.account)))
+        own, *others = [owned_fleet(cloud, **changed) for changed in ({}, *({key: "other"} for key in tags(RUN)))]
+        cloud.tick()
+        nodes = {node.fleet_id: node.id for node in cloud.instances()}
+        ec2 = as_node(cloud, "ec2")
+        refused = [
+            *(
+                lambda n=n: ec2.modify_fleet(FleetId=own, TargetCapacitySpecification={"TotalTargetCapacity": n})
+                for n in (0, 40)
+            ),
+            *(lambda each=each: ec2.delete_fleets(FleetIds=[own, each], TerminateInstances=False) for each in others),
+            *(lambda each=each: ec2.terminate_instances(InstanceIds=[nodes[each]]) for each in others),
+            lambda: ec2.delete_fleets(FleetIds=[own], TerminateInstances=True),
+            lambda: ec2.create_tags(Resources=[others[0]], Tags=[{"Key": "a", "Value": "b"}]),
+            lambda: ec2.run_instances(ImageId="ami-0", MinCount=1, MaxCount=1),
+            ec2.describe_fleets,
+        ]
+        for ask in refused:
+            with pytest.raises(ClientError, match="UnauthorizedOperation"):
+                ask()
+        assert len(cloud.instances()) == len(nodes)
+
+        ec2.delete_fleets(FleetIds=[own], TerminateInstances=False)
+        assert nodes[own] in living(cloud)
+        ec2.terminate_instances(InstanceIds=[nodes[own]])
+        cloud.clock.advance(3600)
+        cloud.tick()
+        assert not cloud.fleets.living(own)
+        assert set(living(cloud)) == {nodes[each] for each in others}
 
 
 def test_a_node_writes_to_its_own_log_group(cloud: Cloud) -> None:
@@ -142,12 +174,7 @@ def test_a_denial_counts_for_more_than_a_permission() -> None:
 def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_path: Path) -> None:
     with Cloud(tmp_path, clock=ManualClock()) as cloud:
         role(cloud, asyncio.run(_statements(cloud.account)))
-        owned = [{"Key": key, "Value": value} for key, value in tags(RUN).items()]
-        own = fleet(
-            cloud,
-            template(cloud, IamInstanceProfile={"Name": "node"}),
-            TagSpecifications=[{"ResourceType": "fleet", "Tags": owned}],
-        )
+        own = owned_fleet(cloud)
         theirs = fleet(cloud)
         cloud.tick()
         node = next(each for each in cloud.instances() if each.fleet_id == own)

@@ -11,7 +11,7 @@ TIMER_SECONDS=9000
 DATA_VOLUME=''
 DATA_DEVICE=/dev/sdf
 # The node of one run: user-data, rendered by infra/boot/user_data.py under a header of variables. See docs/node.md.
-# The end is always: everything uploaded, done marker, fleet to 0, shutdown. Every other way out is a failed attempt:
+# The end is always: everything uploaded, done marker, fleet deleted, shutdown. Every other way out is a failed attempt:
 # recorded, counted, and shut down too. Nothing here leaves a machine running.
 set -uo pipefail
 ROOT=${GPUFLEET_ROOT:-}
@@ -112,10 +112,6 @@ find_fleet() {
       --query "Reservations[0].Instances[0].Tags[?Key=='aws:ec2:fleet-id']|[0].Value")
   [[ $FLEET == fleet-* ]]
 }
-fleet_to_zero() {
-  aws ec2 modify-fleet --fleet-id "$FLEET" --excess-capacity-termination-policy termination \
-    --target-capacity-specification TotalTargetCapacity=0 --output text
-}
 delete_fleet() { # keeps this machine; a refusal is in the answer, not in the status
   local refused
   refused=$(aws ec2 delete-fleets --fleet-ids "$FLEET" --no-terminate-instances --output text \
@@ -123,13 +119,13 @@ delete_fleet() { # keeps this machine; a refusal is in the answer, not in the st
 }
 stop_fleet() {
   if ! retry 3 find_fleet; then
-    say "no fleet id: nothing to set to 0"
-  elif retry 3 fleet_to_zero; then
-    say "fleet $FLEET is at 0"
+    say "no fleet id: nothing to delete"
   elif retry 3 delete_fleet; then
-    say "fleet $FLEET could not be set to 0, so it is deleted"
+    say "fleet $FLEET is deleted"
+    # A deleted fleet has no expiry that would end a machine which hangs while it shuts down: AWS ends it from outside.
+    aws ec2 terminate-instances --instance-ids "$INSTANCE_ID" --output text || say "left to shutdown alone"
   else
-    say "fleet $FLEET can neither be set to 0 nor deleted: its expiry ends it"
+    say "fleet $FLEET cannot be deleted: its expiry ends it"
     upload_log
   fi
 }
