@@ -70,18 +70,18 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
 
 
 def weights_differ(definition: StackDefinition, root: Path) -> str:
-    """How the local base weights are of another model than `model` says, or nothing. A config.json that no decoder here
-    can be made of is left to `gpufleet prepare`.
-    """
+    """What config.json of the local base weights has against `model`, in words that follow their name; or nothing."""
     folder, config = definition.storage.weights_folder(root), definition.job.parameters
     if folder is None or not isinstance(config, SftConfig | KernelConfig):
         return ""
     try:
         found = hf_config.read_shape(folder)
-    except ValueError:
-        return ""
-    differing = hf_config.differences(found, config.model)
-    return ", ".join(f"model.{key} {there}, the file says {here}" for key, there, here in differing)
+    except ValueError as error:
+        return f"cannot be used: {error}."
+    words = ", ".join(
+        f"model.{key} {there}, the file says {here}" for key, there, here in hf_config.differences(found, config.model)
+    )
+    return f"are of another model: {words}. Make job.parameters.model agree, or name other weights." if words else ""
 
 
 def _packed(config: SftConfig | KernelConfig, manifest: DatasetManifest) -> Iterator[str]:

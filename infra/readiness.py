@@ -27,10 +27,7 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             from infra.prepared import weights_differ  # here: most callers have none
 
             if reason := weights_differ(definition, root):
-                sentences.append(
-                    f"storage.base_weights, {weights}, are of another model: {reason}. Make job.parameters.model agree,"
-                    " or name other weights."
-                )
+                sentences.append(f"storage.base_weights, {weights}, {reason}")
     return sentences
 
 

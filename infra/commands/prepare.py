@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
         definition = stack.definition_of(args)
     try:
         _checked(definition, root)  # before an hour of tokenising is spent on a run that lacks its base weights
-    except ValueError as error:
-        raise GpufleetError(str(error)) from error
+    except (ValueError, ImportError) as error:
+        raise _told(error) from error
     made = prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
     _agrees(definition, root)
     _folds(definition, root)
@@ -156,10 +156,15 @@ def prepared(
             return prepare_ranking(folder, config, text=text, say=_say)
         source = _source(config, folder.parent / "cache", text, tokenizer)
         return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=_say)
-    except ValueError as error:
-        raise GpufleetError(str(error)) from error
-    except ImportError as error:
-        raise GpufleetError(f"this data needs a package that is missing ({error}): pip install -e '.[job]'") from error
+    except (ValueError, ImportError) as error:
+        raise _told(error) from error
+
+
+def _told(error: ValueError | ImportError) -> GpufleetError:
+    """The same for who prepares."""
+    if isinstance(error, ValueError):
+        return GpufleetError(str(error))
+    return GpufleetError(f"this data needs a package that is missing ({error}): pip install -e '.[job]'")
 
 
 def _require_another_folder(plain: StackDefinition, rehearsal: StackDefinition, root: Path) -> None:

@@ -6,7 +6,8 @@ Only what trainer or deliverable need counts. Repositories hold more, Llama's ev
 `original/`, and that would be hashed, uploaded and billed.
 
 Written once by `gpufleet prepare`, since hashing 16 GB takes a quarter of a minute and previews are many; afterwards a
-file is believed by its size, and hashed again by whoever uploads or downloads it. Standard library only.
+file is believed by its size, and hashed again by whoever uploads or downloads it. `safetensors` and numpy are imported
+only where tensors are looked at.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from job import atomic
 from job.dataset.prepare import DatasetFile
@@ -29,7 +31,8 @@ _PUBLISHED = {  # by the folder that a file of stacks/ names
     "qwen3-1.7b": "Qwen/Qwen3-1.7B",
     "qwen3-8b": "Qwen/Qwen3-8B",
 }
-_DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them
+_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # as safetensors and numpy call them; numpy has no bfloat16
+_COMPARED = 4096  # rows of two matrices at once
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -45,6 +48,33 @@ class WeightsManifest:
         return sum(file.bytes for file in self.files)
 
 
+class Stored(NamedTuple):
+    """A tensor in `file`, called `name` there; its numbers begin at byte `start`."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: list[int]
+    start: int
+
+    def rows(self, wanted: slice | list[int]) -> Any:
+        """Those of a matrix, fp32 [rows, columns]; no others are read."""
+        found = self._mapped()[wanted]
+        return (found.astype("<u4") << 16).view("<f4") if self.dtype == "BF16" else found.astype("<f4")
+
+    def equals(self, other: Stored) -> bool:
+        """Whether another matrix has the same numbers, in the same dtype."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        parts = (slice(start, start + _COMPARED) for start in range(0, self.shape[0], _COMPARED))
+        return all((self._mapped()[part] == other._mapped()[part]).all() for part in parts)
+
+    def _mapped(self) -> Any:
+        import numpy as np
+
+        return np.memmap(self.file, mode="r", dtype=_DTYPES[self.dtype], offset=self.start, shape=tuple(self.shape))
+
+
 def paths(folder: Path) -> list[Path]:
     """Every file that counts. Raises ValueError for a folder that is missing, holds no weights, or lacks a file of
     theirs.
@@ -57,35 +87,38 @@ def paths(folder: Path) -> list[Path]:
     return [top[name] for name in sorted(names)]
 
 
-def check(folder: Path) -> dict[str, list[int]]:
-    """Reads the header of each file of tensors, and no more: every tensor's shape by its name. Raises ValueError for a
-    file that is cut short, or none at all, such as the pointer that git clones without its lfs, or that may not be
-    read; for quantised tensors; and like `paths`.
+def check(folder: Path) -> dict[str, Stored]:
+    """Every tensor by its name, from the header of each file as its library reads it, and no more. Raises ValueError
+    for a file that the library does not open, such as one cut short or the pointer that git clones without its lfs, or
+    that may not be read; for quantised tensors; and like `paths`. Raises ImportError without the library.
     """
+    from safetensors import SafetensorError, safe_open
+
     paths(folder)
-    shapes: dict[str, list[int]] = {}
+    found: dict[str, Stored] = {}
     for path in (folder / name for name in tensor_files(folder)):
-        size = path.stat().st_size
         try:
-            with path.open("rb") as file:
+            with path.open("rb") as file, safe_open(path, framework="numpy"):
                 length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length) if 8 + length <= size else b"")
-            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            whole = size == 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-            others = [f"{name} is {entry['dtype']}" for name, entry in tensors.items() if entry["dtype"] not in _DTYPES]
-            shapes |= {name: entry["shape"] for name, entry in tensors.items()}
+                header = json.loads(file.read(length))
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
-            whole, others = False, []
-        if not whole:
-            raise ValueError(f"{path}: {size:,} bytes, no whole safetensors file; download it again")
-        if others:
+        except SafetensorError as error:
             raise ValueError(
-                f"{path}: {others[0]}; only {', '.join(_DTYPES)} are read: of quantised weights take those they were "
-                "made from, convert others"
-            )
-    return shapes
+                f"{path}: {path.stat().st_size:,} bytes, no safetensors file that the library opens ({error}); "
+                "download it again, and if it comes the same, have it saved anew by whoever made it"
+            ) from error
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in _DTYPES:
+                raise ValueError(
+                    f"{path}: {name} is {entry['dtype']}; only {', '.join(_DTYPES)} are read: of quantised weights "
+                    "take those they were made from, convert others"
+                )
+            if name in found:
+                raise ValueError(f"{path}: {name} is in {found[name].file.name} too; keep one of them")
+            found[name] = Stored(path, name, entry["dtype"], entry["shape"], 8 + length + entry["data_offsets"][0])
+    return found
 
 
 def left_out(folder: Path) -> dict[str, int]:

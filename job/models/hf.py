@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from job import atomic
 from job.config.common import Decoder as Shape
 from job.config.sft import Lora
-from job.dataset.weights import tensor_files
 from job.models import lora
 from job.models.decoder import Decoder
-from job.models.hf_config import CONFIG, check, config_tree, published
+from job.models.hf_config import ADAPTER_CONFIG, CONFIG, check, config_tree, published
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -35,7 +34,7 @@ TOKENIZER = (  # what `transformers` reads beside tokenizer.json: the chat templ
     "merges.txt",
     "tokenizer.model",
 )
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
 SHARD_BYTES = 5_000_000_000  # of one file, at most: what the published ones hold
 
 
@@ -47,13 +46,16 @@ def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object]
     Raises ValueError: another model than the module's shape, a file that is damaged, or a tensor that is missing, of
     another shape, or unknown.
     """
-    check(folder, module.shape)
+    held = check(folder, module.shape)
     targets = {published(name): p for name, p in module.named_parameters() if not name.endswith(("lora_a", "lora_b"))}
-    for path in (folder / name for name in tensor_files(folder)):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                if name in targets:  # a tied head's copy is not
-                    fill(targets[name], file.get_tensor(name))
+    for path in sorted({stored.file for stored in held.values()}):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name, stored in held.items():
+                    if stored.file == path:
+                        fill(targets[name], file.get_tensor(stored.name))
+        except SafetensorError as error:
+            raise ValueError(f"{path}: {error}; download it again") from error
 
 
 def write(
@@ -100,7 +102,6 @@ def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> 
     """
     published = None if base is None else atomic.read_object(base / CONFIG)
     tree = published or {**(atomic.read_object(folder / CONFIG) or {}), "eos_token_id": stop}
-    tree.pop("quantization_config", None)
     for key in [key for key in ("torch_dtype", "dtype") if key in tree] or ["torch_dtype"]:
         tree[key] = str(dtype).removeprefix("torch.")
     atomic.write_json(folder / CONFIG, tree)

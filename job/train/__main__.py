@@ -14,6 +14,7 @@ import fcntl
 import importlib
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from job import atomic
 from job.config import JobConfig, from_json
@@ -90,7 +92,9 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
     except WorkdirBusyError as error:
         say(str(error))
         return BUSY  # nothing is written: the folder is somebody else's
-    except device.NodeRefusedError as error:
+    except (device.NodeRefusedError, OSError, SafetensorError) as error:  # the last two: its disk, as good as always
+        if not isinstance(error, device.NodeRefusedError):
+            say(traceback.format_exc())
         say(f"this node is refused: {error}")
         code = REFUSED
         if (workdir / preflight.ACCEPT).exists():  # others were refused before it: it is not the node

@@ -137,6 +137,12 @@ def test_base_weights_and_their_tokenizer_are_held_against_the_file(chats: Path,
         " job.parameters.model agree, or name other weights."
     ]
     edit(file, "layers", "2")
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | {"hidden_act": "gelu"}))
+    weights.describe(folder)
+    assert "hidden_act 'gelu' is not silu" in said(file, root)[0]
+    (folder / "config.json").write_text(json.dumps(tree))
+    weights.describe(folder)
     edit(file, "source", "jsonl")
     (sentence,) = said(file, root)
     assert "is the tokenizer.json of storage.base_weights: run `gpufleet prepare sft-h100 FILE.jsonl`." in sentence

@@ -164,7 +164,7 @@ def test_a_damaged_file_of_weights_is_the_users_to_mend(tmp_path: Path) -> None:
     module = written(tmp_path)
     path = tmp_path / hf.WEIGHTS
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match=r"model\.safetensors: .* no whole safetensors file; download it again"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: .* no safetensors file .*; download it again"):
         hf.load(tmp_path, module)
 
 
@@ -193,14 +193,55 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -
         hf.load(tmp_path, module)
 
 
-def test_a_copy_of_the_embedding_as_head_of_tied_weights_is_passed_over(tmp_path: Path) -> None:
-    module = model("qwen3")
-    hf.write(tmp_path, module.named_parameters(), module.shape, torch.float32)
-    tensors = load_file(tmp_path / hf.WEIGHTS)
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / hf.WEIGHTS)
+TABLE, HEAD = hf_config.EMBED, hf_config.HEAD
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held: held.update({HEAD: held[TABLE].clone()}),
+        lambda held: held.update({HEAD: held.pop(TABLE)}),  # as safetensors' save_model names shared weights
+    ],
+    ids=["a copy", "under the head's name alone"],
+)
+def test_tied_weights_are_read_however_they_were_saved(change: Any, tmp_path: Path) -> None:
+    module = saved("qwen3", change, tmp_path)
     again = build(module.shape, compute=torch.float32)
     hf.load(tmp_path, again)
     torch.testing.assert_close(again.embed.weight, module.embed.weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("qwen3", lambda held: held.update({HEAD: held[TABLE] + 0.1}), "has other numbers .* model.tied: false"),
+        ("qwen3", lambda held: held.update({HEAD: held[TABLE].half()}), "has other numbers"),
+        ("llama", lambda held: held.pop(HEAD), "first lm_head.weight; if the head is the embedding, say tie_word"),
+    ],
+)
+def test_tables_on_which_config_and_tensors_disagree_are_refused(
+    family: str, change: Any, words: str, tmp_path: Path
+) -> None:
+    module = saved(family, change, tmp_path)
+    with pytest.raises(ValueError, match=words):
+        hf.load(tmp_path, module)
+
+
+def test_an_adapter_beside_the_weights_is_not_passed_over(tmp_path: Path) -> None:
+    module = written(tmp_path)
+    hf.write_adapter(tmp_path, adapted(), Lora(rank=3), None)
+    with pytest.raises(ValueError, match=r"an adapter lies there \(adapter_config\.json\): merge it first"):
+        hf.load(tmp_path, module)
+
+
+def saved(family: str, change: Any, tmp_path: Path) -> Decoder:
+    """The model whose changed tensors are in the folder."""
+    module = model(family)
+    hf.write(tmp_path, module.named_parameters(), module.shape, torch.float32)
+    held = load_file(tmp_path / hf.WEIGHTS)
+    change(held)
+    save_file(held, tmp_path / hf.WEIGHTS)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -227,6 +268,14 @@ def test_a_copy_of_the_embedding_as_head_of_tied_weights_is_passed_over(tmp_path
         ({"rope_theta": "1e6"}, "rope_theta '1e6' is no number"),
         ({"layer_types": 2}, "layer_types 2 is no list"),
         ({"layer_types": [{"full": 1}]}, "sliding windows"),
+        ({"model_type": "llama", "architectures": None, "sliding_window": 16}, "sliding windows"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "is no Qwen3ForCausalLM, the only qwen3"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false' is not true or false"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: of quantised weights take"),
+        ({"is_causal": False}, "is_causal False"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers missing or no number"),
+        ({"rope_scaling": {"factor": 8.0}}, "neither none nor Llama-3.1's"),
+        ({"rope_scaling": {"rope_type": "default", "full_attention": {"rope_type": "yarn"}}}, "neither none nor"),
     ],
 )
 def test_models_that_we_cannot_run_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -274,7 +323,7 @@ def test_a_published_config_is_kept_but_for_the_dtype(key: str, tmp_path: Path) 
         "rope_scaling": {"rope_type": "llama3"},
         "eos_token_id": [3, 4],
     }
-    config, _ = completed(tmp_path, {**theirs, key: "bfloat16", "quantization_config": {"bits": 4}}, None)
+    config, _ = completed(tmp_path, {**theirs, key: "bfloat16"}, None)
     assert config == {**theirs, key: "float32"}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import train_world as world
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from train_world import STEPS, StopAt
 
@@ -23,7 +24,7 @@ from job.config import from_json
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
 from job.train import __main__ as trainer
-from job.train import metrics, rungs, step
+from job.train import export, metrics, preflight, rungs, step
 from job.train.experiment import LossNotFiniteError, Stopped
 from job.train.loop import Loop
 from job.train.requests import START, Requests, Stop, await_start
@@ -255,6 +256,23 @@ def test_a_reason_that_a_full_disk_does_not_take_is_said_and_the_run_ends_no_oth
     said = capsys.readouterr().out
     assert "fatal: loss, gradients or weights are not finite at step 1" in said
     assert "warning: fatal.json is not written: [Errno 28] No space left on device" in said
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the first node", "a node after others that were refused"])
+@pytest.mark.parametrize("error", [SafetensorError("I/O error"), OSError(28, "No space left on device")])
+def test_what_a_library_or_disk_refuses_at_an_export_is_no_crash_that_every_node_repeats(
+    error: Exception, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: Any, **named: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(export, "save_file", refused)
+    workdir = world.make(tmp_path)
+    if again:
+        (workdir / preflight.ACCEPT).touch()
+    assert world.train(workdir) == (65 if again else 71)
+    told = workdir / ("fatal.json" if again else preflight.RESULT)
+    assert str(error) in told.read_text()
 
 
 def test_a_logged_loss_that_is_not_finite_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +89,16 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64
 EMPTY_LIST = b"\x02\0\0\0\0\0\0\0[]"
 
 
+def with_header(whole: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The file with another header, as other writers make one."""
+    end = 8 + int.from_bytes(whole[:8], "little")
+    tree = json.loads(whole[8:end])
+    change(tree)
+    words = json.dumps(tree).encode()
+    words += b" " * (-len(words) % 8)
+    return len(words).to_bytes(8, "little") + words + whole[end:]
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -96,17 +107,20 @@ EMPTY_LIST = b"\x02\0\0\0\0\0\0\0[]"
         lambda whole: EMPTY_LIST,
         lambda whole: whole[:-1],
         lambda whole: whole + b"0",
+        lambda whole: with_header(whole, lambda tree: tree["__metadata__"].update(step=5)),
+        lambda whole: with_header(whole, lambda tree: tree["a"].update(data_offsets=[1, 49])),
+        lambda whole: with_header(whole, lambda tree: tree["a"].update(shape=[4, 4])),
     ],
-    ids=["pointer", "empty", "list", "cut", "longer"],
+    ids=["pointer", "empty", "list", "cut", "longer", "number", "hole", "shape"],
 )
-def test_a_file_that_is_no_whole_safetensors_is_found_before_anything_is_paid(
+def test_a_file_that_the_library_does_not_open_is_found_before_anything_is_paid(
     content: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": np.ones((3, 4), np.float32), "b": np.zeros(0, np.float32)}, path, metadata={"format": "pt"})
     weights.check(tmp_path)
     path.write_bytes(content(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"model\.safetensors: [\d,]+ bytes, no whole safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: [\d,]+ bytes, no safetensors file .*it again"):
         weights.check(tmp_path)
 
 
@@ -157,6 +171,13 @@ def test_a_part_that_the_index_names_and_is_not_there_is_said(folder: Path) -> N
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"index\.json names model-00002-of-00002\.safetensors, which is not there"):
         weights.paths(folder)
+
+
+def test_a_tensor_that_two_files_hold_is_refused(folder: Path) -> None:
+    for path in folder.glob("model-*.safetensors"):
+        save_file({"norm": np.ones(3, np.float32)}, path)
+    with pytest.raises(ValueError, match=r"norm is in model-00001-of-00002\.safetensors too; keep one"):
+        weights.check(folder)
 
 
 @pytest.mark.parametrize("name", [".part.safetensors", "../part.safetensors", "weights.json", ""])
