@@ -19,9 +19,9 @@ from statistics import median
 
 import torch
 
+from job.contract.commit import Commit
 from job.train import device
 from job.train.checkpoint import Checkpoints
-from job.train.committed import Commit
 
 CADENCE_S, SAVES, ALONE_S = 300.0, 5, 1.0
 TENSORS = 115  # of each kind, as in phase 1 of tinystories-growth, whose checkpoint is the 1.2 GB
@@ -97,6 +97,7 @@ def commit(step: int) -> Commit:
     return Commit(
         step=step,
         phase="bench",
+        goes_on_from=step,
         tokens=0,
         val_loss=None,
         config_sha256="bench",

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from job.config import JobConfig, from_json
+from job.contract import inputs, reading
+from job.contract.inputs import InputFile
+from job.contract.reading import DoubtError, Fields
 from job.supervisor.metadata import epoch
 
 ASKED = "stop.json"  # beside run.json in the bucket: `gpufleet stop` asks the run to end
@@ -45,15 +48,6 @@ class Rates:
     def extras(self) -> Decimal:
         """What a node-hour costs besides compute."""
         return self.disk + self.ipv4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputFile:
-    """A file of the dataset, relative to its place."""
-
-    name: str
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,50 +131,100 @@ def load(path: Path) -> RunFile:
     """Raises ValueError with what is wrong."""
     tree = _document(path)
     try:
-        limits, job, dataset = tree["limits"], tree["job"], tree["inputs"]["dataset"]
-        weights = tree["inputs"].get("base_weights")
-        run = RunFile(
-            run=tree["run"]["id"],
-            config=from_json(job["experiment"], job["parameters"]),
-            config_sha256=config_digest(job["experiment"], job["parameters"]),
-            limits=Limits(
-                max_usd=Decimal(limits["max_usd"]),
-                max_hours=Decimal(limits["max_hours"]),
-                deadline=epoch(limits.get("deadline")),
-                expires=epoch(limits.get("expires")),
-            ),
-            fixed_usd=Decimal(tree["extras"]["fixed_usd"]),
-            dataset=_inputs(dataset),
-            weights=_inputs(weights) if weights else None,
-            estimate=tree["estimate"],
-            tree=tree,
-        )
-        run.rates("", "")
-    except (KeyError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
-    return run
+        return _typed(Fields(tree))
+    except DoubtError as error:
+        raise ValueError(f"{path}: {error}; it is damaged: bring it again, or {WANTED}") from error
+
+
+def _typed(fields: Fields) -> RunFile:
+    limits, extras, given = (fields.section(key) for key in ("limits", "extras", "inputs"))
+    job = fields.section("job")
+    experiment, parameters = job.need("experiment", reading.text), job.section("parameters").tree
+    for key in ("disk_usd_per_hour", "ipv4_usd_per_hour"):
+        extras.need(key, reading.unsigned)
+    if (archive := given.tree.get("archive")) is not None:
+        Fields(archive, "inputs.archive").take("sha256", reading.text, None)
+    _check_rates(fields)
+    _check_estimate(fields.section("estimate"))
+    fields.section("run").need("stack", reading.text)
+    return RunFile(
+        run=fields.section("run").need("id", reading.name),
+        config=from_json(experiment, parameters),
+        config_sha256=config_digest(experiment, parameters),
+        limits=Limits(
+            max_usd=limits.need("max_usd", reading.unsigned),
+            max_hours=limits.need("max_hours", reading.unsigned),
+            deadline=limits.take("deadline", reading.moment, None),
+            expires=limits.take("expires", reading.moment, None),
+        ),
+        fixed_usd=extras.need("fixed_usd", reading.unsigned),
+        dataset=_inputs(given.section("dataset")),
+        weights=_inputs(given.section("base_weights")) if given.tree.get("base_weights") else None,
+        estimate=fields.section("estimate").tree,
+        tree=fields.tree,
+    )
+
+
+def _check_rates(fields: Fields) -> None:
+    fields.need("capacity", reading.choice("spot", "on-demand"))
+    table = fields.table("rates")
+    if not table:
+        raise DoubtError("rates names no type")
+    for row in table.values():
+        row.need("on_demand", reading.unsigned)
+        row.take("gpus", reading.whole, 0)
+        if "spot" in row.tree:
+            row.section("spot").all(reading.unsigned)
+
+
+def _check_estimate(estimate: Fields) -> None:
+    """What forecast and receipt take from the bill."""
+    for key in ("p10", "p50", "p90"):
+        estimate.section("usd").need(key, reading.unsigned)
+        estimate.section("hours").need(key, reading.unsigned)
+    estimate.take("interruptions_expected", reading.number, None)
+    lines = {line.need("name", reading.text): line for line in estimate.sections("lines")}
+    for line in lines.values():
+        line.need("amount", reading.amount)
+    if "compute" not in lines:
+        raise DoubtError("estimate.lines has none for compute")
+    for key in ("unit_price", "quantity"):
+        lines["compute"].need(key, reading.unsigned)
+    for phase in estimate.sections("phases") if "phases" in estimate.tree else ():
+        phase.need("phase", reading.text)
+        phase.need("step_ms", reading.number)
+        phase.take("steps", reading.step, None)
+    for notice in estimate.sections("notice") if "notice" in estimate.tree else ():
+        notice.need("type", reading.text)
+        notice.need("phase", reading.text)
+        notice.take("seconds", reading.seconds, None)
+
+
+WANTED = "name the run.json of a run, as `gpufleet results` brings it"
 
 
 def _document(path: Path) -> dict[str, Any]:
-    wanted = "name the run.json of a run, as `gpufleet results` brings it"
     try:
-        tree = json.loads(path.read_bytes())
+        tree = reading.parse(path.read_bytes())
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); {wanted}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error}); it is cut or damaged: bring it again, or {wanted}") from error
-    if not isinstance(tree, dict) or "schema" not in tree:
-        raise ValueError(f"{path}: JSON, but no run config: it has no `schema`; {wanted}")
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {WANTED}") from error
+    except DoubtError as error:
+        raise ValueError(f"{path}: {error}; it is cut or damaged: bring it again, or {WANTED}") from error
+    if "schema" not in tree:
+        raise ValueError(f"{path}: JSON, but no run config: it has no `schema`; {WANTED}")
     if tree["schema"] != 1:
         raise ValueError(
-            f"{path}: a run config of schema {tree['schema']!r}, and this code reads 1; use its own version"
+            f"{path}: a run config of schema {reading.show(tree['schema'])}, and this code reads 1; use its own version"
         )
     return tree
 
 
-def _inputs(entry: Mapping[str, Any]) -> Dataset:
-    files = tuple(InputFile(**file) for file in entry["files"])
-    return Dataset(uri=entry["uri"], sha256=entry["sha256"], files=files)
+def _inputs(entry: Fields) -> Dataset:
+    return Dataset(
+        uri=entry.take("uri", reading.text, None),
+        sha256=entry.take("sha256", reading.text, None),
+        files=inputs.files(entry),
+    )
 
 
 def config_digest(experiment: str, parameters: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.loader import project_root
 from job import atomic, sizing
+from job.contract import reading
 from job.supervisor.receipt import text as receipt_text
 from job.text import counted
 
@@ -77,7 +78,7 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     if folder is None:
         raise aws.no_run(s3, definition)
     folders = (*(() if exports else (EXPORTS,)), *((FINAL,) if light else ()))
-    objects = [each for each in folder.objects() if not each.name.startswith(CHECKPOINTS)]
+    objects = [each for each in folder.objects() if not each.name.startswith(CHECKPOINTS) and _is_file(each.name)]
     wanted = [each for each in objects if not (each.name.startswith(folders) and each.name.endswith(WEIGHTS))]
     left = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
     missing = [each for each in wanted if not _same(target / each.name, each)]
@@ -91,7 +92,7 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
     if left:
         print(f"left in the bucket: {_readable(left)} of weights{'' if light else ' (--exports brings them)'}")
     for each in missing:
-        _download(folder, each, _inside(target, each.name))
+        _download(folder, each, target / each.name)
         print(f"  {each.name}  {_readable(each.bytes)}")
     names = {each.name for each in wanted}
     lacking = [name for name in ("results.json", RECEIPT) if name not in names]
@@ -172,12 +173,13 @@ def _download(folder: aws.RunFolder, each: aws.Stored, target: Path) -> None:
     part.replace(target)
 
 
-def _inside(target: Path, name: str) -> Path:
-    """Where an object goes. Names come from the bucket, so none may lead out of the folder."""
-    parts = PurePosixPath(name).parts
-    if not parts or ".." in parts or name.startswith("/"):
-        raise AwsRefused(f"the bucket holds an object with the unsafe name {name!r}; nothing more was downloaded.")
-    return target.joinpath(*parts)
+def _is_file(name: str) -> bool:
+    """Whether an object may be brought here: else its name is said, and it stays in the bucket."""
+    try:
+        return bool(reading.name(name))
+    except reading.DoubtError as error:
+        print(f"left in the bucket: an object whose name {error}")
+        return False
 
 
 def _same(path: Path, each: aws.Stored) -> bool:

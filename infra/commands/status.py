@@ -10,8 +10,8 @@ from typing import Any
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from job import atomic
+from job.contract.commit import MANIFEST
 from job.run_file import ASKED
-from job.supervisor.staging import MANIFEST
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 GONE = ("shutting-down", "terminated")  # states of an instance

@@ -68,7 +68,7 @@ def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:
 def _build(cls: type[Any], tree: Any, path: str, problems: list[str], default: Any) -> Any:
     """What `tree` does not name is as in `default`."""
     if not isinstance(tree, dict):
-        problems.append(f"{path}: {tree!r} is not a section of keys")
+        problems.append(f"{path}: {tree!r:.80} is not a section of keys")
         return default
     hints, known = typing.get_type_hints(cls), {f.name: f for f in fields(cls)}
     if unknown := sorted(set(tree) - set(known)):
@@ -94,10 +94,10 @@ def _value(hint: Any, value: Any, path: str, spec: Field[Any], problems: list[st
     if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
         arm = typing.get_args(hint)[0]
         return tuple(_value(arm, item, f"{path}[{index}]", spec, problems) for index, item in enumerate(value))
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < 2**53:  # larger ones are refused as what they are
         value = float(value)
     if wanted := _not_allowed(hint, value, spec.metadata.get("minimum"), spec.metadata.get("maximum")):
-        problems.append(f"{path}: {value!r} is not {wanted}")
+        problems.append(f"{path}: {value!r:.80} is not {wanted}")
     return value
 
 

@@ -21,11 +21,14 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from job import atomic
+from job.contract import inputs, reading
+from job.contract.inputs import InputFile
+from job.contract.reading import DoubtError, Fields
 from job.dataset.shards import write_shard
 from job.dataset.sources import Source
 from job.dataset.tokenizer import Gpt2, Tokenizer, Words
@@ -34,22 +37,19 @@ Kind = Literal["windows", "packed", "characters", "ranking"]
 MANIFEST = "dataset.json"
 HELD_OUT = 0.01  # the last stories of a text, for validation
 SHARD_TOKENS = 1 << 25
+# What somebody relies on: a dataset.json must say it, in this way. Other facts are for people.
+_FACTS: dict[Kind, dict[str, Callable[[Any], object]]] = {
+    "windows": {},
+    "packed": {
+        **dict.fromkeys(("row", "longest", "most_examples", "rows", "examples", "tokens", "vocab"), reading.several),
+        **dict.fromkeys(("held_out_examples", "held_out_rows", "loss_tokens", "prompts", "stop"), reading.whole),
+        **dict.fromkeys(("loss_on", "template", "tokenizer", "tokenizer_id"), reading.text),
+        **dict.fromkeys(("packing", "texts"), reading.flag),
+    },
+    "characters": dict.fromkeys(("train_characters", "validation_characters", "vocab"), reading.several),
+    "ranking": {**dict.fromkeys(("queries", "models", "width"), reading.several), "encoder": reading.text},
+}
 BATCH = 1000  # stories tokenised at once
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DatasetFile:
-    """One file of a prepared dataset."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, path: Path, folder: Path) -> DatasetFile:
-        """Of a file below `folder`, hashed now."""
-        name = path.relative_to(folder).as_posix()
-        return cls(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class DatasetManifest:
     """
 
     sha256: str
-    files: tuple[DatasetFile, ...]
+    files: tuple[InputFile, ...]
     source: str
     kind: Kind = "windows"
     facts: dict[str, Any] = field(default_factory=dict)  # numbers and words of its kind: tokens, examples, fill, ...
@@ -82,32 +82,41 @@ def read_manifest(folder: Path) -> DatasetManifest:
     except OSError as error:
         raise ValueError(f"{folder}: not a prepared dataset, there is no {MANIFEST}") from error
     try:
-        tree = json.loads(content)
-        if tree["schema"] != 1:
-            raise ValueError(f"{path}: schema {tree['schema']}, this code reads 1; prepare the dataset again")
-        kind = tree.get("kind", "windows")
-        if kind not in get_args(Kind):
-            raise ValueError(f"{path}: kind {kind!r}, this code reads {', '.join(get_args(Kind))}")
-        listed = tuple(DatasetFile(**file) for file in tree["files"])
-        digest = hashlib.sha256(content).hexdigest()
-        windows = kind == "windows"
-        tokenizer = tree["tokenizer"] if windows else {}
-        return DatasetManifest(
-            sha256=digest,
-            files=(*listed, DatasetFile(name=MANIFEST, bytes=len(content), sha256=digest)),
-            source=tree["source"],
-            kind=kind,
-            facts=dict(tree.get("facts") or {}),
-            train=tuple(tree["train"] if windows else tree.get("train", ())),
-            validation=tuple(tree["validation"] if windows else tree.get("validation", ())),
-            tokenizer=tokenizer["kind"] if windows else "",
-            vocab=int(tokenizer["vocab"]) if windows else 0,
-            tokenizer_id=tokenizer["id"] if windows else "",
-            tokens=dict(tree["tokens"]) if windows else {},
-            stories=dict(tree["stories"]) if windows else {},
-        )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged ({type(error).__name__}: {error}); prepare the dataset again") from error
+        return _manifest(Fields(reading.parse(content)), content)
+    except DoubtError as error:
+        raise ValueError(f"{path}: damaged, {error}; prepare the dataset again") from error
+
+
+def _manifest(fields: Fields, content: bytes) -> DatasetManifest:
+    fields.schema(1)
+    digest = hashlib.sha256(content).hexdigest()
+    kind: Kind = fields.take("kind", reading.choice(*get_args(Kind)), "windows")
+    listed = inputs.files(fields)
+    shards = reading.listed(reading.choice(*(file.name for file in listed)))
+    windows = kind == "windows"
+    facts = fields.section("facts") if _FACTS[kind] or "facts" in fields.tree else Fields({})
+    for fact, of_kind in _FACTS[kind].items():
+        facts.need(fact, of_kind)
+    found = DatasetManifest(
+        sha256=digest,
+        files=(*listed, InputFile(name=MANIFEST, bytes=len(content), sha256=digest)),
+        source=fields.need("source", reading.text),
+        kind=kind,
+        facts=facts.tree,
+        train=fields.take("train", shards, ()),
+        validation=fields.take("validation", shards, ()),
+    )
+    if not windows:
+        return found
+    tokenizer = fields.section("tokenizer")
+    return replace(
+        found,
+        tokenizer=tokenizer.need("kind", reading.text),
+        vocab=tokenizer.need("vocab", reading.whole),
+        tokenizer_id=tokenizer.need("id", reading.text),
+        tokens=fields.section("tokens").all(reading.whole),
+        stories=fields.section("stories").all(reading.whole),
+    )
 
 
 def verify(folder: Path, manifest: DatasetManifest) -> None:
@@ -197,7 +206,7 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         made = Path(scratch) / "dataset"
         made.mkdir()
         fields = fill(made)
-        files = [asdict(DatasetFile.of(path, made)) for path in sorted(made.rglob("*")) if path.is_file()]
+        files = [asdict(InputFile.of(path, made)) for path in sorted(made.rglob("*")) if path.is_file()]
         tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
         atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
         kept = already(folder)  # looked at late: another preparation's; only ever our own kind of folder

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from job import atomic
-from job.dataset.prepare import DatasetFile
+from job.contract import inputs, reading
+from job.contract.inputs import InputFile
+from job.contract.reading import DoubtError, Fields
 
 MANIFEST = "weights.json"
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,7 +43,7 @@ class WeightsManifest:
     """`files` are all that a node must have, weights.json included; `sha256` is weights.json's."""
 
     sha256: str
-    files: tuple[DatasetFile, ...]
+    files: tuple[InputFile, ...]
 
     @property
     def bytes(self) -> int:
@@ -147,7 +149,7 @@ def name_of(folder: Path | None) -> str | None:
 
 def describe(folder: Path) -> WeightsManifest:
     """Hashes every file and writes weights.json. Raises ValueError like `paths`."""
-    files = [asdict(DatasetFile.of(path, folder)) for path in paths(folder)]
+    files = [asdict(InputFile.of(path, folder)) for path in paths(folder)]
     atomic.write_json(folder / MANIFEST, {"schema": 1, "name": folder.name, "files": files})
     return read(folder)
 
@@ -162,20 +164,17 @@ def read(folder: Path) -> WeightsManifest:
     except OSError as error:
         raise ValueError(f"{folder}: no {MANIFEST}; `gpufleet prepare` writes it") from error
     try:
-        tree = json.loads(content)
-        listed = tuple(DatasetFile(**file) for file in tree["files"])
-        if tree["schema"] != 1:
-            raise ValueError(f"{path}: schema {tree['schema']}, this code reads 1")
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged ({type(error).__name__}: {error}); delete it and prepare again") from error
+        fields = Fields(reading.parse(content))
+        fields.schema(1)
+        listed = inputs.files(fields)
+    except DoubtError as error:
+        raise ValueError(f"{path}: damaged, {error}; delete it and prepare again") from error
     for file in listed:
         place = folder / file.name
         if not place.is_file() or place.stat().st_size != file.bytes:
             raise ValueError(f"{place}: not the file that {MANIFEST} names; run `gpufleet prepare` again")
     digest = hashlib.sha256(content).hexdigest()
-    return WeightsManifest(
-        sha256=digest, files=(*listed, DatasetFile(name=MANIFEST, bytes=len(content), sha256=digest))
-    )
+    return WeightsManifest(sha256=digest, files=(*listed, InputFile(name=MANIFEST, bytes=len(content), sha256=digest)))
 
 
 def tensor_files(folder: Path) -> list[str]:

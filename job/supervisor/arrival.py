@@ -115,12 +115,11 @@ def fall_back(this: Underway, unreadable: dict[str, Any]) -> bool:
 def _resume(this: Underway) -> None:
     """Brings the store's newest good checkpoint, and the log that belongs to it."""
     manifest = staging.checkpoint(_staging(this))
-    step = 0 if manifest is None else manifest["step"]
-    this.resumed_step = step if manifest is None else manifest.get("goes_on_from", step)
+    this.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
     if manifest is not None:
         # Before anything may end this attempt: it prunes what it does not know of.
         _patiently(this, lambda: this.publisher.resumed(manifest), staging.BEST)
-        if not staging.best_too(_staging(this), step):
+        if not staging.best_too(_staging(this), manifest.commit.step):
             this.publisher.forget_best(manifest)
         metrics = _patiently(this, lambda: this.store.get_bytes("metrics.jsonl"), "metrics.jsonl")
         if metrics:

@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from job import atomic
+from job.contract import commit
+from job.contract.commit import HELD, Commit
 from job.supervisor.store import StoreError
-
-HELD = ".uploading"  # in a checkpoint's folder while it is sent; job/train/committed.py looks for it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Commit:
-    """A checkpoint that the trainer has completed on disk. `tree` is its commit.json."""
-
-    path: Path
-    step: int
-    reason: str
-    val_loss: float | None
-    files: tuple[tuple[str, int], ...]
-    requires: tuple[str, ...]
-    tree: dict[str, Any]
-
-    @property
-    def bytes(self) -> int:
-        """Of all files."""
-        return sum(size for _, size in self.files)
 
 
 def commits(workdir: Path) -> list[Commit]:
     """Complete checkpoints on disk, lowest step first. What has no valid commit.json is none."""
-    found = []
-    for path in sorted((workdir / "ckpt").glob("step_*")):
-        tree = atomic.read_object(path / "commit.json")
-        if tree is None or tree.get("step") != step_of(path.name) or not tree.get("files"):
-            continue
-        found.append(
-            Commit(
-                path=path,
-                step=tree["step"],
-                reason=str(tree.get("reason", "timed")),
-                val_loss=finite(tree.get("val_loss")),
-                files=tuple((entry["name"], entry["bytes"]) for entry in tree["files"]),
-                requires=tuple(tree.get("requires") or ()),
-                tree=tree,
-            )
-        )
-    return found
+    found = [(path, commit.read(path)) for path in sorted((workdir / "ckpt").glob("step_*"))]
+    return [each for path, each in found if each is not None and each.folder == path.name]
 
 
 @contextmanager
@@ -72,11 +35,6 @@ def held(folder: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             mark.unlink(missing_ok=True)
-
-
-def finite(value: Any) -> float | None:
-    """A validation loss that can be compared with others; None for anything else."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def step_of(name: str) -> int:

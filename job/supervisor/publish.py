@@ -9,15 +9,17 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from job import atomic
-from job.supervisor.commits import Commit, commits, finite, held, step_of
+from job.contract.commit import MANIFEST, Best, Commit, Manifest, manifest_key
+from job.contract.inputs import InputFile
+from job.supervisor.commits import commits, held, step_of
 from job.supervisor.stages import Mirror, whole_lines
-from job.supervisor.staging import BEST, MANIFEST, manifest_key
+from job.supervisor.staging import BEST
 from job.supervisor.store import GivenUpError, Store, StoreError
 
 PARALLEL = 8
@@ -37,7 +39,7 @@ class Publisher:
         self.newest = -1  # highest step with a manifest in the store, as far as we put it there or resumed from it
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._stamp, self._say = store, workdir, stamp, say
-        self._best: dict[str, Any] | None = None
+        self._best: Best | None = None
         self._told: float | None = None  # the validation loss that the newest one's manifest tells
         self._given_up: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
@@ -47,24 +49,23 @@ class Publisher:
         self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()
 
-    def resumed(self, manifest: Mapping[str, Any]) -> None:
+    def resumed(self, manifest: Manifest) -> None:
         """The store's newest good checkpoint is this manifest's; a best of a later step, or one that is gone, is
         nobody's.
         """
-        step: int = manifest["step"]
-        self.newest, self._told = step, finite(manifest.get("val_loss"))
+        step = manifest.commit.step
+        self.newest, self._told = step, manifest.commit.val_loss
         self._given_up = set()
-        self._arrived = self._staged(step, manifest["files"])  # where only its evaluation is new, nothing goes again
-        best = atomic.parse_object(self._store.get_bytes(BEST)) or {}
-        found = best.get("step")
-        there = isinstance(found, int) and found <= step and self._store.size(manifest_key(found)) is not None
+        self._arrived = self._staged(step, manifest.files)  # where only its evaluation is new, nothing goes again
+        best = Best.from_bytes(self._store.get_bytes(BEST))
+        there = best is not None and best.step <= step and self._store.size(manifest_key(best.step)) is not None
         self._best = best if there else None
-        self._offer(step, finite(manifest.get("val_loss")))  # a node may end between the two
+        self._offer(step, manifest.commit.val_loss)  # a node may end between the two
 
-    def forget_best(self, manifest: Mapping[str, Any]) -> None:
+    def forget_best(self, manifest: Manifest) -> None:
         """The best cannot be had any more: what the trainer has, from the resumed `manifest` on, is all there is."""
         self._best = None
-        self._offer(manifest["step"], finite(manifest.get("val_loss")))
+        self._offer(manifest.commit.step, manifest.commit.val_loss)
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters. The
@@ -91,14 +92,14 @@ class Publisher:
     def publish(self, commit: Commit) -> None:
         """Raises StoreError (GivenUpError after `cancel`), or OSError when the files are not there as committed."""
         self._cancel.clear()
-        with held(commit.path):
+        with held(self._path(commit)):
             self._publish(commit)
 
     def _publish(self, commit: Commit) -> None:
-        folder = f"ckpt/{commit.path.name}"
+        folder = f"ckpt/{commit.folder}"
         for name, size in commit.files:
-            if (commit.path / name).stat().st_size != size:
-                raise FileNotFoundError(f"{commit.path / name} is not {size} bytes long")
+            if (path := self._path(commit) / name).stat().st_size != size:
+                raise FileNotFoundError(f"{path} is not {size} bytes long")
         required = self._require(commit.requires)
         started = time.monotonic()  # exports go once, and do not tell how long a checkpoint takes
         digests, whole = self._send_all(commit, folder)
@@ -108,7 +109,7 @@ class Publisher:
         except OSError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
             self._say(f"metrics not sent: {error}")
         files = [{"name": name, "bytes": size, "sha256": digests[name]} for name, size in commit.files]
-        manifest = {**commit.tree, **self._stamp(), "files": files, "required_files": required}
+        manifest = {**commit.to_json(), **self._stamp(), "files": files, "required_files": required}
         self._store.put_bytes(atomic.json_bytes(manifest), f"{folder}/manifest.json")
         self._offer(commit.step, commit.val_loss)
         if commit.step >= self.newest:
@@ -121,7 +122,7 @@ class Publisher:
         """Every file of the commit, those apart that arrived before a try of it failed. Their sha256 by name, and
         whether all were sent now.
         """
-        paths = {f"{folder}/{name}": commit.path / name for name, _ in commit.files}
+        paths = {f"{folder}/{name}": self._path(commit) / name for name, _ in commit.files}
         written = {key: path.stat().st_mtime_ns for key, path in paths.items()}
         same = {key: kept for key, kept in self._arrived.items() if written.get(key) == kept[0]}
         # Another node, where two overlap, may have swept up what seemed to be torn.
@@ -145,13 +146,16 @@ class Publisher:
             raise failed
         return {name: self._arrived[f"{folder}/{name}"][1] for name, _ in commit.files}, whole
 
-    def _staged(self, step: int, files: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, str]]:
+    def _path(self, commit: Commit) -> Path:
+        return self._workdir / "ckpt" / commit.folder
+
+    def _staged(self, step: int, files: Iterable[InputFile]) -> dict[str, tuple[int, str]]:
         """Of a manifest's files those that are here, which were downloaded and verified."""
         folder, found = manifest_key(step).removesuffix("manifest.json"), {}
-        for entry in files:
-            path = self._workdir / folder / entry["name"]
+        for file in files:
+            path = self._workdir / folder / file.name
             if path.is_file():
-                found[folder + entry["name"]] = (path.stat().st_mtime_ns, entry["sha256"])
+                found[folder + file.name] = (path.stat().st_mtime_ns, file.sha256)
         return found
 
     def prune(self) -> None:
@@ -252,18 +256,18 @@ class Publisher:
             raise GivenUpError("publication given up")
 
     def _improves(self, val_loss: float | None) -> bool:
-        best = None if self._best is None else finite(self._best.get("val_loss"))
+        best = None if self._best is None else self._best.val_loss
         return val_loss is not None and (best is None or val_loss < best)
 
     def _offer(self, step: int, val_loss: float | None) -> None:
         """best.json names this published step, if it is better than the one it names."""
         if self._improves(val_loss):
-            best = {"schema": 1, "step": step, "val_loss": val_loss, "manifest": manifest_key(step)}
-            self._store.put_bytes(atomic.json_bytes(best), BEST)
+            best = Best(step=step, val_loss=val_loss)
+            self._store.put_bytes(atomic.json_bytes(best.to_json()), BEST)
             self._best = best
 
     def _kept(self, steps: list[int]) -> set[int]:
-        return {*steps[-2:], *([self._best["step"]] if self._best else []), self.newest}
+        return {*steps[-2:], *([self._best.step] if self._best else []), self.newest}
 
     def _prune_disk(self, keep: set[int]) -> None:
         for path in (self._workdir / "ckpt").glob("step_*"):

@@ -6,27 +6,30 @@ right once downloaded. The highest step that passes is taken; one that fails is 
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from job import atomic
 from job.config import KEEPS_BEST
-from job.run_file import Dataset, InputFile, RunFile
+from job.contract import inputs as listing
+from job.contract import reading
+from job.contract.commit import COMMIT, MANIFEST, Best, Manifest, manifest_key
+from job.contract.inputs import InputFile
+from job.contract.reading import DoubtError, Fields
+from job.run_file import Dataset, RunFile
 from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, open_store, parent
 
 BEST = "best.json"
 DATASET, WEIGHTS = "dataset.json", "weights.json"
-MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")  # as manifest_key makes it
+UNFIT = (DoubtError, MissingError)  # a checkpoint that must not be resumed from
 T = TypeVar("T")
 PARALLEL = 8
 LOOK_S = 0.25  # between two calls of `check`
 TRIES = 3
-ADDED = ("run", "spent_usd", "spent_s", "attempt", "instance", "published_at")  # what a manifest has beyond commit.json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +43,6 @@ class Stage:
     check: Callable[[], None] = lambda: None
     pause: Callable[[float], None] = lambda seconds: None
     doubts: Callable[[str], bool] = lambda key: False  # a key's bytes that arrive wrong are this node's fault
-
-
-def manifest_key(step: int) -> str:
-    """Of a checkpoint, in the store."""
-    return f"ckpt/step_{step:08d}/manifest.json"
 
 
 class MismatchError(Exception):
@@ -92,25 +90,24 @@ def _listed(place: Store, path: Path, wanted: Dataset, what: str) -> tuple[Input
     place.get_file(path.name, path)
     if wanted.sha256 is not None and (found := atomic.sha256(path)) != wanted.sha256:
         raise MismatchError(path.name, found, wanted.sha256)
-    tree = atomic.read_object(path)
-    if tree is None or not isinstance(tree.get("files"), list):
-        raise ValueError(f"{path.name} of the {what} names no files; prepare it again")
-    return tuple(InputFile(name=f["name"], bytes=f["bytes"], sha256=f["sha256"]) for f in tree["files"])
+    try:
+        return listing.files(Fields(reading.parse(path.read_bytes())))
+    except DoubtError as error:
+        raise ValueError(f"{path.name} of the {what}: {error}; prepare it again") from error
 
 
-def checkpoint(stage: Stage) -> dict[str, Any] | None:
+def checkpoint(stage: Stage) -> Manifest | None:
     """Puts the newest good checkpoint into <workdir>/ckpt and gives its manifest; None: start from scratch.
 
     Raises MismatchError where bytes arrive wrong and the stage doubts this node.
     """
     sizes = _sizes(stage)
     for key in sorted((key for key in sizes if MANIFEST.fullmatch(key)), reverse=True):
-        manifest = _manifest(stage, key)
-        why = unfit(manifest, key, sizes, stage.run) or _restored(stage, key, manifest or {}, "resuming from")
-        if why is None:
-            return manifest
-        stage.say(f"{key} does not verify: {why}")
-        _reject(stage, key, why)
+        try:
+            return _restored(stage, key, sizes, "resuming from")
+        except UNFIT as error:
+            stage.say(f"{key} does not verify: {error}")
+            _reject(stage, key, str(error))
     return None
 
 
@@ -119,8 +116,7 @@ def set_aside(stage: Stage, step: Any, why: str) -> bool:
     sizes = _sizes(stage)
     key = manifest_key(step) if isinstance(step, int) else None
     others = [other for other in sizes if MANIFEST.fullmatch(other) and other != key]
-    manifests = {other: _manifest(stage, other) for other in others}
-    if key is None or all(unfit(manifests[other], other, sizes, stage.run) is not None for other in others):
+    if key is None or not any(_is_fit(stage, other, sizes) for other in others):
         return False
     if key in sizes:
         stage.say(f"{key} verifies but cannot be used: {why}")
@@ -144,88 +140,67 @@ def best_too(stage: Stage, newest: int) -> bool:
     """
     if not isinstance(stage.run.config, KEEPS_BEST):
         return True
-    best = atomic.parse_object(retried(stage, lambda: stage.store.get_bytes(BEST), BEST)) or {}
-    step = best.get("step")
-    if not isinstance(step, int) or step >= newest:
+    best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
+    if best is None or best.step >= newest:
         return True
-    key = manifest_key(step)
-    sizes = _sizes(stage)
+    key, sizes = manifest_key(best.step), _sizes(stage)
     if key not in sizes:
         return False
-    manifest = _manifest(stage, key)
-    why = unfit(manifest, key, sizes, stage.run) or _restored(stage, key, manifest or {}, "the best so far, of")
-    if why is not None:
-        stage.say(f"{key}, the best so far, does not verify: {why}")
-    return why is None
-
-
-def _manifest(stage: Stage, key: str) -> dict[str, Any] | None:
-    return atomic.parse_object(retried(stage, lambda: stage.store.get_bytes(key), key))
+    try:
+        _restored(stage, key, sizes, "the best so far, of")
+    except UNFIT as error:
+        stage.say(f"{key}, the best so far, does not verify: {error}")
+        return False
+    return True
 
 
 def _sizes(stage: Stage) -> dict[str, int]:
     return {entry.key: entry.bytes for entry in retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
 
 
-def unfit(manifest: dict[str, Any] | None, key: str, sizes: dict[str, int], run: RunFile) -> str | None:
-    """Why this manifest must not be resumed from; None when all that can be seen without a download is right."""
-    match = MANIFEST.fullmatch(key)
-    if manifest is None or manifest.get("schema") != 1 or match is None:
-        return "no manifest of schema 1"
-    if manifest.get("step") != int(match[1]):
-        return f"it is of step {manifest.get('step')!r}"
-    if manifest.get("run") != run.run:
-        return f"it is of run {manifest.get('run')!r}, this is {run.run!r}"
-    if manifest.get("config_sha256") != run.config_sha256:
-        return "it is of another config"
-    files = manifest.get("files")
-    if not isinstance(files, list) or not files:
-        return "it names no files"
-    prefix = key.removesuffix("manifest.json")
-    for entry in files:
-        if not _well_formed(entry):
-            return f"a file entry is malformed: {str(entry)[:80]}"
-        found = sizes.get(prefix + entry["name"])
-        if found != entry["bytes"]:
-            return f"{entry['name']} has {found} bytes, not {entry['bytes']}"
-    return None
+def _fit(stage: Stage, key: str, sizes: dict[str, int]) -> Manifest:
+    """The manifest at `key`. Raises DoubtError with why it must not be resumed from, as far as can be seen without a
+    download.
+    """
+    content = retried(stage, lambda: stage.store.get_bytes(key), key)
+    found = Manifest.from_json(reading.parse(content or b""))
+    if manifest_key(found.commit.step) != key:
+        raise DoubtError(f"it is of step {found.commit.step}")
+    if found.run != stage.run.run:
+        raise DoubtError(f"it is of run {reading.show(found.run)}, this is {stage.run.run!r}")
+    if found.commit.config_sha256 != stage.run.config_sha256:
+        raise DoubtError("it is of another config")
+    for file in found.files:
+        if (there := sizes.get(key.replace("manifest.json", file.name))) != file.bytes:
+            raise DoubtError(f"{file.name} has {there} bytes, not {file.bytes}")
+    return found
 
 
-def _well_formed(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not isinstance(entry.get("bytes"), int):
+def _is_fit(stage: Stage, key: str, sizes: dict[str, int]) -> bool:
+    try:
+        _fit(stage, key, sizes)
+    except DoubtError:
         return False
-    path = PurePosixPath(entry["name"])
-    return (
-        bool(path.parts) and not path.is_absolute() and ".." not in path.parts and isinstance(entry.get("sha256"), str)
-    )
+    return True
 
 
-def _restored(stage: Stage, key: str, manifest: dict[str, Any], what: str) -> str | None:
-    """None, and the checkpoint is in <workdir>/ckpt; or why not. Raises MismatchError on a doubted node."""
-    try:
-        _restore(stage, key, manifest, what)
-    except (MismatchError, MissingError) as error:
-        if isinstance(error, MismatchError) and stage.doubts(error.key):
-            raise
-        return str(error)
-    return None
-
-
-def _restore(stage: Stage, key: str, manifest: dict[str, Any], what: str) -> None:
-    name = key.split("/")[1]
-    unfinished = stage.workdir / "ckpt" / f".{name}"
+def _restored(stage: Stage, key: str, sizes: dict[str, int], what: str) -> Manifest:
+    """The manifest at `key`, its checkpoint in <workdir>/ckpt. Raises UNFIT, and MismatchError on a doubted node."""
+    manifest = _fit(stage, key, sizes)
+    commit = manifest.commit
+    unfinished = stage.workdir / "ckpt" / f".{commit.folder}"
     shutil.rmtree(unfinished, ignore_errors=True)
-    files = [InputFile(name=f["name"], bytes=f["bytes"], sha256=f["sha256"]) for f in manifest["files"]]
-    stage.say(f"{what} step {manifest['step']}: {sum(file.bytes for file in files) / 1e6:.1f} MB")
+    stage.say(f"{what} step {commit.step}: {commit.bytes / 1e6:.1f} MB")
     try:
-        _download(stage, stage.store, key.removesuffix("manifest.json"), files, unfinished)
-    except BaseException:
+        _download(stage, stage.store, key.removesuffix("manifest.json"), manifest.files, unfinished)
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, MismatchError) and not stage.doubts(error.key):
+            raise DoubtError(str(error)) from error
         raise
-    commit = {key: value for key, value in manifest.items() if key not in ADDED}
-    commit["files"] = [{"name": file.name, "bytes": file.bytes} for file in files]
-    atomic.write_json(unfinished / "commit.json", commit)
-    unfinished.replace(unfinished.with_name(name))
+    atomic.write_json(unfinished / COMMIT, commit.to_json())
+    unfinished.replace(unfinished.with_name(commit.folder))
+    return manifest
 
 
 def _download(stage: Stage, store: Store, prefix: str, files: Sequence[InputFile], folder: Path) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-from job.supervisor.commits import Commit
+from job.contract.commit import Commit
 from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError, Store, StoreError
 

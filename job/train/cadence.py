@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from job.config import KEEPS_BEST
-from job.train.committed import Reason
+from job.contract.commit import Reason
 from job.train.experiment import Session
 from job.train.stall import Stall
 

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from job.train.committed import Commit, Committed, Found, Reason
+from job.contract.commit import Commit, Reason
+from job.train.committed import Committed, Found
 from job.train.parallel import World, local, on_host
 
 State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor

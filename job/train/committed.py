@@ -8,38 +8,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from job import atomic
+from job.contract import commit as commits
+from job.contract.commit import COMMIT, HELD, Commit
 
-Reason = Literal["timed", "best", "stop", "boundary", "final"]
-COMMIT, PROGRESS = "commit.json", "progress.json"
+PROGRESS = "progress.json"
 DAMAGED = "damaged.json"  # what commit.json becomes where the tensors cannot be read
-HELD = ".uploading"  # the supervisor's mark in a checkpoint that it is sending
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Commit:
-    """commit.json but for the list of files. `val_loss` only where exactly this step was evaluated."""
-
-    step: int
-    phase: str
-    goes_on_from: int  # the same step but where the phase ended early: the last one that it could have had
-    tokens: int
-    val_loss: float | None
-    config_sha256: str
-    determinism: dict[str, Any]
-    dataset: dict[str, Any]
-    requires: tuple[str, ...]  # what must be uploaded before this counts
-    reason: Reason
-    base_weights: str | None = None  # job/train/identity.py
-    torch: str = torch.__version__
-    world_size: int = 1
-    schema: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,20 +25,18 @@ class Found:
     """A committed checkpoint whose files all have their sizes. `progress` is what the experiment carries along."""
 
     path: Path
-    commit: dict[str, Any]
+    commit: Commit
     progress: dict[str, Any]
 
     @property
     def step(self) -> int:
         """After so many."""
-        step: int = self.commit["step"]
-        return step
+        return self.commit.step
 
     @property
     def val_loss(self) -> float | None:
         """Of exactly this step; None: it was not evaluated."""
-        val_loss: float | None = self.commit["val_loss"]
-        return val_loss
+        return self.commit.val_loss
 
 
 class Committed:
@@ -73,10 +49,8 @@ class Committed:
 
     def __iter__(self) -> Iterator[Found]:
         for path in sorted(self._folder.glob("step_????????")):
-            commit = atomic.read_object(path / COMMIT)
-            if commit is None or commit.get("schema") != 1 or commit["config_sha256"] != self._config_sha256:
-                continue
-            if _whole(path, commit["files"]):
+            commit = commits.read(path)
+            if commit is not None and commit.config_sha256 == self._config_sha256 and _whole(path, commit.files):
                 yield Found(path=path, commit=commit, progress=atomic.read_object(path / PROGRESS) or {})
 
     def newest(self) -> Found | None:
@@ -90,15 +64,15 @@ class Committed:
     def add(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
         """Its tensors are on the disk. From here on it exists."""
         atomic.write_json(path / PROGRESS, progress)
-        files = [{"name": file.name, "bytes": file.stat().st_size} for file in sorted(path.iterdir())]
-        atomic.write_json(path / COMMIT, {**asdict(commit), "files": files})
+        files = tuple((file.name, file.stat().st_size) for file in sorted(path.iterdir()))
+        atomic.write_json(path / COMMIT, replace(commit, files=files).to_json())
         atomic.sync_folder(self._folder)  # a run of one's own machine goes on from its disk
 
     def evaluated(self, step: int, val_loss: float) -> None:
         """The checkpoint of `step` tells its validation loss, not known when it was saved. Raises OSError."""
         for found in self:
             if found.step == step:
-                atomic.write_json(found.path / COMMIT, {**found.commit, "val_loss": val_loss})
+                atomic.write_json(found.path / COMMIT, replace(found.commit, val_loss=val_loss).to_json())
 
     def set_aside(self, found: Found) -> None:
         """What cannot be read counts no more, unless it is all there is: no run begins again because of it."""
@@ -118,15 +92,12 @@ class Committed:
 
 
 def _best(among: Iterable[Found]) -> Found | None:
-    evaluated = [found for found in among if found.val_loss is not None]
-    return min(evaluated, key=lambda found: found.commit["val_loss"], default=None)
+    evaluated = [(found.val_loss, found) for found in among if found.val_loss is not None]
+    return min(evaluated, key=lambda pair: pair[0], default=(None, None))[1]
 
 
-def _whole(path: Path, files: list[dict[str, Any]]) -> bool:
-    for file in files:
-        try:
-            if (path / file["name"]).stat().st_size != file["bytes"]:
-                return False
-        except OSError:
-            return False
-    return True
+def _whole(path: Path, files: Iterable[tuple[str, int]]) -> bool:
+    try:
+        return all((path / name).stat().st_size == size for name, size in files)
+    except OSError:
+        return False

@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from job import sizing
+from job.contract.commit import Commit, Reason
 from job.dataset.prepare import read_manifest
 from job.train import device, identity, metrics, optimizer, rungs, step
 from job.train.cadence import Cadence
 from job.train.checkpoint import Saved, State, all_finite
-from job.train.committed import Commit, Found, Reason
+from job.train.committed import Found
 from job.train.compile_cache import CompileCache
 from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
 from job.train.guard import SpikeGuard
@@ -98,20 +99,20 @@ class Loop:
         self._journal.left_out = found.progress.get("left_out", 0)
         self._cadence.resume(found.progress["best"])
         self.experiment.progress.update(found.progress["experiment"])
-        self.session.say(f"resuming from step {self.step} ({found.commit['phase']}, {found.commit['reason']})")
-        then = {**found.commit["determinism"], "ranks": found.commit["world_size"]}
+        self.session.say(f"resuming from step {self.step} ({found.commit.phase}, {found.commit.reason})")
+        then = {**found.commit.determinism, "ranks": found.commit.world_size}
         now = {**device.determinism(self.session.device), "ranks": self.world.size}
         differing = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
         if differing:
             self.session.say(f"not bit for bit the same from here: {'; '.join(differing)}")
         for what, was, given in (
-            ("dataset", found.commit["dataset"]["sha256"], self._manifest.sha256),
-            ("base weights", found.commit.get("base_weights"), self._base_weights),
+            ("dataset", found.commit.dataset.get("sha256"), self._manifest.sha256),
+            ("base weights", found.commit.base_weights, self._base_weights),
         ):
             if self.world.first and was not in (None, given):
                 self._journal.event(f"warning: {what}: was {was}, is {given}; another run from here", aloud=True)
         self._journal.event(f"resumed at {self.step}")
-        first = next(phase.index for phase in self.experiment.phases if phase.name == found.commit["phase"])
+        first = next(phase.index for phase in self.experiment.phases if phase.name == found.commit.phase)
         return list(self.experiment.phases[first:])
 
     def _phase(self, phase: Phase, module: nn.Module, found: Found | None) -> None:
@@ -275,6 +276,7 @@ class Loop:
             base_weights=self._base_weights,
             requires=self.experiment.requires(phase),
             reason=reason,
+            torch=torch.__version__,
             world_size=self.world.size,
         )
         progress = {

@@ -193,8 +193,9 @@ def test_no_object_can_be_written_outside_the_folder(
     cloud: Cloud, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(cloud, finished(cloud), "../../../evil", b"x")
-    assert main(["results", "small-growth"]) == 2
-    assert "unsafe name '../../../evil'" in capsys.readouterr().err
+    assert main(["results", "small-growth"]) == 0
+    said = "left in the bucket: an object whose name is '../../../evil', not a file's name below its folder"
+    assert said in capsys.readouterr().out
     assert not list(path.parents[1].rglob("evil"))
 
 

@@ -101,7 +101,9 @@ class FakeTrainer:
 
     def __post_init__(self) -> None:
         found = [
-            commit for commit in commits(self.workdir) if (commit.path / "w.bin").read_bytes() == state(commit.step)
+            commit
+            for commit in commits(self.workdir)
+            if (self.workdir / "ckpt" / commit.folder / "w.bin").read_bytes() == state(commit.step)
         ]
         self.step = found[-1].step if found else 0
         self.began_at = self.step

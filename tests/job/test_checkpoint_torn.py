@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import STEPS, StopAt
 
 from job import atomic
+from job.contract.commit import Commit
 from job.train.checkpoint import CheckpointDamagedError, Checkpoints, all_finite
-from job.train.committed import Commit
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -65,7 +65,7 @@ def damage(path: Path) -> None:
 
 def newest_step(folder: Path) -> int | None:
     found = opened(folder).newest()
-    return None if found is None else int(found.commit["step"])
+    return None if found is None else found.commit.step
 
 
 @pytest.fixture

@@ -43,9 +43,9 @@ def test_help_explains_every_exit_code_that_the_node_script_is_given(said: str) 
     [
         (None, r"cannot be read \(No such file or directory\); name the run.json of a run"),
         ("", r"cannot be read \(Is a directory\); name the run.json of a run"),
-        ("{", "not JSON .*it is cut or damaged"),
+        ("{", "it is not JSON .*it is cut or damaged"),
         ("{}", "JSON, but no run config: it has no `schema`"),
-        ("[1]", "JSON, but no run config"),
+        ("[1]", "it is a list, not an object of keys"),
         ('{"schema": 2}', "a run config of schema 2, and this code reads 1"),
     ],
 )

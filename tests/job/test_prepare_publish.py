@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from job.dataset.prepare import DatasetManifest, describe, publish, read_manifest, verify
 
+FACTS = {"train_characters": 1200, "validation_characters": 12, "vocab": 17}
 
-def made(folder: Path, content: bytes = b"abc", *, facts: dict[str, Any] | None = None) -> DatasetManifest:
+
+def made(folder: Path, content: bytes = b"abc") -> DatasetManifest:
     def write(temporary: Path) -> None:
         (temporary / "rows").mkdir()
         (temporary / "rows" / "train.bin").write_bytes(content)
 
     return publish(
         folder,
-        kind="packed",
+        kind="characters",
         source="pairs.jsonl",
-        facts=facts or {"tokens": 1200},
+        facts=FACTS,
         write=write,
         train=("rows/train.bin",),
     )
@@ -30,7 +31,7 @@ def made(folder: Path, content: bytes = b"abc", *, facts: dict[str, Any] | None 
 def test_a_published_folder_reads_back_with_kind_facts_and_hashes(tmp_path: Path) -> None:
     manifest = made(tmp_path / "data")
     assert read_manifest(tmp_path / "data") == manifest
-    assert (manifest.kind, manifest.facts, manifest.train) == ("packed", {"tokens": 1200}, ("rows/train.bin",))
+    assert (manifest.kind, manifest.facts, manifest.train) == ("characters", FACTS, ("rows/train.bin",))
     assert [file.name for file in manifest.files] == ["rows/train.bin", "dataset.json"]
     verify(tmp_path / "data", manifest)
 
@@ -60,7 +61,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
         raise ValueError("row 7 has no answer")
 
     with pytest.raises(ValueError, match="row 7"):
-        publish(tmp_path / "data", kind="packed", source="x", facts={}, write=fail)
+        publish(tmp_path / "data", kind="characters", source="x", facts={}, write=fail)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,7 +82,7 @@ def test_a_manifest_written_before_there_were_kinds_is_one_of_windows(tmp_path: 
         "validation": ["validation_00000.bin"],
         "tokens": {"train": 10, "validation": 2},
         "stories": {"train": 3, "validation": 1},
-        "files": [],
+        "files": [{"name": f"{name}_00000.bin", "bytes": 1, "sha256": "0"} for name in ("train", "validation")],
     }
     (tmp_path / "dataset.json").write_text(json.dumps(old))
     manifest = read_manifest(tmp_path)
@@ -89,6 +90,6 @@ def test_a_manifest_written_before_there_were_kinds_is_one_of_windows(tmp_path: 
 
 
 def test_one_line_says_what_a_dataset_is(tmp_path: Path) -> None:
-    assert describe(made(tmp_path / "data")).startswith("packed from pairs.jsonl: tokens 1,200; 0.0 MB")
+    assert describe(made(tmp_path / "data")).startswith("characters from pairs.jsonl: train_characters 1,200, ")
     long = replace(made(tmp_path / "data"), source=f"text: sha256 {'0a' * 32}, by words", facts={"by": "words", "n": 2})
-    assert describe(long).startswith("packed from text: sha256 0a0a0a0a0a0a, by words: n 2; 0.0 MB")
+    assert describe(long).startswith("characters from text: sha256 0a0a0a0a0a0a, by words: n 2; 0.0 MB")

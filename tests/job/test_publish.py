@@ -13,6 +13,7 @@ import pytest
 from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, commit, publisher, state
 
 from job import atomic
+from job.contract.commit import Manifest
 from job.supervisor.commits import commits
 from job.supervisor.store import GivenUpError, StoreError
 from job.train.checkpoint import Checkpoints
@@ -275,7 +276,7 @@ def test_the_best_is_named_by_the_next_node_when_one_ended_just_before(tmp_path:
     commit(tmp_path / "w", 3, "c", reason="best", val_loss=2.0)
     made.publish(made.pending()[-1])
     bench.store.delete(["best.json"])
-    publisher(bench).resumed(bench.json(MANIFEST_3))
+    publisher(bench).resumed(Manifest.from_json(bench.json(MANIFEST_3)))
     assert bench.json("best.json") == {"schema": 1, "step": 3, "val_loss": 2.0, "manifest": MANIFEST_3}
 
 
@@ -285,7 +286,7 @@ def test_a_best_of_a_later_step_than_the_one_that_a_node_goes_on_from_is_nobodys
     for step, loss in ((3, 2.0), (6, 1.0)):
         commit(tmp_path / "w", step, "c", reason="best", val_loss=loss)
         late.publish(late.pending()[-1])
-    publisher(bench).resumed(bench.json(MANIFEST_3))
+    publisher(bench).resumed(Manifest.from_json(bench.json(MANIFEST_3)))
     assert bench.json("best.json")["step"] == 3
 
 
@@ -307,7 +308,7 @@ def test_a_best_that_is_gone_is_not_the_one_to_beat(tmp_path: Path, how: str) ->
         commit(tmp_path / "w", step, "c", val_loss=loss)
         made.publish(made.pending()[-1])
     (tmp_path / "w").rename(tmp_path / "before")
-    resumed = bench.json("ckpt/step_00000007/manifest.json")
+    resumed = Manifest.from_json(bench.json("ckpt/step_00000007/manifest.json"))
     if how == "its manifest is gone":
         bench.store.delete([MANIFEST_3])
     made = publisher(bench)
@@ -331,7 +332,7 @@ def test_a_checkpoint_that_was_evaluated_only_after_a_resume_goes_again_without_
         made.publish(made.pending()[-1])
     before = bench.json("ckpt/step_00000006/manifest.json")
     made = publisher(bench, FaultyStore(bench.store, lambda _, key: keys.append(key)))
-    made.resumed(before)
+    made.resumed(Manifest.from_json(before))
     assert made.pending() == []
     atomic.write_json(path / "commit.json", {**(atomic.read_object(path / "commit.json") or {}), "val_loss": 1.0})
     made.publish(made.pending()[-1])
@@ -346,7 +347,7 @@ def test_a_checkpoint_that_was_evaluated_after_a_resume_and_is_no_better_tells_s
     for step, loss in ((3, 2.0), (6, None)):
         commit(tmp_path / "w", step, "c", reason="stop", val_loss=loss)
         made.publish(made.pending()[-1])
-    made.resumed(bench.json("ckpt/step_00000006/manifest.json"))
+    made.resumed(Manifest.from_json(bench.json("ckpt/step_00000006/manifest.json")))
     commit(tmp_path / "w", 6, "c", reason="stop", val_loss=2.0)
     made.publish(made.pending()[-1])
     assert bench.json("ckpt/step_00000006/manifest.json")["val_loss"] == 2.0  # the next start goes by it

@@ -244,8 +244,9 @@ def test_queries_that_are_the_same_are_said(encoder: Encoder, tmp_path: Path) ->
 
 
 def test_a_dataset_of_another_kind_is_refused(tmp_path: Path) -> None:
-    prepare.publish(tmp_path / "set", kind="packed", source="x", facts={}, write=lambda folder: None)
-    with pytest.raises(ValueError, match="kind packed; two-tower needs ranking"):
+    facts = {"train_characters": 9, "validation_characters": 1, "vocab": 17}
+    prepare.publish(tmp_path / "set", kind="characters", source="x", facts=facts, write=lambda folder: None)
+    with pytest.raises(ValueError, match="kind characters; two-tower needs ranking"):
         ranking.read(tmp_path / "set")
 
 

@@ -20,6 +20,7 @@ from train_world import STEPS, StopAt
 
 from job import atomic, sizing
 from job.config import from_json
+from job.contract.commit import Commit
 from job.experiments.kernel import Kernel
 from job.experiments.pretrain import Pretrain
 from job.experiments.tinystories_growth import TinystoriesGrowth
@@ -27,7 +28,7 @@ from job.supervisor.commits import commits
 from job.train import metrics, step
 from job.train.cadence import Cadence
 from job.train.checkpoint import Checkpoints, Saved, State
-from job.train.committed import Commit, Committed
+from job.train.committed import Committed
 from job.train.device import Device
 from job.train.stall import Stall
 

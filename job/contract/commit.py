@@ -1,0 +1,142 @@
+"""A checkpoint as it is told: commit.json on the disk, manifest.json and best.json in the bucket.
+
+The trainer writes commit.json last of a folder. The supervisor publishes it with sha256, run and money as
+manifest.json, and makes commit.json of a manifest where it stages one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from job import atomic
+from job.contract import inputs, reading
+from job.contract.inputs import InputFile
+from job.contract.reading import DoubtError, Fields
+
+Reason = Literal["timed", "best", "stop", "boundary", "final"]
+COMMIT = "commit.json"
+HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder that it is sending: the trainer leaves it alone
+SCHEMA = 1
+MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")  # in the bucket, as manifest_key makes it
+
+
+def manifest_key(step: int) -> str:
+    """Of a checkpoint, in the store."""
+    return f"ckpt/step_{step:08d}/manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """commit.json. `val_loss` only where exactly this step was evaluated."""
+
+    step: int
+    config_sha256: str
+    files: tuple[tuple[str, int], ...] = ()  # names below the checkpoint's folder, and their bytes
+    reason: Reason = "timed"
+    phase: str = ""
+    goes_on_from: int  # the same step but where the phase ended early: the last one that it could have had
+    tokens: int = 0
+    val_loss: float | None = None
+    determinism: dict[str, Any] = field(default_factory=dict)
+    dataset: dict[str, str] = field(default_factory=dict)  # sha256, source
+    requires: tuple[str, ...] = ()  # what must be uploaded before this counts
+    base_weights: str | None = None  # job/train/identity.py
+    torch: str = ""
+    world_size: int = 1
+
+    @property
+    def folder(self) -> str:
+        """Its name, on the disk and in the bucket, below ckpt/."""
+        return f"step_{self.step:08d}"
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(size for _, size in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        files = [{"name": name, "bytes": size} for name, size in self.files]
+        return {**asdict(self), "schema": SCHEMA, "files": files}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Commit:
+        """Raises DoubtError."""
+        fields = Fields(tree)
+        fields.schema(SCHEMA)
+        step = fields.need("step", reading.step)
+        files = tuple(
+            (each.need("name", reading.name), each.need("bytes", reading.whole)) for each in fields.sections("files")
+        )
+        if not files:
+            raise DoubtError("it names no files")
+        dataset = fields.section("dataset") if "dataset" in tree else Fields({})
+        return cls(
+            step=step,
+            config_sha256=fields.need("config_sha256", reading.text),
+            files=files,
+            reason=fields.take("reason", reading.choice(*get_args(Reason)), "timed"),
+            phase=fields.take("phase", reading.text, ""),
+            goes_on_from=fields.take("goes_on_from", reading.step, step),
+            tokens=fields.take("tokens", reading.whole, 0),
+            val_loss=finite(tree.get("val_loss")),
+            determinism=fields.section("determinism").tree if "determinism" in tree else {},
+            dataset=dataset.all(reading.text),
+            requires=fields.take("requires", reading.listed(reading.name), ()),
+            base_weights=fields.take("base_weights", reading.text, None),
+            torch=fields.take("torch", reading.text, ""),
+            world_size=fields.take("world_size", reading.whole, 1),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """manifest.json of a published checkpoint, as far as a resume needs it."""
+
+    commit: Commit
+    run: str
+    files: tuple[InputFile, ...]
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Manifest:
+        """Raises DoubtError."""
+        fields = Fields(tree)
+        return cls(commit=Commit.from_json(tree), run=fields.need("run", reading.text), files=inputs.files(fields))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """best.json: the published step with the lowest validation loss."""
+
+    step: int
+    val_loss: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "schema": SCHEMA, "manifest": manifest_key(self.step)}
+
+    @classmethod
+    def from_bytes(cls, content: bytes | None) -> Best | None:
+        """None where there is no such object, or one that says nothing: the next better step replaces it."""
+        try:
+            tree = reading.parse(content or b"")
+            return cls(step=Fields(tree).need("step", reading.step), val_loss=finite(tree.get("val_loss")))
+        except DoubtError:
+            return None
+
+
+def read(folder: Path) -> Commit | None:
+    """The commit of a checkpoint's folder. None: there is none to be believed, so that checkpoint does not exist."""
+    try:
+        return Commit.from_json(atomic.read_object(folder / COMMIT) or {})
+    except DoubtError:
+        return None
+
+
+def finite(value: Any) -> float | None:
+    """A validation loss that can be compared with others; None for anything else."""
+    try:
+        return reading.number(value)
+    except DoubtError:
+        return None

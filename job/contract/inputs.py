@@ -1,0 +1,42 @@
+"""Files that a run takes in, as dataset.json, weights.json, run.json and a checkpoint's manifest name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from job import atomic
+from job.contract import reading
+from job.contract.reading import DoubtError, Fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """A file, its name relative to the place of them all."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path, folder: Path) -> InputFile:
+        """Of a file below `folder`, hashed now."""
+        name = path.relative_to(folder).as_posix()
+        return cls(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path))
+
+
+def files(fields: Fields) -> tuple[InputFile, ...]:
+    """The `files` of a document. Raises DoubtError, also where a name would lead out of their folder or is there twice:
+    whoever wrote it may be a stranger.
+    """
+    found = tuple(
+        InputFile(
+            name=each.need("name", reading.name),
+            bytes=each.need("bytes", reading.whole),
+            sha256=each.need("sha256", reading.text),
+        )
+        for each in fields.sections("files")
+    )
+    if len({file.name for file in found}) < len(found):
+        raise DoubtError("files names one of them twice")
+    return found

@@ -1,0 +1,239 @@
+"""JSON that another process wrote, read with doubt: every value is asked for by key, kind and range.
+
+A kind is a function that gives the typed value or raises DoubtError. `Fields` adds where in the document the value
+stands. What must be there is `need`ed; of what may be missing, a wrong value is an error too, unless the reader was
+given `aside`: then it is told, and the value counts as missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal, InvalidOperation
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+D = TypeVar("D")
+Kind = Callable[[Any], T]
+
+MOST = 2**53  # larger whole numbers are not the same in every reader of JSON
+MOST_USD = Decimal(10) ** 9  # more than any run costs, or has seconds; arithmetic on such amounts is exact
+NAME_BYTES = 255  # of one part of a path, on every Linux file system
+KEY_BYTES = 1024  # of an S3 key
+
+
+class DoubtError(ValueError):
+    """A document says what cannot be. The message names the place, the value and what is allowed."""
+
+
+def parse(content: bytes) -> dict[str, Any]:
+    """The JSON object in `content`. Raises DoubtError."""
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise DoubtError(f"it is not JSON ({why[:80]})") from None
+    if not isinstance(tree, dict):
+        raise DoubtError(f"it is {show(tree)}, not an object of keys")
+    return tree
+
+
+def show(value: Any) -> str:
+    """A value as an error shows it: short, without anything that a terminal would obey."""
+    if isinstance(value, dict | list):
+        return "a list" if isinstance(value, list) else "an object"
+    said = ascii(value)
+    return said if len(said) <= 60 else f"{said[:57]}..."
+
+
+class Fields:
+    """The values of one JSON object, which stands at `path` of its document. Raises DoubtError for what is none."""
+
+    def __init__(self, tree: Any, path: str = "", aside: Callable[[str], None] | None = None) -> None:
+        if not isinstance(tree, dict):
+            raise DoubtError(f"{path or 'it'} is {show(tree)}, not an object of keys")
+        self.tree: dict[str, Any] = tree
+        self._path, self._aside = path, aside
+
+    def need(self, key: str, kind: Kind[T]) -> T:
+        """The value of `key`. Raises DoubtError where it is missing or of another kind."""
+        if key not in self.tree:
+            raise DoubtError(f"{self._at(key)} is missing")
+        try:
+            return kind(self.tree[key])
+        except DoubtError as error:
+            raise DoubtError(f"{self._at(key)} {error}") from None
+
+    def take(self, key: str, kind: Kind[T], default: D) -> T | D:
+        """The value of `key`; `default` where it is missing or null, or wrong and set aside."""
+        if self.tree.get(key) is None:
+            return default
+        try:
+            return self.need(key, kind)
+        except DoubtError as error:
+            if self._aside is None:
+                raise
+            self._aside(str(error))
+            return default
+
+    def section(self, key: str) -> Fields:
+        """The object at `key`."""
+        return Fields(self.need(key, _anything), self._at(key), self._aside)
+
+    def sections(self, key: str) -> list[Fields]:
+        """The objects of the list at `key`."""
+        found = self.need(key, listed(_anything))
+        return [Fields(each, f"{self._at(key)}[{index}]", self._aside) for index, each in enumerate(found)]
+
+    def table(self, key: str) -> dict[str, Fields]:
+        """The objects by name below `key`."""
+        section = self.section(key)
+        return {name: section.section(name) for name in section.tree}
+
+    def all(self, kind: Kind[T]) -> dict[str, T]:
+        """Every value by its key."""
+        return {key: self.need(key, kind) for key in self.tree}
+
+    def schema(self, known: int) -> None:
+        """Raises DoubtError for a document of another schema than this code reads."""
+        if self.tree.get("schema") != known or isinstance(self.tree.get("schema"), bool):
+            raise DoubtError(f"it has schema {show(self.tree.get('schema'))}, this code reads {known}")
+
+    def _at(self, key: str) -> str:
+        where = key if key.isprintable() and len(key) <= 60 else show(key)
+        return f"{self._path}.{where}" if self._path else where
+
+
+def text(value: Any) -> str:
+    """A text that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise DoubtError(f"is {show(value)}, not a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise DoubtError(f"is {show(value)}, which is no text in UTF-8") from None
+    return value
+
+
+def flag(value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise DoubtError(f"is {show(value)}, neither true nor false")
+    return value
+
+
+def whole(value: Any) -> int:
+    """A whole number, 0 or more."""
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise DoubtError(f"is {show(value)}, not a whole number from 0 to {MOST}")
+    return value
+
+
+def several(value: Any) -> int:
+    """A whole number, 1 or more."""
+    if whole(value) == 0:
+        raise DoubtError("is 0, not a number of something")
+    return int(value)
+
+
+def step(value: Any) -> int:
+    """A count of optimizer steps, as names of checkpoints hold it: eight digits."""
+    if type(value) is not int or not 0 <= value < 10**8:
+        raise DoubtError(f"is {show(value)}, not a number of steps")
+    return value
+
+
+def number(value: Any) -> float:
+    """A finite number."""
+    if type(value) not in (int, float) or not abs(value) <= MOST:
+        raise DoubtError(f"is {show(value)}, not a number")
+    return float(value)
+
+
+def seconds(value: Any) -> float:
+    """Seconds, 0 or more, as a number or a decimal text."""
+    return float(unsigned(value))
+
+
+def amount(value: Any) -> Decimal:
+    """Money or time exactly: a decimal text, or a number."""
+    said = value if isinstance(value, str) else repr(value) if type(value) in (int, float) else ""
+    try:
+        found = Decimal(said) if len(said) <= 40 else None
+    except InvalidOperation:
+        found = None
+    if found is None or not _is_exact(found):
+        raise DoubtError(f"is {show(value)}, not an amount")
+    return found
+
+
+def unsigned(value: Any) -> Decimal:
+    """An amount of 0 or more."""
+    found = amount(value)
+    if found < 0:
+        raise DoubtError(f"is {show(value)}, less than 0")
+    return found
+
+
+def moment(value: Any) -> float:
+    """Epoch seconds of an ISO time with a zone."""
+    found = epoch(value)
+    if found is None:
+        raise DoubtError(f"is {show(value)}, not a time with its zone")
+    return found
+
+
+def name(value: Any) -> str:
+    """A file's name below a folder, `/` between its parts, such that none of them leads anywhere else. The one check
+    for every name that comes from outside.
+    """
+    said = text(value)
+    parts = said.split("/")
+    if any(part in ("", ".", "..") or len(part.encode()) > NAME_BYTES for part in parts) or not said.isprintable():
+        raise DoubtError(f"is {show(value)}, not a file's name below its folder")
+    if len(said.encode()) > KEY_BYTES:
+        raise DoubtError(f"is {show(value)}, longer than {KEY_BYTES} bytes")
+    return said
+
+
+def choice(*allowed: T) -> Kind[T]:
+    """One of these values."""
+
+    def read(value: Any) -> T:
+        for each in allowed:
+            if type(value) is type(each) and value == each:
+                return each
+        raise DoubtError(f"is {show(value)}, not one of {', '.join(map(str, allowed))}")
+
+    return read
+
+
+def listed(kind: Kind[T]) -> Kind[tuple[T, ...]]:
+    """A list, every value of one kind."""
+
+    def read(value: Any) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise DoubtError(f"is {show(value)}, not a list")
+        return tuple(map(kind, value))
+
+    return read
+
+
+def epoch(value: Any) -> float | None:
+    """Epoch seconds of an ISO time with a zone; None for anything else."""
+    try:
+        time = datetime.fromisoformat(value)
+        return time.timestamp() if time.tzinfo else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _is_exact(found: Decimal) -> bool:
+    """Finite, no more than any run costs, and with no more digits than a bill has."""
+    exponent = found.as_tuple().exponent
+    return isinstance(exponent, int) and -12 <= exponent <= 9 and abs(found) <= MOST_USD
+
+
+def _anything(value: Any) -> Any:
+    return value
