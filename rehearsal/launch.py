@@ -135,10 +135,11 @@ class Launcher:
         instance = self._find(instance_id)
         return instance is not None and instance.state in ("pending", "running")
 
-    def _running_vcpus(self, region: str, letter: str) -> int:
-        """vCPUs of the running instances whose type begins with the letter."""
+    def _vcpus_in_use(self, region: str, code: str) -> int:
+        """vCPUs of the running instances that the quota counts."""
         live = [i for i in ec2_backends[self.account][region].all_instances() if i.state in ("pending", "running")]
-        return sum(vcpus(i.instance_type) for i in live if i.instance_type[:1] == letter)
+        kinds = [i.instance_type for i in live if quota_code(i.instance_type, spot=i.lifecycle == "spot") == code]
+        return sum(map(vcpus, kinds))
 
     def _find(self, instance_id: str) -> Any | None:
         for backend in ec2_backends[self.account].values():
@@ -157,8 +158,8 @@ class Launcher:
         )
         if not offered:
             return f"{pool.type} is not offered in {pool.zone} (Unsupported)"
-        wanted = self._running_vcpus(region, pool.type[:1]) + vcpus(pool.type)
-        if wanted > self.quotas[quota_code(pool.type, spot=spot)]:
+        code = quota_code(pool.type, spot=spot)
+        if self._vcpus_in_use(region, code) + vcpus(pool.type) > self.quotas[code]:
             if spot:
                 raise LaunchFailedError("spotInstanceCountLimitExceeded", "Max spot instance count exceeded")
             return "You have requested more vCPU capacity than your current vCPU limit allows (VcpuLimitExceeded)"

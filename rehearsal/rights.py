@@ -1,30 +1,22 @@
 """What a node's role may do: each request of a node, held against the statements of its inline policies as IAM does.
 
-Knows what the program's policies use. A condition with another operator is an error, never ignored.
+A condition that cannot be judged is an error, never ignored.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from urllib.parse import parse_qs
 from xml.etree import ElementTree
 
-Statement = Mapping[str, Any]
+from infra import iam_policy
+from infra.iam_policy import Asked, Statement
+
 FREE = ("sts:GetCallerIdentity",)  # needs no right
 UNNARROWED = ("DescribeFleets", "DescribeInstances")  # these know no resource (IAM service authorization reference)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """One thing that a request asks for."""
-
-    action: str
-    resource: str = "*"
-    context: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +71,10 @@ def listing(request: Request) -> Asked:
 
 def allowed(statements: Iterable[Statement], wish: Asked) -> bool:
     """Whether a statement allows it and none denies it."""
-    effects = {str(each["Effect"]) for each in statements if _speaks_of(each, wish)}
-    return wish.action in FREE or effects == {"Allow"}
+    answer = iam_policy.allowed(statements, wish)
+    if answer is None:
+        raise ValueError(f"the embedded AWS cannot tell from the role's policy whether it allows {wish.action}")
+    return wish.action in FREE or answer
 
 
 def _of_s3(request: Request) -> Iterator[Asked]:
@@ -107,31 +101,3 @@ def _of_s3(request: Request) -> Iterator[Asked]:
         else:
             action = f"PutObject{of}"
         yield Asked(action=f"s3:{action}", resource=f"{arn}/{key}")
-
-
-def _speaks_of(statement: Statement, wish: Asked) -> bool:
-    return (
-        any(_like(wish.action.lower(), pattern.lower()) for pattern in _listed(statement["Action"]))
-        and any(_like(wish.resource, pattern) for pattern in _listed(statement["Resource"]))
-        and all(_holds(operator, keys, wish) for operator, keys in statement.get("Condition", {}).items())
-    )
-
-
-def _holds(operator: str, keys: Mapping[str, Any], wish: Asked) -> bool:
-    if operator not in ("StringEquals", "StringLike"):
-        raise ValueError(f"the embedded AWS does not know the condition {operator} of a role's policy")
-    match = _like if operator == "StringLike" else str.__eq__
-    return all(
-        key in wish.context and any(match(wish.context[key], value) for value in _listed(values))
-        for key, values in keys.items()
-    )
-
-
-def _like(text: str, pattern: str) -> bool:
-    """IAM's wildcards: * for any text, slashes included, and ? for one character."""
-    words = (".*" if letter == "*" else "." if letter == "?" else re.escape(letter) for letter in pattern)
-    return re.fullmatch("".join(words), text, re.DOTALL) is not None
-
-
-def _listed(value: str | Sequence[str]) -> Sequence[str]:
-    return [value] if isinstance(value, str) else value

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from botocore.exceptions import ClientError
 
+from infra import iam_policy
 from infra.boot.user_data import ROOT_DEVICE
 from infra.commands import aws
 from infra.definition import StackDefinition
@@ -19,6 +19,10 @@ DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMI
 GRANT_OPERATIONS = (
     "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncryptFrom ReEncryptTo CreateGrant DescribeKey"
 )
+# What EBS asks of a key in the name of whoever launches (EBS User Guide, requirements for encryption, read 2026-11-25);
+# the last three not of every disk.
+LAUNCH_OPERATIONS = ("CreateGrant", "Decrypt", "GenerateDataKeyWithoutPlaintext")
+SOME_OPERATIONS = ("DescribeKey", "ReEncryptFrom", "ReEncryptTo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,21 +167,68 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
         )
         return
     key = str(metadata["Arn"])  # an alias, which the account may have chosen, is refused below
-    granted = json.dumps(
-        [grant.get("GranteePrincipal", "") for grant in aws.pages(kms, "list_grants", "Grants", KeyId=key)]
-    )
-    policy = kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]
+    grants = [_as_statement(grant) for grant in aws.pages(kms, "list_grants", "Grants", KeyId=key)]
+    policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]).get("Statement", [])
     for role in _roles(definition):
-        if re.search(rf"/{role}\b", granted + policy):  # whole: AWSServiceRoleForEC2SpotFleet is another
-            yield Check(name="disk key", found=f"{key} is yours, and {role} may use it")
+        try:
+            arn = str(iam.get_role(RoleName=role)["Role"]["Arn"])
+        except ClientError as error:
+            if aws.code(error) != "NoSuchEntity":  # that there is none is said already
+                raise
             continue
-        arn = iam.get_role(RoleName=role)["Role"]["Arn"]
+        wishes = {each: _launching(each, arn, key, region) for each in LAUNCH_OPERATIONS + SOME_OPERATIONS}
+        may = {each: iam_policy.allowed([*policy, *grants], wish) for each, wish in wishes.items()}
+        denied = any(
+            each["Effect"] == "Deny" and iam_policy.speaks_of(each, wish) is not False
+            for each in policy
+            for wish in wishes.values()
+        )
         fix = (
             f"aws kms create-grant --region {region} --key-id {key} --grantee-principal {arn} "
             f"--operations {GRANT_OPERATIONS}"
         )
-        found = f"{what} encrypted with your key {key}, which {role} has no grant for: nodes would end at launch"
-        yield Check(name="disk key", state="problem", found=found, fix=fix)
+        if denied:
+            fix = (
+                "Put its policy right, whose denials no grant outweighs: "
+                f"aws kms get-key-policy --region {region} --key-id {key} --policy-name default"
+            )
+        missing = ", ".join(each for each in LAUNCH_OPERATIONS if may[each] is False)
+        if missing:
+            found = (
+                f"{what} encrypted with your key {key}, which {role} may not use ({missing}): nodes would end at launch"
+            )
+            yield Check(name="disk key", state="problem", found=found, fix=fix)
+        elif all(may.values()):
+            yield Check(name="disk key", found=f"{key} is yours, and {role} may use it")
+        else:
+            unsure = ", ".join(each for each, answer in may.items() if not answer)
+            found = f"{what} encrypted with your key {key}; cannot tell whether {role} may use it ({unsure})"
+            yield Check(name="disk key", state="warning", found=found, fix=fix)
+
+
+def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.Asked:
+    """What the role asks of the key when it launches: through EC2, whose own grants are for AWS resources."""
+    account = role.split(":")[4]
+    context = {
+        "kms:ViaService": f"ec2.{region}.amazonaws.com",
+        "kms:CallerAccount": account,
+        "kms:GrantIsForAWSResource": "true" if operation == "CreateGrant" else None,
+        "aws:PrincipalAccount": account,
+        "aws:PrincipalArn": role,
+    }
+    return iam_policy.Asked(action=f"kms:{operation}", resource=key, principal=role, context=context, complete=False)
+
+
+def _as_statement(grant: dict[str, Any]) -> iam_policy.Statement:
+    """A grant as a statement. Its constraints are about the encryption context, which only EC2 knows: cannot tell."""
+    constraints = grant.get("Constraints")
+    return {
+        "Effect": "Allow",
+        "Principal": {"AWS": grant.get("GranteePrincipal", "")},
+        "Action": [f"kms:{operation}" for operation in grant["Operations"]],
+        "Resource": "*",
+        "Condition": {"GrantConstraints": constraints} if constraints else {},
+    }
 
 
 def inputs(definition: StackDefinition, s3: Any, ec2: Any) -> Iterator[Check]:

@@ -89,7 +89,7 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
         return
     groups: tuple[Callable[[], Iterator[Check]], ...] = (
         lambda: account.service_roles(definition, iam),
-        lambda: quotas.vcpu_quotas(definition, service_quotas),
+        lambda: quotas.vcpu_quotas(definition, service_quotas, ec2),
         lambda: quotas.vpc_quota(definition, ec2, service_quotas),
         lambda: account.offerings(definition, ec2),
         lambda: account.ami(definition, ec2),

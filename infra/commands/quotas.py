@@ -19,6 +19,8 @@ from infra.commands.account import Check
 from infra.definition import Fleet, StackDefinition
 from infra.resources.tags import STACK_TAG
 
+TYPES_PER_CALL = 100  # DescribeInstanceTypes takes no more
+USERS_SHOWN = 3
 VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; that of internet gateways goes with it (AWS General Reference)
 
 
@@ -67,10 +69,11 @@ def needs(fleet: Fleet) -> tuple[list[Need], list[str]]:
     return found, unknown
 
 
-def vcpu_quotas(definition: StackDefinition, service_quotas: Any) -> Iterator[Check]:
-    """vCPUs of one node, better two."""
+def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
+    """vCPUs of one node, better two, of what other machines leave free. `ec2`: made here unless given."""
     found, unknown = needs(definition.fleet)
-    checks = [_quota(definition, need, service_quotas) for need in found]
+    others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
+    checks = [_quota(definition, need, others.get(need.code, {}), service_quotas) for need in found]
     if all(check.state == "problem" for check in checks):
         yield from checks
     else:  # one type that can launch is enough for a fleet
@@ -120,19 +123,50 @@ def _increase(definition: StackDefinition, service: str, code: str, wanted: int)
     )
 
 
-def _quota(definition: StackDefinition, need: Need, service_quotas: Any) -> Check:
-    quota = _granted(service_quotas, "ec2", need.code)
-    vcpus = int(quota["Value"])
+def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
+    """By quota the vCPUs that each machine in the region takes of it, by its id and type. This stack's own are left
+    out: a new run takes their place.
+    """
+    states = [("instance-state-name", ["pending", "running"])]
+    machines = [
+        each
+        for each in aws.instances(ec2, states)
+        if aws.tags_of(each).get(STACK_TAG) != definition.name and each["Placement"].get("Tenancy") != "host"
+    ]
+    types = sorted({each["InstanceType"] for each in machines})
+    vcpus = {
+        each["InstanceType"]: int(each["VCpuInfo"]["DefaultVCpus"])
+        for start in range(0, len(types), TYPES_PER_CALL)
+        for each in ec2.describe_instance_types(InstanceTypes=types[start : start + TYPES_PER_CALL])["InstanceTypes"]
+    }
+    found: dict[str, dict[str, int]] = {}
+    for each in machines:
+        kind, capacity = each["InstanceType"], each.get("InstanceLifecycle", "on-demand")
+        code = quota_code(kind, capacity) if capacity in ("spot", "on-demand") else None  # capacity blocks count apart
+        if code:
+            found.setdefault(code, {})[f"{each['InstanceId']} ({kind})"] = vcpus[kind]
+    return found
+
+
+def _quota(definition: StackDefinition, need: Need, others: dict[str, int], service_quotas: Any) -> Check:
+    quota, used = _granted(service_quotas, "ec2", need.code), sum(others.values())
+    free = int(quota["Value"]) - used
     kinds = ", ".join(need.types)
     takes = f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
-    found = f"{quota['QuotaName']} ({need.code}) is {vcpus} vCPUs; one node of {kinds} takes {takes}"
-    fix = _increase(definition, "ec2", need.code, need.recommended)
-    if vcpus < need.least:
+    users = ", ".join(list(others)[:USERS_SHOWN]) + (" and others" if len(others) > USERS_SHOWN else "")
+    in_use = f", {used} of them in use by {users}" if used else ""
+    found = (
+        f"{quota['QuotaName']} ({need.code}) is {int(quota['Value'])} vCPUs{in_use}; one node of {kinds} takes {takes}"
+    )
+    fix = _increase(definition, "ec2", need.code, used + need.recommended)
+    if free < need.least and used:
+        fix += "\n          or wait until a machine above has ended"
+    if free < need.least:
         console = "(asked for in the console, with the use case in a sentence, it is granted more often)"
         return Check(name="quota", state="problem", found=found, fix=f"{fix}\n          {console}")
-    if vcpus < need.vcpu:
+    if free < need.vcpu:
         return Check(name="quota", state="warning", found=f"{found}: the larger types cannot launch", fix=fix)
-    if vcpus < need.recommended:
+    if free < need.recommended:
         why = "; two nodes' worth lets a replacement start while the old node still counts"
         return Check(name="quota", state="warning", found=found + why, fix=fix)
     return Check(name="quota", found=found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from email.message import Message
 from pathlib import Path
@@ -275,6 +276,44 @@ def test_a_quota_for_the_smaller_of_two_types_is_no_problem(
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("quota", "others", "state", "said"),
+    [
+        pytest.param(16, [("g5.4xlarge", False, {})], "problem", "16 of them in use by i-", id="all of it"),
+        pytest.param(32, [("g5.4xlarge", False, {})], "ok", "16 of them in use by i-", id="enough is left"),
+        pytest.param(28, [("g5.4xlarge", False, {})], "warning", "two nodes' worth", id="one node is left"),
+        pytest.param(16, [("g5.4xlarge", True, {})], "ok", "is 16 vCPUs; one node", id="a spot one counts apart"),
+        pytest.param(16, [("m5.4xlarge", False, {})], "ok", "is 16 vCPUs; one node", id="so does another family"),
+        pytest.param(
+            16, [("g5.4xlarge", False, {"gpufleet:stack": "small-growth"})], "ok", "is 16 vCPUs; one node", id="ours"
+        ),
+        pytest.param(48, [("g4dn.xlarge", False, {})] * 5, "ok", "20 of them in use by", id="several"),
+    ],
+)
+def test_a_quota_is_held_against_what_other_machines_leave_free(
+    cloud: Cloud, stack: Path, quota: int, others: list[tuple[str, bool, dict[str, str]]], state: str, said: str
+) -> None:
+    stack.write_text(stack.read_text().replace("ami: unpinned", "capacity: on-demand\n  ami: unpinned"))
+    cloud.quotas["L-DB2E81BA"] = quota
+    ec2 = cloud.client("ec2")
+    for kind, spot, tags in others:
+        ec2.run_instances(
+            ImageId=ami_id("us-east-2", AMI),
+            InstanceType=kind,
+            MinCount=1,
+            MaxCount=1,
+            InstanceMarketOptions={"MarketType": "spot"} if spot else {},
+            TagSpecifications=[{"ResourceType": "instance", "Tags": [{"Key": k, "Value": v} for k, v in tags.items()]}]
+            if tags
+            else [],
+        )
+    (check,) = quotas.vcpu_quotas(definition(stack), cloud.client("service-quotas"))
+    assert (check.state, said in check.found) == (state, True), check.found
+    assert check.found.count("(g4dn.xlarge)") == (3 if len(others) > 1 else 0)
+    if state == "problem":
+        assert "--desired-value 32\n          or wait until a machine above has ended" in check.fix
+
+
 class Answers:
     """A client that gives recorded answers, each checked against the service's own model."""
 
@@ -286,77 +325,132 @@ class Answers:
         stub.activate()
 
 
-KEY = "arn:aws:kms:us-east-2:111122223333:key/0a"
-ROLE = "arn:aws:iam::111122223333:role/aws-service-role/ec2fleet.amazonaws.com/AWSServiceRoleForEC2Fleet"
+OWN = "111122223333"
+KEY = f"arn:aws:kms:us-east-2:{OWN}:key/0a"
+FLEET_ROLE, SPOT_ROLE = (
+    f"arn:aws:iam::{OWN}:role/aws-service-role/{service}.amazonaws.com/AWSServiceRoleFor{name}"
+    for service, name in (("ec2fleet", "EC2Fleet"), ("spot", "EC2Spot"))
+)
+ROLES = [FLEET_ROLE, SPOT_ROLE]
+ROOT = f"arn:aws:iam::{OWN}:root"
+USE = ["kms:Encrypt", "kms:Decrypt", "kms:ReEncrypt*", "kms:GenerateDataKey*", "kms:DescribeKey"]
+
+
+def said(principal: Any, *actions: str, effect: str = "Allow", **condition: Any) -> dict[str, Any]:
+    """A statement of a key's policy; by default with all that a launch needs."""
+    named = {"AWS": principal} if principal != "*" else "*"
+    what = list(actions) or [*USE, "kms:CreateGrant"]
+    return {"Effect": effect, "Principal": named, "Action": what, "Resource": "*", "Condition": condition}
+
+
+def grants(*roles: str, operations: str = checks.GRANT_OPERATIONS, **more: Any) -> list[dict[str, Any]]:
+    return [{"GranteePrincipal": role, "Operations": operations.split(), **more} for role in roles]
 
 
 def disk_key(
-    definition: StackDefinition, grants: list[dict[str, str]], *, manager: str = "CUSTOMER", chosen: str = KEY
+    definition: StackDefinition,
+    *statements: dict[str, Any],
+    granted: list[dict[str, Any]] | None = None,
+    manager: str = "CUSTOMER",
+    chosen: str = KEY,
+    snapshot: bool = False,
 ) -> list[Check]:
     metadata = {"KeyId": "0a", "Arn": KEY, "KeyManager": manager, "Enabled": True}
-    role = {"RoleName": "r", "Path": "/", "RoleId": "A" * 20, "CreateDate": "2026-01-01T00:00:00Z", "Arn": ROLE}
+    policy = json.dumps({"Statement": [said(ROOT, "kms:*"), *statements]})
+    role = {"RoleName": "r", "Path": "/", "RoleId": "A" * 20, "CreateDate": "2026-01-01T00:00:00Z"}
+    default = "alias/aws/ebs" if snapshot else chosen
     return list(
         checks.disk_key(
             definition,
-            Answers("ec2", ("get_ebs_default_kms_key_id", {"KmsKeyId": chosen})).client,
+            Answers(
+                "ec2",
+                ("get_ebs_default_kms_key_id", {"KmsKeyId": default}),
+                ("describe_snapshots", {"Snapshots": [{"Encrypted": True, "KmsKeyId": KEY}]}),
+            ).client,
             Answers(
                 "kms",
                 ("describe_key", {"KeyMetadata": metadata}),
-                ("list_grants", {"Grants": grants, "Truncated": False}),
-                ("get_key_policy", {"Policy": "{}"}),
+                ("list_grants", {"Grants": granted or [], "Truncated": False}),
+                ("get_key_policy", {"Policy": policy}),
             ).client,
-            Answers("iam", ("get_role", {"Role": role}), ("get_role", {"Role": role})).client,
+            Answers("iam", *(("get_role", {"Role": {**role, "Arn": arn}}) for arn in ROLES)).client,
         )
     )
 
 
-def test_a_disk_key_of_ones_own_needs_a_grant_for_the_fleets_roles(stack: Path) -> None:
-    found = disk_key(definition(stack), [])
-    assert [check.state for check in found] == ["problem", "problem"]
-    assert found[0].fix.startswith(
-        f"aws kms create-grant --region us-east-2 --key-id {KEY} --grantee-principal {ROLE} --operations Decrypt"
-    )
+THROUGH_EC2 = {"kms:ViaService": "ec2.us-east-2.amazonaws.com"}
+ORG = {"aws:PrincipalOrgID": "o-1"}
+FOR_AWS = {"kms:GrantIsForAWSResource": "true"}
+OTHER = FLEET_ROLE.replace("ec2fleet", "spotfleet").replace("EC2Fleet", "EC2SpotFleet")
 
 
-def test_a_granted_disk_key_and_the_aws_one_are_fine(stack: Path) -> None:
-    spot = ROLE.replace("ec2fleet", "spot").replace("EC2Fleet", "EC2Spot")
-    granted = disk_key(definition(stack), [{"GranteePrincipal": ROLE}, {"GranteePrincipal": spot}])
-    assert [check.state for check in granted] == ["ok", "ok"]
-    assert [check.state for check in disk_key(definition(stack), [], manager="AWS")] == ["ok"]
+@pytest.mark.parametrize(
+    ("statements", "granted", "state"),
+    [
+        pytest.param([], [], "problem", id="the account alone: the roles have no policy that allows it"),
+        pytest.param([said(ROLES)], [], "ok", id="both roles by name"),
+        pytest.param([said("*", StringEquals={**THROUGH_EC2, "kms:CallerAccount": OWN})], [], "ok", id="through EC2"),
+        pytest.param([said("*", ArnLike={"aws:PrincipalArn": f"arn:aws:iam::{OWN}:role/aws-*"})], [], "ok", id="ARN"),
+        pytest.param([said(ROLES, *USE), said(ROLES, "kms:CreateGrant", Bool=FOR_AWS)], [], "ok", id="as AWS says"),
+        pytest.param([said(ROLES, Bool=FOR_AWS)], [], "problem", id="a condition that only a grant meets"),
+        pytest.param([said(ROLES, Bool={"kms:GrantIsForAWSResource": True})], grants(*ROLES), "ok", id="granted too"),
+        pytest.param([], grants(*ROLES), "ok", id="grants"),
+        pytest.param([], grants(*ROLES, operations="Decrypt"), "problem", id="a grant that is too small"),
+        pytest.param([], grants(OTHER), "problem", id="a grant to a role of a longer name"),
+        pytest.param(
+            [],
+            grants(*ROLES, Constraints={"EncryptionContextSubset": {"aws:ebs:id": "vol-1"}}),
+            "warning",
+            id="a grant for some disks",
+        ),
+        pytest.param([said(ROLES, effect="Deny")], grants(*ROLES), "problem", id="a denial outweighs grants"),
+        pytest.param([said(ROOT, effect="Deny")], grants(*ROLES), "problem", id="a denial of the whole account"),
+        pytest.param(
+            [said(ROLES), said("*", effect="Deny", StringNotEquals=ORG)], [], "warning", id="a denial not judged"
+        ),
+        pytest.param([said("*", StringEquals=ORG)], [], "warning", id="an organisation"),
+        pytest.param([said("*", StringEqualsIfExists={"kms:ViaService": "rds"})], [], "problem", id="another service"),
+        pytest.param([said(ROLES, StringNotLike={"kms:ViaService": "ec2.*"})], [], "problem", id="all but EC2"),
+        pytest.param(
+            [said(ROLES, StringEquals={"kms:ViaService": f"ec2.{OWN}.amazonaws.com"})], [], "problem", id="misspelled"
+        ),
+        pytest.param([said(ROLES, "kms:Decrypt", "kms:CreateGrant", "kms:Gen*")], [], "warning", id="most of it"),
+        pytest.param([said(ROLES, "kms:DescribeKey")], [], "problem", id="named, and nothing allowed"),
+    ],
+)
+def test_a_disk_key_of_ones_own_is_judged_as_far_as_its_policy_and_grants_are_certain(
+    stack: Path, statements: list[dict[str, Any]], granted: list[dict[str, Any]], state: str
+) -> None:
+    found = disk_key(definition(stack), *statements, granted=granted)
+    assert [check.state for check in found] == [state, state]
 
 
-def test_a_grant_to_a_role_of_a_longer_name_is_none(stack: Path) -> None:
-    """AWS's instructions for Spot Fleet leave this one behind."""
-    other = ROLE.replace("ec2fleet", "spotfleet").replace("EC2Fleet", "EC2SpotFleet")
-    found = disk_key(definition(stack), [{"GranteePrincipal": ROLE}, {"GranteePrincipal": other}])
-    assert [check.state for check in found] == ["ok", "problem"]
-    assert "AWSServiceRoleForEC2Spot has no grant" in found[1].found
-
-
-def test_a_key_that_is_chosen_by_its_alias_is_asked_for_by_its_arn(stack: Path) -> None:
+def test_what_puts_a_disk_key_right_is_a_grant_unless_its_policy_denies(stack: Path) -> None:
     """ListGrants, GetKeyPolicy and CreateGrant take no alias."""
-    found = disk_key(definition(stack), [], chosen="arn:aws:kms:us-east-2:111122223333:alias/mine")
-    assert f"--key-id {KEY} " in found[0].fix
+    alias = f"arn:aws:kms:us-east-2:{OWN}:alias/mine"
+    bare, denied = (
+        disk_key(definition(stack), *policy, chosen=alias)[0] for policy in ([], [said("*", effect="Deny")])
+    )
+    assert bare.fix.startswith(
+        f"aws kms create-grant --region us-east-2 --key-id {KEY} --grantee-principal {FLEET_ROLE} --operations Decrypt"
+    )
+    assert denied.fix.endswith(f"aws kms get-key-policy --region us-east-2 --key-id {KEY} --policy-name default")
+
+
+def test_one_role_may_and_the_other_may_not(stack: Path) -> None:
+    found = disk_key(definition(stack), granted=grants(FLEET_ROLE))
+    assert [check.state for check in found] == ["ok", "problem"]
+    assert "which AWSServiceRoleForEC2Spot may not use (CreateGrant, Decrypt, GenerateData" in found[1].found
+
+
+def test_aws_s_own_key_is_fine(stack: Path) -> None:
+    assert [check.state for check in disk_key(definition(stack), manager="AWS")] == ["ok"]
 
 
 def test_the_key_of_a_snapshot_is_asked_about_as_the_default_one_is(stack: Path) -> None:
     stack.write_text(
         stack.read_text().replace("tokens}", "tokens, data: {size_gib: 50, snapshot: snap-0123456789abcdef0}}")
     )
-    role = {"RoleName": "r", "Path": "/", "RoleId": "A" * 20, "CreateDate": "2026-01-01T00:00:00Z", "Arn": ROLE}
-    metadata = {"KeyId": "0a", "Arn": KEY, "KeyManager": "CUSTOMER", "Enabled": True}
-    ec2 = Answers(
-        "ec2",
-        ("get_ebs_default_kms_key_id", {"KmsKeyId": "alias/aws/ebs"}),
-        ("describe_snapshots", {"Snapshots": [{"Encrypted": True, "KmsKeyId": KEY}]}),
-    )
-    kms = Answers(
-        "kms",
-        ("describe_key", {"KeyMetadata": metadata}),
-        ("list_grants", {"Grants": [], "Truncated": False}),
-        ("get_key_policy", {"Policy": "{}"}),
-    )
-    iam = Answers("iam", ("get_role", {"Role": role}), ("get_role", {"Role": role}))
-    found = list(checks.disk_key(definition(stack), ec2.client, kms.client, iam.client))
+    found = disk_key(definition(stack), snapshot=True)
     assert [check.state for check in found] == ["ok", "problem", "problem"]
     assert found[1].found.startswith("the disk of snap-0123456789abcdef0 is encrypted with your key ")

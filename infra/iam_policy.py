@@ -1,0 +1,110 @@
+"""What policy statements say of one request, by IAM's own rules and as far as these are certain.
+
+Three answers: True, False, and None for *cannot tell*, where a condition asks what is not known of the request, or asks
+it in a way that is not here. IAM's simulator gives no better one for a service-linked role: it takes only users as
+callers of a resource policy (API reference, SimulateCustomPolicy, CallerArn), and KMS's DryRun only answers for whoever
+asks. Both read 2026-11-25.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Statement = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """One thing that a request asks for. A key of `context` whose value is None is not in the request; whether one that
+    `context` does not name is there, is unknown, unless `complete`.
+    """
+
+    action: str
+    resource: str = "*"
+    principal: str = ""  # ARN; empty: the statements are the caller's own and name no principal
+    context: Mapping[str, str | None] = field(default_factory=dict)
+    complete: bool = True
+
+
+def allowed(statements: Iterable[Statement], wish: Asked) -> bool | None:
+    """Whether a statement allows it and none denies it."""
+    said = [(str(each["Effect"]), speaks_of(each, wish)) for each in statements]
+    denied, permitted = ({answer for effect, answer in said if effect == which} for which in ("Deny", "Allow"))
+    if True in denied or not permitted - {False}:
+        return False
+    return None if None in denied or True not in permitted else True
+
+
+def speaks_of(statement: Statement, wish: Asked) -> bool | None:
+    """Whether the statement is about the request: principal, action, resource and every condition."""
+    parts = [
+        _named(statement, "Action", wish.action.lower(), str.lower),
+        _named(statement, "Resource", wish.resource, str),
+        _principal(statement, wish) if wish.principal else True,
+        *(
+            _holds(operator, key, values, wish)
+            for operator, keys in statement.get("Condition", {}).items()
+            for key, values in keys.items()
+        ),
+    ]
+    return False if False in parts else None if None in parts else True
+
+
+def like(text: str, pattern: str) -> bool:
+    """IAM's wildcards: * for any text, slashes included, and ? for one character."""
+    words = (".*" if letter == "*" else "." if letter == "?" else re.escape(letter) for letter in pattern)
+    return re.fullmatch("".join(words), text, re.DOTALL) is not None
+
+
+def _named(statement: Statement, key: str, text: str, spelled: Callable[[str], str]) -> bool:
+    if f"Not{key}" in statement:
+        return not any(like(text, spelled(pattern)) for pattern in _listed(statement[f"Not{key}"]))
+    return any(like(text, spelled(pattern)) for pattern in _listed(statement.get(key, [])))
+
+
+def _principal(statement: Statement, wish: Asked) -> bool | None:
+    """An account as principal allows a role nothing by itself: it lets the role's own policies decide. It does deny.
+    Sessions of roles, and everybody but somebody (NotPrincipal), are not judged here.
+    """
+    if "Principal" not in statement:
+        return None
+    named = statement["Principal"]
+    names = ["*"] if named == "*" else _listed(named.get("AWS", []))
+    names = [f"arn:aws:iam::{name}:root" if name.isdigit() else name for name in names]
+    if "*" in names or wish.principal in names:
+        return True
+    if statement["Effect"] == "Deny" and f"arn:aws:iam::{wish.principal.split(':')[4]}:root" in names:
+        return True
+    return None if any(name.startswith("arn:aws:sts::") for name in names) else False
+
+
+_OPERATORS: dict[str, Callable[[str, str], bool]] = {
+    "StringEquals": str.__eq__,
+    "StringEqualsIgnoreCase": lambda text, value: text.lower() == value.lower(),
+    "StringLike": like,
+    "ArnEquals": like,
+    "ArnLike": like,
+    "Bool": lambda text, value: text.lower() == value.lower(),
+}
+
+
+def _holds(operator: str, key: str, values: Any, wish: Asked) -> bool | None:
+    name = operator.removesuffix("IfExists")
+    match = _OPERATORS.get(name.replace("Not", "", 1))
+    patterns = [str(value) for value in _listed(values)]
+    context = {known.lower(): value for known, value in wish.context.items()}
+    if match is None or any("${" in pattern for pattern in patterns):
+        return None
+    if key.lower() not in context and not wish.complete:
+        return None
+    value = context.get(key.lower())
+    if value is None:
+        return "Not" in name or operator != name
+    return any(match(value, pattern) for pattern in patterns) != ("Not" in name)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
