@@ -7,7 +7,6 @@ p50 (infra.cost), anything that only AWS knows (`gpufleet doctor`).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -27,8 +26,6 @@ ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build o
 IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
 MIBPS_PER_IOPS = 0.25  # the same
 BASE_IOPS = 3000  # included with any size
-MAX_ZONES = 6  # us-east-1 has the most
-MAX_TYPES = 20  # a choice: a longer list is no longer read by anyone
 PLACE = "a folder inside the project, or s3://bucket/prefix"
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
@@ -49,7 +46,6 @@ def check(
     _placement(s.fleet, findings, catalog)
     # Of what cannot be read, or built, nobody knows phases, memory or weights; the types are judged all the same.
     unknown = impossible or bool(findings.bad & {"job.experiment", "job.parameters"})
-    _count("fleet.instance_types", s.fleet.instance_types, MAX_TYPES, findings)
     instance_types(s.fleet, None if unknown else s.job.parameters, findings, catalog, launchable=launchable)
     if launchable and not unknown:
         gpus_asked(s.fleet, s.job.parameters, findings, catalog)
@@ -85,7 +81,6 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
         findings.add(
             "fleet.region", "a region with prices in the catalog: " + ", ".join(regions), nearest(fleet.region, regions)
         )
-    _count("fleet.zones", fleet.zones, MAX_ZONES, findings)
     zones = sorted(catalog.zones(fleet.region)) if fleet.region in regions else []
     for index, zone in enumerate(fleet.zones):
         path = f"fleet.zones[{index}]"
@@ -195,10 +190,3 @@ def _estimate(s: StackDefinition, findings: Findings) -> None:
             f"{counted(phases, 'number')} (ms), one per phase with optimizer steps",
             value=f"{len(steps)} of them",
         )
-
-
-def _count(path: str, values: Sequence[str], most: int, findings: Findings) -> None:
-    if not values and not any(bad.startswith(path) for bad in findings.bad):
-        findings.add(path, f"a list of 1 to {most}", value="an empty list")
-    if len(values) > most:
-        findings.add(path, f"a list of 1 to {most}", value=f"{len(values)} of them")

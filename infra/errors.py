@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from job.text import counted
 
+SHOWN = 20  # problems of one file that are printed; the rest is counted
+
 
 def short(text: str) -> str:
     """As a message shows it: a line of a file may have any length."""
@@ -32,10 +34,12 @@ class Problem:
     allowed: str  # what would have been accepted
     hint: str = ""  # nearest valid name, or what to do
     line: int | None = None  # in the definition file, where known
+    unknown_key: bool = False  # `value` is a key that there is not
 
     def __str__(self) -> str:
         where = f"line {self.line}, {short(self.path)}" if self.line else short(self.path)
         wrong = f"{short(self.value)!r} is not accepted" if self.value else "missing"
+        wrong = "unknown key" if self.unknown_key else wrong
         hint = f" {self.hint}" if self.hint else ""
         return f"{where}: {wrong}; allowed: {self.allowed}.{hint}"
 
@@ -65,7 +69,8 @@ class DefinitionError(GpufleetError):
         self.source = source
         self.problems = tuple(problems)
         count = counted(len(self.problems), "problem")
-        super().__init__("\n".join([f"{source}: {count}", *(f"  - {p}" for p in self.problems)]))
+        more = [f"  and {len(self.problems) - SHOWN} more"] if len(self.problems) > SHOWN else []
+        super().__init__("\n".join([f"{source}: {count}", *(f"  - {p}" for p in self.problems[:SHOWN]), *more]))
 
 
 class PriceMissing(GpufleetError):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # What may be laid over; the run's identity is not among them.
 OVERLAID = ("job", "fleet", "storage", "limits", "estimate")
+MOST_SCENARIOS = 100  # a choice: each is a whole file to check and to price
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
@@ -71,6 +72,9 @@ def variants(
     """Every entry of the tree's `scenarios`, laid over it, and what is wrong in them."""
     findings = Findings(tree=tree)
     section = entries_of(tree.entries.get("scenarios"), "scenarios", "a section with one entry per scenario", findings)
+    if len(section) > MOST_SCENARIOS:
+        findings.add("scenarios", f"a section with at most {MOST_SCENARIOS} scenarios", value=f"{len(section)} of them")
+        section = {}
     own = [field.name for field in fields(Variant)]
     laid_over, problems = [], []
     for name, entry in section.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from infra import layers
 from infra.definition import StackDefinition
-from infra.errors import DefinitionError, GpufleetError, Problem, in_order, of_form
+from infra.errors import SHOWN, DefinitionError, GpufleetError, Problem, in_order, of_form
 from infra.schema import nearest
 from infra.yaml_tree import Mapping, dump, open_file
 
@@ -46,6 +46,8 @@ def load(
     problems += found
     overlay = tree.entries.get("rehearsal")
     merged = plain
+    if len(problems) > SHOWN:  # enough to mend; each form that is laid over would find them all again
+        raise DefinitionError(str(path), in_order(problems))
     if overlay is not None:
         problems += layers.overlay_problems(overlay)
         merged, found = layers.definition(layers.rehearsed(tree), path, text, now, past_deadline, catalog=catalog)

@@ -142,7 +142,7 @@ def parse(raw: bytes, source: str) -> Policy:
     names = [each.name for each in dataclasses.fields(Policy)]
     for key, node in tree.entries.items():
         if key not in names:
-            findings.add(key, f"the keys {', '.join(names)}", nearest(key, names), value=key or "''", node=node)
+            findings.add(key, ", ".join(names), nearest(key, names), value=key or "''", node=node, unknown_key=True)
         elif isinstance(node, Scalar) and node.is_null:  # a rule whose value was deleted must not be taken for none
             findings.add(key, "a value", "Leave the key out for no such rule.", node=node)
     owner = tree.entries.get("required_owner")

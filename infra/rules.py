@@ -14,7 +14,7 @@ from job.config import EXPERIMENTS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What one key may hold beyond its type: a closed range in `unit`, or a pattern in words."""
+    """What one key may hold beyond its type: a closed range in `unit`, a pattern in words, or so many items."""
 
     minimum: float | None = None
     maximum: float | None = None
@@ -22,6 +22,7 @@ class Rule:
     pattern: str = ""
     allowed: str = ""  # the pattern in words
     hint: str = ""  # what to do when it does not match
+    most: int | None = None  # items of a list
 
 
 # gp3: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; larger than the 2020 limits since 2025-09.
@@ -41,6 +42,8 @@ RULES: dict[tuple[type[Any], str], Rule] = {
         hint="Name the registry (docker.io is Docker Hub; nodes reach port 443 alone) and a tag; "
         "gpufleet doctor --pin adds the digest.",
     ),
+    (Fleet, "zones"): Rule(most=6),  # us-east-1 has the most
+    (Fleet, "instance_types"): Rule(most=20),  # a choice: a longer list is no longer read by anyone
     (Fleet, "ami"): Rule(
         pattern=r"unpinned|ami-([0-9a-f]{8}|[0-9a-f]{17})",
         allowed="unpinned, or a literal ami-...",

@@ -11,16 +11,17 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field, is_dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from itertools import islice
 from typing import Any, Literal
 
 from infra.definition import Estimate, Fleet, Job, Limits, Run, Storage
 from infra.errors import Problem
 from infra.rules import REQUIRED, RULES, Rule
-from infra.yaml_tree import Items, Mapping, Node, Scalar, at
+from infra.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, at
 from job import sizing
 from job.config import EXPERIMENTS, JobConfig
 
@@ -37,6 +38,7 @@ _HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclass
 # What other tools call it.
 _ALSO = {"gpu": "cuda", "nvidia": "cuda", "learning_rate": "lr", "learning-rate": "lr"}
 _BAD: Any = object()
+_SCALARS = (str, bool, datetime, int, float, Decimal)
 
 
 @dataclass(slots=True)
@@ -44,8 +46,17 @@ class Findings:
     """The problems of one tree. A path reported once hides what follows from it."""
 
     tree: Mapping
-    problems: list[Problem] = field(default_factory=list)
-    bad: set[str] = field(default_factory=set)
+    found: dict[str, Problem | None] = field(default_factory=dict)  # by path; None: another problem tells it
+
+    @property
+    def bad(self) -> KeysView[str]:
+        """The paths whose values cannot be relied on."""
+        return self.found.keys()
+
+    @property
+    def problems(self) -> list[Problem]:
+        """In the order in which they were found."""
+        return [problem for problem in self.found.values() if problem]
 
     def add(
         self,
@@ -55,36 +66,50 @@ class Findings:
         value: str | None = None,
         node: Node | None = None,
         default: str = "",
+        unknown_key: bool = False,
     ) -> None:
         """A problem at `path`, in the words of the file; where the file is silent, at the section above, with the
         `default` that holds there.
 
         `node` where the path cannot be trusted to lead there: an unknown key may hold dots and brackets.
         """
-        if any(path == known or path.startswith((known + ".", known + "[")) for known in self.bad):
+        separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)  # a key may hold any number of them
+        if path in self.found or any(path[: each.start()] in self.found for each in separators):
             return
-        self.bad.add(path)
         node = node or at(self.tree, path)
         if node is not None:
             written = value if value is not None else _written(node)
-            self.problems.append(Problem(path=node.path, value=written, allowed=allowed, hint=hint, line=node.line))
+            self.found[path] = Problem(
+                path=node.path, value=written, allowed=allowed, hint=hint, line=node.line, unknown_key=unknown_key
+            )
             return
         above, _, key = path.rpartition(".")
         parent = at(self.tree, above)
         origin = f"{parent.path}.{key}".lstrip(".") if parent else path
         line = parent.line if parent else None
         written = value or (f"{default} (the default)" if default else "")
-        self.problems.append(Problem(path=origin, value=written, allowed=allowed, hint=hint, line=line))
+        self.found[path] = Problem(path=origin, value=written, allowed=allowed, hint=hint, line=line)
+
+    def written_elsewhere(self, path: str) -> None:
+        """That a problem already tells what belongs at `path`: where nothing stands there, it is not missing as well."""
+        if at(self.tree, path) is None:
+            self.found[path] = None
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
     """`Nearest: zones.`, or nothing."""
+    meant = _meant(word, names)
+    return f"Nearest: {meant}." if meant else ""
+
+
+def _meant(word: str, names: Iterable[str]) -> str:
+    """The name that is spelled most like `word`, or nothing."""
     known, low = sorted(names), word.lower()
     if _ALSO.get(low) in known:
-        return f"Nearest: {_ALSO[low]}."
+        return _ALSO[low]
     close = difflib.get_close_matches(low, known, n=1, cutoff=0.6)
     begun = [name for name in known if len(low) > 2 and name.startswith(f"{low}-")]  # sft: sft-h100
-    return f"Nearest: {(close or begun)[0]}." if close or len(begun) == 1 else ""
+    return (close or begun)[0] if close or len(begun) == 1 else ""
 
 
 def build(cls: type[Any], node: Node | None, path: str, findings: Findings, default: Any = None) -> Any:
@@ -92,8 +117,9 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
     is as in `default`, where the section around it has one of its own, or else as in `cls`.
     """
     names = [f.name for f in dataclasses.fields(cls)]
-    entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings)
     hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
+    hint_text = _as_section(cls, hints, node.text) if isinstance(node, Scalar) else ""
+    entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings, hint_text)
     check_keys(entries, names, path, findings, None if cls is Job else _below(names, hints))
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
@@ -115,13 +141,27 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
     return cls(**values) if default is None else dataclasses.replace(default, **values)
 
 
-def entries_of(node: Node | None, path: str, allowed: str, findings: Findings) -> dict[str, Node]:
+def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, hint: str = "") -> dict[str, Node]:
     """What a section holds: nothing for one without keys, nor for what is no section, which is reported."""
     if isinstance(node, Mapping):
         return node.entries
     if node is not None and not (isinstance(node, Scalar) and node.is_null):
-        findings.add(path, allowed, node=node)
+        findings.add(path, allowed, hint, node=node)
     return {}
+
+
+def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
+    """How a value is written where a section is expected: under the one key that takes it, a required one first."""
+    plain = re.sub(r"(?<=[0-9]) ?Gi?B?$", "", text, flags=re.IGNORECASE)
+    specs = dataclasses.fields(cls)
+    required = [spec for spec in specs if spec.default is dataclasses.MISSING is spec.default_factory]
+    takes = [
+        spec.name
+        for spec in required or specs
+        if (kind := _unwrap(hints[spec.name])[0]) in _SCALARS or typing.get_origin(kind) is Literal
+        if _scalar(kind, plain, _rule(cls, spec))[0] is not _BAD
+    ]
+    return f"Write {{{takes[0]}: {plain}}}." if len(takes) == 1 and plain else ""
 
 
 @functools.cache
@@ -147,21 +187,26 @@ def check_keys(
     below: dict[str, list[str]] | None = None,
 ) -> None:
     """Reports every key that is not one of `names`, with the nearest, or with the section it belongs to, which may be
-    one of those `below`.
+    one of those `below`. What it stands for is then not missing as well.
     """
+    prefix = f"{path}." if path else ""
     for key, node in entries.items():
         if key in names:
             continue
-        if (meant := _ALSO.get(key.lower())) in names:
-            hint = f"It is called {path.rpartition('.')[2]}.{meant}."
-        elif inside := (below or {}).get(meant or key):
-            hint = f"It is called {' or '.join(inside)}."
+        meant = ""
+        if (other := _ALSO.get(key.lower())) in names:
+            hint, meant = f"It is called {path.rpartition('.')[2]}.{other}.", f"{prefix}{other}"
+        elif inside := (below or {}).get(other or key):
+            hint, meant = f"It is called {' or '.join(inside)}.", f"{prefix}{inside[0]}"
         elif key in _HOME:  # written exactly so elsewhere: more than a likeness
-            hint = f"It belongs under {_HOME[key]}."
+            hint, meant = f"It belongs under {_HOME[key]}.", f"{_HOME[key]}.{key}"
+        elif near := _meant(key, names):
+            hint, meant = f"Nearest: {near}.", f"{prefix}{near}"
         else:
-            hint = nearest(key, names)
-        where = f"{path}.{key}" if path else key
-        findings.add(where, f"the keys {', '.join(names)}", hint, value=key or "''", node=node)
+            hint = ""
+        findings.add(f"{prefix}{key}", ", ".join(names), hint, value=key or "''", node=node, unknown_key=True)
+        if meant:
+            findings.written_elsewhere(meant)
 
 
 def describe(hint: Any, rule: Rule) -> str:
@@ -226,6 +271,10 @@ def _convert(
         if not isinstance(node, Items):
             hint_text = _as_list(path, node.text, findings) if isinstance(node, Scalar) and node.text else ""
             findings.add(path, allowed, hint_text)
+            return _BAD
+        if rule.most is not None and not 1 <= len(node.items) <= rule.most:
+            written = f"{len(node.items)} of them" if node.items else "an empty list"
+            findings.add(path, f"a list of 1 to {rule.most}", value=written)
             return _BAD
         arm = typing.get_args(inner)[0]
         values = [_convert(arm, item, f"{path}[{index}]", rule, findings) for index, item in enumerate(node.items)]

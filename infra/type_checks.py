@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,7 @@ def instance_types(
                 {k.split(".")[0] + ".*" for k in known}
             )
             closest = catalog.nearest_type(name, known)
-            hint = f"Nearest: {closest}." if closest else ""
-            if of_gpu := sorted(k.type for k in current if k.gpu.name.split()[0].lower() == name.lower()):
-                hint = f"{name} is the GPU of {', '.join(of_gpu)}."
+            hint = _with_gpus(name, config, current) or (f"Nearest: {closest}." if closest else "")
             findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), hint)
         elif not launchable:
             continue
@@ -51,6 +50,33 @@ def instance_types(
             instead = _instead(kind, config, current)
             use = f"Nearest that fits: {instead}." if instead else "No type in the catalog fits."
             findings.add(path, f"a type on which every phase fits; {reason}", use)
+
+
+def _with_gpus(written: str, config: JobConfig | None, current: Sequence[Instance]) -> str:
+    """Which types have the GPUs that a name such as L40S, L40S:4 or 4xL40S asks for, the smallest first; nothing for
+    another name. Those on which the run does not fit are named only where there is no other.
+    """
+    parts = re.fullmatch(r"(?:([0-9]{1,3}) ?x ?)?(.+?)(?:[:x]([0-9]{1,3}))?", written.strip(), re.IGNORECASE)
+    name, count = (_letters(parts[2]), int(parts[1] or parts[3] or 1)) if parts else ("", 1)
+    kinds = sorted((k for k in current if name in _gpu_names(k)), key=lambda k: (k.gpu_count, k.vcpu))
+    if not kinds:
+        return ""
+    gpu = kinds[0].gpu.name if len({k.gpu.name for k in kinds}) == 1 else kinds[0].gpu.name.split()[0]
+    enough = [k for k in kinds if k.gpu_count >= count]
+    if not enough:
+        return f"No type has more than {kinds[-1].gpu_count} x {gpu}."
+    named = ", ".join(k.type for k in [k for k in enough if not _misfit(k, config)] or enough)
+    return f"{gpu} is the GPU of {named}." if count == 1 else f"At least {count} x {gpu}: {named}."
+
+
+def _gpu_names(kind: Instance) -> set[str]:
+    """L40S also as L40S 48GB, A100 80GB also as A100."""
+    first = kind.gpu.name.split()[0]
+    return {_letters(name) for name in (first, kind.gpu.name, f"{first}{kind.gpu.memory_gb:g}GB")}
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"^nvidia|[^a-z0-9]", "", name.lower())
 
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
