@@ -158,11 +158,11 @@ def _place_problem(place: str) -> str:
 
 
 def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bool) -> None:
-    if limits.deadline is None:
+    if (due := limits.due(now)) is None:
         return
-    if limits.deadline <= now and not past_deadline:
+    if due <= now and not past_deadline:
         findings.add("limits.deadline", f"a time after now, {stamp(now)}", "Move it, and give the run a new id.")
-    elif limits.deadline > now + timedelta(days=366):
+    elif due > now + timedelta(days=366):
         findings.add("limits.deadline", "a time within a year: it is what stops the fleet when everything else failed")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 from infra.errors import Problem
 from infra.yaml_tree import Mapping, at
 from job.config import JobConfig
+from job.text import stamp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,17 +90,30 @@ def _local(place: str, root: Path) -> Path | None:
     return None if place.startswith("s3://") else root / place
 
 
+Deadline = datetime | timedelta  # a time in UTC, or so long after the first `up` of the run
+
+
+def deadline_text(deadline: Deadline) -> str:
+    """As a definition file writes it: 2026-12-31T18:00:00Z, or in 10 h."""
+    return f"in {deadline / timedelta(hours=1):g} h" if isinstance(deadline, timedelta) else stamp(deadline)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """The bound of the run. Hours are billed hours, summed over attempts."""
 
     max_usd: Decimal
     max_hours: Decimal
-    deadline: datetime | None = None  # absolute, UTC; None = creation + max_hours + 24 h
+    deadline: datetime | timedelta | None = None  # None = creation + max_hours + 24 h
+
+    def due(self, begin: datetime) -> datetime | None:
+        """The deadline of a run whose first `up` is then; None without one."""
+        return begin + self.deadline if isinstance(self.deadline, timedelta) else self.deadline
 
     def hours_left(self, now: datetime) -> float | None:
-        """Until the deadline, negative once it has passed; None without one."""
-        return None if self.deadline is None else (self.deadline - now).total_seconds() / 3600
+        """Until the deadline of a run that begins now, negative once it has passed; None without one."""
+        due = self.due(now)
+        return None if due is None else (due - now).total_seconds() / 3600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

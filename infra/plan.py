@@ -119,10 +119,10 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         bill, options = bill_of(definition, root, catalog), None
     else:
         bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=policy.of(root))
-    found, late = problems(definition, bill), ""
-    if not verdict.continues:  # what is done of a run that has begun is not known here
+    found, late = problems(definition, bill), list[str]()
+    if not verdict.continues:  # how much work is left of a run that has begun is not known here
         found += limits.deadline_problems(definition, bill, now)
-        late = limits.deadline_warning(definition, bill, now)
+        late += limits.deadline_warnings(definition, bill, now)
     if found and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), found)
     return Plan(
@@ -138,7 +138,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         run_config=run_config.encode(
             run_config.run_config(definition, bill, inputs, expires=verdict.run.valid_until)
         ).decode(),
-        warnings=(*missing, *map(str, found), *filter(None, [late]), *verdict.warnings),
+        warnings=(*missing, *map(str, found), *late, *verdict.warnings),
     )
 
 

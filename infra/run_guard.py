@@ -104,7 +104,7 @@ def judge(
             else f"Run {run_id} is an earlier run of this stack, and what it left is in the bucket under its id. "
             "Give run.id a new value to start a new run.",
         )
-    deadline = definition.limits.deadline
+    deadline = definition.limits.due(now)
     if deadline is not None and deadline <= now:
         raise _refused(
             definition,
@@ -215,7 +215,7 @@ def creation_digest(definition: StackDefinition) -> str:
 
 def expiry(limits: Limits, begin: datetime) -> datetime:
     """When AWS ends a fleet that begins then, whatever the job says."""
-    return limits.deadline or begin + timedelta(hours=float(limits.max_hours)) + WAITING_TIME
+    return limits.due(begin) or begin + timedelta(hours=float(limits.max_hours)) + WAITING_TIME
 
 
 def days_to_keep(begin: datetime, end: datetime) -> int:

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field, is_dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from itertools import islice
 from typing import Any, Literal
@@ -91,7 +91,7 @@ class Findings:
         self.found[path] = Problem(path=origin, value=written, allowed=allowed, hint=hint, line=line)
 
     def written_elsewhere(self, path: str) -> None:
-        """That a problem already tells what belongs at `path`: where nothing stands there, it is not missing as well."""
+        """That a problem already tells what belongs at `path`: where nothing stands, it is not missing as well."""
         if at(self.tree, path) is None:
             self.found[path] = None
 
@@ -223,7 +223,7 @@ def describe(hint: Any, rule: Rule) -> str:
         float: "a number",
         Decimal: "a number",
         bool: "true or false",
-        datetime: "a time with its zone, such as 2026-12-31T18:00:00Z",
+        datetime: "a time with its zone, such as 2026-12-31T18:00:00Z, or hours after the first `up`, as in 10 h",
         str: "text",
     }.get(hint, "a section")
     if rule.minimum is not None or rule.maximum is not None:
@@ -249,10 +249,9 @@ def _rule(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
 
 
 def _unwrap(hint: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed."""
+    """The type without `| None`, and whether None is allowed. Of a deadline's two types the first, read by _time."""
     if isinstance(hint, types.UnionType):
-        (inner,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
-        return inner, True
+        return next(arm for arm in typing.get_args(hint) if arm is not types.NoneType), True
     return hint, False
 
 
@@ -342,6 +341,11 @@ def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
 
 
 def _time(text: str) -> tuple[Any, str]:
+    """A time in UTC, or the span of `in 10 h`."""
+    if span := re.fullmatch(r"(in |\+)?([0-9]{1,5}(?:\.[0-9]{1,4})?) ?(h|hours?|hrs?|m|min|minutes?|d|days?)", text):
+        hours = float(span[2]) * {"h": 1.0, "m": 1 / 60, "d": 24.0}[span[3][0]]
+        written = f"in {hours:.6g} h"
+        return (timedelta(seconds=round(hours * 3600)), "") if text == written else (_BAD, f"Write {written}.")
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

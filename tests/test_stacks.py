@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from infra.catalog import load_catalog
+from infra.cost.estimate import price, problems
 from infra.definition import Claim, Disk, Interruptions, Keep, StackDefinition, Variant
 from infra.loader import load, rehearsal_text
 from infra.rules import RULES
@@ -131,6 +132,54 @@ def documented(section: str) -> dict[str, str]:
     assert rest, section
     rows = re.findall(r"^\| `([a-z0-9_.]+)` \| (.*?) \|", rest.partition("\n## ")[0], flags=re.MULTILINE)
     return dict(rows)
+
+
+FIRST, _, _ = PAGE.partition("\n## A first file\n")[2].partition("\n## ")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_first_file_and_its_table_give_a_file_of_each_experiment_that_nothing_refuses(
+    experiment: str, tmp_path: Path
+) -> None:
+    text = FIRST.partition("```yaml\n")[2].partition("```")[0]
+    row = next(line for line in FIRST.splitlines() if f"| `{experiment}` |" in line)
+    _, _, weights, example, limits, _ = (cell.strip() for cell in row.removeprefix("|").split("|"))
+    type_, capacity = re.findall("`(.*?)`", example)
+    usd, hours = limits.split(", ")
+    written = {
+        "experiment": experiment,
+        "instance_types": f"[{type_}]",
+        "capacity": capacity,
+        "max_usd": usd,
+        "max_hours": hours,
+    }
+    for key, value in written.items():
+        text = re.sub(f"(?m)^  {key}: .*", f"  {key}: {value}", text)
+    if weights == "leave out":
+        text = re.sub("(?m)^  base_weights: .*\n", "", text)
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    definition = load(path, now=NOW)
+    assert definition.job.image == load(ROOT / "stacks" / f"{experiment}.yaml", now=NOW).job.image
+    assert problems(definition, price(definition, load_catalog(), runs=2000)) == []
+
+
+def test_the_page_has_the_smallest_type_of_each_gpu_whose_speed_is_known() -> None:
+    said = dict(re.findall(r"^\| ([A-Z][\w ]+?) \| ([0-9]+ \|.*?) \|$", FIRST, flags=re.MULTILINE))
+    kinds = [k for k in load_catalog().instances.values() if not k.unusable and k.gpu.has_a_roofline("bf16")]
+    known = {}
+    for gpu in {k.gpu.name: k.gpu for k in kinds if k.gpu.bf16}.values():
+        smallest = [
+            min(
+                (k for k in kinds if k.gpu == gpu and k.gpu_count == count),
+                key=lambda k: (k.vcpu, k.type),
+                default=None,
+            )
+            for count in (1, 4, 8)
+        ]
+        cells = [f"`{k.type}`" if k else "" for k in smallest]
+        known[gpu.name] = " | ".join([f"{gpu.memory_gb:g}", *cells]).replace("|  |", "| |").replace("|  |", "| |")
+    assert said == known
 
 
 def fields_of(config: Any, prefix: str = "") -> dict[str, tuple[dataclasses.Field[Any], Any]]:

@@ -13,7 +13,6 @@ from typing import Any
 from infra.cost import record
 from infra.cost.bill import Bill
 from infra.definition import StackDefinition
-from job.text import stamp
 
 SCHEMA = 1
 
@@ -23,7 +22,7 @@ def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any
 
     `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
     where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket.
-    `expires`: when AWS ends the fleet (UTC, ISO).
+    `expires`: when AWS ends the fleet (UTC, ISO): at the deadline, where there is one.
     """
     limits = definition.limits
     return {
@@ -39,7 +38,7 @@ def run_config(definition: StackDefinition, bill: Bill, inputs: Mapping[str, Any
         "limits": {
             "max_usd": str(limits.max_usd),
             "max_hours": str(limits.max_hours),
-            "deadline": None if limits.deadline is None else stamp(limits.deadline),
+            "deadline": None if limits.deadline is None else expires,
             "expires": expires,
         },
         "capacity": definition.fleet.capacity,

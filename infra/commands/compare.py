@@ -18,13 +18,12 @@ from infra.cost import compare, compare_table, deadline, record
 from infra.cost.compare_rows import Row
 from infra.cost.hazard import learn
 from infra.cost.options import Footing
-from infra.definition import StackDefinition
+from infra.definition import StackDefinition, deadline_text
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
 from infra.pricing import footing
 from infra.receipts import observations
 from infra.scenarios import scenarios, unknown
-from job.text import stamp
 
 SHOWN = 20
 PICTURES = (".png", ".svg")
@@ -114,7 +113,7 @@ def _hours_left(within: float | None, definition: StackDefinition, now: datetime
         return within
     left, deadline = definition.limits.hours_left(now), definition.limits.deadline
     if left is not None and deadline is not None and left <= 0:
-        raise GpufleetError(f"limits.deadline, {stamp(deadline)}, has passed; move it")
+        raise GpufleetError(f"limits.deadline, {deadline_text(deadline)}, has passed; move it")
     return left
 
 

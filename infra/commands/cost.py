@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from infra import policy
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost import record
+from infra.cost import limits, record
 from infra.cost.estimate import problems
 from infra.cost.table import render
 from infra.definition import StackDefinition
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     catalog = load_catalog()
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
+    bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now)))
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and record.cheaper(options)}
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill))
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
-    if found := problems(definition, bill):
+    if found := [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]:
         raise DefinitionError(str(definition.source), found)
     return 1 if broken else 0
 

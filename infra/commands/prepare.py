@@ -99,10 +99,10 @@ def predict(definition: StackDefinition, root: Path) -> None:
             _say(f"warning: {doubt}")
     now = datetime.now(UTC)
     found = [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]
-    if (late := limits.deadline_warning(definition, bill, now)) and not found:
-        _say(f"warning: {late}")
     if found:
         raise DefinitionError(str(definition.source), found)
+    for late in limits.deadline_warnings(definition, bill, now):
+        _say(f"warning: {late}")
 
 
 def listed(definition: StackDefinition, root: Path) -> None:

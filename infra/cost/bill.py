@@ -5,7 +5,7 @@ end at. infra.cost.estimate makes it, infra.cost.record writes it for programs, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date
 from decimal import Decimal
 
 from infra.catalog.reclaim import Reclaimed
@@ -15,7 +15,7 @@ from infra.cost.hazard import Hazard
 from infra.cost.lines import Line
 from infra.cost.options import TypeCost
 from infra.cost.side import Quantiles, Side
-from infra.definition import Capacity
+from infra.definition import Capacity, Deadline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Cap:
     probability: float  # that the run is stopped before its work is done
     first: str  # limits.max_usd or limits.max_hours: the one that stops it
     at_hours: Decimal  # node-hours at which it does
-    deadline: datetime | None = None  # in no figure: the bill knows no clock
+    deadline: Deadline | None = None  # in no figure: the bill knows no clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,13 +78,8 @@ def _limits(bill: Bill) -> Iterator[str]:
         yield f"{cap.probability:.0%} of runs stop at {cap.first} before they are done"
     if late := limits.expiry_warning(bill):
         yield late
-    slowest = limits.slowest(bill.chosen)
-    if not bill.calibrated and 0.5 < slowest < 1:
-        drawn = ", even uninterrupted" if bill.capacity == "spot" else ""
-        yield (
-            f"uncalibrated: below about {slowest:.0%} of the assumed speed (set-up apart) {cap.first} stops the run"
-            f" before it is done{drawn}"
-        )
+    if slow := limits.too_slow(bill, min(bill.chosen.exposure.hours_at_cap()), cap.first):
+        yield slow
 
 
 def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:

@@ -16,10 +16,9 @@ from infra.cost import options
 from infra.cost.bill import Bill
 from infra.cost.risk import MINIMUM_H
 from infra.cost.side import Side, reserve_h
-from infra.definition import StackDefinition
+from infra.definition import StackDefinition, deadline_text
 from infra.errors import Problem
 from infra.run_guard import WAITING_TIME
-from job.text import stamp
 
 AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
 
@@ -28,21 +27,20 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     """A limit below p50 and what the job keeps to stop in, and each other listed type on which even an uninterrupted
     run passes a limit.
     """
-    limits, usd, hours = definition.limits, bill.chosen.metered_usd, bill.chosen.needed_hours
-    drawn, (stop_usd, stop_h) = bill.capacity == "spot", bill.chosen.reserve
-    stop = f"and the {bill.chosen.exposure.reserve_h * 3600:.0f} s in which it stops"
-    if limits.max_usd < usd.p50 + stop_usd:
-        need = f"the p50 of the bill {AS_COUNTED}" if drawn else "what the run costs"
-        hint = f"Nine runs in ten need at most {enough(usd.p90 + stop_usd)}." if drawn else ""
-        hint = f"{hint} {_own(definition, 'max_usd')}".strip()
-        allowed = f"at least {need} {stop}, {enough(usd.p50 + stop_usd)}"
-        yield definition.problem("limits.max_usd", str(limits.max_usd), allowed, hint)
-    if limits.max_hours < hours.p50 + stop_h:
-        need = "the p50 of the bill" if drawn else "the node-hours of the run"
-        hint = f"Nine runs in ten need at most {enough(hours.p90 + stop_h)} node-hours." if drawn else ""
-        hint = f"{hint} {_own(definition, 'max_hours')}".strip()
-        allowed = f"at least {need} {stop}, {enough(hours.p50 + stop_h)}"
-        yield definition.problem("limits.max_hours", str(limits.max_hours), allowed, hint)
+    (stop_usd, stop_h), side = bill.chosen.reserve, bill.chosen
+    for key, limit, need, stop, unit, as_counted in (
+        ("max_usd", definition.limits.max_usd, side.metered_usd, stop_usd, "USD", f" {AS_COUNTED}"),
+        ("max_hours", definition.limits.max_hours, side.needed_hours, stop_h, "node-hours", ""),
+    ):
+        if limit >= need.p50 + stop:
+            continue
+        drawn = bill.capacity == "spot"
+        who = "half of the simulated runs need that or more" if drawn else "the run needs that"
+        clean = f"{side.exposure.reserve_h * 3600:.0f} s for a clean stop included"
+        allowed = f"at least {enough(need.p50 + stop)} {unit}: {who}{as_counted}, {clean}"
+        hint = f"{enough(need.p90 + stop)} suffices for nine in ten." if drawn else ""
+        hint = f"{hint} {_own(definition, key)}".strip()
+        yield definition.problem(f"limits.{key}", str(limit), allowed, hint)
     yield from _types(definition, bill)
 
 
@@ -60,16 +58,16 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
     Not held against the p50 as max_hours is: who takes the run to on demand in time (`gpufleet compare`) meets a
     deadline that spot alone misses in most runs.
     """
-    deadline = definition.limits.deadline
+    deadline, left_h = definition.limits.deadline, definition.limits.hours_left(now)
     needs = {
         option.type: max(option.runtime.total_s / 3600, MINIMUM_H) + reserve_h(definition.job.parameters, option)
         for option in bill.types
         if option.runtime and option.holds_the_job and not option.why
     }
-    if bill.only_priced or deadline is None or not needs:
+    if bill.only_priced or deadline is None or left_h is None or not needs:
         return []
     slowest_type = max(needs, key=lambda type_: needs[type_])
-    if needs[slowest_type] <= (left_h := _hours(deadline - now)):
+    if needs[slowest_type] <= left_h:
         return []
     first = now + timedelta(hours=needs[slowest_type], minutes=1)
     allowed = (
@@ -77,20 +75,39 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
         f" {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from now"
     )
     hint = "Move it, or list faster types: `gpufleet compare` ranks them by it."
-    return [definition.problem("limits.deadline", stamp(deadline), allowed, hint)]
+    return [definition.problem("limits.deadline", deadline_text(deadline), allowed, hint)]
 
 
-def deadline_warning(definition: StackDefinition, bill: Bill, now: datetime) -> str:
-    """Which share of the simulated runs misses the deadline, waits for capacity counted; nothing below 1 %."""
-    left_h = definition.limits.hours_left(now)
+def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) -> Iterator[str]:
+    """Which share of the simulated runs misses the deadline, waits for capacity counted, if at least 1 %; and at what
+    speed all would, where the deadline comes before the other limits.
+    """
+    left_h, exposure = definition.limits.hours_left(now), bill.chosen.exposure
     if bill.only_priced or left_h is None:
+        return
+    late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())
+    if late >= 0.01:
+        yield (
+            f"{late:.0%} of runs miss limits.deadline, {left_h:.1f} h from now: p50 is"
+            f" {bill.chosen.wall_hours.p50:.2f} h, waits for capacity included; `gpufleet compare"
+            f" {definition.argument}` says when to switch to on demand"
+        )
+    by_h = left_h - exposure.reserve_h
+    if by_h < min(exposure.hours_at_cap()) and (slow := too_slow(bill, by_h, "limits.deadline")):
+        yield slow
+
+
+def too_slow(bill: Bill, by_h: float, limit: str) -> str:
+    """Below which share of a speed that nobody has measured `limit`, which begins to stop the run after `by_h` hours,
+    comes before its end; nothing where that is less than half the speed.
+    """
+    share = slowest(bill.chosen, by_h)
+    if bill.calibrated or not 0.5 < share < 1:
         return ""
-    late = float((bill.chosen.needed.wall_hours + bill.chosen.exposure.reserve_h > left_h).mean())
-    if late < 0.01:
-        return ""
+    drawn = ", even uninterrupted" if bill.capacity == "spot" else ""
     return (
-        f"{late:.0%} of runs miss limits.deadline, {left_h:.1f} h from now: p50 is {bill.chosen.wall_hours.p50:.2f} h,"
-        f" waits for capacity included; `gpufleet compare {definition.argument}` says when to switch to on demand"
+        f"uncalibrated: below about {share:.0%} of the assumed speed (set-up apart) {limit} stops the run"
+        f" before it is done{drawn}"
     )
 
 
@@ -120,10 +137,10 @@ def enough(needed: Decimal) -> Decimal:
     return needed.quantize(Decimal("0.01"), rounding=ROUND_CEILING)
 
 
-def slowest(side: Side) -> float:
-    """The share of the bill's speed below which even an uninterrupted run of the dearest type passes a limit."""
+def slowest(side: Side, by_h: float) -> float:
+    """The share of the bill's speed at which an uninterrupted run of the dearest type takes `by_h` hours."""
     exposure = side.exposure
-    room_h = min(exposure.hours_at_cap()) - exposure.setup_h
+    room_h = by_h - exposure.setup_h
     return exposure.phase_ends_h[-1] / room_h if room_h > 0 else math.inf
 
 

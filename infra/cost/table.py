@@ -17,7 +17,8 @@ from infra.cost.limits import AS_COUNTED
 from infra.cost.lines import NOT_PRICED
 from infra.cost.side import Quantiles, Side
 from infra.cost.text import table, wrap
-from job.text import counted, stamp
+from infra.definition import deadline_text
+from job.text import counted
 
 
 def render(bill: Bill, *, today: date | None = None, accuracy: object = None, cheaper: Cheaper | None = None) -> str:
@@ -289,6 +290,6 @@ def _limits(bill: Bill) -> str:
     if cap.deadline is None:
         return said
     return (
-        f"{said} limits.deadline, {stamp(cap.deadline)}, is not part of this chance, nor of any figure"
+        f"{said} limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any figure"
         " here: `gpufleet compare` holds it against the hours."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,13 @@ def test_money_and_hours_are_decimal_strings(definition: StackDefinition, bill: 
     assert all(Decimal(amount) > 0 for amount in read["extras"].values())
 
 
-def test_a_deadline_is_written_in_utc(definition: StackDefinition, bill: Bill) -> None:
-    local = datetime(2026, 12, 1, 14, 0, tzinfo=timezone(timedelta(hours=2)))
-    late = replace(definition, limits=replace(definition.limits, deadline=local))
+@pytest.mark.parametrize("deadline", [datetime(2026, 11, 22, 14, tzinfo=UTC), timedelta(hours=26)])
+def test_the_job_s_deadline_is_when_the_fleet_expires(
+    definition: StackDefinition, bill: Bill, deadline: datetime | timedelta
+) -> None:
+    late = replace(definition, limits=replace(definition.limits, deadline=deadline))
 
-    assert written(late, bill)["limits"]["deadline"] == "2026-12-01T12:00:00Z"
+    assert written(late, bill)["limits"]["deadline"] == EXPIRES
 
 
 def test_run_estimate_and_inputs_are_there(definition: StackDefinition, bill: Bill) -> None:

@@ -152,3 +152,15 @@ def test_a_scenario_that_ran_elsewhere_has_its_plans_claim_alone(capsys: pytest.
     assert "claims 31 h and 992 USD" in printed
     with pytest.raises(GpufleetError, match="nothing to price"):
         run("pretrain-d64", "--scenario", "plan-as-written", "--json")
+
+
+def test_a_deadline_is_held_against_the_run(every_stack: None, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path("stacks/sft-h100.yaml")
+    text = file.read_text()
+    file.write_text(text.replace("max_hours: 16", "max_hours: 16\n  deadline: in 14.5 h"))
+    assert run("sft-h100") == 0
+    assert "of the assumed speed (set-up apart) limits.deadline stops" in " ".join(capsys.readouterr().out.split())
+    file.write_text(text.replace("max_hours: 16", "max_hours: 16\n  deadline: in 10 h"))
+    with pytest.raises(DefinitionError, match=r"limits.deadline: 'in 10 h' .* hours that p5.4xlarge needs"):
+        run("sft-h100")
+    assert "total = p50" in capsys.readouterr().out

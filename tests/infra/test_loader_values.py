@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -89,6 +90,7 @@ def test_a_minimal_file_loads_with_its_types(write: Write) -> None:
         pytest.param("limits", "max_usd: 3.10", "Decimal('3.10')", id="money keeps its cents"),
         pytest.param("limits", "max_usd: 1e3", "Decimal('1000')", id="money without an exponent"),
         pytest.param("limits", "deadline: 2026-11-22T10:00:00+02:00", "hour=8", id="time zone"),
+        pytest.param("limits", "deadline: in 1.5 h", "deadline=datetime.timedelta(seconds=5400)", id="a span"),
         pytest.param("limits", "deadline:", "deadline=None", id="nothing where nothing is allowed"),
         pytest.param("storage", "keep: {bucket: false}", "bucket=False", id="truth"),
         pytest.param("storage", "keep: {days: 3}", "days=3", id="the shortest for this fleet"),
@@ -138,6 +140,11 @@ REFUSED = [
     ("limits", "deadline: 2026-12-01T10:00:00", "limits.deadline", "zone", "Z for UTC", "a time without zone"),
     ("limits", "deadline: 2026-12-01T10:00:00.5Z", "limits.deadline", "zone", "Whole seconds", "fractions"),
     ("limits", "deadline: 0001-01-01T00:00:00+23:00", "limits.deadline", "zone", "", "the calendar's edge"),
+    ("limits", "deadline: in 10 hours", "limits.deadline", "as in 10 h", "Write in 10 h.", "hours in letters"),
+    ("limits", "deadline: +90min", "limits.deadline", "as in 10 h", "Write in 1.5 h.", "minutes"),
+    ("limits", "deadline: 2 days", "limits.deadline", "as in 10 h", "Write in 48 h.", "days"),
+    ("limits", "deadline: in 0 h", "limits.deadline", "after now", "", "no time at all"),
+    ("limits", "deadline: in 9000 h", "limits.deadline", "within a year", "", "more than a year"),
     ("limits", "deadline: 2026-11-21T11:59:59Z", "limits.deadline", "after now, 2026-11-21", "new id", "past"),
     ("limits", "deadline: 2028-01-01T00:00:00Z", "limits.deadline", "within a year", "", "too far"),
     ("job", "parameters: {steps_per_phase: 3e-4}", "job.parameters.steps_per_phase", "whole number", "", "3e-4 steps"),
@@ -224,6 +231,11 @@ REFUSED = [
     ),
     ("fleet", "capacity: spto", "fleet.capacity", "spot, on-demand", "Nearest: spot.", "capacity"),
     ("fleet", "ami: 'resolve:ssm:/x'", "fleet.ami", "ami-", "doctor --pin", "a parameter as AMI"),
+    ("storage", "root: 100GB", "storage.root", "size_gib", "Write {size_gib: 100}.", "a size for a disk"),
+    ("storage", "root: 100", "storage.root", "size_gib", "Write {size_gib: 100}.", "a number for a disk"),
+    ("storage", "root: large", "storage.root", "size_gib", "", "a word for a disk"),
+    ("storage", "keep: false", "storage.keep", "bucket, days", "Write {bucket: false}.", "a truth value for a section"),
+    ("storage", "keep: 7", "storage.keep", "bucket, days", "Write {days: 7}.", "days for a section"),
     ("storage", "root: {size_gib: 74}", "storage.root.size_gib", "at least 75", "", "smaller than the AMI"),
     ("storage", "root: {size_gib: 65537}", "storage.root.size_gib", "65,536 (GiB)", "", "larger than gp3"),
     ("storage", "root: {size_gib: 100, iops: 50001}", "storage.root.iops", "500 per GiB, 50,000", "101", "IOPS ratio"),
@@ -284,6 +296,79 @@ def test_one_mistake_gives_one_problem(write: Write) -> None:
         assert len(found) == expected, (line, found)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("instance_types: [", "instance_type: [", "line 4, fleet.instance_type: unknown key; allowed: region, zones, "),
+        ("limits:", "limit:", "line 6, limit: unknown key; allowed: run, job, "),
+        ("experiment:", "experimant:", "line 3, job.experimant: unknown key; allowed: experiment, image, parameters."),
+    ],
+)
+def test_a_key_that_is_misspelled_or_misplaced_is_not_missing_as_well(
+    write: Write, old: str, new: str, said: str
+) -> None:
+    (problem,) = problems(write(MINIMAL.replace(old, new)))
+    assert str(problem).startswith(said)
+
+
+def test_a_key_in_the_wrong_section_is_not_missing_in_its_own(write: Write) -> None:
+    text = MINIMAL.replace(", owner: me", "").replace("max_usd: 3.00", "max_usd: 3.00, owner: me")
+    (problem,) = problems(write(text))
+    assert str(problem) == (
+        "line 6, limits.owner: unknown key; allowed: max_usd, max_hours, deadline. It belongs under run."
+    )
+
+
+MANY = {  # each makes the part of a file that grows with `count`
+    "unknown keys": lambda count: "".join(f"key{i}: 1\n" for i in range(count)),
+    "scenarios": lambda count: "scenarios:\n" + "".join(f"  s{i}: {{}}\n" for i in range(count)),
+    "unknown keys and scenarios": lambda count: MANY["unknown keys"](count) + MANY["scenarios"](count),
+    "types": lambda count: changed("fleet", f"instance_types: [{', '.join(f'g9.x{i}' for i in range(count))}]"),
+    "repeated types": lambda count: changed("fleet", f"instance_types: [{', '.join(['g5.2xlarge'] * count)}]"),
+    "zones": lambda count: changed("fleet", f"zones: [{', '.join(f'us-east-2x{i}' for i in range(count))}]"),
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_a_file_twice_as_long_is_at_most_twice_the_work(write: Write, kind: str) -> None:
+    """Counted in calls, so that the machine's speed does not matter."""
+
+    def work(count: int) -> int:
+        text = MANY[kind](count)
+        path, calls = write(text if "run:" in text else f"{MINIMAL}\n{text}"), 0
+
+        def call(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(call)
+        try:
+            load(path, now=NOW)
+        except DefinitionError:
+            pass
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    work(1)
+    assert work(400) < 2.2 * work(200)
+
+
+def test_twenty_problems_are_printed_and_the_rest_is_counted(write: Write) -> None:
+    with pytest.raises(DefinitionError) as caught:
+        load(write(MINIMAL + "\n" + MANY["unknown keys"](50)), now=NOW)
+    first, *lines, last = str(caught.value).splitlines()
+    assert first.endswith(": 50 problems")
+    assert len(lines) == 20
+    assert lines[-1].startswith("  - line 27, key19: unknown key")
+    assert last == "  and 30 more"
+
+
+def test_more_scenarios_than_anybody_reads_are_one_problem(write: Write) -> None:
+    (problem,) = problems(write(MINIMAL + "\n" + MANY["scenarios"](101)))
+    assert (problem.path, problem.value) == ("scenarios", "101 of them")
+
+
 def test_all_problems_of_a_file_are_reported_together_in_file_order(write: Write) -> None:
     text = MINIMAL.replace("r1", "R 1").replace("[us-east-2a]", "[us-east-1a, us-east-2z]").replace("3.00", "three")
     text += "rehearsal: {limits: {max_hours: 0}}\nlimit: {}\n"
@@ -313,8 +398,14 @@ def test_instance_types_are_judged_also_when_the_experiment_is_unknown(write: Wr
         ("storage", "size_gib: 100", "It is called root.size_gib or data.size_gib."),
         ("fleet", "image: x", "It belongs under job."),  # not: nearest, ami
         ("limits", "max_usb: 3", "Nearest: max_usd."),
-        ("fleet", "instance_types: [h100]", "h100 is the GPU of p5.48xlarge, p5.4xlarge."),
+        ("fleet", "instance_types: [h100]", "H100 is the GPU of p5.4xlarge, p5.48xlarge."),
         ("fleet", "instance_types: [L4]", "g6.xlarge"),
+        ("fleet", "instance_types: ['L40S:4']", "At least 4 x L40S: g6e.12xlarge, g6e.24xlarge, g6e.48xlarge."),
+        ("fleet", "instance_types: [4xL40S]", "At least 4 x L40S: g6e.12xlarge"),
+        ("fleet", "instance_types: [4 x l40s]", "At least 4 x L40S: g6e.12xlarge"),
+        ("fleet", "instance_types: ['A100-40GB:8']", "At least 8 x A100 40GB: p4d.24xlarge."),
+        ("fleet", "instance_types: [RTXPRO6000]", "RTX PRO 6000 is the GPU of g7e.2xlarge"),
+        ("fleet", "instance_types: [16xH100]", "No type has more than 8 x H100."),
     ],
 )
 def test_a_key_one_section_too_high_or_a_gpu_for_a_type_is_answered_with_the_right_one(

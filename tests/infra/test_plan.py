@@ -145,3 +145,13 @@ def test_a_deadline_too_near_stops_a_new_run_and_not_one_that_has_begun(project:
     with pytest.raises(DefinitionError, match=r"limits\.deadline: '2026-11-21T12:03:00Z' is not accepted"):
         make(project, NAME, now=soon, previous=NEW, preview=True)
     assert make(project, NAME, now=soon, previous=begun(plan), preview=True).verdict.continues
+
+
+def test_a_deadline_in_hours_is_a_time_in_run_json_which_a_second_up_does_not_move(project: Path) -> None:
+    edit(project, "max_usd: 3.00", "max_usd: 3.00\n  deadline: in 5 h")
+    preview, first = (make(project, NAME, now=NOW + timedelta(hours=h), previous=NEW, preview=True) for h in (0, 1))
+    again = make(project, NAME, now=NOW + timedelta(hours=4), previous=begun(first), preview=True)
+    told = [json.loads(plan.run_config)["limits"]["deadline"] for plan in (preview, first, again)]
+    assert told == ["2026-11-21T17:00:00Z", "2026-11-21T18:00:00Z", "2026-11-21T18:00:00Z"]
+    assert again.run_config == first.run_config
+    assert again.verdict.run.valid_until == first.verdict.run.valid_until == told[1]

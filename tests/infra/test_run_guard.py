@@ -65,6 +65,22 @@ def test_a_deadline_is_the_end_of_the_fleet() -> None:
     assert verdict(limits(deadline=NOW + 3 * HOUR)).run.valid_until == "2026-11-21T15:00:00Z"
 
 
+def test_a_deadline_in_hours_counts_from_the_runs_first_up_and_does_not_move() -> None:
+    soon = limits(deadline=3 * HOUR)
+    first = verdict(soon)
+    assert first.run.valid_until == "2026-11-21T15:00:00Z"
+    again = verdict(soon, previous=first, now=NOW + 2 * HOUR)
+    assert (again.continues, again.over, again.run) == (True, False, first.run)
+    assert verdict(soon, previous=first, now=NOW + 4 * HOUR).over
+    second = verdict(run(soon, "r2"), previous=first, now=NOW + 4 * HOUR)
+    assert second.run.valid_until == "2026-11-21T19:00:00Z"
+
+
+def test_another_deadline_in_hours_is_another_setting() -> None:
+    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* Give run.id a new value"):
+        verdict(limits(deadline=4 * HOUR), previous=verdict(limits(deadline=3 * HOUR)))
+
+
 def test_a_new_run_past_its_deadline_is_refused() -> None:
     with pytest.raises(DefinitionError, match=r"limits.deadline: '2026-11-21T11:00:00Z' .* has not begun"):
         verdict(limits(deadline=NOW - HOUR))
