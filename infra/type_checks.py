@@ -33,8 +33,10 @@ def instance_types(
                 {k.split(".")[0] + ".*" for k in known}
             )
             closest = catalog.nearest_type(name, known)
-            hint = _with_gpus(name, config, current) or (f"Nearest: {closest}." if closest else "")
-            findings.add(path, "a GPU instance type of the catalog: " + ", ".join(family), hint)
+            hint, allowed = _with_gpus(name, config, current), "a GPU instance type of the catalog"
+            if not hint:
+                hint, allowed = f"Nearest: {closest}." if closest else "", f"{allowed}: {', '.join(family)}"
+            findings.add(path, allowed, hint)
         elif not launchable:
             continue
         elif kind.unusable:
