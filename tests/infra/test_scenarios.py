@@ -69,8 +69,8 @@ SECTIONS = {
     "scenarios:\n  a: {nodes: 0}": "from 1 to 64",
     "scenarios:\n  a: {hold_hours: -1}": "hold_hours",
     "scenarios:\n  a: {claim: {hours: many}}": "claim.hours",
-    "scenarios:\n  a: {run: {id: r2}}": "the keys note, claim",
-    "scenarios:\n  a: {job: {image: docker.io/library/other:1}}": "scenarios.a.job.image: .*the keys parameters",
+    "scenarios:\n  a: {run: {id: r2}}": "note, claim",
+    "scenarios:\n  a: {job: {image: docker.io/library/other:1}}": "scenarios.a.job.image: .*parameters",
     "scenarios:\n  a: {job: {parameters: {batch: {sequences: 0}}}}": "batch.sequences",
     "scenarios:\n  a: {fleet: {instance_types: [g9.huge]}}": "a GPU instance type",
 }
