@@ -1,8 +1,9 @@
 """The same candidates with each extension left out: five rows, and what each lets through.
 
 A row differs from the full one only from the stage that its extension is in, so a verdict that fell earlier is carried
-over with its seconds. Without the funnel nothing is alike, and everything is judged anew. Two trainings are compared in
-rows of the full funnel, over the same tasks and seeds.
+over with its seconds. Without the funnel nothing is alike, and everything is judged anew; and without its rules only
+candidates run that are known, since isolation alone does not hold one that a model wrote. Two trainings are compared
+in rows of the full funnel, over the same tasks and seeds.
 """
 
 from __future__ import annotations
@@ -51,17 +52,18 @@ def verify(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> dict[str, list[Verdict]]:
-    """Verdicts per row, in the order of `candidates`. Those in the ledger are taken from it, new ones appended as they
-    fall. `check` is called between candidates and may raise. `rows` begins with the full one.
+    """Verdicts per row, in the order of the `candidates` that it judges. Those in the ledger are taken from it, new
+    ones appended as they fall. `check` is called between candidates and may raise. `rows` begins with the full one.
     """
     known = {(v.row, v.candidate, v.source_sha256): v for v in map(Verdict.from_json, ledger.entries)}
 
     def keep(verdict: Verdict) -> None:
         ledger.append(verdict.to_json())
         known[verdict.row, verdict.candidate, verdict.source_sha256] = verdict
-        there = sum(key(verdict.row, candidate) in known for candidate in candidates)
-        if there % SPOKEN == 0 or there == len(candidates):  # a silent job is taken for a stuck one
-            say(f"funnel, {verdict.row}: {there} of {len(candidates)} judged")
+        asked = judged_in(verdict.row, candidates)
+        there = sum(key(verdict.row, candidate) in known for candidate in asked)
+        if there % SPOKEN == 0 or there == len(asked):  # a silent job is taken for a stuck one
+            say(f"funnel, {verdict.row}: {there} of {len(asked)} judged")
 
     hashes = {candidate.name: digest(candidate.source) for candidate in candidates}
 
@@ -69,20 +71,27 @@ def verify(
         return row, candidate.name, hashes[candidate.name]
 
     for row in rows:
-        waiting = [candidate for candidate in candidates if key(row, candidate) not in known]
+        waiting = [candidate for candidate in judged_in(row, candidates) if key(row, candidate) not in known]
         if row != FULL:
             for candidate in waiting:
                 if (same := carried(known[key(FULL, candidate)], row)) is not None:
                     keep(same)
         judge.all([candidate for candidate in waiting if key(row, candidate) not in known], ROWS[row], row, keep, check)
-    return {row: [known[key(row, candidate)] for candidate in candidates] for row in rows}
+    return {row: [known[key(row, candidate)] for candidate in judged_in(row, candidates)] for row in rows}
+
+
+def judged_in(row: str, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that a row judges: without the rules none that a model wrote."""
+    return [candidate for candidate in candidates if candidate.known or ROWS[row].funnel]
 
 
 def line(row: str, verdicts: Sequence[Verdict], full: Sequence[Verdict], *, seed: int) -> dict[str, Any]:
     """One row of the table: false accepts are adversarial candidates that passed, the rest is of the others. Correct
-    is what the row itself takes for correct. The last interval is of pass@1 minus the full row's, over the same tasks;
-    None of the full row itself.
+    is what the row itself takes for correct. The last interval is of pass@1 minus the full row's, over the same tasks
+    and candidates; None of the full row itself.
     """
+    names = {v.candidate for v in verdicts}
+    full = [v for v in full if v.candidate in names]
     cheats = [v for v in verdicts if v.origin == "adversarial"]
     one, other = _rates(verdicts)["pass@1"], _rates(full)["pass@1"]
     return {
@@ -136,9 +145,15 @@ def text(table: Sequence[dict[str, Any]]) -> list[str]:
         return []
     keys = (*RATES, "seconds_per_candidate")
     own = "minus_first" if "minus_first" in table[0] else "false_accepts"
-    head = ("row", "pass@1 gained" if own == "minus_first" else "false accepts", *SHOWN, "untimed")
+    head = ("row", "pass@1 gained" if own == "minus_first" else "false accepts", "others", *SHOWN, "untimed")
     lines = [
-        (row["row"], _own(row), *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys), str(row["untimed"]))
+        (
+            row["row"],
+            _own(row),
+            str(row["candidates"]),
+            *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys),
+            str(row["untimed"]),
+        )
         for row in table
     ]
     widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]

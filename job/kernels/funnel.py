@@ -141,7 +141,11 @@ class Judge:
         return found if isinstance(found, Verdict) else self._ended(found)
 
     def _begun(self, candidate: Candidate, switches: Switches, row: str) -> Course | Verdict:
-        """Stages 1 and 2."""
+        """Stages 1 and 2. Raises ValueError for a generated candidate without the rules: isolation alone does not hold
+        one (docs/kernels.md).
+        """
+        if not switches.funnel and not candidate.known:
+            raise ValueError(f"{candidate.name}: a generated candidate is judged under the rules alone")
         course = Course(candidate, switches, row, digest(candidate.source))
         try:
             if switches.funnel:

@@ -25,9 +25,9 @@ FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # of that stage 4; its random inpu
 INTERPRETED_S = 0.3  # of a rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
 CHEATS = 56  # job/kernels/adversarial.py (of 57 one needs a CPU)
-# The funnel and four rows without one or all of its extensions, on the same candidates. An upper bound: two of them
-# carry over what was wrong before.
-ABLATION_ROWS = 5
+# The funnel and two rows without one of its extensions, on the same candidates; two rows without its rules, on those
+# that are known. An upper bound: two rows carry over what was wrong before.
+RULED_ROWS, OTHER_ROWS = 3, 2
 AT_ONCE = 32  # sequences of a rank generated together, and lost together when it is stopped
 TRIED = 4  # candidates per task of a curriculum's evaluation
 HELD_OUT = 0.02  # share of the pairs that each evaluation runs over (job/dataset/kernel_pairs.py)
@@ -46,9 +46,13 @@ def ranks(config: KernelConfig, gpu_count: int) -> int:
 
 
 def candidates(config: KernelConfig) -> int:
-    """Generated and planted, and for the ablation those that cheat."""
-    cheats = CHEATS if config.funnel.ablations else 0
-    return config.generate.tasks * config.generate.candidates + config.funnel.planted + cheats
+    """Generated and known."""
+    return config.generate.tasks * config.generate.candidates + known(config)
+
+
+def known(config: KernelConfig) -> int:
+    """Planted, and for the ablation those that cheat."""
+    return config.funnel.planted + (CHEATS if config.funnel.ablations else 0)
 
 
 def correct_s(config: KernelConfig) -> float:
@@ -92,7 +96,9 @@ def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
     }
     names, each = trainings(config), per_candidate(config)
     compile_s, judge_s = each["compile_s"], each["judge_s"]  # compiled once: the ablations share the cache
-    rows = ABLATION_ROWS if config.funnel.ablations else 1
+    judged = candidates(config)
+    if config.funnel.ablations:
+        judged = RULED_ROWS * judged + OTHER_ROWS * known(config)
     others = (len(names) - 1) * config.generate.tasks * config.generate.candidates  # judged in one row
 
     def training(name: str) -> PhaseSize:
@@ -125,7 +131,7 @@ def phases(config: KernelConfig) -> tuple[PhaseSize, ...]:
             name="verify",
             steps=0,
             cpu_core_s=(candidates(config) + others) * compile_s,
-            gpu_s=(rows * candidates(config) + others) * judge_s,
+            gpu_s=(judged + others) * judge_s,
             **sizes,  # type: ignore[arg-type]
         ),
     )

@@ -40,7 +40,7 @@ def judged(workers: Workers, one: Candidate, switches: Switches | None = None, *
 
 
 def candidate(source: str, task: str = "relu", label: str = "x") -> Candidate:
-    return Candidate(name=f"c-{label}", task=task, source=source, origin="generated", label=label)
+    return Candidate(name=f"c-{label}", task=task, source=source, origin="planted", label=label)
 
 
 def honest(task: str = "relu", change: Callable[[str], str] = lambda text: text, label: str = "x") -> Candidate:

@@ -218,7 +218,9 @@ def test_candidates_of_other_weights_are_written_again(finished: Path, tmp_path:
     assert judged == {funnel.digest(line["source"]) for line in kernel.lines(finished, "candidates")}
 
 
-def test_ablations_judge_the_same_candidates_in_five_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ablations_judge_what_a_model_wrote_under_the_rules_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel_stages.adversarial, "FIXTURES", kernel_stages.adversarial.FIXTURES[:2])
     workdir = kernel.make(tmp_path, funnel={"ablations": True, "planted": 100, "candidate_s": 20.0})
     monkeypatch.setattr(kernel_stages.planted, "candidates", _some_planted(kernel_stages.planted.candidates(200)))
@@ -232,9 +234,12 @@ def test_ablations_judge_the_same_candidates_in_five_rows(tmp_path: Path, monkey
         "without calibrated timing": 0,  # the rules see to both
         "without any": 2,
     }
-    assert {found["candidates"] for found in rows.values()} == {GENERATED + 5}
+    generated = {"full": GENERATED, "without multi-input": GENERATED, "without calibrated timing": GENERATED}
+    assert {row: found["candidates"] for row, found in rows.items()} == {row: generated.get(row, 0) + 5 for row in rows}
     names = [(line["row"], line["candidate"]) for line in kernel.lines(workdir, "verdicts")]
-    assert len(names) == len(set(names)) == 5 * (GENERATED + 5 + 2)
+    assert len(names) == len(set(names)) == 5 * (5 + 2) + 3 * GENERATED
+    ruled = {line["row"] for line in kernel.lines(workdir, "verdicts") if line["origin"] == "generated"}
+    assert ruled == set(generated)  # what a model wrote never runs without the rules
 
 
 def _some_planted(everyone: list[Any]) -> Any:

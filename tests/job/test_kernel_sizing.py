@@ -85,7 +85,7 @@ def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
     assert (generate.decode_sequences, generate.decode_at_once) == (200, 32)
     assert (verify.steps, verify.decode_steps) == (0, 0)
     assert verify.cpu_core_s == 256 * kernel.COMPILE_CORE_S
-    assert verify.gpu_s == pytest.approx(5 * 256 * (6.0 + 0.2 * 35.0))
+    assert verify.gpu_s == pytest.approx((3 * 256 + 2 * 56) * (6.0 + 0.2 * 35.0))  # the cheats alone without the rules
     assert kernel.per_candidate(FULL) == {"compile_s": 20.0, "judge_s": pytest.approx(13.0), "correct": 0.2}
     one_row = replace(FULL, funnel=replace(FULL.funnel, ablations=False))
     assert sizing.phases(one_row)[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * 35.0))
@@ -95,7 +95,7 @@ def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
 
 def test_planted_candidates_are_verified_too() -> None:
     more = replace(FULL, funnel=replace(FULL.funnel, planted=200))
-    assert sizing.phases(more)[2].gpu_s == pytest.approx(456 / 256 * sizing.phases(FULL)[2].gpu_s)
+    assert sizing.phases(more)[2].gpu_s == pytest.approx(sizing.phases(FULL)[2].gpu_s + 5 * 200 * 13.0)
 
 
 def test_the_tasks_and_planted_candidates_are_those_there_are() -> None:
@@ -145,7 +145,7 @@ def test_a_comparison_trains_and_generates_twice_and_judges_the_first_in_one_row
     assert adaptive.steps == uniform.steps == 32
     assert both.decode_steps == 2 * generate.decode_steps
     assert judged.cpu_core_s == verify.cpu_core_s + 200 * kernel.COMPILE_CORE_S
-    assert judged.gpu_s == pytest.approx(verify.gpu_s * (5 * 256 + 200) / (5 * 256))
+    assert judged.gpu_s == pytest.approx(verify.gpu_s + 200 * 13.0)
     for old, new in ((0, 0), (0, 1), (1, 2), (2, 3)):
         assert sizing.memory(twice, new, 1, ranks=8) == sizing.memory(once, old, 1, ranks=8)
         assert sizing.checkpoint_bytes(twice, new) == sizing.checkpoint_bytes(once, old)
