@@ -135,9 +135,15 @@ def prepared(
     try:
         if text is None and tokenizer is None and _of_a_file(folder, config):
             try:
-                return _as_found(folder)
+                found = _as_found(folder)
             except ValueError as error:  # prepare it again, it says to whoever has just done that
                 raise ValueError(f"{error}: `{_again(definition)}`") from error
+            own = _tokenizer(None, definition.storage.weights_folder(root))
+            if isinstance(config, SftConfig) and own is not None:
+                from job.dataset.packed import warn_of_untrained  # brings numpy
+
+                warn_of_untrained(config, rendering.FileTokenizer(own), _say)
+            return found
         if isinstance(config, PretrainConfig):
             return characters.prepare_characters(folder, config.data, seed=config.seed, text=text, say=_say)
         if isinstance(config, SftConfig):
@@ -250,6 +256,12 @@ def _checked(definition: StackDefinition, root: Path) -> None:
     config, folder = definition.job.parameters, definition.storage.weights_folder(root)
     if folder is not None and isinstance(config, SftConfig | KernelConfig):
         hf_config.check(folder, config.model)
+        longest = min(config.data.row, getattr(config.data, "longest", config.data.row))
+        if longest > (most := hf_config.positions(folder)):
+            _say(
+                f"warning: {folder}: made for {most:,} positions (max_position_embeddings), and examples may have "
+                f"{longest:,} (data.longest): it has never seen those beyond"
+            )
         template = rendering.TEMPLATES[config.model.family]
         if rendering.foreign(template, folder):
             _say(
@@ -268,7 +280,7 @@ def _tokenizer(given: Path | None, folder: Path | None) -> Path | None:
         return given
     if given is not None and given.is_file() and given.read_bytes() != beside.read_bytes():
         raise ValueError(f"{given} is not {beside}, the base weights' own, whose ids they know; leave out --tokenizer")
-    return given or beside
+    return given if given is not None and not given.is_file() else beside  # the error of a file that is not there
 
 
 def _source(config: GrowthConfig, cache: Path, text: Path | None, tokenizer: Path | None) -> sources.Source:

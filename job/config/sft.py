@@ -10,11 +10,14 @@ from job.config.common import Checkpoint, Compute, CosineAdamW, Decoder, Log, To
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank."""
+    """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank. With `template_tokens` also the
+    rows of the chat template's tokens in embedding and head, which many a base has never trained.
+    """
 
     rank: int = bounded(64, 1, 4096)
     alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
     dropout: float = bounded(0.05, 0.0, 0.9)
+    template_tokens: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,10 +43,12 @@ from job.dataset.rendering import (
     own_tokenizer,
 )
 from job.dataset.shards import write_payload
+from job.dataset.untrained import untrained
 from job.text import counted
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once
+UNCLOSED = 0.1  # share of examples without a closing token, above which the model learns to go on
 PROGRESS = 50_000  # said whenever so many more are: half a minute of silence
 
 
@@ -56,6 +58,7 @@ class _Counts:
 
     truncated: int = 0
     dropped: int = 0  # nothing of the answer was left
+    unclosed: int = 0  # nothing of the answer's end was left
     examples: list[Example] = field(default_factory=list)
     conversations: list[int] = field(default_factory=list)  # number in the source of each example
 
@@ -90,10 +93,24 @@ def prepare_sft(
         raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK examples.jsonl")
     own, chats = own_tokenizer(tokenizer), JsonlChats(text)
     manifest = prepare_packed(folder, chats, own, template, how, model_vocab=config.model.vocab, say=say)
+    warn_of_untrained(config, own, say)
     if chats.left_out:
         keys = ", ".join(f"{key} ({counted(f'{n:,}', 'line')})" for key, n in chats.left_out.most_common(SHOWN))
         say(f"left out, nobody learns from it: {keys}; read are instruction, response and system, or messages")
     return manifest
+
+
+def warn_of_untrained(config: SftConfig, tokenizer: FileTokenizer, say: Callable[[str], None]) -> None:
+    """Says where an adapter would never teach the base weights beside the tokenizer to end an answer."""
+    if config.method == "full" or config.lora.template_tokens:
+        return
+    if odd := untrained(tokenizer, TEMPLATES[config.model.family]):
+        say(
+            f"warning: {tokenizer.file.parent}: rows of the chat template's tokens look untrained ({odd}), and "
+            "adapters train neither embedding nor head: the tuned model may never stop. Set "
+            "job.parameters.lora.template_tokens: true, which trains these rows, or start from weights that were tuned "
+            "on this template"
+        )
 
 
 def prepare_packed(
@@ -196,6 +213,7 @@ def _read(chats: Chats, renderer: Renderer, how: Packing, say: Callable[[str], N
             if not example.counted.any():
                 read.dropped += 1
                 continue
+            read.unclosed += not (example.counted & (example.tokens == renderer.end)).any()
             read.examples.append(example)
             read.conversations.append(number)
         if (number + 1) % PROGRESS == 0:
@@ -229,6 +247,7 @@ def _facts(
         "truncated": read.truncated,
         "truncated_share": round(read.truncated / (len(read.examples) + read.dropped), 4),
         "dropped": read.dropped,
+        "unclosed": read.unclosed,
         "rows": len(rows["train"]),
         "loss_tokens": int(sum(int(example.counted.sum()) for example in splits["train"])),
         "held_out_examples": len(splits["validation"]),
@@ -257,6 +276,12 @@ def report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
         f"held out {of('held_out_examples', 'example')} in {of('held_out_rows', 'row')}; {f['tokenizer']}, "
         f"{f['vocab']:,} ids, template {f['template']}"
     )
+    examples = f["examples"] + f["held_out_examples"]
+    if (unclosed := f.get("unclosed", 0)) > UNCLOSED * examples:
+        say(
+            f"warning: {unclosed:,} of {examples:,} examples are cut before their answer's closing token, and teach "
+            f"never to stop: raise data.longest, {f['longest']:,} tokens (with kernel-sft data.row), or leave them out"
+        )
 
 
 def _names(split: Split, rows: int, row: int) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ _PUBLISHED = {  # by the folder that a file of stacks/ names
     "qwen3-8b": "Qwen/Qwen3-8B",
 }
 _DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # as safetensors and numpy call them; numpy has no bfloat16
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the two tables, as they are published
 _COMPARED = 4096  # rows of two matrices at once
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
@@ -87,6 +88,11 @@ def paths(folder: Path) -> list[Path]:
     names = tensor_files(folder)
     names += [name for name in top if name.endswith(_ENDINGS) or name in _NAMES]
     return [top[name] for name in sorted(names)]
+
+
+def present(folder: Path) -> bool:
+    """Whether weights lie there; a tokenizer.json may lie by itself."""
+    return (folder / _WHOLE).is_file() or (folder / _INDEX).is_file()
 
 
 def check(folder: Path) -> dict[str, Stored]:

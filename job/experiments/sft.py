@@ -119,7 +119,8 @@ class Sft(Experiment):
         else:
             self.module = tuning.base(session, config, torch.bfloat16)
             drawn = torch.Generator().manual_seed(config.seed + 1) if fresh else None
-            parallel.replicate(lora.attach(self.module, config.lora, drawn), session.world)
+            rows = tuning.template_ids(session, self.manifest, config) if config.lora.template_tokens else ()
+            parallel.replicate(lora.attach(self.module, config.lora, drawn, rows), session.world)
         return self.module
 
     def _opened(self) -> PackedBatches:

@@ -73,6 +73,12 @@ def renderer(session: Session, manifest: DatasetManifest, config: SftConfig | Ke
     return Renderer(TEMPLATES[config.model.family], open_chat_tokenizer(manifest.facts["tokenizer"], session.data))
 
 
+def template_ids(session: Session, manifest: DatasetManifest, config: SftConfig) -> list[int]:
+    """Of the tokens that the chat template writes."""
+    tokenizer = open_chat_tokenizer(manifest.facts["tokenizer"], session.data)
+    return [tokenizer.special(name) for name in TEMPLATES[config.model.family].specials]
+
+
 def base(
     session: Session,
     config: SftConfig | KernelConfig,

@@ -131,10 +131,10 @@ class Decoder(Checkpointed):
         if shape.head_dim % 2:
             raise ValueError(f"model.head_dim: {shape.head_dim} is odd; rotary positions turn pairs of dimensions")
         self.shape, self.compute_dtype = shape, compute
-        self.embed = nn.Embedding(shape.vocab, shape.width)
+        self.embed = Table(shape.vocab, shape.width)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = Norm(shape.width, shape.norm_eps)
-        self.head = None if shape.tied else Linear(shape.width, shape.vocab, bias=False)
+        self.head = None if shape.tied else Table(shape.vocab, shape.width)
 
     def forward(
         self,
@@ -165,7 +165,7 @@ class Decoder(Checkpointed):
             cache.at += tokens_RT.shape[1]
             x_RTd = x_RTd[:, -1:]
         x_RTd = self.norm(x_RTd)
-        weight_Vd = (self.embed if self.head is None else self.head).weight.to(x_RTd.dtype)
+        weight_Vd = (self.embed if self.head is None else self.head).rows(x_RTd.dtype)
         if targets_RT is None:
             return Output(F.linear(x_RTd, weight_Vd), None, None, {})
         loss_sum = linear_loss(x_RTd.flatten(0, 1), weight_Vd, targets_RT.flatten(), self.loss)
@@ -205,6 +205,14 @@ class Decoder(Checkpointed):
         angle = positions_RT[..., None, None].to(torch.float64) * frequencies(self.shape, positions_RT.device)
         wide = at_least_fp32(self.compute_dtype)
         return angle.cos().to(wide), angle.sin().to(wide)
+
+
+class Table(nn.Embedding):
+    """A row for each id: what its token begins as, or what its logit is a product with."""
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """All of them, [V, d]."""
+        return self.weight.to(dtype)
 
 
 class Block(nn.Module):

@@ -47,7 +47,8 @@ def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object]
     another shape, or unknown.
     """
     held = check(folder, module.shape)
-    targets = {published(name): p for name, p in module.named_parameters() if not name.endswith(("lora_a", "lora_b"))}
+    trained = lora.weights(module)
+    targets = {published(name): p for name, p in module.named_parameters() if name not in trained}
     for path in sorted({stored.file for stored in held.values()}):
         try:
             with safe_open(path, framework="pt") as file:
@@ -124,6 +125,9 @@ def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | Non
         key = f"base_model.model.{published(name)}"
         tensors[f"{key}.lora_A.weight"] = layer.lora_a.detach().to("cpu", torch.bfloat16)
         tensors[f"{key}.lora_B.weight"] = layer.lora_b.detach().to("cpu", torch.bfloat16)
+    for name, table in lora.tables(module):  # under a name of PEFT's that says delta: the rows themselves they are
+        rows = table.trained_rows.detach().to("cpu", torch.bfloat16)
+        tensors[f"base_model.model.{published(name)}.token_adapter.trainable_tokens_delta"] = rows
     temporary = folder / f".{ADAPTER}"
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.replace(folder / ADAPTER)
@@ -135,6 +139,10 @@ def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | Non
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "target_modules": [f"{name}_proj" for name in lora.PROJECTIONS],
+        "trainable_token_indices": {
+            published(name).rpartition(".")[2]: table.ids.tolist() for name, table in lora.tables(module)
+        }
+        or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,

@@ -8,6 +8,7 @@ other families have.
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from job import atomic
 from job.config.common import Decoder as Shape
 from job.dataset import weights
-from job.dataset.weights import Stored
+from job.dataset.weights import EMBED, HEAD, Stored
 from job.text import counted
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -43,7 +44,6 @@ _PARTS = {  # of a block: ours, theirs
 }
 
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CORRECT = "correct it to what the weights were trained with"
 
 
@@ -127,6 +127,12 @@ def read_shape(folder: Path) -> Shape:
         rope_theta=theta,
         rope_scaling=scaled,
     )
+
+
+def positions(folder: Path) -> float:
+    """The longest text that the weights in `folder` were made for, in tokens; infinite where config.json is silent."""
+    most = (atomic.read_object(folder / CONFIG) or {}).get("max_position_embeddings")
+    return most if isinstance(most, int) else math.inf
 
 
 def _rotary(tree: dict[str, Any], path: Path) -> tuple[float, Literal["none", "llama3"]]:

@@ -7,14 +7,16 @@ comparing base, adapter and both merges needs no second model. The file format o
 `.lora_B.weight` [out, rank], beside `adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
 
 Initialisation: A uniform within 1 / sqrt(in) (what nn.Linear draws), B 0, so the first step starts from the base.
-Parameter group: one, decayed by `optim.weight_decay`, which is 0 unless set. Legend: r rank.
+Rows of embedding and head can be trained beside the adapters, whole and in fp32 (PEFT's trainable_token_indices): a
+base has often never trained those of its chat template's tokens, and no adapter reaches them.
+Parameter group: one, decayed by `optim.weight_decay`, which is 0 unless set. Legend: r rank, K rows that are trained.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -23,10 +25,11 @@ from torch import Tensor, nn
 
 from job.config.sft import Lora
 from job.models.blocks import Linear
-from job.models.decoder import Block, Decoder
+from job.models.decoder import Block, Decoder, Table
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 Mode = Literal["base", "adapter", "merged"]
+_TRAINED = ("lora_a", "lora_b", "trained_rows")  # the last part of their names
 
 
 class LoraLinear(nn.Module):
@@ -57,8 +60,40 @@ class LoraLinear(nn.Module):
         return self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
 
 
-def attach(module: Decoder, config: Lora, generator: torch.Generator | None = None) -> Decoder:
-    """The module with adapters, everything else frozen. Drawn on the CPU; without a `generator` uninitialised."""
+class TrainedRows(Table):
+    """A frozen Table of which the rows `ids` are trained. `mode` may be changed at any time."""
+
+    def __init__(self, base: Table, ids: Sequence[int]) -> None:
+        nn.Module.__init__(self)
+        self.weight = base.weight
+        self.ids: Tensor
+        self.register_buffer("ids", torch.tensor(ids, device=base.weight.device), persistent=False)
+        self.trained_rows = nn.Parameter(base.weight.detach()[self.ids].float())  # [K, d]
+        self.mode: Mode = "adapter"
+
+    def forward(self, tokens_RT: Tensor) -> Tensor:
+        x_RTd = F.embedding(tokens_RT, self.weight)
+        if self.mode == "base":
+            return x_RTd
+        own_RTK = tokens_RT[..., None] == self.ids
+        rows_RTd = F.embedding(own_RTK.int().argmax(-1), self.trained_rows)
+        return torch.where(own_RTK.any(-1, keepdim=True), rows_RTd, x_RTd.float())
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        table_Vd = self.weight.to(dtype)
+        return table_Vd if self.mode == "base" else table_Vd.index_copy(0, self.ids, self.trained_rows.to(dtype))
+
+    def merged(self) -> Tensor:
+        """The table in fp32."""
+        return self.weight.float().index_copy(0, self.ids, self.trained_rows)
+
+
+def attach(
+    module: Decoder, config: Lora, generator: torch.Generator | None = None, rows: Sequence[int] = ()
+) -> Decoder:
+    """The module with adapters, everything else frozen but the `rows` of its tables. Drawn on the CPU; without a
+    `generator` uninitialised.
+    """
     module.requires_grad_(False)
     for block in module.blocks:
         assert isinstance(block, Block)
@@ -66,6 +101,9 @@ def attach(module: Decoder, config: Lora, generator: torch.Generator | None = No
             for name in PROJECTIONS:
                 if isinstance(base := getattr(part, name, None), Linear):
                     setattr(part, name, LoraLinear(base, config))
+    if rows:
+        module.embed = TrainedRows(module.embed, rows)
+        module.head = None if module.head is None else TrainedRows(module.head, rows)
     if generator is not None:
         with torch.no_grad():
             for _, layer in layers(module):
@@ -73,6 +111,13 @@ def attach(module: Decoder, config: Lora, generator: torch.Generator | None = No
                 layer.lora_a.copy_(torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator))
                 layer.lora_b.zero_()
     return module
+
+
+def tables(module: nn.Module) -> Iterator[tuple[str, TrainedRows]]:
+    """Every table with trained rows and its name."""
+    for name, part in module.named_modules():
+        if isinstance(part, TrainedRows):
+            yield name, part
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
@@ -83,22 +128,22 @@ def layers(module: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """The adapters alone, the module's own tensors: what a checkpoint holds."""
-    return {name: parameter for name, parameter in module.named_parameters() if name.endswith(("lora_a", "lora_b"))}
+    """What is trained alone, the module's own tensors: what a checkpoint holds."""
+    return {name: parameter for name, parameter in module.named_parameters() if name.endswith(_TRAINED)}
 
 
 def set_mode(module: nn.Module, mode: Mode) -> None:
-    """How every adapted layer answers."""
-    for _, layer in layers(module):
-        layer.mode = mode
+    """How every adapted layer and table answers."""
+    for _, part in (*layers(module), *tables(module)):
+        part.mode = mode
 
 
 @torch.no_grad()
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the plain decoder by name, the adapted ones merged in fp32, one at a time; nothing is changed."""
-    adapted = dict(layers(module))
+    adapted = {**dict(layers(module)), **dict(tables(module))}
     for name, parameter in module.named_parameters():
         owner, _, leaf = name.rpartition(".")
-        if leaf in ("lora_a", "lora_b"):
+        if leaf in _TRAINED:
             continue
         yield name, adapted[owner].merged() if owner in adapted and leaf == "weight" else parameter.detach()

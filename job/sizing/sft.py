@@ -7,6 +7,7 @@ parameter, and attention within its own example.
 from __future__ import annotations
 
 from job.config.sft import SftConfig
+from job.dataset.rendering import TEMPLATES
 from job.sizing import decoder
 from job.sizing.common import Memory, PhaseSize, Rung, cuts, in_gb, processes
 
@@ -31,9 +32,16 @@ def ranks(config: SftConfig, gpu_count: int) -> int:
 
 def trained(config: SftConfig) -> int:
     """Parameters with gradients and moments."""
-    if config.method == "lora":
-        return decoder.lora_parameters(config.model, config.lora.rank)
-    return decoder.parameters(config.model)
+    m = config.model
+    if config.method == "full":
+        return decoder.parameters(m)
+    rows = len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) if config.lora.template_tokens else 0
+    return decoder.lora_parameters(m, config.lora.rank) + rows * m.width
+
+
+def trains_head(config: SftConfig) -> bool:
+    """Whether the head's table has a gradient: all of it is made, also where a few rows are trained."""
+    return config.method == "full" or config.lora.template_tokens
 
 
 def flops_per_token(config: SftConfig) -> int:
@@ -43,7 +51,12 @@ def flops_per_token(config: SftConfig) -> int:
     attention = decoder.attention_flops(config.model, context)
     if config.method == "full":
         return 6 * matmul + attention
-    return 4 * matmul + 6 * trained(config) + attention
+    return 4 * matmul + 6 * trained(config) + _head_flops(config) + attention
+
+
+def _head_flops(config: SftConfig) -> int:
+    """What one token adds with adapters to the gradient of the head, where some of its rows are trained."""
+    return 2 * config.model.vocab * config.model.width if trains_head(config) else 0
 
 
 def forward_share(config: SftConfig) -> float:
@@ -51,7 +64,7 @@ def forward_share(config: SftConfig) -> float:
     matmul, own, whole = decoder.matmul_parameters(config.model), trained(config), flops_per_token(config)
     if config.method == "full":
         return 1 / 3
-    attention = whole - 4 * matmul - 6 * own
+    attention = whole - 4 * matmul - 6 * own - _head_flops(config)
     return (2 * (matmul + own) + attention / 3) / whole
 
 
@@ -124,6 +137,7 @@ def memory(
         layers = 0 if compute == BASE_BYTES else 1 if checkpointing else m.layers
         cast = layers * decoder.layer_matmul(m) + (m.vocab * m.width if layers else 0)
         base = total * BASE_BYTES + own * 4
+        base += m.vocab * m.width * compute if trains_head(config) else 0  # a copy of the head with its trained rows
         weights, gradients, moments = float(base + cast * compute), float(own * 4), float(own * 8)
         rank = config.lora.rank
     else:
@@ -139,7 +153,7 @@ def memory(
             m, compute, checkpointing=checkpointing, adapters=rank
         )
         weights = base if config.method == "lora" else total * compute
-    logits = decoder.loss_bytes(m, tokens, trained=config.method == "full" and phase_index == 0)
+    logits = decoder.loss_bytes(m, tokens, trained=trains_head(config) and phase_index == 0)
     return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
 
 

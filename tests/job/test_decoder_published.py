@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from job.config.common import QWEN3_8B
 from job.config.common import Decoder as Shape
 from job.config.sft import Lora
+from job.dataset import weights
 from job.models import hf, hf_config, lora
 from job.models.decoder import Decoder, build
 from job.models.generate import generate
@@ -193,7 +194,7 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path: Path) -
         hf.load(tmp_path, module)
 
 
-TABLE, HEAD = hf_config.EMBED, hf_config.HEAD
+TABLE, HEAD = weights.EMBED, weights.HEAD
 
 
 @pytest.mark.parametrize(

@@ -144,22 +144,31 @@ def test_checkpointed_layers_with_adapters_hold_each_product_once() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize(("compute", "rows"), [("bf16", ()), ("fp32", ()), ("bf16", (5, 6, 7, 8))])
 def test_a_frozen_base_is_bf16_and_what_fp32_products_cast_of_it_stays_until_backward(
-    compute: str, checkpointing: bool
+    compute: str, rows: tuple[int, ...], checkpointing: bool
 ) -> None:
-    shape = Shape(vocab=512, layers=4, width=256, heads=4, kv_heads=4, head_dim=64, ffn=1024, rope_scaling="none")
+    shape = Shape(
+        vocab=4096 if rows else 512,
+        layers=4,
+        width=256,
+        heads=4,
+        kv_heads=4,
+        head_dim=64,
+        ffn=1024,
+        rope_scaling="none",
+    )
     config = replace(
         SftConfig(),
         model=shape,
-        lora=Lora(rank=8, dropout=0.1),
+        lora=Lora(rank=8, dropout=0.1, template_tokens=bool(rows)),
         data=replace(SftConfig().data, row=64, longest=64),
         batch=TokenBatch(tokens=64),
         precision=Compute(compute=compute),  # type: ignore[arg-type]
     )
     drawn = torch.Generator().manual_seed(1)
     base = decoder.build(shape, compute=DTYPES[compute], dtype=torch.bfloat16, generator=drawn)
-    module = lora.attach(base, config.lora, drawn)
+    module = lora.attach(base, config.lora, drawn, rows)
     module.train()
     module.checkpointing = checkpointing
     tokens, parameters = torch.zeros(1, 64, dtype=torch.int64), list(module.parameters())
