@@ -134,16 +134,22 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 def set_mode(module: nn.Module, mode: Mode) -> None:
     """How every adapted layer and table answers."""
-    for _, part in (*layers(module), *tables(module)):
+    for _, part in _adapted(module):
         part.mode = mode
 
 
 @torch.no_grad()
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the plain decoder by name, the adapted ones merged in fp32, one at a time; nothing is changed."""
-    adapted = {**dict(layers(module)), **dict(tables(module))}
+    adapted = dict(_adapted(module))
     for name, parameter in module.named_parameters():
         owner, _, leaf = name.rpartition(".")
         if leaf in _TRAINED:
             continue
         yield name, adapted[owner].merged() if owner in adapted and leaf == "weight" else parameter.detach()
+
+
+def _adapted(module: nn.Module) -> Iterator[tuple[str, LoraLinear | TrainedRows]]:
+    for name, part in module.named_modules():
+        if isinstance(part, LoraLinear | TrainedRows):
+            yield name, part
