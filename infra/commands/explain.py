@@ -1,7 +1,8 @@
 """Why a fleet has no node, in words: what its history says, and what to do about it. Pure.
 
-Event names: EC2 API, EventInformation (botocore 1.44.5). Error names inside descriptions: public reports and
-general knowledge, not read at AWS. Unknown events are shown as they are: a wrong guess costs more than none.
+Event names: EC2 API, EventInformation (botocore 1.44.5). Error names inside descriptions: EC2 API, error codes, read
+2026-11-25; that descriptions hold them, and in these words: public reports. Unknown events are shown as they are: a
+wrong guess costs more than none.
 """
 
 from __future__ import annotations
@@ -22,8 +23,36 @@ class Reason:
     final: bool = False
 
 
+# How a node ends that was running (EC2 API, StateReason, read 2026-11-25); any other code tells why it did not start.
+ENDS_OF_RUNNING = (
+    "Server.ScheduledStop", "Server.SpotInstanceShutdown", "Server.SpotInstanceTermination",
+    "Client.InstanceInitiatedShutdown", "Client.InstanceTerminated",
+    "Client.UserInitiatedHibernate", "Client.UserInitiatedShutdown",
+)  # fmt: skip
 # By a pattern on "subtype: description"; the first that is found counts.
 _RULES = {
+    r"PendingVerification": Reason(
+        cause="AWS is still verifying this account",
+        remedy="Wait: it takes minutes, at times hours, and AWS writes to the account's address. If it lasts longer, "
+        "ask AWS Support.",
+    ),
+    r"\(Blocked\)|\bBlocked:|OptInRequired": Reason(
+        cause="AWS lets this account launch nothing: it is blocked, or not subscribed to what the AMI needs",
+        remedy="Ask AWS Support (the account's console says what is open), then `gpufleet wait {stack}` again.",
+        final=True,
+    ),
+    r"InvalidBlockDeviceMapping|smaller than (its )?snapshot": Reason(
+        cause="EC2 does not accept the disks: one is smaller than the snapshot that it is made from, say",
+        remedy="Put storage.root or storage.data right (`gpufleet doctor {stack}` compares them with AMI and "
+        "snapshot), give run.id a new value, then `pulumi up`.",
+        final=True,
+    ),
+    r"VolumeLimitExceeded|MaxIOPSLimitExceeded|Volume limit": Reason(
+        cause="the account's quota of disks does not allow this node's",
+        remedy="Ask for more (Service Quotas, Amazon EBS, storage or IOPS of gp3 volumes), or write smaller disks "
+        "under storage with a new run.id, then `pulumi up`.",
+        final=True,
+    ),
     r"spotInstanceCountLimitExceeded|MaxSpotInstanceCountExceeded|VcpuLimitExceeded|vCPU limit|limit.*vCPU": Reason(
         cause="the account's vCPU quota does not allow this node",
         remedy="`gpufleet doctor {stack}` shows the quota and the command that asks for more; AWS answers in hours to "
@@ -74,9 +103,14 @@ _RULES = {
         "again; a fleet keeps the subnets and the template that it was made with.",
         final=True,
     ),
+    r"UnauthorizedOperation|not authorized to perform": Reason(
+        cause="a policy of the account or its organization forbids this launch",
+        remedy="Ask who keeps the account's policies; AWS's words above name the action.",
+        final=True,
+    ),
     r"spotFleetRequestConfigurationInvalid|allLaunchSpecsTemporarilyBlacklisted": Reason(
         cause="EC2 does not accept what the fleet asks for",
-        remedy="The description names it. `gpufleet doctor {stack}` checks most causes.",
+        remedy="In AWS's words: {said}. `gpufleet doctor {stack}` checks most causes.",
     ),
 }
 
@@ -86,7 +120,8 @@ def explain(sub_type: str, description: str, definition: StackDefinition) -> Rea
     text = f"{sub_type}: {description}"
     for pattern, reason in _RULES.items():
         if re.search(pattern, text):
-            return replace(reason, cause=_fill(reason.cause, definition), remedy=_fill(reason.remedy, definition))
+            cause, remedy = _fill(reason.cause, definition, text), _fill(reason.remedy, definition, text)
+            return replace(reason, cause=cause, remedy=remedy)
     return None
 
 
@@ -100,11 +135,12 @@ def describe(record: dict[str, Any]) -> tuple[str, str, str]:
     )
 
 
-def _fill(text: str, definition: StackDefinition) -> str:
+def _fill(text: str, definition: StackDefinition, said: str) -> str:
     fleet = definition.fleet
     return text.format(
         stack=definition.argument,
         region=fleet.region,
         types=" or ".join(fleet.instance_types),
         zones=", ".join(fleet.zones),
+        said=said.removesuffix("."),
     )

@@ -1,6 +1,7 @@
 """`gpufleet wait`: `pulumi up` ends when the fleet is accepted, not when it has a node. This watches for the node.
 
 Reads the fleet's history and says each new thing once, with what to do. Gives up at once where waiting cannot help.
+The last lines are what keeps the node away: what is known, and in AWS's words what is not.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from infra.commands import aws, stack
-from infra.commands.explain import Reason, describe, explain
+from infra.commands.explain import ENDS_OF_RUNNING, Reason, describe, explain
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused, GpufleetError
 from infra.resources.tags import RUN_TAG
+from job.text import counted
 
 POLL_S = 10.0
 
@@ -51,6 +53,8 @@ class Watch:
     say: Callable[[str], None] = print
     said: set[str] = field(default_factory=set)
     reasons: list[Reason] = field(default_factory=list)
+    unexplained: list[str] = field(default_factory=list)  # what AWS said, as it said it
+    ended: set[str] = field(default_factory=set)  # nodes
 
     def until_node(self, timeout_s: float) -> int:
         """0 when a node runs or the run is already over, 1 with the reasons when there is none in time."""
@@ -81,7 +85,8 @@ class Watch:
             self._history(fleet)
             final = next((reason for reason in self.reasons if reason.final), None)
             if final:
-                self.say(f"Waiting cannot help: {final.cause}.")
+                self._keeps_away([])  # they were said a moment ago
+                self.say(f"Waiting cannot help: {final.cause}. `pulumi destroy` ends the fleet, which keeps trying.")
                 return 1
             if self.clock() >= give_up:
                 return self._timed_out(timeout_s)
@@ -166,24 +171,29 @@ class Watch:
     def _ended(self, record: dict[str, Any], sub_type: str) -> None:
         """An instance that came and went says why in its own state reason."""
         node = str(record["EventInformation"].get("InstanceId", ""))
-        if sub_type != "terminated" or not node or f"ended {node}" in self.said:
+        if sub_type != "terminated" or not node or node in self.ended:
             return
-        self.said.add(f"ended {node}")
+        self.ended.add(node)
         found = aws.instances(self.ec2, [("instance-id", [node])])
-        why = (found[0].get("StateReason") or {}).get("Message", "") if found else ""
-        self.say(f"node {node} has ended{': ' + why if why else ''}.")
-        if why:
-            self._explain("", why)
+        why = (found[0].get("StateReason") or {}) if found else {}
+        code, message = str(why.get("Code", "")), str(why.get("Message", ""))
+        self.say(f"node {node} has ended{': ' + message if message else ''}.")
+        if code and code not in ENDS_OF_RUNNING:
+            self._explain(code, message)
 
     def _explain(self, sub_type: str, description: str) -> None:
         reason = explain(sub_type, description, self.definition)
-        if reason and reason not in self.reasons:
+        words = f"{sub_type}: {description}" if description else sub_type
+        if reason is None:
+            self.unexplained += [words] if words not in self.unexplained else []
+        elif reason not in self.reasons:
             self.reasons.append(reason)
             self.say(f"  That means {reason.cause}.\n  {reason.remedy}")
 
     def _no_more(self, fleet: dict[str, Any], why: str) -> int:
         self.say(f"fleet {fleet['FleetId']} is {why}: it launches nothing more.")
         self._history(fleet)
+        self._keeps_away(self.reasons)
         self.say(f"A new run.id and `pulumi up` start a new one. {self._status()}")
         return 1
 
@@ -199,14 +209,26 @@ class Watch:
 
     def _timed_out(self, timeout_s: float) -> int:
         self.say(f"No node after {timeout_s:g} s.")
-        if not self.reasons:
+        self._keeps_away(self.reasons)
+        if not (self.reasons or self.unexplained or self.ended):
             self.say(
                 "The fleet's history gives no reason yet; AWS is usually still looking. Nothing is billed meanwhile."
             )
-        for reason in self.reasons:
-            self.say(f"  - {reason.cause}. {reason.remedy}")
         self.say(f"The fleet keeps trying: `gpufleet wait {self.definition.argument}` again, or `pulumi destroy`.")
         return 1
+
+    def _keeps_away(self, reasons: list[Reason]) -> None:
+        """What keeps the node away: `reasons`, what AWS said that has none, and that starts cost money."""
+        for reason in reasons:
+            self.say(f"  - {reason.cause}. {reason.remedy}")
+        for words in self.unexplained:
+            self.say(f"  - AWS says: {words}")
+        if self.ended:
+            nodes = counted(len(self.ended), "node")
+            self.say(
+                f"  - {nodes} came and went: each start is billed, a minute at least once it runs, and the fleet goes "
+                f"on with them. `gpufleet status {self.definition.argument}` shows those that booted."
+            )
 
     def _status(self) -> str:
         return f"Next: `gpufleet status {self.definition.argument}`."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from commands_world import AMI, EXPIRES, declare_bucket, declare_fleet, put
@@ -19,16 +20,23 @@ from rehearsal.cloud import Cloud
 from rehearsal.fleet import Event
 
 
-def waited(cloud: Cloud, stack: StackDefinition, timeout_s: float = 60) -> tuple[int, str]:
-    """The exit code and all that was said; sleeping moves the cloud's clock."""
+def waited(
+    cloud: Cloud, stack: StackDefinition, timeout_s: float = 60, meanwhile: Callable[[], None] = lambda: None
+) -> tuple[int, str]:
+    """The exit code and all that was said; sleeping moves the cloud's clock, and `meanwhile` happens."""
     clock, said = cloud.clock, list[str]()
     assert isinstance(clock, ManualClock)
     start = clock.now()
+
+    def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        meanwhile()
+
     watch = Watch(
         definition=stack,
         ec2=aws.client("ec2", "us-east-2"),
         s3=aws.client("s3", "us-east-2"),
-        sleep=clock.advance,
+        sleep=sleep,
         clock=lambda: (clock.now() - start).total_seconds(),
         now=clock.now,
         say=said.append,
@@ -150,6 +158,86 @@ def test_a_wait_that_times_out_ends_with_the_reasons_and_the_next_command(cloud:
     assert heading == "No node after 30 s."
     assert reason.startswith("  - AWS has no free g5.2xlarge in us-east-2a, us-east-2b right now. Wait: ")
     assert said.endswith("`gpufleet wait small-growth` again, or `pulumi destroy`.")
+
+
+@pytest.mark.parametrize(
+    ("described", "at_once", "last"),
+    [
+        ("Your account is being verified. (PendingVerification)", False, "AWS is still verifying this account. Wait"),
+        ("This account is blocked and not recognized as valid. (Blocked)", True, "it is blocked"),
+        ("You are not subscribed to this service. (OptInRequired)", True, "not subscribed to what the AMI needs"),
+        ("You are not authorized to perform this operation. (UnauthorizedOperation)", True, "a policy of the account"),
+        ("Volume of size 75GB is smaller than its snapshot (InvalidBlockDeviceMapping)", True, "accept the disks"),
+        ("The gp3 storage limit of this region is exceeded. (VolumeLimitExceeded)", True, "quota of disks"),
+        (
+            "Something that AWS says since yesterday",
+            False,
+            "AWS says: launchSpecTemporarilyBlacklisted: Something that",
+        ),
+    ],
+)
+def test_what_aws_said_stands_last_and_what_cannot_pass_ends_the_wait_at_once(
+    cloud: Cloud, stack: StackDefinition, described: str, at_once: bool, last: str
+) -> None:
+    fleet = cloud.fleets.fleets[declare_fleet(cloud)]
+    cloud.no_capacity()
+    fleet.history.append(Event(cloud.clock.now(), "error", "launchSpecTemporarilyBlacklisted", described))
+    started = cloud.clock.now()
+    code, said = waited(cloud, stack, timeout_s=1800)
+    assert code == 1
+    assert ((cloud.clock.now() - started).total_seconds() < 1) is at_once
+    assert any(last in line for line in said.splitlines()[-4:])
+    assert "gives no reason" not in said
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "at_once", "last"),
+    [
+        (
+            "Client.VolumeLimitExceeded",
+            "Volume limit exceeded",
+            True,
+            "Waiting cannot help: the account's quota of disks",
+        ),
+        ("Server.Odd", "nobody knows", False, "AWS says: Server.Odd: nobody knows"),
+        ("Client.InstanceInitiatedShutdown", "Instance initiated shutdown", False, "came and went"),
+    ],
+)
+def test_nodes_that_end_at_launch_are_told_with_their_reason_and_that_each_start_is_billed(
+    cloud: Cloud,
+    stack: StackDefinition,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    message: str,
+    at_once: bool,
+    last: str,
+) -> None:
+    real = aws.instances
+
+    def instances(ec2: Any, filters: Any) -> list[dict[str, Any]]:
+        found = real(ec2, filters)
+        for each in found:
+            if each["State"]["Name"] == "terminated":
+                each["StateReason"] = {"Code": code, "Message": message}
+        return found
+
+    monkeypatch.setattr(aws, "instances", instances)
+    declare_fleet(cloud)
+
+    def kill() -> None:
+        cloud.tick()
+        for each in cloud.instances():
+            if not each.ended_at:
+                cloud.launcher.terminate(each.id)
+        cloud.tick()
+
+    kill()
+    found, said = waited(cloud, stack, timeout_s=60, meanwhile=kill)
+    assert found == 1
+    assert ("Waiting cannot help" in said) is at_once
+    assert any(last in line for line in said.splitlines()[-4:])
+    assert "each start is billed, a minute at least" in said
+    assert "Nothing is billed" not in said
 
 
 def test_a_run_that_is_done_is_no_failure(cloud: Cloud, stack: StackDefinition) -> None:
