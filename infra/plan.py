@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import job
-from infra import policy
+from infra import ecr, policy
 from infra.boot import archive, run_config, user_data
 from infra.catalog import load_catalog
 from infra.cost import limits, record
@@ -120,6 +120,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     else:
         bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=policy.of(root))
     found, late = problems(definition, bill), list[str]()
+    far = ecr.abroad(definition.job.image, definition.fleet.region)
     if not verdict.continues:  # how much work is left of a run that has begun is not known here
         found += limits.deadline_problems(definition, bill, now)
         late += limits.deadline_warnings(definition, bill, now)
@@ -138,7 +139,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         run_config=run_config.encode(
             run_config.run_config(definition, bill, inputs, expires=verdict.run.valid_until)
         ).decode(),
-        warnings=(*missing, *map(str, found), *late, *verdict.warnings),
+        warnings=(*missing, *map(str, found), *late, *filter(None, [far]), *verdict.warnings),
     )
 
 

@@ -6,7 +6,8 @@ ROOT=${GPUFLEET_ROOT:-}
 DIR=$ROOT/opt/gpufleet
 RUN_URI=s3://$BUCKET/$RUN_ID
 IMDS=${AWS_EC2_METADATA_SERVICE_ENDPOINT:-http://169.254.169.254}
-INSTANCE_ID='' MANIFEST='' CONTAINER='' TIMER='' WATCH='' ENDED=''
+INSTANCE_ID='' MANIFEST='' CONTAINER='' TIMER='' WATCH='' ENDED='' WHY=''
+export DOCKER_CONFIG=$DIR/docker
 export AWS_REGION=$REGION AWS_DEFAULT_REGION=$REGION AWS_PAGER='' AWS_RETRY_MODE=standard AWS_MAX_ATTEMPTS=4
 export AWS_METADATA_SERVICE_NUM_ATTEMPTS=4 # one by default: a role's keys can be some seconds late
 
@@ -27,6 +28,17 @@ bounded() { # SECONDS COMMAND...: in the background, so that SIGTERM is heard at
   wait $!
 }
 aws() { command aws "$@" --cli-connect-timeout 10 --cli-read-timeout 60; } # no network: minutes, not an hour
+last_line() { # FILE: as JSON takes it; docker ends with where to read more
+  grep -v "^See '\|^Run '\|^$" "$1" | tail -n 1 | tr -d '\000-\037"\\' | cut -c -300
+}
+heard() { # COMMAND...: where it fails, WHY is the last line it says
+  local code=0
+  "$@" >"$DIR/said" 2>&1 || code=$?
+  cat "$DIR/said"
+  WHY=$( ((code == 0)) || last_line "$DIR/said")
+  ((code != 124)) || WHY="no answer in $2 s" # of `bounded`
+  return $code
+}
 imds() {
   local token
   token=$(curl -sf -m 5 -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 300' "${IMDS%/}/latest/api/token") &&
@@ -135,20 +147,20 @@ over() { # REASON DETAIL: the run has ended
   leave "$1"
 }
 crash() { # REASON [CODE]: the fleet makes the next node, unless three in a row led nowhere
-  local boots=''
+  local boots='' why=$1${WHY:+: $WHY}
   ENDED=yes
-  say "attempt failed: $1"
+  say "attempt failed: $why"
   [[ ! -s $DIR/container.log ]] || tail -n 200 "$DIR/container.log"
   [[ -n $INSTANCE_ID ]] || leave "no metadata, so no rights either"
   upload_log
-  record_exit "${2:-1}" "$1" && look && boots=$(futile_boots)
+  record_exit "${2:-1}" "$why" && look && boots=$(futile_boots)
   if [[ -z $boots ]]; then # what cannot be counted must not be repeated
     say "the attempt cannot be counted"
     stop_fleet
   elif ((boots >= 3)); then
-    over boot-loop "$boots boots in a row without progress; the last: $1"
+    over boot-loop "$boots boots in a row without progress; the last: $why"
   fi
-  leave "$1"
+  leave "$why"
 }
 interrupted() { # AWS charges a first hour we end, not one it interrupts
   local age i
@@ -241,6 +253,18 @@ data_volume() {
   mkdir -p "$ROOT/data"
   mount "$device" "$ROOT/data" || crash "$DATA_DEVICE cannot be mounted"
 }
+log_in() { # to a private ECR, by this node's role; what it answers is what docker keeps of a login
+  local host=${IMAGE%%/*} auth
+  [[ $host =~ \.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\. ]] || return 0
+  auth=$(aws ecr get-authorization-token --region "${BASH_REMATCH[1]}" --output text \
+    --query 'authorizationData[0].authorizationToken') && mkdir -p "$DOCKER_CONFIG" &&
+    echo "{\"auths\": {\"$host\": {\"auth\": \"$auth\"}}}" >"$DOCKER_CONFIG/config.json"
+}
+pull() { # not again where that cannot help
+  heard log_in && heard bounded 1800 docker pull -q "$IMAGE" && return 0
+  [[ ! $WHY =~ no\ space|not\ found|unknown|denied|no\ basic\ auth ]] || crash "the image cannot be pulled"
+  return 1
+}
 run_container() { # CODE
   local name options=()
   # The image brings the CUDA it wants; some toolkits refuse it.
@@ -312,9 +336,10 @@ tar -xzf "$DIR/job.tar.gz" -C "$DIR/app" || crash "the job archive cannot be unp
 read -r EXPERIMENT DEVICE < <(python3 -c 'import json, sys
 job = json.load(open(sys.argv[1]))["job"]
 print(job["experiment"], job["parameters"]["device"])' "$SCRATCH/run/run.json") || crash "run.json names no device"
-retry 5 bounded 1800 docker pull -q "$IMAGE" || crash "the image cannot be pulled"
-[[ $DEVICE == cpu ]] || retry 3 bounded 120 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
+[[ $DEVICE == cpu ]] ||
+  retry 3 heard bounded 120 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
   crash "no working GPU"
+retry 5 pull || crash "the image cannot be pulled"
 yield_to_timer
 say "starting the container"
 kill_quietly "$WATCH"
@@ -326,5 +351,8 @@ case $CODE in
   0) record_exit 0 finished; over finished "" ;;
   70) record_exit 70 failed; over failed "the job failed for good" ;;
   75) interrupted ;;
-  *) crash "the container ended with $CODE" "$CODE" ;;
+  *)
+    ((CODE < 125 || CODE > 127)) || WHY=$(last_line "$DIR/container.log") # docker's own codes: the job never began
+    crash "the container ended with $CODE" "$CODE"
+    ;;
 esac

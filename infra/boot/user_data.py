@@ -1,4 +1,4 @@
-"""User-data of a node: a header of shell variables, then `node.sh` as it stands.
+"""User-data of a node: a header of shell variables, then `node.sh` without most of its comments.
 
 Pure, so that a preview can check the size before AWS has named the bucket. No secrets: every process on a node can read
 its user-data. Nothing is interpolated into the body of the script; values appear in the header only, quoted.
@@ -6,6 +6,7 @@ its user-data. Nothing is interpolated into the body of the script; values appea
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,4 +95,5 @@ def too_long(header: Mapping[str, Any]) -> Problem | None:
 
 
 def _body() -> str:
-    return (Path(__file__).parent / "node.sh").read_text(encoding="utf-8")
+    """node.sh without the comments beside its commands: they are for its readers, and the limit is near."""
+    return re.sub(r"^ +# .*\n| +# .*$", "", (Path(__file__).parent / "node.sh").read_text("utf-8"), flags=re.MULTILINE)

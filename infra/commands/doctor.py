@@ -13,7 +13,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra import loader
+from infra import ecr, loader
 from infra import pin as pins
 from infra.commands import account, aws, quotas, registry, stack
 from infra.commands.account import Check
@@ -95,7 +95,7 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
         lambda: account.ami(definition, ec2),
         lambda: account.disk_key(definition, ec2, client("kms", region), iam),
         lambda: account.inputs(definition, client("s3", region), ec2),
-        lambda: image(definition),
+        lambda: image(definition, client("sts", region)),
         lambda: readiness(definition, root),
     )
     for group in groups:
@@ -113,16 +113,18 @@ def guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
         yield Check(name=SKIPPED, state="warning", found=str(sentence))
 
 
-def image(definition: StackDefinition) -> Iterator[Check]:
-    """Whether a node could pull the container image."""
+def image(definition: StackDefinition, sts: Any) -> Iterator[Check]:
+    """Whether a node could pull the container image. Raises botocore's errors for a private ECR repository."""
     name = definition.job.image
     try:
         found = registry.digest(name)
     except AwsRefused as error:
         yield Check(name="image", state="problem", found=str(error))
         return
+    private = ecr.repository(name)
     if "@" in name:
-        yield Check(name="image", found=f"{name.partition('@')[0]} at {found[:19]}... can be pulled without a login")
+        how = "is there, and a node logs in by its role" if private else "can be pulled without a login"
+        yield Check(name="image", found=f"{name.partition('@')[0]} at {found[:19]}... {how}")
     else:
         yield Check(
             name="image",
@@ -130,6 +132,15 @@ def image(definition: StackDefinition) -> Iterator[Check]:
             found=f"{name} exists but is not pinned, and a tag can move between a node and its replacement",
             fix=f"gpufleet doctor {definition.argument} --pin",
         )
+    if private and private.account != (own := sts.get_caller_identity()["Account"]):
+        yield Check(
+            name="image",
+            state="warning",
+            found=f"{private.name} is of account {private.account}; whether nodes of {own} may pull it is not seen",
+            fix=f"There, the repository's policy must allow {own} ecr:BatchGetImage and ecr:GetDownloadUrlForLayer.",
+        )
+    if abroad := ecr.abroad(name, definition.fleet.region):
+        yield Check(name="image", state="warning", found=abroad)
 
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:

@@ -1,6 +1,7 @@
-"""From an image's tag to its digest, over the registry's HTTP API (OCI distribution specification 1.1), without docker.
+"""From an image's tag to its digest, without docker.
 
-Anonymous tokens only: what a node pulls must be pullable without a login.
+Of a private repository of Amazon ECR by its own API; of any other over the registry's HTTP API (OCI distribution
+specification 1.1), with the token that a stranger gets, since a node has no login there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import urllib.parse
 import urllib.request
 from http.client import HTTPException, HTTPMessage
 
+from botocore.exceptions import ClientError
+
+from infra import ecr
+from infra.commands import aws
 from infra.errors import AwsRefused
 
 # Index types first: the digest of the index is what `docker pull` of a tag resolves.
@@ -31,8 +36,11 @@ _DOCKER_HUB = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry
 def digest(image: str) -> str:
     """sha256:... of repository:tag, or of the digest itself when the image names one (which checks that it exists).
 
-    Asks the registry in the image's name, or the one in GPUFLEET_REGISTRY_ENDPOINT. Raises AwsRefused.
+    Asks the registry in the image's name, or the one in GPUFLEET_REGISTRY_ENDPOINT. Raises AwsRefused, and of a private
+    ECR repository botocore's errors.
     """
+    if private := ecr.repository(image):
+        return _of_ecr(image, private)
     registry, _, path = image.partition("/")
     endpoint = os.environ.get("GPUFLEET_REGISTRY_ENDPOINT") or f"https://{_DOCKER_HUB.get(registry, registry)}"
     name, _, pinned = path.partition("@")
@@ -50,6 +58,31 @@ def digest(image: str) -> str:
     return found
 
 
+def _of_ecr(image: str, repository: ecr.Repository) -> str:
+    tag, _, pinned = image.partition("/")[2].removeprefix(repository.name).removeprefix(":").partition("@")
+    wanted = {"imageDigest": pinned} if pinned else {"imageTag": tag}
+    try:
+        found = aws.client("ecr", repository.region).describe_images(
+            registryId=repository.account, repositoryName=repository.name, imageIds=[wanted]
+        )
+    except ClientError as error:
+        if aws.code(error) not in ("RepositoryNotFoundException", "ImageNotFoundException"):
+            raise
+        raise _missing(image) from None
+    return str(found["imageDetails"][0]["imageDigest"])
+
+
+def _missing(image: str) -> AwsRefused:
+    return AwsRefused(f"the registry has no {image}. Check job.image: its tag may have been withdrawn.")
+
+
+def _private(image: str) -> AwsRefused:
+    return AwsRefused(
+        f"{image} is not public, and a node has no login. Copy it to a public repository, or to a private one of "
+        "Amazon ECR, to which a node logs in by its role."
+    )
+
+
 def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
     """The answer's headers, with the anonymous token that the registry asks for."""
     try:
@@ -58,23 +91,31 @@ def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
         challenge = error.headers.get("WWW-Authenticate", "")
         error.close()
         if error.code == 404:
+            raise _missing(image) from None
+        if error.code == 429:
             raise AwsRefused(
-                f"the registry has no {image}. Check job.image: its tag may have been withdrawn."
+                f"the registry of {image} has answered too many that have no login (429). Try again later; nodes may "
+                "meet the same, which a copy in a repository of your own avoids, in Amazon ECR say."
             ) from None
-        if "Authorization" in headers and error.code in (401, 403):
-            raise AwsRefused(
-                f"{image} is not public, and a node has no login. Copy it to a public repository."
-            ) from None
-        if "Authorization" in headers or error.code != 401 or not challenge.startswith("Bearer "):
+        wants_login = error.code == 401 and not challenge.startswith("Bearer ")
+        if wants_login or ("Authorization" in headers and error.code in (401, 403)):
+            raise _private(image) from None
+        if "Authorization" in headers or error.code != 401:
             raise
-    return _ask(url, image, {**headers, "Authorization": f"Bearer {_token(challenge)}"})
+    return _ask(url, image, {**headers, "Authorization": f"Bearer {_token(challenge, image)}"})
 
 
-def _token(challenge: str) -> str:
+def _token(challenge: str, image: str) -> str:
     """An anonymous pull token from the realm that the registry named."""
     fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
     query = urllib.parse.urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
-    _, body = _get(f"{fields.get('realm', '')}?{query}", {})
+    try:
+        _, body = _get(f"{fields.get('realm', '')}?{query}", {})
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code in (401, 403):
+            raise _private(image) from None
+        raise
     answer = json.loads(body)
     return str(answer.get("token") or answer.get("access_token") or "")
 

@@ -17,6 +17,7 @@ from typing import Any
 import pulumi
 import pulumi_aws as aws
 
+from infra import ecr
 from infra.definition import StackDefinition
 from infra.resources.tags import tags
 from infra.run_guard import INPUTS_PREFIX
@@ -128,6 +129,7 @@ def node_statements(
             "Action": "s3:GetObject",
             "Resource": pulumi.Output.concat(bucket_arn, f"/{INPUTS_PREFIX}/*"),
         },
+        *_private_image(ecr.repository(definition.job.image)),
         *(statement for sid, uri in _foreign_inputs(definition) for statement in _foreign_prefix(sid, uri)),
         {
             "Sid": "OwnLogs",
@@ -167,6 +169,17 @@ def node_statements(
 def log_retention(days: int) -> int:
     """The shortest retention CloudWatch Logs accepts that is at least `days`."""
     return next((allowed for allowed in LOG_RETENTION_DAYS if allowed >= days), LOG_RETENTION_DAYS[-1])
+
+
+def _private_image(repository: ecr.Repository | None) -> list[dict[str, Any]]:
+    """Log in to ECR and pull from one repository. Another account's must allow it too, in its own policy."""
+    if repository is None:
+        return []
+    log_in, pull = "ecr:GetAuthorizationToken", ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
+    return [
+        {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},  # it knows no resource
+        {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": repository.arn},
+    ]
 
 
 def _foreign_inputs(definition: StackDefinition) -> list[tuple[str, str]]:

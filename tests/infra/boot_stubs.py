@@ -59,6 +59,7 @@ case "$1 $2" in
   "ec2 delete-fleets") if fails delete-fleets; then echo "not authorized"; else echo None; fi ;;
   "ec2 terminate-instances") fails terminate-instances && exit 254; echo TERMINATINGINSTANCES ;;
   "ec2 describe-instances") cat "$WORLD/described" ;;
+  "ecr get-authorization-token") fails ecr && exit 254; echo "token of ${4}" ;;
   *) exit 252 ;;
 esac
 """
@@ -72,7 +73,10 @@ file=$WORLD/imds/${url#*/latest/}
 _DOCKER = r"""
 echo "docker $*" >>"$WORLD/calls"
 case $1 in
-  pull) [[ ! -e $WORLD/fails/pull ]] ;;
+  pull)
+    cat "$DOCKER_CONFIG/config.json" >"$WORLD/login" 2>/dev/null
+    cat "$WORLD/pull-says" >&2 2>/dev/null
+    [[ ! -e $WORLD/fails/pull ]] ;;
   stop) touch "$WORLD/stopped"; [[ -e $WORLD/running ]] ;;
   run)
     touch "$WORLD/running"
@@ -88,7 +92,11 @@ _SLEEP = r"""
 [[ -e $WORLD/timer-fires ]] || exec /bin/sleep 60
 while [[ ! -e $WORLD/$(<"$WORLD/timer-fires") ]]; do /bin/sleep 0.02; done
 """
-_RECORDED = 'echo "{name} $*" >>"$WORLD/calls"\n[[ ! -e $WORLD/fails/{name} ]]\n'
+_RECORDED = r"""
+echo "{name} $*" >>"$WORLD/calls"
+cat "$WORLD/{name}-says" 2>/dev/null
+[[ ! -e $WORLD/fails/{name} ]]
+"""
 _STUBS = {
     "aws": _AWS,
     "curl": _CURL,
@@ -140,6 +148,7 @@ class Node:
         self.data_volume: str | None = None
         self.device = "cuda"
         self.experiment = "tinystories-growth"
+        self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
         self.launched(minutes_ago=90)
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
         (self.world / "calls").touch()
@@ -170,6 +179,11 @@ class Node:
     def fails(self, *names: str) -> None:
         for name in names:
             (self.world / "fails" / name).touch()
+
+    def says(self, name: str, text: str) -> None:
+        """What `docker pull` (as `pull`) or a recorded command prints; it fails, too."""
+        (self.world / f"{name}-says").write_text(text)
+        self.fails(name)
 
     def put(self, key: str, value: Any) -> None:
         file = self.s3 / "r1" / key
@@ -203,7 +217,7 @@ class Node:
             stack="tinystories-growth",
             run_id="r1",
             region="us-east-2",
-            image="public.ecr.aws/x/pytorch:1@sha256:aa",
+            image=self.image,
             bucket=BUCKET,
             log_group="gpufleet-logs",
             archive_sha256=archive_sha256,

@@ -138,6 +138,48 @@ def test_a_machine_that_cannot_start_the_job_is_a_failed_attempt(
     assert outcome.told(RUN, DELETE, SHUTDOWN) == [SHUTDOWN]
 
 
+FULL = "failed to register layer: write /usr/lib/x.so: no space left on device"
+PULLS = {
+    "disk full": (f"Pulling\n{FULL}\n\nRun 'docker pull --help' for more information\n", FULL, 1),
+    "no such digest": ("manifest for x@sha256:aa not found: manifest unknown", "manifest for x@sha256:aa not found", 1),
+    "private": ('pull access denied for "x": denied\n', "pull access denied for x: denied", 1),
+    "network": ("dial tcp: lookup registry: i/o timeout", "dial tcp: lookup registry: i/o timeout", 5),
+}
+
+
+@pytest.mark.parametrize(("says", "why", "times"), PULLS.values(), ids=PULLS.keys())
+def test_a_pull_is_tried_again_only_where_that_can_help_and_its_cause_is_in_the_attempt(
+    node: Node, says: str, why: str, times: int
+) -> None:
+    node.says("pull", says)
+
+    outcome = node.boot()
+
+    assert outcome.told("docker pull") == ["docker pull"] * times
+    reason = node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
+    assert reason.startswith(f"the image cannot be pulled: {why}")
+
+
+def test_a_driver_that_does_not_answer_is_found_before_the_image_is_pulled(node: Node) -> None:
+    node.says("nvidia-smi", "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n")
+
+    outcome = node.boot()
+
+    assert outcome.told("docker pull") == []
+    reason = node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
+    assert reason.startswith("no working GPU: NVIDIA-SMI has failed because it couldn't communicate")
+
+
+def test_a_container_that_docker_cannot_start_leaves_docker_s_words_in_the_attempt(node: Node) -> None:
+    said = 'docker: Error response from daemon: could not select device driver "".'
+    node.job_ends_with(125, f"""echo '{said}'; echo; echo "See 'docker run --help'." """)
+
+    node.boot()
+
+    reason = node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
+    assert reason == "the container ended with 125: " + said.replace('"', "")
+
+
 @pytest.mark.parametrize("what", ["run.json", "inputs"])
 def test_an_object_with_another_hash_is_not_run(node: Node, what: str) -> None:
     script = node.script()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -37,6 +38,24 @@ def test_a_finished_job_uploads_then_marks_then_deletes_the_fleet_then_shuts_dow
         "instance": INSTANCE,
         "at": "",
     }
+
+
+def test_an_image_of_a_private_ecr_is_pulled_with_the_login_of_the_node_s_role(node: Node) -> None:
+    registry = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
+    node.image = f"{registry}/team/train:1@sha256:aa"
+
+    outcome = node.boot()
+
+    ask = "aws ecr get-authorization-token --region eu-west-1"
+    assert outcome.told(ask, "docker pull", RUN) == [ask, "docker pull", RUN]
+    assert json.loads((node.world / "login").read_text()) == {"auths": {registry: {"auth": "token of eu-west-1"}}}
+
+
+def test_an_image_that_everybody_may_have_is_pulled_without_a_login(node: Node) -> None:
+    outcome = node.boot()
+
+    assert outcome.told("aws ecr") == []
+    assert (node.world / "login").read_text() == ""
 
 
 def test_a_run_that_is_over_is_ended_before_anything_is_started(node: Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from email.message import Message
 from pathlib import Path
@@ -17,13 +18,14 @@ from commands_world import AMI, account, definition, pinned, project
 
 from infra.cli import main
 from infra.commands import account as checks
-from infra.commands import quotas, registry
+from infra.commands import doctor, quotas, registry
 from infra.commands.account import Check
 from infra.definition import Fleet, StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.account import ami_id
 from rehearsal.cloud import Cloud
 
+MEDIA = "application/vnd.docker.distribution.manifest.v2+json"
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 
 
@@ -216,6 +218,8 @@ def test_a_digest_that_is_gone_is_noticed(cloud: Cloud) -> None:
         (401, 401, "is not public, and a node has no login"),
         (401, 403, "is not public, and a node has no login"),
         (401, 500, "cannot be asked"),
+        (429, 0, "answered too many that have no login"),
+        (401, 429, "answered too many that have no login"),
         (403, 0, "cannot be asked"),
     ],
 )
@@ -233,6 +237,64 @@ def test_what_a_registry_refuses_with_and_without_a_token_is_said(
     monkeypatch.setattr(registry, "_get", get)
     with pytest.raises(AwsRefused, match=words):
         registry.digest("ghcr.io/us/job:1")
+
+
+@pytest.mark.parametrize(
+    ("challenge", "of_token_service", "words"),
+    [
+        ('Basic realm="https://registry",service="ecr"', 200, "is not public, and a node has no login"),
+        ('Bearer realm="https://token",scope="pull"', 401, "is not public, and a node has no login"),
+        ('Bearer realm="https://token",scope="pull"', 403, "is not public, and a node has no login"),
+        ('Bearer realm="https://token",scope="pull"', 500, "cannot be asked"),
+    ],
+)
+def test_an_image_that_wants_a_login_is_private_however_the_registry_says_so(
+    challenge: str, of_token_service: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(url: str, headers: dict[str, str]) -> tuple[Message, bytes]:
+        said = Message()
+        said["WWW-Authenticate"] = challenge
+        raise HTTPError(url, of_token_service if url.startswith("https://token") else 401, "no", said, io.BytesIO())
+
+    monkeypatch.setattr(registry, "_get", get)
+    with pytest.raises(AwsRefused, match=words):
+        registry.digest("ghcr.io/us/job:1")
+
+
+@pytest.mark.parametrize(
+    ("region", "foreign", "states"),
+    [("us-east-2", False, ["ok"]), ("eu-west-1", False, ["ok", "warning"]), ("us-east-2", True, ["ok", "warning"])],
+    ids=["own", "abroad", "another account's"],
+)
+def test_an_image_in_a_private_ecr_is_pinned_and_checked_by_ecr_itself(
+    cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str], region: str, foreign: bool, states: list[str]
+) -> None:
+    ecr = cloud.client("ecr", region)
+    ecr.create_repository(repositoryName="team/train")
+    manifest = '{"schemaVersion": 2, "config": {"digest": "sha256:1"}, "layers": []}'
+    ecr.put_image(repositoryName="team/train", imageManifest=manifest, imageManifestMediaType=MEDIA, imageTag="1")
+    image = f"{cloud.account}.dkr.ecr.{region}.amazonaws.com/team/train"
+    stack.write_text(stack.read_text().replace(IMAGE, f"{image}:1"))
+    assert main(["doctor", "small-growth", "--pin"]) == 0
+    assert re.search(rf"image: {image}:1@sha256:[0-9a-f]{{64}}", stack.read_text())
+    assert "a node logs in by its role" in capsys.readouterr().out
+
+    sts = Sts("444455556666" if foreign else cloud.account)
+    assert [check.state for check in doctor.image(definition(stack), sts)] == states
+
+    stack.write_text(stack.read_text().replace(f"{image}:1@", f"{image}-gone:1@"))
+    (check,) = doctor.image(definition(stack), sts)
+    assert (check.state, "the registry has no" in check.found) == ("problem", True)
+
+
+class Sts:
+    """Says whose account this is."""
+
+    def __init__(self, account: str) -> None:
+        self._account = account
+
+    def get_caller_identity(self) -> dict[str, str]:
+        return {"Account": self._account}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,21 @@ def test_a_missing_file_of_somebody_s_bucket_can_be_told_from_a_refused_one(tmp_
     assert foreign["s3:ListBucket"]["Resource"] == "arn:aws:s3:::their-bucket"
     assert foreign["s3:ListBucket"]["Condition"] == {"StringLike": {"s3:prefix": "some/prefix/*"}}
     assert len(found) == 2
+
+
+def test_a_node_may_pull_its_private_image_and_no_other(tmp_path: Path) -> None:
+    image = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/team/train:1@sha256:" + "1" * 64
+    path = tmp_path / "other.yaml"
+    path.write_text(re.sub("image: .*", f"image: {image}", _variant()))
+    definition = load(path, now=datetime(2026, 11, 21, tzinfo=UTC))
+
+    async def statements() -> list[dict[str, Any]]:
+        return node_statements(definition, bucket_arn="own", log_group_arn="own")
+
+    rights = {each["Sid"]: each for each in asyncio.run(statements())}
+    assert rights["LogInToEcr"]["Action"] == "ecr:GetAuthorizationToken"
+    assert rights["PrivateImage"]["Resource"] == "arn:aws:ecr:eu-west-1:123456789012:repository/team/train"
+    assert rights["PrivateImage"]["Action"] == ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
 
 
 def test_nothing_listens(declared: Declared) -> None:

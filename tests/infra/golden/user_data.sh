@@ -18,33 +18,45 @@ ROOT=${GPUFLEET_ROOT:-}
 DIR=$ROOT/opt/gpufleet
 RUN_URI=s3://$BUCKET/$RUN_ID
 IMDS=${AWS_EC2_METADATA_SERVICE_ENDPOINT:-http://169.254.169.254}
-INSTANCE_ID='' MANIFEST='' CONTAINER='' TIMER='' WATCH='' ENDED=''
+INSTANCE_ID='' MANIFEST='' CONTAINER='' TIMER='' WATCH='' ENDED='' WHY=''
+export DOCKER_CONFIG=$DIR/docker
 export AWS_REGION=$REGION AWS_DEFAULT_REGION=$REGION AWS_PAGER='' AWS_RETRY_MODE=standard AWS_MAX_ATTEMPTS=4
-export AWS_METADATA_SERVICE_NUM_ATTEMPTS=4 # one by default: a role's keys can be some seconds late
+export AWS_METADATA_SERVICE_NUM_ATTEMPTS=4
 
 now() { date -u +%Y-%m-%dT%H:%M:%SZ; }
 say() { echo "$(now) $*"; }
-retry() { # N COMMAND...: waits 3, 6, 9 ... s between
+retry() {
   local tries=$1 i
   shift
   for ((i = 1; i <= tries; i++)); do
-    "$@" && return 0 # a bare return in a trap gives the status from before the trap
+    "$@" && return 0
     ((i == tries)) || sleep $((i * 3))
   done
   return 1
 }
-bounded() { # SECONDS COMMAND...: in the background, so that SIGTERM is heard at once
+bounded() {
   command -v timeout >/dev/null || shift
   if [[ $1 == [0-9]* ]]; then timeout -k 10 "$@" & else "$@" & fi
   wait $!
 }
-aws() { command aws "$@" --cli-connect-timeout 10 --cli-read-timeout 60; } # no network: minutes, not an hour
+aws() { command aws "$@" --cli-connect-timeout 10 --cli-read-timeout 60; }
+last_line() {
+  grep -v "^See '\|^Run '\|^$" "$1" | tail -n 1 | tr -d '\000-\037"\\' | cut -c -300
+}
+heard() {
+  local code=0
+  "$@" >"$DIR/said" 2>&1 || code=$?
+  cat "$DIR/said"
+  WHY=$( ((code == 0)) || last_line "$DIR/said")
+  ((code != 124)) || WHY="no answer in $2 s"
+  return $code
+}
 imds() {
   local token
   token=$(curl -sf -m 5 -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 300' "${IMDS%/}/latest/api/token") &&
     curl -sf -m 5 -H "X-aws-ec2-metadata-token: $token" "${IMDS%/}/latest/$1"
 }
-add() { # FILE KEY VALUE ...: adds to the JSON object in FILE what it lacks; values that are JSON stay so
+add() {
   python3 -c '
 import json, sys
 def value(text):
@@ -57,7 +69,7 @@ new = {key: value(text) for key, text in zip(words[::2], words[1::2])}
 json.dump({**new, **old}, open(path, "w"), sort_keys=True)' "$@"
 }
 put() { aws s3 cp "$DIR/$1" "$RUN_URI/$2" --only-show-errors; }
-get() { # URI FILE SHA256
+get() {
   aws s3 cp "$1" "$2" --only-show-errors && python3 -c '
 import hashlib, sys
 found = hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest()
@@ -74,14 +86,14 @@ print(d["instanceId"], d["instanceType"], d["availabilityZone"], d["pendingTime"
   [[ -n $INSTANCE_ID ]]
 }
 list_run() { KEYS=$(aws s3api list-objects-v2 --bucket "$BUCKET" --prefix "$RUN_ID/" --query 'Contents[].[Key]' --output text); }
-look() { # one listing answers: is the run over, which manifest is the newest, were there attempts
-  retry 6 list_run || return 1 # a fresh role may be refused for half a minute
+look() {
+  retry 6 list_run || return 1
   MANIFEST=$(grep -o 'ckpt/step_[0-9]*/manifest\.json$' <<<"$KEYS" | sort | tail -n 1)
   MANIFEST=${MANIFEST:+$RUN_ID/$MANIFEST}
 }
 is_done() { grep -qxF "$RUN_ID/done.json" <<<"$KEYS"; }
 noticed() { [[ $(imds meta-data/spot/instance-action) == *'"action"'* ]] && echo true || echo false; }
-futile_boots() { # in a row, noticed ones apart
+futile_boots() {
   rm -rf "$DIR/attempts" && mkdir "$DIR/attempts" &&
     aws s3 cp "$RUN_URI/attempts/" "$DIR/attempts/" --recursive --only-show-errors && python3 -c '
 import glob, json, sys
@@ -95,13 +107,13 @@ for boot in sorted(boots, key=lambda b: b.get("booted_at", ""), reverse=True):
     count += not end.get("notice")
 print(count)' "$DIR/attempts" "$MANIFEST"
 }
-record_exit() { # CODE REASON, into attempts/<instance>.json; what the supervisor wrote stays
+record_exit() {
   retry 3 aws s3 cp "$RUN_URI/attempts/$INSTANCE_ID.json" "$DIR/attempt.json" --only-show-errors
   add "$DIR/attempt.json" instance "$INSTANCE_ID" booted_at "$BOOTED_AT" exit \
     "{\"code\": $1, \"reason\": \"$2\", \"notice\": $(noticed), \"at\": \"$(now)\"}" &&
     retry 3 put attempt.json "attempts/$INSTANCE_ID.json"
 }
-put_done() { # REASON DETAIL, unless the supervisor has said it
+put_done() {
   look && is_done && return 0
   rm -f "$DIR/done.json"
   add "$DIR/done.json" schema 1 reason "$1" detail "$2" instance "$INSTANCE_ID" at "$(now)" && retry 4 put done.json done.json
@@ -112,7 +124,7 @@ find_fleet() {
       --query "Reservations[0].Instances[0].Tags[?Key=='aws:ec2:fleet-id']|[0].Value")
   [[ $FLEET == fleet-* ]]
 }
-delete_fleet() { # keeps this machine; a refusal is in the answer, not in the status
+delete_fleet() {
   local refused
   refused=$(aws ec2 delete-fleets --fleet-ids "$FLEET" --no-terminate-instances --output text \
     --query 'UnsuccessfulFleetDeletions[].Error.Message') && [[ $refused =~ ^(None)?$ ]]
@@ -122,7 +134,6 @@ stop_fleet() {
     say "no fleet id: nothing to delete"
   elif retry 3 delete_fleet; then
     say "fleet $FLEET is deleted"
-    # A deleted fleet has no expiry that would end a machine which hangs while it shuts down: AWS ends it from outside.
     aws ec2 terminate-instances --instance-ids "$INSTANCE_ID" --output text || say "left to shutdown alone"
   else
     say "fleet $FLEET cannot be deleted: its expiry ends it"
@@ -131,14 +142,14 @@ stop_fleet() {
 }
 upload_log() { retry 2 put boot.log "boot/$INSTANCE_ID.log"; }
 
-leave() { # the only way out
+leave() {
   ENDED=yes
   say "shutting down: $1"
   kill_quietly "$WATCH"
   retry 5 shutdown -h now && kill_quietly "$TIMER"
   exit 0
 }
-over() { # REASON DETAIL: the run has ended
+over() {
   ENDED=yes
   say "the run is over: $1${2:+: $2}"
   upload_log
@@ -146,23 +157,23 @@ over() { # REASON DETAIL: the run has ended
   stop_fleet
   leave "$1"
 }
-crash() { # REASON [CODE]: the fleet makes the next node, unless three in a row led nowhere
-  local boots=''
+crash() {
+  local boots='' why=$1${WHY:+: $WHY}
   ENDED=yes
-  say "attempt failed: $1"
+  say "attempt failed: $why"
   [[ ! -s $DIR/container.log ]] || tail -n 200 "$DIR/container.log"
   [[ -n $INSTANCE_ID ]] || leave "no metadata, so no rights either"
   upload_log
-  record_exit "${2:-1}" "$1" && look && boots=$(futile_boots)
-  if [[ -z $boots ]]; then # what cannot be counted must not be repeated
+  record_exit "${2:-1}" "$why" && look && boots=$(futile_boots)
+  if [[ -z $boots ]]; then
     say "the attempt cannot be counted"
     stop_fleet
   elif ((boots >= 3)); then
-    over boot-loop "$boots boots in a row without progress; the last: $1"
+    over boot-loop "$boots boots in a row without progress; the last: $why"
   fi
-  leave "$1"
+  leave "$why"
 }
-interrupted() { # AWS charges a first hour we end, not one it interrupts
+interrupted() {
   local age i
   record_exit 75 interrupted
   upload_log
@@ -186,7 +197,7 @@ on_term() {
   [[ -z $INSTANCE_ID ]] || record_exit 143 terminated
   leave terminated
 }
-timer() { # this machine's own stop, whatever job and supervisor do
+timer() {
   local sleeper
   trap 'kill "$sleeper" 2>/dev/null; exit' TERM
   sleep "$TIMER_SECONDS" &
@@ -194,10 +205,10 @@ timer() { # this machine's own stop, whatever job and supervisor do
   wait "$sleeper"
   trap '' TERM
   touch "$DIR/timer"
-  bounded 180 docker stop -t 115 "gpufleet-$INSTANCE_ID" >/dev/null # a docker that hangs must not keep the machine
+  bounded 180 docker stop -t 115 "gpufleet-$INSTANCE_ID" >/dev/null
   over timer "$TIMER_SECONDS s after boot"
 }
-watch_notice() { # until the job looks itself: a boot that AWS interrupts is no failed attempt
+watch_notice() {
   local sleeper=''
   trap 'kill_quietly "$sleeper"; exit' TERM
   until [[ $(noticed) == true ]]; do
@@ -209,7 +220,7 @@ watch_notice() { # until the job looks itself: a boot that AWS interrupts is no 
   record_exit 75 interrupted
 }
 kill_quietly() { [[ -z $1 ]] || kill "$1" 2>/dev/null; }
-yield_to_timer() { # once it has fired, it ends the run
+yield_to_timer() {
   [[ -e $DIR/timer ]] || return 0
   ENDED=yes
   kill_quietly "$WATCH"
@@ -217,13 +228,13 @@ yield_to_timer() { # once it has fired, it ends the run
   exit 0
 }
 
-local_nvme() { # SCRATCH: instance store if there is some, by model (EBS is /dev/nvme* too); else the root disk
+local_nvme() {
   local disks
   SCRATCH=$DIR
   disks=$(lsblk -dnp -o NAME,MODEL 2>/dev/null |
     awk -v dev="$ROOT/dev/" 'index($1, dev) == 1 && /Amazon EC2 NVMe Instance Storage/ {print $1}')
   [[ -n $disks ]] || return 0
-  bounded 120 systemctl start dlami-nvme # the AMI's own service makes one mount of them
+  bounded 120 systemctl start dlami-nvme
   if findmnt -n "$ROOT/opt/dlami/nvme"; then
     SCRATCH=$ROOT/opt/dlami/nvme/gpufleet
   elif mkdir -p "$ROOT/scratch" && mkfs.xfs -q -f "${disks%%$'\n'*}" && mount "${disks%%$'\n'*}" "$ROOT/scratch"; then
@@ -234,7 +245,7 @@ local_nvme() { # SCRATCH: instance store if there is some, by model (EBS is /dev
   fi
   docker_on "$SCRATCH/docker"
 }
-docker_on() { # 15-20 GB of image unpack faster there
+docker_on() {
   local config=$ROOT/etc/docker/daemon.json
   mkdir -p "$1" "${config%/*}"
   [[ -e $config ]] || echo '{}' >"$config"
@@ -248,16 +259,26 @@ data_volume() {
   retry 10 test -e "$device" || crash "$DATA_DEVICE did not appear"
   if [[ $DATA_VOLUME == blank ]]; then
     blkid -p "$device"
-    if (($? == 2)); then mkfs.xfs -q "$device" || crash "$DATA_DEVICE cannot be formatted"; fi # 2: nothing is on it
+    if (($? == 2)); then mkfs.xfs -q "$device" || crash "$DATA_DEVICE cannot be formatted"; fi
   fi
   mkdir -p "$ROOT/data"
   mount "$device" "$ROOT/data" || crash "$DATA_DEVICE cannot be mounted"
 }
-run_container() { # CODE
+log_in() {
+  local host=${IMAGE%%/*} auth
+  [[ $host =~ \.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\. ]] || return 0
+  auth=$(aws ecr get-authorization-token --region "${BASH_REMATCH[1]}" --output text \
+    --query 'authorizationData[0].authorizationToken') && mkdir -p "$DOCKER_CONFIG" &&
+    echo "{\"auths\": {\"$host\": {\"auth\": \"$auth\"}}}" >"$DOCKER_CONFIG/config.json"
+}
+pull() {
+  heard log_in && heard bounded 1800 docker pull -q "$IMAGE" && return 0
+  [[ ! $WHY =~ no\ space|not\ found|unknown|denied|no\ basic\ auth ]] || crash "the image cannot be pulled"
+  return 1
+}
+run_container() {
   local name options=()
-  # The image brings the CUDA it wants; some toolkits refuse it.
   [[ $DEVICE == cpu ]] || options+=(--gpus all -e NVIDIA_DISABLE_REQUIRE=true)
-  # Untrusted candidates run in namespaces, which docker's default profile forbids.
   [[ $EXPERIMENT != kernel-sft ]] || options+=(--security-opt seccomp=unconfined)
   [[ -z $DATA_VOLUME ]] || options+=(-v "$ROOT/data:/data")
   for name in AWS_ENDPOINT_URL AWS_EC2_METADATA_SERVICE_ENDPOINT AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY; do
@@ -277,7 +298,7 @@ run_container() { # CODE
     echo $? >"$DIR/code"
   ) >"$DIR/container.log" 2>&1 &
   CONTAINER=$!
-  while kill -0 "$CONTAINER" 2>/dev/null; do wait "$CONTAINER"; done # SIGTERM interrupts wait, not the container
+  while kill -0 "$CONTAINER" 2>/dev/null; do wait "$CONTAINER"; done
   CONTAINER=''
   CODE=$(cat "$DIR/code") || CODE=1
 }
@@ -300,9 +321,9 @@ if is_done; then
   leave "the run was over before this boot"
 fi
 [[ ! -e $DIR/booted ]] || crash "the machine was rebooted"
-touch "$DIR/booted" # later boots run this alone, and end at the line above
+touch "$DIR/booted"
 mkdir -p "$ROOT/var/lib/cloud/scripts/per-boot" && cp "$0" "$ROOT/var/lib/cloud/scripts/per-boot/gpufleet"
-retry 4 get "$RUN_URI/run.json" "$DIR/run.json" "$RUN_CONFIG_SHA256" & # meanwhile
+retry 4 get "$RUN_URI/run.json" "$DIR/run.json" "$RUN_CONFIG_SHA256" &
 FIRST=$!
 retry 4 get "s3://$BUCKET/inputs/$ARCHIVE_SHA256/job.tar.gz" "$DIR/job.tar.gz" "$ARCHIVE_SHA256" &
 SECOND=$!
@@ -324,9 +345,10 @@ tar -xzf "$DIR/job.tar.gz" -C "$DIR/app" || crash "the job archive cannot be unp
 read -r EXPERIMENT DEVICE < <(python3 -c 'import json, sys
 job = json.load(open(sys.argv[1]))["job"]
 print(job["experiment"], job["parameters"]["device"])' "$SCRATCH/run/run.json") || crash "run.json names no device"
-retry 5 bounded 1800 docker pull -q "$IMAGE" || crash "the image cannot be pulled"
-[[ $DEVICE == cpu ]] || retry 3 bounded 120 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
+[[ $DEVICE == cpu ]] ||
+  retry 3 heard bounded 120 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
   crash "no working GPU"
+retry 5 pull || crash "the image cannot be pulled"
 yield_to_timer
 say "starting the container"
 kill_quietly "$WATCH"
@@ -338,5 +360,8 @@ case $CODE in
   0) record_exit 0 finished; over finished "" ;;
   70) record_exit 70 failed; over failed "the job failed for good" ;;
   75) interrupted ;;
-  *) crash "the container ended with $CODE" "$CODE" ;;
+  *)
+    ((CODE < 125 || CODE > 127)) || WHY=$(last_line "$DIR/container.log")
+    crash "the container ended with $CODE" "$CODE"
+    ;;
 esac

@@ -1,0 +1,39 @@
+"""An image in a private repository of Amazon ECR: nodes log in to it by their role. Pure.
+
+It is the only registry that a node logs in to; every other must give the image to anybody who asks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repository:
+    """ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME."""
+
+    account: str
+    region: str
+    name: str
+
+    @property
+    def arn(self) -> str:
+        return f"arn:aws:ecr:{self.region}:{self.account}:repository/{self.name}"
+
+
+def repository(image: str) -> Repository | None:
+    """The private ECR repository of `image`; None for an image of any other registry, ECR's public one among them."""
+    found = re.match(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)", image)
+    return Repository(account=found[1], region=found[2], name=found[3]) if found else None
+
+
+def abroad(image: str, region: str) -> str:
+    """What to know of an image that nodes of `region` pull from another; empty for every other image."""
+    found = repository(image)
+    if found is None or found.region == region:
+        return ""
+    return (
+        f"job.image is in ECR of {found.region}: each node pulls it across regions, which AWS charges by the GB and "
+        f"the bill leaves out. Copy it to {region}."
+    )
