@@ -88,7 +88,10 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
             findings.add(path, "each zone once (a fleet takes one subnet per zone)")
         elif zones and zone not in zones:
             other = next((region for region in regions if zone in catalog.zones(region)), None)
-            hint = f"{zone} is a zone of {other}." if other else nearest(zone, zones)
+            theirs = [each for each in fleet.zones if other and each in catalog.zones(other)]
+            if zone in theirs[1:]:
+                continue  # told with the first: one slip, in the region or in the zones
+            hint = f"In {other}: {', '.join(theirs)}." if other else nearest(zone, zones)
             findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
 
 

@@ -311,6 +311,11 @@ def test_a_key_that_is_misspelled_or_misplaced_is_not_missing_as_well(
     assert str(problem).startswith(said)
 
 
+def test_zones_of_another_region_are_one_slip(write: Write) -> None:
+    (problem,) = problems(write(changed("fleet", "zones: [us-west-2a, us-west-2b, us-west-2c]")))
+    assert (problem.path, problem.hint) == ("fleet.zones[0]", "In us-west-2: us-west-2a, us-west-2b, us-west-2c.")
+
+
 def test_a_key_in_the_wrong_section_is_not_missing_in_its_own(write: Write) -> None:
     text = MINIMAL.replace(", owner: me", "").replace("max_usd: 3.00", "max_usd: 3.00, owner: me")
     (problem,) = problems(write(text))
