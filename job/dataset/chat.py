@@ -22,6 +22,7 @@ from job import atomic
 from job.dataset.encodings import foreign, not_utf8
 
 ROLES = ("system", "user", "assistant")
+LEARNED = ("weight", "train")  # of the assistant's messages, as OpenAI, Mistral and axolotl call it
 SHOWN = 20  # problems of a file, at most
 GENERATED = (3, 16)  # numbers in a generated list
 _HALF = re.compile("[\ud800-\udfff]")
@@ -29,10 +30,11 @@ T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """One message."""
+    """One message. `learned` False: its file says that nobody is to learn it."""
 
     role: str
     text: str
+    learned: bool = True
 
 
 Conversation = Sequence[Turn]  # ends with the assistant's turn
@@ -48,7 +50,8 @@ class Chats(Protocol):
 
 @dataclass(frozen=True)
 class JsonlChats:
-    """One JSON object a line: `instruction` and `response`, perhaps `system`; or `messages` with `role` and `content`.
+    """One JSON object a line: `instruction` and `response`, perhaps `system`; or `messages` with `role` and `content`,
+    perhaps `weight`.
 
     Other keys are left out, and counted in `left_out` once the file is read to its end: how many lines say something
     there. Blank lines are skipped.
@@ -211,7 +214,8 @@ def _left_out(tree: dict[str, Any]) -> list[str]:
     read = ("messages",) if "messages" in tree else ("system", "instruction", "response")
     said = [(key, value) for key, value in tree.items() if key not in read]
     for message in tree.get("messages", ()):
-        said += [(f"messages.{key}", value) for key, value in message.items() if key not in ("role", "content")]
+        read = ("role", "content", *(LEARNED if message["role"] == "assistant" else ()))
+        said += [(f"messages.{key}", value) for key, value in message.items() if key not in read]
     found = dict.fromkeys(key for key, value in said if value not in (None, "", [], {}))
     return [key.encode(errors="backslashreplace").decode() for key in found]  # half of a surrogate pair
 
@@ -247,12 +251,21 @@ def _messages(messages: Any) -> Conversation:
             raise ValueError(f"messages[{number}].role: system only as the first message")
         if role == "system" and not message.get("content"):
             continue  # as a `system` beside instruction that says nothing
-        turns.append(Turn(role, text_at(message, "content", f"messages[{number}].")))
+        learned = role != "assistant" or _learned(message, f"messages[{number}].")
+        turns.append(Turn(role, text_at(message, "content", f"messages[{number}]."), learned))
     if not turns or turns[-1].role != "assistant":
         raise ValueError("messages: the last one must be the assistant's, the answer to learn")
     if all(turn.role != "user" for turn in turns):
         raise ValueError("messages: an answer without a question")
     return tuple(turns)
+
+
+def _learned(message: dict[str, Any], path: str) -> bool:
+    """Whether the answer is to be learned. Raises ValueError for a share."""
+    for key in LEARNED:
+        if message.get(key) not in (None, 0, 1):
+            raise ValueError(f"{path}{key}: {message[key]!r:.60} is neither 1, learned, nor 0, not learned")
+    return 0 not in (message.get(key) for key in LEARNED)
 
 
 def text_at(tree: dict[str, Any], key: str, path: str = "") -> str:

@@ -48,6 +48,7 @@ from job.text import counted
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once
+RENDERED = 2  # raised where the same file gives other tokens: a dataset of before is prepared again
 UNCLOSED = 0.1  # share of examples without a closing token, above which the model learns to go on
 PROGRESS = 50_000  # said whenever so many more are: half a minute of silence
 
@@ -59,6 +60,8 @@ class _Counts:
     truncated: int = 0
     dropped: int = 0  # nothing of the answer was left
     unclosed: int = 0  # nothing of the answer's end was left
+    unlearned: int = 0  # turns that the file says nobody is to learn
+    trimmed: int = 0  # turns that lost blanks
     examples: list[Example] = field(default_factory=list)
     conversations: list[int] = field(default_factory=list)  # number in the source of each example
 
@@ -129,7 +132,7 @@ def prepare_packed(
             f"the tokenizer has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
             f"{model_vocab}: name the tokenizer of these base weights, or raise model.vocab"
         )
-    source = f"{chats.name}; {tokenizer.id}, {template.name}; {how.words()}"
+    source = f"{chats.name}; {tokenizer.id}, {template.name}; {how.words()}; tokens {RENDERED}"
     kept = prepare.already(folder)
     if kept is not None and kept.source == source:
         say(f"{folder} is prepared already")
@@ -198,7 +201,8 @@ def wanted(config: SftConfig | KernelConfig) -> dict[str, Any]:
 def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
     """At most `longest` tokens, and which of them the loss counts. Never the first: nothing predicts it."""
     tokens = np.array(rendered.tokens[:longest], dtype=np.uint32)
-    counted = np.array(rendered.answered[:longest]) if loss_on == "response" else np.ones(len(tokens), dtype=np.bool_)
+    counted = np.array(rendered.answered if loss_on == "response" else rendered.left, dtype=np.bool_)[:longest]
+    counted ^= loss_on == "all"  # everything but what is left
     counted[0] = False
     return Example(tokens, counted)
 
@@ -207,7 +211,9 @@ def _read(chats: Chats, renderer: Renderer, how: Packing, say: Callable[[str], N
     read = _Counts()
     stream = enumerate(chats.conversations())
     while batch := list(itertools.islice(stream, BATCH)):
-        for (number, _), rendered in zip(batch, renderer.render([turns for _, turns in batch]), strict=True):
+        for (number, turns), rendered in zip(batch, renderer.render([turns for _, turns in batch]), strict=True):
+            read.unlearned += sum(not turn.learned for turn in turns)
+            read.trimmed += renderer.template.trims and sum(turn.text != turn.text.strip() for turn in turns)
             read.truncated += len(rendered.tokens) > how.longest
             example = cut(rendered, how.loss_on, how.longest)
             if not example.counted.any():
@@ -248,6 +254,8 @@ def _facts(
         "truncated_share": round(read.truncated / (len(read.examples) + read.dropped), 4),
         "dropped": read.dropped,
         "unclosed": read.unclosed,
+        "unlearned": read.unlearned,
+        "trimmed": read.trimmed,
         "rows": len(rows["train"]),
         "loss_tokens": int(sum(int(example.counted.sum()) for example in splits["train"])),
         "held_out_examples": len(splits["validation"]),
@@ -276,6 +284,13 @@ def report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
         f"held out {of('held_out_examples', 'example')} in {of('held_out_rows', 'row')}; {f['tokenizer']}, "
         f"{f['vocab']:,} ids, template {f['template']}"
     )
+    if unlearned := f.get("unlearned", 0):
+        say(f"not learned, as the file says of them: {counted(f'{unlearned:,}', 'answer')}")
+    if trimmed := f.get("trimmed", 0):
+        say(
+            f"without the blanks around them, as template {f['template']} has them: "
+            f"{counted(f'{trimmed:,}', 'turn')}; a first line's indentation, a last line's break"
+        )
     examples = f["examples"] + f["held_out_examples"]
     if (unclosed := f.get("unclosed", 0)) > UNCLOSED * examples:
         say(
@@ -329,6 +344,8 @@ def _prompts(chats: Chats, held_out: Sequence[int], renderer: Renderer, how: Pac
         if number not in left:
             continue
         left.remove(number)
+        if not turns[-1].learned:
+            continue
         tokens = renderer.prompt(turns)
         if len(tokens) <= how.longest:
             tree = {"prompt": turns[-2].text, "tokens": tokens, "reference": turns[-1].text}

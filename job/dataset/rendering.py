@@ -1,9 +1,10 @@
 """Conversations to token ids: chat templates, and the tokenizers that fit them.
 
-A template is data: which special tokens open and close a turn. Contents are stripped and tokenised on their own, so
-that text can never become one of them (what a tokenizer only adds, like Qwen3's `<think>`, is read as it is); because
-the pieces around them end or begin with a line break or a special token, byte-level BPEs give the same ids as for the
-joined text. Nothing is added that the data does not say: no default system prompt, no date, no empty thoughts.
+A template is data: which special tokens open and close a turn. Contents are tokenised on their own, so that text can
+never become one of them (what a tokenizer only adds, like Qwen3's `<think>`, is read as it is); because the pieces
+around them end or begin with a line break or a special token, byte-level BPEs give the same ids as for the joined text
+(unless ChatML's content begins with a line break: then as an answer that begins so is generated). Nothing is added that
+the data does not say: no default system prompt, no date, no empty thoughts.
 
 `tokenizers` is imported only for a tokenizer.json. User mistakes raise ValueError.
 """
@@ -31,6 +32,7 @@ class Template:
     header: tuple[str, ...]  # before a turn's content
     end: str  # the special token that closes a turn; generation stops at it
     gap: str  # between turns
+    trims: bool  # the blanks around a turn's content are left out, as the family's own template does
 
     @property
     def specials(self) -> tuple[str, ...]:
@@ -45,9 +47,10 @@ _LLAMA3 = Template(  # Llama 3.1 model card, "prompt formats" (2024-07-23)
     header=("<|start_header_id|>", "{role}", "<|end_header_id|>", "\n\n"),
     end="<|eot_id|>",
     gap="",
+    trims=True,
 )
 _CHATML = Template(  # Qwen documentation, "chat template" (2025-04)
-    name="chatml", begin=(), header=("<|im_start|>", "{role}\n"), end="<|im_end|>", gap="\n"
+    name="chatml", begin=(), header=("<|im_start|>", "{role}\n"), end="<|im_end|>", gap="\n", trims=False
 )
 CHAT_TEMPLATE = "chat_template.jinja"
 TEMPLATES = {"llama": _LLAMA3, "qwen2": _CHATML, "qwen3": _CHATML}  # by model.family
@@ -57,7 +60,8 @@ def jinja(template: Template) -> str:
     """The same form as `transformers` takes one: what asks in it asks as the data was written."""
     before, after = "".join(template.header).split("{role}")
     gap, asked = json.dumps(template.gap), json.dumps(template.gap + before + "assistant" + after)
-    turn = f'{json.dumps(before)} + message["role"] + {json.dumps(after)} + message["content"] | trim'
+    content = 'message["content"]' + (" | trim" if template.trims else "")
+    turn = f'{json.dumps(before)} + message["role"] + {json.dumps(after)} + {content}'
     return (
         f"{{{{ {json.dumps(''.join(template.begin))} }}}}{{% for message in messages %}}"
         f'{{{{ ("" if loop.first else {gap}) + {turn} + {json.dumps(template.end)} }}}}{{% endfor %}}'
@@ -194,10 +198,13 @@ def open_chat_tokenizer(kind: str, folder: Path) -> ChatTokenizer:
 
 
 class Rendered(NamedTuple):
-    """A conversation in ids, and which of them the assistant wrote (its closing token too)."""
+    """A conversation in ids; which of them are answers to learn (with their closing token), and which are answers that
+    nobody is to learn.
+    """
 
     tokens: list[int]
     answered: list[bool]
+    left: list[bool]
 
 
 class Renderer:
@@ -215,13 +222,15 @@ class Renderer:
         contents = iter(self._contents(conversations))
         found = []
         for conversation in conversations:
-            tokens, answered = list(self._begin), [False] * len(self._begin)
+            tokens = list(self._begin)
+            answered, left = [False] * len(tokens), [False] * len(tokens)
             for number, turn in enumerate(conversation):
                 before = (self._gap if number else []) + self._headers[turn.role]
                 written = [*next(contents), self.end]
                 tokens += before + written
-                answered += [False] * len(before) + [turn.role == "assistant"] * len(written)
-            found.append(Rendered(tokens, answered))
+                answered += [False] * len(before) + [turn.role == "assistant" and turn.learned] * len(written)
+                left += [False] * len(before) + [not turn.learned] * len(written)
+            found.append(Rendered(tokens, answered, left))
         return found
 
     def prompt(self, conversation: Conversation) -> list[int]:
@@ -230,7 +239,8 @@ class Renderer:
         return asked + self._gap + self._headers["assistant"]
 
     def _contents(self, conversations: Sequence[Conversation]) -> list[list[int]]:
-        return self.tokenizer.encode_batch([turn.text.strip() for turns in conversations for turn in turns])
+        texts = [turn.text for turns in conversations for turn in turns]
+        return self.tokenizer.encode_batch([text.strip() for text in texts] if self.template.trims else texts)
 
     def _header(self, role: str) -> list[int]:
         ids: list[int] = []

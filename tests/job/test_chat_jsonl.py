@@ -31,17 +31,19 @@ def test_mistakes_in_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
         r'{"instruction": "\ud83d\ude00", "response": "b", "left out": "\ud83d"}',
         {"messages": [{"role": role, "content": "a"} for role in ("user", "system", "assistant")]},
         {"messages": [{"role": role, "content": "a"} for role in ("system", "assistant", "assistant")]},
+        {"messages": [{"role": role, "content": "a", "weight": 0.5} for role in ("user", "assistant")]},
     )
     with pytest.raises(ValueError, match=":2: not JSON") as error:
         list(JsonlChats(path).conversations())
     lines = str(error.value).splitlines()
-    assert [int(line.split(":")[1]) for line in lines] == [*range(2, 9), *range(10, 14), 15, 16]
+    assert [int(line.split(":")[1]) for line in lines] == [*range(2, 9), *range(10, 14), 15, 16, 17]
     assert lines[1].endswith("response: missing; it has instruction")
     assert "the last one must be the assistant's" in lines[3]
     assert "'robot' is not one of system, user, assistant" in lines[4]
     assert r"instruction: \ud83d at character 13 is half of a surrogate pair" in lines[9]
     assert "messages[1].role: system only as the first message" in lines[11]
     assert lines[12].endswith("messages: an answer without a question")
+    assert lines[13].endswith("messages[1].weight: 0.5 is neither 1, learned, nor 0, not learned")
     assert r"messages[0].content: \ude00 at character 0 is half" in lines[10]
 
 

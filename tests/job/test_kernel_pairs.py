@@ -47,7 +47,7 @@ def test_the_loss_counts_the_answer_and_nothing_else(tmp_path: Path) -> None:
     for tokens, marks in zip(rows.tokens, rows.marks, strict=True):
         counted = tokenizer.decode([int(token) for token, mark in zip(tokens, marks, strict=True) if mark & 1])
         assert counted.startswith("import torch")
-        assert counted.endswith("return out")
+        assert counted.endswith("return out\n")
     assert manifest.facts["examples"] == 11  # one of twelve is held out
 
 

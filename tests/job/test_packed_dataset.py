@@ -16,7 +16,7 @@ from job.config.sft import ChatData, RowEval, SftConfig
 from job.dataset import packed
 from job.dataset.chat import GeneratedPairs, JsonlChats
 from job.dataset.packing import PackedRows, Packing, evened, first_fit_decreasing, order
-from job.dataset.prepare import DatasetManifest
+from job.dataset.prepare import DatasetManifest, read_manifest
 from job.dataset.rendering import (
     TEMPLATES,
     FileTokenizer,
@@ -180,15 +180,58 @@ def test_no_question_is_longer_than_an_example_of_training(tmp_path: Path) -> No
 
 
 def test_keys_that_say_something_and_are_not_read_are_named_with_their_lines(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "d"}]
     extra = [{"context": "c", "input": "", "id": n} for n in range(3)] + [{"input": "only here", "\ud800": 1}]
     lines = [{"instruction": "a", "response": "b", **keys} for keys in extra] + [{"messages": turns, "tools": []}]
     path, said = jsonl(tmp_path, *lines), list[str]()
     packed.prepare_sft(tmp_path / "data", CONFIG, text=path, tokenizer=bpe(tmp_path, *LLAMA), say=said.append)
     assert "left out, nobody learns from it: context (3 lines), id (3 lines), input (1" in "".join(said)
-    assert "messages.weight (1" in "".join(said)
+    assert "messages.name (1" in "".join(said)
     assert "\\ud800 (1 line)" in "".join(said)  # which no output takes as it is
     assert "tools" not in "".join(said)
+
+
+@pytest.mark.parametrize("key", ["weight", "train"])
+@pytest.mark.parametrize("loss_on", ["response", "all"])
+def test_an_answer_that_is_not_to_be_learned_is_context_alone(loss_on: str, key: str, tmp_path: Path) -> None:
+    turns = [
+        ("user", "a", {}),
+        ("assistant", "the lie", {key: 0}),
+        ("user", "b", {}),
+        ("assistant", "the sum", {key: 1}),
+    ]
+    lines = [{"messages": [{"role": role, "content": text, **more} for role, text, more in turns]}] * 3
+    said: list[str] = []
+    config = replace(CONFIG, data=replace(CONFIG.data, loss_on=loss_on))
+    tokenizer = bpe(tmp_path, *LLAMA)
+    packed.prepare_sft(tmp_path / "data", config, text=jsonl(tmp_path, *lines), tokenizer=tokenizer, say=said.append)
+    assert "not learned, as the file says of them: 3 answers" in said
+    rows = PackedRows(tmp_path / "data", read_manifest(tmp_path / "data"), "train")
+    bpe_ids = FileTokenizer(tokenizer)
+    learned = bpe_ids.decode(rows.tokens[0][(rows.marks[0] & 1) == 1].tolist())
+    assert "the lie" not in learned
+    assert learned.count("the sum") == 2
+    assert ("user" in learned) is (loss_on == "all")
+
+
+@pytest.mark.parametrize(("family", "specials", "kept"), [("llama", LLAMA, False), ("qwen3", CHATML, True)])
+def test_blanks_are_kept_or_counted_as_the_familys_template_has_them(
+    family: str, specials: tuple[str, ...], kept: bool, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    config = replace(CONFIG, model=replace(CONFIG.model, family=family))
+    lines = [{"instruction": "def add(a, b):", "response": "    total = a + b\n    return total\n"}] * 3
+    tokenizer = bpe(tmp_path, *specials)
+    packed.prepare_sft(tmp_path / "data", config, text=jsonl(tmp_path, *lines), tokenizer=tokenizer, say=said.append)
+    counted = "without the blanks around them, as template llama-3 has them: 3 turns" in "".join(said)
+    assert counted is not kept
+    prompt = json.loads((tmp_path / "data" / packed.PROMPTS).read_text().splitlines()[0])
+    assert prompt["reference"].startswith("    total")
+    rows = PackedRows(tmp_path / "data", read_manifest(tmp_path / "data"), "train")
+    learned = FileTokenizer(tokenizer).decode(rows.tokens[0][(rows.marks[0] & 1) == 1].tolist())
+    assert learned.startswith(
+        "    total = a + b\n    return total\n" if kept else "total = a + b\n    return totaltotal"
+    )
 
 
 @pytest.mark.parametrize(

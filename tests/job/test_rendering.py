@@ -32,8 +32,8 @@ from job.dataset.rendering import (
         (
             "qwen3",
             CHATML,
-            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nwhat is\nit?<|im_end|>\n"
-            "<|im_start|>assistant\nthe sum<|im_end|>",
+            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n what is\nit?\n<|im_end|>\n"
+            "<|im_start|>assistant\nthe sum <|im_end|>",
         ),
     ],
 )
@@ -49,7 +49,7 @@ def test_a_conversation_gets_the_ids_of_its_joined_text(
     assert rendered.tokens == Tokenizer.from_file(str(path)).encode(text).ids
     assert renderer.prompt(turns) == rendered.tokens[: rendered.answered.index(True)]
     learned = [token for token, counted in zip(rendered.tokens, rendered.answered, strict=True) if counted]
-    assert renderer.tokenizer.decode(learned) == "the sum"
+    assert renderer.tokenizer.decode(learned).strip() == "the sum"
     assert learned[-1] == renderer.end
 
 
