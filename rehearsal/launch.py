@@ -197,7 +197,7 @@ class Launcher:
             block_device_mappings=[],
             tags={"instance": {**tags.get("instance", {}), **_aws_tags(fleet_id, pool)}},
         )
-        made = reservation.instances[0]
+        made: Any = reservation.instances[0]
         made.launch_time = now
         made.spot_instance_request_id = f"sir-{uuid.uuid4().hex[:8]}" if spot else None
         volumes = _attach_disks(backend, made, spec, {} if spot else tags.get("volume", {}))

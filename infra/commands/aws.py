@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import boto3
@@ -15,6 +15,7 @@ from botocore import exceptions
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
+from infra.commands import removal
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.resources.tags import OWNER_TAG, RUN_TAG, STACK_TAG
@@ -186,7 +187,7 @@ def needless(fleet: dict[str, Any], done: Mapping[str, Any], now: datetime) -> s
 
 def ending(fleet: dict[str, Any], region: str) -> str:
     """The command that ends a fleet and its nodes."""
-    return f"aws ec2 delete-fleets --terminate-instances --region {region} --fleet-ids {fleet['FleetId']}"
+    return f"{removal.end_fleet(fleet['FleetId']).command} --region {region}"
 
 
 def expired(fleet: dict[str, Any], now: datetime) -> bool:
@@ -221,24 +222,38 @@ def log_groups(logs: Any, stack: str) -> Iterator[dict[str, Any]]:
             yield {**group, "tags": tags_of(tagged)}
 
 
-def buckets(s3: Any, stack: str) -> tuple[list[dict[str, Any]], dict[str, AwsRefused]]:
-    """The stack's buckets with their tags, by name prefix and tag, newest first: more than one when a kept one was left
-    behind. And what AWS answered of those named like it that do not show their tags.
-    """
-    found, closed = [], {}
+class Buckets(NamedTuple):
+    """The buckets whose names begin as the stack's do."""
+
+    ours: list[dict[str, Any]]  # with their tags, newest first: more than one when a kept one was left behind
+    closed: dict[str, AwsRefused]  # those that do not show their tags, and what AWS answered
+    untagged: list[str]  # by their names ours
+
+
+def buckets(s3: Any, stack: str) -> Buckets:
+    """The stack's buckets, by name prefix and tag."""
+    found = Buckets([], {}, [])
     for bucket in pages(s3, "list_buckets", "Buckets", Prefix=prefix(stack), PaginationConfig={"PageSize": 1000}):
+        name = str(bucket["Name"])
+        of_longer_name = "-" in name.removeprefix(prefix(stack))
         try:
-            tagged = {**bucket, "Tags": s3.get_bucket_tagging(Bucket=bucket["Name"])["TagSet"]}
+            tagged = {**bucket, "Tags": s3.get_bucket_tagging(Bucket=name)["TagSet"]}
         except exceptions.ClientError as error:
             if denied(error):
-                if "-" not in bucket["Name"].removeprefix(prefix(stack)):  # else of a stack of a longer name
-                    closed[str(bucket["Name"])] = _client_refusal(error)
-            elif code(error) not in ("NoSuchTagSet", "NoSuchBucket"):  # a deleted bucket stays listed for a while
+                if not of_longer_name:
+                    found.closed[name] = _client_refusal(error)
+                continue
+            if code(error) == "NoSuchBucket":  # a deleted one stays listed for a while
+                continue
+            if code(error) != "NoSuchTagSet":
                 raise
-            continue
+            tagged = bucket
         if tags_of(tagged).get(STACK_TAG) == stack:
-            found.append(tagged)
-    return sorted(found, key=lambda bucket: bucket["CreationDate"], reverse=True), closed
+            found.ours.append(tagged)
+        elif STACK_TAG not in tags_of(tagged) and not of_longer_name:
+            found.untagged.append(name)
+    found.ours.sort(key=lambda bucket: bucket["CreationDate"], reverse=True)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +313,7 @@ def run_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
     ones that could have it do not show their tags.
     """
     run = definition.run
-    found, closed = buckets(s3, definition.name)
+    found, closed, _ = buckets(s3, definition.name)
     holds = [
         bucket
         for bucket in found
@@ -317,7 +332,7 @@ def run_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
 def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:
     """There is no such run; the stack's buckets say which there are."""
     name, run = definition.name, definition.run.id
-    found, closed = buckets(s3, name)
+    found, closed, _ = buckets(s3, name)
     folders = {
         item["Prefix"].removesuffix("/")
         for bucket in found

@@ -1,7 +1,8 @@
 """What of a stack is still in the account: of each thing what it is, what it costs, how it is removed. Reads only.
 
 Tags alone are not enough: a maintained fleet tags neither its spot nodes' disks nor their network interfaces, so this
-walks from instances to their disks, and from the VPC to what is in it. It looks in the definition's region.
+walks from instances to their disks, and from the VPC to what is in it. What lies in the stack's VPC is the stack's,
+whatever owner its tag names. It looks in the definition's region.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from botocore.exceptions import ClientError
 
 from infra.catalog import load_catalog
-from infra.commands import aws
+from infra.commands import aws, removal
 from infra.cost.lines import MONTH_H, gp3_usd_per_month
 from infra.definition import StackDefinition
 from infra.errors import PriceMissing
@@ -35,7 +36,8 @@ class Left:
     usd_per_month: Decimal = Decimal(0)
     asked_for: bool = False  # the definition keeps it
     ours: bool = True  # False: it looks like ours, but nothing proves it
-    remove: str = ""  # the command that removes it, but for the region
+    foreign: bool = False  # somebody else's, in the stack's VPC, which does not go before it
+    steps: tuple[removal.Step, ...] = ()  # what removes it; empty for what goes with something else, or is going
     owner: str = ""  # as its tag says, where that is another than the definition's
     launches: bool = False  # costs nothing now, and may launch a node at any time
     unseen: bool = False  # AWS does not show it; id or note is its answer
@@ -44,10 +46,15 @@ class Left:
     def bills(self) -> bool:
         return bool(self.usd_per_month) or self.launches
 
+    @property
+    def unwanted(self) -> bool:
+        """Whether it is the stack's own, and nobody asked for it."""
+        return self.ours and not (self.asked_for or self.foreign or self.owner or self.unseen)
+
 
 def look(definition: StackDefinition, client: Callable[[str, str], Any], now: datetime) -> Iterator[Left]:
-    """Everything found, dearest kinds first, and last what AWS would not show: one right that is missing must not hide
-    a node that runs.
+    """Everything found, dearest kinds first and within the network in the order in which AWS takes it, and last what
+    AWS would not show: one right that is missing must not hide a node that runs.
     """
     region, unseen = definition.fleet.region, list[Left]()
     ec2 = client("ec2", region)
@@ -61,23 +68,46 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
             unseen.append(Left(kind=what, id=str(aws.refusal(error)), unseen=True))
         return found
 
+    vpcs = seen("VPCs", lambda: aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=_tagged(definition)))
+    subnets = seen("subnets", lambda: _inside(ec2, "describe_subnets", "Subnets", "vpc-id", vpcs))
+    within = _Within(
+        vpcs=frozenset(vpc["VpcId"] for vpc in vpcs if not _other_owner(vpc, definition)),
+        subnets={subnet["SubnetId"]: subnet["VpcId"] for subnet in subnets},
+        definition=definition,
+    )
     fleets = seen("fleets", lambda: aws.fleets(ec2, definition, every_run=True))
     fleets = [fleet for fleet in fleets if fleet["FleetState"] != "deleted"]
     nodes = seen("instances", lambda: _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets]))
-    yield from _fleets(fleets, definition, now)
-    yield from _instances(nodes, definition)
+    yield from _fleets(fleets, within, now)
+    yield from _instances(nodes, within)
     for what, part in (
-        ("volumes", lambda: _volumes(ec2, definition, {node["InstanceId"]: node for node in nodes})),
-        ("network", lambda: _interfaces(ec2, definition)),
+        ("volumes", lambda: _volumes(ec2, within, {node["InstanceId"]: node for node in nodes})),
         ("addresses", lambda: _addresses(ec2, definition)),
         ("buckets", lambda: _buckets(client("s3", region), definition)),
         ("log groups", lambda: _log_groups(client("logs", region), definition)),
-        ("free parts", lambda: _free_parts(ec2, definition)),
-        ("roles", lambda: _roles(client("iam", region), definition)),
+        ("network", lambda: _network(ec2, definition, vpcs, {node["InstanceId"] for node in nodes})),
         ("instance profiles", lambda: _profiles(client("iam", region), definition)),
+        ("roles", lambda: _roles(client("iam", region), definition)),
     ):
         yield from seen(what, part)
     yield from unseen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Within:
+    """Whose a fleet or a node is."""
+
+    vpcs: frozenset[str]  # of the stack and of the file's owner
+    subnets: dict[str, str]  # of the stack's VPCs, with the VPC of each
+    definition: StackDefinition
+
+    def owner_of_fleet(self, fleet: dict[str, Any]) -> str:
+        overrides = [each for config in fleet["LaunchTemplateConfigs"] for each in config.get("Overrides", [])]
+        inside = any(self.subnets.get(each.get("SubnetId", "")) in self.vpcs for each in overrides)
+        return "" if inside else _other_owner(fleet, self.definition)
+
+    def owner_of_node(self, node: dict[str, Any]) -> str:
+        return "" if node.get("VpcId") in self.vpcs else _other_owner(node, self.definition)
 
 
 def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dict[str, Any]]:
@@ -88,34 +118,35 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
     return list({node["InstanceId"]: node for node in found}.values())
 
 
-def _fleets(fleets: list[dict[str, Any]], definition: StackDefinition, now: datetime) -> Iterator[Left]:
+def _fleets(fleets: list[dict[str, Any]], within: _Within, now: datetime) -> Iterator[Left]:
     for fleet in fleets:
         expired, launches = aws.expired(fleet, now), aws.may_launch(fleet, now)
         note = f"{fleet['FleetState']}, wants {aws.wants(fleet)}"
         note += ": it can launch a node at any time" if launches else ", expired" if expired else ""
-        command = f"aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet['FleetId']}" if launches else ""
-        owner = _other_owner(fleet, definition)
-        yield Left(kind="fleet", id=fleet["FleetId"], note=note, remove=command, owner=owner, launches=launches)
+        steps = () if fleet["FleetState"] in aws.ENDED else (removal.end_fleet(fleet["FleetId"]),)
+        owner = within.owner_of_fleet(fleet)
+        yield Left(kind="fleet", id=fleet["FleetId"], note=note, steps=steps, owner=owner, launches=launches)
 
 
-def _instances(nodes: list[dict[str, Any]], definition: StackDefinition) -> Iterator[Left]:
-    region = definition.fleet.region
+def _instances(nodes: list[dict[str, Any]], within: _Within) -> Iterator[Left]:
+    region = within.definition.fleet.region
     for node in nodes:
         state = node["State"]["Name"]
         hourly = Decimal(0) if state in ("stopped", "shutting-down") else _hourly(node["InstanceType"], region)
         address = _price("public_ipv4", region) if node.get("PublicIpAddress") else Decimal(0)
+        end = removal.ec2("terminate_instances", InstanceIds=[node["InstanceId"]])
         yield Left(
             kind="instance",
             id=node["InstanceId"],
             note=f"{node['InstanceType']}, {state}, run {aws.tags_of(node).get(RUN_TAG)}; at the on-demand price",
             usd_per_month=(hourly + address) * MONTH_H,
-            remove=f"aws ec2 terminate-instances --instance-ids {node['InstanceId']}",
-            owner=_other_owner(node, definition),
+            steps=() if state == "shutting-down" else (end,),
+            owner=within.owner_of_node(node),
         )
 
 
-def _volumes(ec2: Any, definition: StackDefinition, nodes: dict[str, dict[str, Any]]) -> Iterator[Left]:
-    region = definition.fleet.region
+def _volumes(ec2: Any, within: _Within, nodes: dict[str, dict[str, Any]]) -> Iterator[Left]:
+    definition, region = within.definition, within.definition.fleet.region
     found = list(aws.pages(ec2, "describe_volumes", "Volumes", Filters=_tagged(definition)))
     if nodes:
         attached = [{"Name": "attachment.instance-id", "Values": list(nodes)}]
@@ -127,7 +158,7 @@ def _volumes(ec2: Any, definition: StackDefinition, nodes: dict[str, dict[str, A
             yield _volume(volume, region, ours=False)
     for volume in known.values():
         node = next((nodes[at["InstanceId"]] for at in volume["Attachments"] if at["InstanceId"] in nodes), {})
-        owner = _other_owner(volume, definition) or _other_owner(node, definition)
+        owner = within.owner_of_node(node) if node else _other_owner(volume, definition)
         yield _volume(volume, region, ours=True, owner=owner)
 
 
@@ -148,15 +179,8 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "")
         usd_per_month=gp3_usd_per_month(load_catalog(), region, size, iops, mibps),
         ours=ours,
         owner=owner,
-        remove=f"aws ec2 delete-volume --volume-id {volume['VolumeId']}" if volume["State"] == "available" else "",
+        steps=(removal.ec2("delete_volume", VolumeId=volume["VolumeId"]),) if volume["State"] == "available" else (),
     )
-
-
-def _interfaces(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
-    for vpc in aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=_tagged(definition)):
-        inside, owner = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}], _other_owner(vpc, definition)
-        for found in aws.pages(ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=inside):  # without tags
-            yield Left(kind="network interface", id=found["NetworkInterfaceId"], note=found["Status"], owner=owner)
 
 
 def _addresses(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
@@ -165,29 +189,44 @@ def _addresses(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
             kind="elastic address",
             id=address["AllocationId"],
             usd_per_month=_price("public_ipv4", definition.fleet.region) * MONTH_H,
-            remove=f"aws ec2 release-address --allocation-id {address['AllocationId']}",
+            steps=(removal.ec2("release_address", AllocationId=address["AllocationId"]),),
             owner=_other_owner(address, definition),
         )
 
 
 def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
-    keep = definition.storage.keep
-    found, closed = aws.buckets(s3, definition.name)
-    for name, refused in closed.items():
+    keep, gb_price = definition.storage.keep, _price("s3_storage", definition.fleet.region)
+    found = aws.buckets(s3, definition.name)
+    for name, refused in found.closed.items():
         yield Left(kind="bucket", id=name, note=str(refused), unseen=True)
-    for bucket in found:
-        sizes = [int(item["Size"]) for item in aws.pages(s3, "list_objects_v2", "Contents", Bucket=bucket["Name"])]
+    for name in found.untagged:  # the provider tags a bucket after it has made it
+        yield Left(kind="bucket", id=name, note="named like ours", ours=False, steps=(removal.Bucket(name=name),))
+    for bucket in found.ours:
+        name, owner = bucket["Name"], _other_owner(bucket, definition)
+        sizes = [int(item["Size"]) for item in aws.pages(s3, "list_objects_v2", "Contents", Bucket=name)]
         gb = Decimal(sum(sizes)) / 10**9
+        for upload in aws.pages(s3, "list_multipart_uploads", "Uploads", Bucket=name):
+            key, upload_id = upload["Key"], upload["UploadId"]
+            parts = aws.pages(s3, "list_parts", "Parts", Bucket=name, Key=key, UploadId=upload_id)
+            uploaded = Decimal(sum(int(part["Size"]) for part in parts)) / 10**9
+            yield Left(
+                kind="unfinished upload",
+                id=f"s3://{name}/{key}",
+                note=f"{uploaded:.3f} GB, of {upload['Initiated']:%Y-%m-%d %H:%M}",
+                usd_per_month=uploaded * gb_price,
+                steps=(removal.Upload(bucket=name, key=key, id=upload_id),),
+                owner=owner,
+            )
         yield Left(
             kind="bucket",
-            id=bucket["Name"],
+            id=name,
             note=f"{counted(len(sizes), 'object')}, {gb:.3f} GB"
             + (f", expiring after {keep.days} days" if keep.bucket else ""),
             # A cent is the least that a bill shows, and an empty bucket costs nothing.
-            usd_per_month=gb * _price("s3_storage", definition.fleet.region),
+            usd_per_month=gb * gb_price,
             asked_for=keep.bucket,
-            remove=f"aws s3 rb --force s3://{bucket['Name']}",
-            owner=_other_owner(bucket, definition),
+            steps=(removal.Bucket(name=name),),
+            owner=owner,
         )
 
 
@@ -199,27 +238,81 @@ def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
             id=group["logGroupName"],
             note=f"{stored / 1e6:.1f} MB",
             usd_per_month=Decimal(stored) / 10**9 * _price("logs_storage", definition.fleet.region),
-            remove=f"aws logs delete-log-group --log-group-name {group['logGroupName']}",
+            steps=(
+                removal.Call(
+                    service="logs", operation="delete_log_group", arguments={"logGroupName": group["logGroupName"]}
+                ),
+            ),
             owner=_other_owner(group, definition),
         )
 
 
-_FREE = (  # kind, operation, key, id
-    ("launch template", "describe_launch_templates", "LaunchTemplates", "LaunchTemplateId"),
-    ("VPC endpoint", "describe_vpc_endpoints", "VpcEndpoints", "VpcEndpointId"),
-    ("internet gateway", "describe_internet_gateways", "InternetGateways", "InternetGatewayId"),
-    ("route table", "describe_route_tables", "RouteTables", "RouteTableId"),
-    ("security group", "describe_security_groups", "SecurityGroups", "GroupId"),
-    ("subnet", "describe_subnets", "Subnets", "SubnetId"),
-    ("VPC", "describe_vpcs", "Vpcs", "VpcId"),
+class _Part(NamedTuple):
+    """A kind of thing that a network is made of."""
+
+    kind: str
+    name: str  # in describe_NAMEs and delete_NAME
+    key: str  # of the answer
+    id: str
+    by_vpc: str = ""  # the filter by VPC; empty for what is in none
+
+    @property
+    def describe(self) -> str:
+        return f"describe_{self.name}s"
+
+    def step(self, identifier: str) -> removal.Step:
+        if self.name == "vpc_endpoint":  # there is no call for one
+            return removal.ec2("delete_vpc_endpoints", VpcEndpointIds=[identifier])
+        return removal.ec2(f"delete_{self.name}", **{self.id: identifier})
+
+
+_PARTS = (  # in the order in which AWS takes them
+    _Part("launch template", "launch_template", "LaunchTemplates", "LaunchTemplateId"),
+    _Part("VPC endpoint", "vpc_endpoint", "VpcEndpoints", "VpcEndpointId", "vpc-id"),
+    _Part("network interface", "network_interface", "NetworkInterfaces", "NetworkInterfaceId", "vpc-id"),
+    _Part("internet gateway", "internet_gateway", "InternetGateways", "InternetGatewayId", "attachment.vpc-id"),
+    _Part("subnet", "subnet", "Subnets", "SubnetId", "vpc-id"),
+    _Part("route table", "route_table", "RouteTables", "RouteTableId", "vpc-id"),
+    _Part("security group", "security_group", "SecurityGroups", "GroupId", "vpc-id"),
+    _Part("VPC", "vpc", "Vpcs", "VpcId"),
 )
 
 
-def _free_parts(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
-    for kind, operation, key, identifier in _FREE:
-        for item in aws.pages(ec2, operation, key, Filters=_tagged(definition)):
-            if item.get("State", "").lower() not in ("deleting", "deleted"):  # endpoints stay listed for a while
-                yield Left(kind=kind, id=item[identifier], owner=_other_owner(item, definition))
+def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], nodes: set[str]) -> Iterator[Left]:
+    """What carries the stack's tag, and what else is in its VPCs."""
+    owners = {vpc["VpcId"]: _other_owner(vpc, definition) for vpc in vpcs}
+    for part in _PARTS:
+        tagged = list(aws.pages(ec2, part.describe, part.key, Filters=_tagged(definition)))
+        inside = _inside(ec2, part.describe, part.key, part.by_vpc, vpcs) if part.by_vpc else []
+        every = {item[part.id]: item for item in (*tagged, *inside)}
+        ours = {item[part.id] for item in tagged}
+        for identifier, item in every.items():
+            if item.get("State", "").lower() in ("deleting", "deleted") or _goes_with_its_vpc(item):
+                continue  # endpoints stay listed for a while
+            attached = [each["VpcId"] for each in item.get("Attachments", [])]  # a gateway
+            node = (item.get("Attachment") or {}).get("InstanceId", "")  # of an interface, which bears no tag
+            vpc = item.get("VpcId") or next(iter(attached), "")
+            owner = owners[vpc] if vpc in owners else _other_owner(item, definition)
+            mine = identifier in ours or node in nodes
+            names = (node, item.get("GroupName"), item.get("ServiceName"), "" if mine else item.get("Description"))
+            note = ", ".join(filter(None, names))
+            steps = (
+                *(removal.ec2("detach_internet_gateway", **{part.id: identifier}, VpcId=each) for each in attached),
+                *(() if node or item.get("RequesterManaged") else (part.step(identifier),)),  # that goes with its own
+            )
+            yield Left(kind=part.kind, id=identifier, note=note, foreign=not mine, owner=owner, steps=steps)
+
+
+def _inside(ec2: Any, operation: str, key: str, by_vpc: str, vpcs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Everything of a kind in the VPCs."""
+    if vpcs:
+        within = [{"Name": by_vpc, "Values": [vpc["VpcId"] for vpc in vpcs]}]
+        yield from aws.pages(ec2, operation, key, Filters=within)
+
+
+def _goes_with_its_vpc(item: dict[str, Any]) -> bool:
+    """A VPC's main route table and its default security group: AWS makes them, and takes them with it."""
+    return item.get("GroupName") == "default" or any(each.get("Main") for each in item.get("Associations", []))
 
 
 def _roles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
@@ -227,7 +320,14 @@ def _roles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
         name = role["RoleName"]
         tagged = iam.list_role_tags(RoleName=name) if name.startswith(aws.prefix(definition.name)) else {}
         if aws.tags_of(tagged).get(STACK_TAG) == definition.name:
-            yield Left(kind="role", id=name, owner=_other_owner(tagged, definition))
+            inline = aws.pages(iam, "list_role_policies", "PolicyNames", RoleName=name)
+            attached = aws.pages(iam, "list_attached_role_policies", "AttachedPolicies", RoleName=name)
+            steps = (
+                *(removal.iam("delete_role_policy", RoleName=name, PolicyName=each) for each in inline),
+                *(removal.iam("detach_role_policy", RoleName=name, PolicyArn=each["PolicyArn"]) for each in attached),
+                removal.iam("delete_role", RoleName=name),
+            )
+            yield Left(kind="role", id=name, steps=steps, owner=_other_owner(tagged, definition))
 
 
 def _profiles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
@@ -237,7 +337,13 @@ def _profiles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
             continue
         described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]  # lists leave the tags out
         if aws.tags_of(described).get(STACK_TAG) == definition.name:
-            yield Left(kind="instance profile", id=name, owner=_other_owner(described, definition))
+            of = {"InstanceProfileName": name}
+            roles = [role["RoleName"] for role in described["Roles"]]
+            steps = (
+                *(removal.iam("remove_role_from_instance_profile", **of, RoleName=role) for role in roles),
+                removal.iam("delete_instance_profile", **of),
+            )
+            yield Left(kind="instance profile", id=name, steps=steps, owner=_other_owner(described, definition))
 
 
 def _tagged(definition: StackDefinition) -> list[dict[str, Any]]:

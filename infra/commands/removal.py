@@ -1,0 +1,94 @@
+"""How a leftover is removed: each step once, as the command a person runs and the call `sweep --delete` makes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from botocore import xform_name
+from botocore.exceptions import ClientError
+
+Client = Callable[[str], Any]  # boto3's client of a service, in the stack's region
+
+
+class Step(Protocol):
+    """One command."""
+
+    @property
+    def command(self) -> str: ...
+
+    def do(self, client: Client) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of AWS's API."""
+
+    service: str
+    operation: str  # as boto3 has it: delete_vpc
+    arguments: Mapping[str, Any]
+
+    @property
+    def command(self) -> str:
+        """For the AWS CLI, which names both after the API; the region is left out."""
+        words = ["aws", self.service, self.operation.replace("_", "-")]
+        for name, value in self.arguments.items():
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{xform_name(name, '-')}", *values]
+        return shlex.join(words)
+
+    def do(self, client: Client) -> None:
+        """Raises ClientError, also where AWS answers a call for several things with those it refuses."""
+        answer = getattr(client(self.service), self.operation)(**self.arguments)
+        for refused in answer.get("UnsuccessfulFleetDeletions") or answer.get("Unsuccessful") or []:
+            raise ClientError({"Error": refused["Error"]}, "".join(map(str.title, self.operation.split("_"))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """A bucket with all that is in it."""
+
+    name: str
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["aws", "s3", "rb", "--force", f"s3://{self.name}"])
+
+    def do(self, client: Client) -> None:
+        s3 = client("s3")
+        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=self.name):  # at most 1000, as a deletion
+            if keys := [{"Key": item["Key"]} for item in page.get("Contents", [])]:
+                s3.delete_objects(Bucket=self.name, Delete={"Objects": keys, "Quiet": True})
+        s3.delete_bucket(Bucket=self.name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upload:
+    """A multipart upload that nobody has finished."""
+
+    bucket: str
+    key: str
+    id: str
+
+    @property
+    def command(self) -> str:
+        named = ["--bucket", self.bucket, "--key", self.key, "--upload-id", self.id]
+        return shlex.join(["aws", "s3api", "abort-multipart-upload", *named])
+
+    def do(self, client: Client) -> None:
+        client("s3").abort_multipart_upload(Bucket=self.bucket, Key=self.key, UploadId=self.id)
+
+
+def ec2(operation: str, **arguments: Any) -> Call:
+    return Call(service="ec2", operation=operation, arguments=arguments)
+
+
+def iam(operation: str, **arguments: Any) -> Call:
+    return Call(service="iam", operation=operation, arguments=arguments)
+
+
+def end_fleet(fleet: str) -> Call:
+    """Ends a fleet and its nodes."""
+    return ec2("delete_fleets", TerminateInstances=True, FleetIds=[fleet])

@@ -1,0 +1,91 @@
+"""An `up` that is killed at one of its writes to AWS, as a closed laptop or the kernel's memory killer would."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine_world import STACK
+
+from rehearsal import gate
+from rehearsal.cloud import Cloud
+from rehearsal.environment import scratch
+
+READS = ("Describe", "Get", "List", "Head")
+WRITES = 39  # of an `up` from nothing, which a test counts
+
+
+class Killer:
+    """Stands before an account's AWS. After the write that `at` names, by its number or by its action, the program is
+    dead, and its provider with it: nothing more of it comes through.
+    """
+
+    def __init__(self, cloud: Cloud, at: int | str) -> None:
+        assert cloud._gate is not None
+        self._gate, self._app, self._at = cloud._gate, cloud._gate.app, at
+        self._lock = threading.Lock()
+        self.writes: list[str] = []
+        self.kill: Callable[[], None] = lambda: None
+        self.dead = False
+        self._gate.app = self
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        action = f"{environ['REQUEST_METHOD']} {environ.get('QUERY_STRING', '')}".strip()
+        if gate._credential(environ, str(environ.get("HTTP_AUTHORIZATION", "")))[2] != "s3":
+            action = gate._action(environ)
+        if action.startswith((*READS, "GET", "HEAD")):
+            return self._app(environ, start)
+        with self._lock:  # one write after the other: the same kill finds the same account
+            if self.dead:
+                return gate._send(start, environ, *gate._error("ec2", "400 Bad Request", "Killed", "nobody asks"))
+            answer = list(self._app(environ, start))
+            self.writes.append(action)
+            if self._at in (len(self.writes), action):
+                self.dead = True
+                self.kill()
+        return answer
+
+    def gone(self) -> None:
+        """The program has ended; whoever comes next is somebody else."""
+        self._gate.app = self._app
+
+
+def seeded(seed: int) -> int:
+    """The write at which this seed kills."""
+    return random.Random(seed).randint(1, WRITES - 1)
+
+
+def standin(project: Path) -> list[str]:
+    """The `up` of the in-process runner."""
+    return [sys.executable, "-m", "rehearsal.inprocess", "up", str(project), STACK, os.devnull]
+
+
+def real() -> list[str]:
+    """The `up` of the engine."""
+    return ["pulumi", "up", "--yes", "--skip-preview", "--non-interactive", "--stack", STACK]
+
+
+def killed(cloud: Cloud, command: list[str], project: Path, environment: Mapping[str, str], at: int | str) -> list[str]:
+    """Runs the command until it is killed after that write; the writes it has done."""
+    killer = Killer(cloud, at)
+    process = subprocess.Popen(
+        command,
+        cwd=project,
+        env=scratch(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    killer.kill = lambda: os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    killer.gone()
+    cloud.tick()  # a fleet that was made has its node by now
+    return killer.writes
