@@ -109,7 +109,7 @@ def settings(folder: Path, port: int) -> dict[str, str]:
     state.mkdir(parents=True, exist_ok=True)
     return {
         "PULUMI_HOME": str(folder / "home"),
-        "PULUMI_BACKEND_URL": state.resolve().as_uri(),
+        "PULUMI_BACKEND_URL": f"{state.resolve().as_uri()}?metadata=skip",  # as the README logs in
         "PULUMI_CONFIG_PASSPHRASE": "rehearsal",  # nothing in a rehearsal is secret
         "PULUMI_DEBUG_PROVIDERS": f"aws:{port}",
         "PULUMI_DISABLE_AUTOMATIC_PLUGIN_ACQUISITION": "true",

@@ -65,7 +65,7 @@ def test_a_second_fleet_of_the_run_that_no_stack_knows_is_named_with_how_to_end_
     assert code == 1
     assert said.startswith("2 fleets of run r1 launch nodes, each billed.")
     for fleet in (lost, kept):
-        assert f"--terminate-instances --region us-east-2 --fleet-ids {fleet}   # made 2026-11-2" in said
+        assert f"--terminate-instances --fleet-ids {fleet} --region us-east-2   # made 2026-11-2" in said
     cloud.client("ec2").modify_fleet(FleetId=kept, TargetCapacitySpecification={"TotalTargetCapacity": 0})
     assert waited(cloud, stack)[0] == 0  # of the one that launches: with another put aside there is one node
     cloud.client("ec2").modify_fleet(FleetId=kept, TargetCapacitySpecification={"TotalTargetCapacity": 1})
@@ -258,7 +258,7 @@ def test_a_fleet_that_goes_on_after_its_run_is_named_with_how_to_end_it(
     put(cloud, declare_bucket(cloud), "done.json", {"reason": "finished", "at": at})
     found, said = waited(cloud, stack)
     assert found == code
-    last = f"  aws ec2 delete-fleets --terminate-instances --region us-east-2 --fleet-ids {fleet}"
+    last = f"  aws ec2 delete-fleets --terminate-instances --fleet-ids {fleet} --region us-east-2"
     assert (said.splitlines()[-1] == last) is bool(code)
 
 
