@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -22,6 +24,7 @@ from infra.resources.tags import OWNER_TAG, RUN_TAG, STACK_TAG
 from infra.run_guard import INPUTS_PREFIX
 from job import atomic
 from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
+from job.text import stamp
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
 ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try
@@ -41,7 +44,9 @@ _DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "Au
 _BAD_KEYS = (
     "AuthFailure", "InvalidClientTokenId", "InvalidAccessKeyId", "UnrecognizedClientException",
     "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "RequestExpired",
+    "InvalidSignatureException", "RequestTimeTooSkewed", "RequestInTheFuture",
 )  # fmt: skip
+_SKEW = timedelta(minutes=5)  # AWS refuses a signature that is older or newer (S3 and IAM, 15 min)
 
 
 def client(service: str, region: str) -> Any:
@@ -111,12 +116,35 @@ def _client_refusal(error: exceptions.ClientError) -> AwsRefused:
             f"AWS does not let you call {action}: {message} Ask for that action for your user or role; "
             "`aws sts get-caller-identity` says who you are."
         )
+    if code(error) in _BAD_KEYS and (times := _clocks(error, message)):
+        ours, theirs = times
+        side = "behind" if ours < theirs else "ahead"
+        return AwsRefused(
+            f"this computer's clock is {abs(ours - theirs)} {side}: it says {stamp(ours)}, AWS says {stamp(theirs)}. "
+            "Set it: `sudo hwclock -s` in WSL, which loses time while Windows sleeps; elsewhere in the system's "
+            "settings (`sudo timedatectl set-ntp true`)."
+        )
     if code(error) in _BAD_KEYS:
         return AwsRefused(
             f"AWS does not accept the credentials ({code(error)}: {message}) Sign in again (`aws sso login`) or set "
             "AWS_PROFILE; with AWS_ENDPOINT_URL set, use the keys that `gpufleet cloud` printed."
         )
     return AwsRefused(f"AWS answered {code(error)} to {action}: {message}")
+
+
+def _clocks(error: exceptions.ClientError, message: str) -> tuple[datetime, datetime] | None:
+    """(this computer's time, AWS's) where they are too far apart: as the message names them ("expired: OURS is now
+    earlier than LIMIT (THEIRS - 15 min.)"), else by the date of the answer.
+    """
+    named = [datetime.strptime(each, "%Y%m%dT%H%M%S%z") for each in re.findall(r"\d{8}T\d{6}Z", message)]
+    answered = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    if len(named) == 3:
+        ours, _, theirs = named
+    elif answered:
+        ours, theirs = datetime.now(UTC).replace(microsecond=0), parsedate_to_datetime(answered)
+    else:
+        return None
+    return (ours, theirs) if abs(ours - theirs) > _SKEW else None
 
 
 def tags_of(resource: dict[str, Any]) -> dict[str, str]:

@@ -110,8 +110,9 @@ class Fleet(pulumi.ComponentResource):
                         # What AWS answers may be spelled otherwise, and a difference here would replace a fleet.
                         "targetCapacitySpecification",
                         "spotOptions",
+                        "onDemandOptions",
                         "excessCapacityTerminationPolicy",
-                        "validFrom",  # not declared, but the provider takes it from AWS's answer
+                        "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
                     ],
                     custom_timeouts=pulumi.CustomTimeouts(delete=DELETE_TIMEOUT),
                 ),

@@ -143,6 +143,8 @@ def test_the_fleet_is_replaced_by_a_new_run_id_only_and_old_one_first(story: Sto
     assert set(options["ignore_changes"]) >= {
         "validFrom",
         "validUntil",
+        "spotOptions",
+        "onDemandOptions",
         "targetCapacitySpecification.totalTargetCapacity",
         "launchTemplateConfigs",
         "tags",
