@@ -11,7 +11,7 @@ import typing
 from dataclasses import Field, fields, is_dataclass, replace
 from typing import Any
 
-from job.config.common import Checkpoint, Log, bounded
+from job.config.common import Checkpoint, Guard, Log, bounded
 from job.config.growth import AdamW, Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
 from job.config.kernel import KernelConfig
 from job.config.pretrain import PretrainConfig
@@ -27,6 +27,7 @@ __all__ = [
     "Eval",
     "GrowthConfig",
     "GrowthModel",
+    "Guard",
     "JobConfig",
     "KernelConfig",
     "Log",

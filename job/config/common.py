@@ -34,6 +34,18 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """When a run counts as lost (NaN and infinity always are), and how often it then goes on from before."""
+
+    divergence: bool = True  # False: a loss that rises and stays up is nobody's business
+    rise: float = bounded(1.0, 0.001, 1000.0)  # nats above the lowest upper tenth that `window` logged losses had
+    window: int = bounded(50, 10, 10_000)  # logged losses
+    in_a_row: int = bounded(10, 2, 10_000)  # logged losses that high, then the validation loss is asked
+    retries: int = bounded(2, 0, 100)  # from the last good checkpoint, before the run ends as failed
+    lr_factor: float = bounded(0.5, 0.01, 1.0)  # of every rate, at each retry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
     """The dtype of the matmuls; master weights, gradients and moments are fp32."""
 

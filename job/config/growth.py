@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.config.common import BELOW_ONE, Checkpoint, Log, bounded
+from job.config.common import BELOW_ONE, Checkpoint, Guard, Log, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,5 +85,6 @@ class GrowthConfig:
     optim: AdamW = AdamW()
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
     eval: Eval = Eval()
     log: Log = Log()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.config.common import BELOW_ONE, Checkpoint, Compute, Log, bounded
+from job.config.common import BELOW_ONE, Checkpoint, Compute, Guard, Log, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,5 +92,6 @@ class PretrainConfig:
     early_stop: EarlyStop = EarlyStop()
     reshard_after_forward: bool = False  # False = ZeRO-2, True = ZeRO-3
     checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
     eval: CharEval = CharEval()
     log: Log = Log()

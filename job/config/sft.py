@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.config.common import Checkpoint, Compute, CosineAdamW, Decoder, Log, TokenBatch, bounded
+from job.config.common import Checkpoint, Compute, CosineAdamW, Decoder, Guard, Log, TokenBatch, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,5 +72,6 @@ class SftConfig:
     measures: Measures = Measures()
     reshard_after_forward: bool = True  # full weights only: True = ZeRO-3, False = ZeRO-2
     checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
     eval: RowEval = RowEval()
     log: Log = Log()

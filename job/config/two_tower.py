@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from job.config.common import Checkpoint, Compute, Log, bounded
+from job.config.common import Checkpoint, Compute, Guard, Log, bounded
 
 Variant = Literal["o", "p", "q", "r", "weak-2m", "full"]
 VARIANTS: tuple[str, ...] = get_args(Variant)
@@ -86,6 +86,7 @@ class TwoTowerConfig:
     optim: TowerOptim = TowerOptim()
     precision: Compute = Compute(compute="fp32")
     checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
     log: Log = Log(every=100)
 
 

@@ -29,6 +29,15 @@ def manifest_key(step: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Retry:
+    """Training was lost (job/train/guard.py) at one step, and went on from the checkpoint of another, at a lower rate."""
+
+    lost_at: int
+    from_step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
     """commit.json. `val_loss` only where exactly this step was evaluated."""
 
@@ -44,6 +53,7 @@ class Commit:
     dataset: dict[str, str] = field(default_factory=dict)  # sha256, source
     requires: tuple[str, ...] = ()  # what must be uploaded before this counts
     base_weights: str | None = None  # job/train/identity.py
+    retries: tuple[Retry, ...] = ()  # of the run so far, oldest first
     torch: str = ""
     world_size: int = 1
 
@@ -51,6 +61,11 @@ class Commit:
     def folder(self) -> str:
         """Its name, on the disk and in the bucket, below ckpt/."""
         return f"step_{self.step:08d}"
+
+    @property
+    def changing(self) -> tuple[Any, ...]:
+        """What may change after its files are written."""
+        return self.val_loss, self.retries
 
     @property
     def bytes(self) -> int:
@@ -86,6 +101,14 @@ class Commit:
             dataset=dataset.all(reading.text),
             requires=fields.take("requires", reading.listed(reading.name), ()),
             base_weights=fields.take("base_weights", reading.text, None),
+            retries=tuple(
+                Retry(
+                    lost_at=each.need("lost_at", reading.step),
+                    from_step=each.need("from_step", reading.step),
+                    reason=each.need("reason", reading.text),
+                )
+                for each in (fields.sections("retries") if "retries" in tree else ())
+            ),
             torch=fields.take("torch", reading.text, ""),
             world_size=fields.take("world_size", reading.whole, 1),
         )

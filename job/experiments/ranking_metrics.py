@@ -2,13 +2,15 @@
 
 Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (scikit-learn's
 `ndcg_score` with ties averaged) and in MRR alike. A query without a relevant model scores 0. All in float64.
-Scores that are NaN or infinite rank nothing and raise ValueError, as they do there.
+Scores that are NaN or infinite rank nothing and raise LossNotFiniteError, a ValueError as there.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from job.train.experiment import LossNotFiniteError
 
 
 def ndcg(scores_QM: Tensor, gains_QM: Tensor, k: int) -> Tensor:
@@ -45,9 +47,9 @@ def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
 def _require_finite(scores_QM: Tensor) -> None:
     wrong_Q = ~scores_QM.isfinite().all(-1)
     if wrong_Q.any():
-        raise ValueError(
+        raise LossNotFiniteError(
             f"scores of {int(wrong_Q.sum())} of {wrong_Q.numel()} queries are NaN or infinite; only finite ones can be "
-            "ranked. The model that gave them has diverged: lower optim.lr or optim.clip (0 clips nothing)."
+            "ranked"
         )
 
 

@@ -120,18 +120,18 @@ class TwoTower(Experiment):
             return local == epochs * self.config.steps_per_epoch
         return local % self.config.steps_per_epoch == 0
 
-    @torch.no_grad()
+    def measure(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
+        """1 - the honest members' mean nDCG@10 on the folds they watch; None for the refit, which watches none."""
+        assert isinstance(module, Members)
+        return None if phase.name == REFIT else 1 - fmean(self._watched(module)[: self.config.data.folds])
+
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: sizing.Rung) -> float | None:
-        """1 - the honest members' mean nDCG@10 on the folds they watch; None for the refit, which watches none. Keeps
-        the record of each member, and its weights where they are its best so far.
-        """
+        """The same. Keeps the record of each member, and its weights where they are its best so far."""
         assert isinstance(module, Members)
         if phase.name == REFIT:
             return None
         assert self._losses_K is not None  # a step that is evaluated was read back
-        module.eval()
-        found = self._batches.watched_ndcg(module).tolist()
-        module.train()
+        found = self._watched(module)
         record = self.progress["families"][self._name(phase)]
         epoch = record["epochs"] = record["epochs"] + 1
         better = []
@@ -242,6 +242,14 @@ class TwoTower(Experiment):
         threads = torch.get_num_threads() if given else len(os.sched_getaffinity(0))
         found = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
         self.session.say(f"{fold}: done, {counted(trees, 'tree')} in {time.monotonic() - began:.0f} s")
+        return found
+
+    @torch.no_grad()
+    def _watched(self, module: Members) -> list[float]:
+        """Each member's nDCG@10 on the fold that it watches."""
+        module.eval()
+        found: list[float] = self._batches.watched_ndcg(module).tolist()
+        module.train()
         return found
 
     def _choose_refit(self) -> dict[str, Any]:

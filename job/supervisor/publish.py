@@ -40,7 +40,7 @@ class Publisher:
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._stamp, self._say = store, workdir, stamp, say
         self._best: Best | None = None
-        self._told: float | None = None  # the validation loss that the newest one's manifest tells
+        self._told: tuple[Any, ...] = ()  # what the newest one's manifest tells that may change
         self._given_up: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
@@ -54,7 +54,7 @@ class Publisher:
         nobody's.
         """
         step = manifest.commit.step
-        self.newest, self._told = step, manifest.commit.val_loss
+        self.newest, self._told = step, manifest.commit.changing
         self._given_up = set()
         self._arrived = self._staged(step, manifest.files)  # where only its evaluation is new, nothing goes again
         best = Best.from_bytes(self._store.get_bytes(BEST))
@@ -69,14 +69,14 @@ class Publisher:
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters. The
-        newest published goes again where its evaluation has been made up for.
+        newest published goes again where its evaluation has been made up for, or the run goes on from it once more.
         """
         waiting = [commit for commit in commits(self._workdir) if commit.step not in self._given_up]
         return [
             commit
             for commit in waiting
             if self._improves(commit.val_loss)
-            or (commit.step == self.newest and commit.val_loss != self._told)
+            or (commit.step == self.newest and commit.changing != self._told)
             or (commit.step > self.newest and (commit is waiting[-1] or commit.reason != "timed"))
         ]
 
@@ -113,7 +113,7 @@ class Publisher:
         self._store.put_bytes(atomic.json_bytes(manifest), f"{folder}/manifest.json")
         self._offer(commit.step, commit.val_loss)
         if commit.step >= self.newest:
-            self.newest, self._told = commit.step, commit.val_loss
+            self.newest, self._told = commit.step, commit.changing
         if whole:
             self.measured = (commit.bytes, time.monotonic() - started)
         self._say(f"published step {commit.step} ({commit.reason}), {commit.bytes / 1e6:.1f} MB")

@@ -10,6 +10,7 @@ reason in fatal.json; 71 this node is refused, the reason in preflight.json; 72 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fcntl
 import importlib
 import os
@@ -81,7 +82,12 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         with alone(workdir):
             world = parallel.join(run.config.device)
             experiment, session = start(run, workdir, rung, requests, world)
-            Loop(session, experiment).run()
+            while not Loop(session, experiment).run():
+                del experiment  # and its weights, before there are others
+                session.device.tidy()
+                checkpoints = Checkpoints(workdir / "ckpt", config_sha256=run.digest, world=world)
+                session = dataclasses.replace(session, checkpoints=checkpoints)
+                experiment = imported(run.name)(session)
     except Stopped:
         code = STOPPED
     except RuntimeError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from job import atomic
 from job.contract import commit as commits
-from job.contract.commit import COMMIT, HELD, Commit
+from job.contract.commit import COMMIT, HELD, Commit, Retry
 
 PROGRESS = "progress.json"
 DAMAGED = "damaged.json"  # what commit.json becomes where the tensors cannot be read
@@ -75,9 +75,24 @@ class Committed:
                 atomic.write_json(found.path / COMMIT, replace(found.commit, val_loss=val_loss).to_json())
 
     def set_aside(self, found: Found) -> None:
-        """What cannot be read counts no more, unless it is all there is: no run begins again because of it."""
+        """What cannot be read, or holds lost weights, counts no more, unless it is all there is: no run begins again
+        because of it.
+        """
         if len(list(self)) > 1:
             (found.path / COMMIT).replace(found.path / DAMAGED)
+
+    def go_back(self, step: int, lost_at: int, reason: str) -> Found | None:
+        """The newest checkpoint up to `step`, from now on the newest of all, with the retry in its commit. None: there
+        is none. Raises OSError, and then it is not to be gone on from: nobody would count the retries.
+        """
+        good = max((found for found in self if found.step <= step), key=lambda found: found.step, default=None)
+        if good is not None:
+            for later in [found for found in self if found.step > good.step]:
+                self.set_aside(later)
+            retry = Retry(lost_at=lost_at, from_step=good.step, reason=reason)
+            changed = replace(good.commit, retries=(*good.commit.retries, retry))
+            atomic.write_json(good.path / COMMIT, changed.to_json())
+        return good
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`, the best and one being uploaded. One that lacks a file is not whole any

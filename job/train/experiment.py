@@ -33,8 +33,12 @@ class Stopped(Exception):
         self.ends = ends
 
 
-class LossNotFiniteError(ValueError):
-    """Loss or gradients became NaN or infinite. The last committed checkpoint is older and good."""
+class LostError(ValueError):
+    """Training on makes nothing good of the weights at hand; of an earlier checkpoint's perhaps."""
+
+
+class LossNotFiniteError(LostError):
+    """Loss, gradients or weights became NaN or infinite. The last committed checkpoint is older and good."""
 
 
 class Output(Protocol):
@@ -195,11 +199,17 @@ class Experiment(ABC):
         evaluation = getattr(self.session.config, "eval", None)
         return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
 
-    @torch.no_grad()
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: sizing.Rung) -> float | None:
-        """What is logged as val_loss after `step` steps, lower is better; the same on every rank. Mean loss in nats per
+        """What is logged as val_loss after `step` steps: `measure`, and what else the experiment finds out and keeps.
+        Raises Stopped as `measure` does: the next start makes up for it.
+        """
+        return self.measure(phase, module, rung)
+
+    @torch.no_grad()
+    def measure(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
+        """The validation loss, lower is better, the same on every rank; nothing remembers it. Mean loss in nats per
         token. None: the phase holds nothing out. Raises Stopped, on all ranks together, where a stop comes before it is
-        over: the next start makes up for it.
+        over.
         """
         module.eval()
         work = self.validation(phase, rung)

@@ -1,68 +1,119 @@
-"""When a run is not worth its money any more: a loss that shot up and stayed up. And what is slower than was promised.
+"""When a run is lost, or slower than was promised.
 
-A loss that is NaN or infinite is the loop's own business; these rules look at the losses that are logged.
+Lost is what diverged: the logged losses have risen and stay up, and the validation loss shows it too. Hard batches
+among easy ones show neither, however hard they are. NaN and infinity are lost at once, and the loop's own business.
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
+from job.config import Guard
 from job.train.device import Device
+from job.train.experiment import LostError
 
-# Loss spike: this far above the window's median, twice in a row. 10 MADs are 6.7 standard deviations of a normal
-# distribution; the nat keeps a quiet late window (MAD 0.01) from calling an ordinary bump a spike. Our choice, 2026-11.
-WINDOW, LEAST, MADS, NATS, IN_A_ROW = 50, 10, 10.0, 1.0, 2
+# The level is the upper tenth of a window, the lowest that any had: a step in ten may hold a hard row (2 % of rows,
+# four a step), and it is still that of the others. Ten in a row far above it hardly ever happen in 20,000 healthy steps
+# (bench/results/guard.md). At least LEAST losses make a level.
+UPPER, LEAST = 0.9, 20
+WORSE = 1.1  # times the phase's best evaluation: nothing below is out of range, though it is the second of a phase
 
 # Warnings: below or above these a run costs more than its bill says, or is about to fail.
 UTILIZATION, MEMORY, PACE, MFU = 80.0, 0.95, 0.6, 0.6
 
 
-class LossSpikeError(ValueError):
-    """The loss left its range and did not come back."""
+class LossSpikeError(LostError):
+    """The loss left its range and did not come back, and the validation loss confirms it."""
 
 
 class SpikeGuard:
     """Looks at one phase's logged losses, in order. Each rank's sees the same ones, so all of them stop together.
 
-    `known`: the state of an earlier start's, so that an interruption makes it forget nothing.
+    `known`: the state of an earlier start's, so that an interruption makes it forget nothing. `first`: the steps before
+    the phase.
     """
 
-    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
-        known = known or {"window": [], "above": 0, "clean": 0}
-        self._window: collections.deque[float] = collections.deque(known["window"], maxlen=WINDOW)
-        self._above: int = known["above"]
-        self._clean: int = known.get("clean", 0)  # the step of the newest loss in range
+    def __init__(self, config: Guard | None = None, known: Mapping[str, Any] | None = None, *, first: int = 0) -> None:
+        config, known = config or Guard(), known or {}
+        self._config = config
+        self._window: collections.deque[float] = collections.deque(known.get("window", ()), maxlen=config.window)
+        self._level: float | None = known.get("level")  # the lowest that the window has had
+        self._above: int = known.get("above", 0)
+        self._lowest: float | None = known.get("lowest")  # of the evaluations in range
+        self._highest: float | None = known.get("highest")
+        self.clean: int = known.get("clean", first)
+        """The newest step whose loss, or validation loss, was in range: checkpoints up to it are good."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """For the checkpoint's progress: the losses it judges by, and how many of the newest are out of range."""
-        return {"window": list(self._window), "above": self._above, "clean": self._clean}
+        """For the checkpoint's progress."""
+        return {
+            "window": list(self._window),
+            "level": self._level,
+            "above": self._above,
+            "lowest": self._lowest,
+            "highest": self._highest,
+            "clean": self.clean,
+        }
 
     @property
     def suspicious(self) -> bool:
         """The newest loss is out of range: nothing but an improvement is saved until the next one has been seen."""
         return self._above > 0
 
-    def see(self, loss: float, step: int) -> None:
-        """Raises LossSpikeError at the second loss in a row that is out of range."""
-        if len(self._window) >= LEAST:
-            middle = median(self._window)
-            limit = middle + max(MADS * median(abs(x - middle) for x in self._window), NATS)
-            if loss > limit:
-                self._above += 1
-                if self._above == IN_A_ROW:
-                    raise LossSpikeError(
-                        f"the loss is {loss:.3f} at step {step}, after {middle:.3f} (median of the last "
-                        f"{len(self._window)} logged, limit {limit:.3f}), {IN_A_ROW} times in a row. Checkpoints "
-                        f"up to step {self._clean} are from before: lower optim.lr or optim.clip (0 clips nothing) "
-                        "and start a run anew"
-                    )
-                return
-        self._above, self._clean = 0, step
+    def see(self, loss: float, step: int, val_loss: float | None = None) -> bool:
+        """A logged loss, with the evaluation of the same step if there was one. True: it has been out of range for so
+        long that `judge` wants the validation loss.
+        """
+        above = self._level is not None and loss > self._level + self._config.rise
         self._window.append(loss)
+        if above and self._config.divergence and not (val_loss is not None and self._in_range(val_loss)):
+            self._above += 1
+        else:
+            self._above, self.clean = 0, step
+            if val_loss is not None:
+                self.evaluated(val_loss)
+        if len(self._window) >= min(LEAST, self._config.window):
+            level = self._upper()
+            self._level = level if self._level is None else min(self._level, level)
+        return self._above >= self._config.in_a_row
+
+    def judge(self, val_loss: float | None, step: int) -> str | None:
+        """What was seen, and that it is no divergence; None: without a validation loss it is too early to tell. Raises
+        LossSpikeError.
+        """
+        assert self._level is not None
+        newest = self._window[-1]
+        seen = (
+            f"{self._above} logged losses in a row are more than {self._config.rise:g} above {self._level:.3f}, the "
+            f"upper tenth of {len(self._window)} before; the newest is {newest:.3f}, at step {step}"
+        )
+        if val_loss is None:
+            if self._above < 2 * self._config.in_a_row:
+                return None
+            raise LossSpikeError(f"diverged: {seen}; there is no validation loss to ask")
+        if not self._in_range(val_loss):
+            known = "none was evaluated before" if self._lowest is None else f"{self._lowest:.4f} was the best"
+            raise LossSpikeError(f"diverged: {seen}; the validation loss is {val_loss:.4f}, {known}")
+        self._above, self.clean, self._level = 0, step, self._upper()
+        self.evaluated(val_loss)
+        return f"no divergence, although {seen}: the validation loss is {val_loss:.4f}, in its range"
+
+    def evaluated(self, val_loss: float) -> None:
+        """An evaluation in range."""
+        self._lowest = val_loss if self._lowest is None else min(self._lowest, val_loss)
+        self._highest = val_loss if self._highest is None else max(self._highest, val_loss)
+
+    def _in_range(self, val_loss: float) -> bool:
+        """Nearer to the phase's best evaluation than to its worst. Before the first one: as training losses are."""
+        if self._lowest is None or self._highest is None:
+            return self._level is None or val_loss <= self._level + self._config.rise
+        return val_loss <= max((self._lowest + self._highest) / 2, WORSE * self._lowest)
+
+    def _upper(self) -> float:
+        return sorted(self._window)[int(UPPER * len(self._window))]
 
 
 class Thresholds:

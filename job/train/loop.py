@@ -21,21 +21,21 @@ import torch
 from torch import nn
 
 from job import sizing
-from job.contract.commit import Commit, Reason
+from job.contract.commit import Commit, Reason, Retry
 from job.dataset.prepare import read_manifest
 from job.train import device, identity, metrics, optimizer, rungs, step
 from job.train.cadence import Cadence
 from job.train.checkpoint import Saved, State, all_finite
 from job.train.committed import Found
 from job.train.compile_cache import CompileCache
-from job.train.experiment import Experiment, LossNotFiniteError, Phase, Session, Stopped
+from job.train.experiment import Experiment, LossNotFiniteError, LostError, Phase, Session, Stopped
 from job.train.guard import SpikeGuard
 from job.train.journal import Journal
 
 
 class Loop:
-    """Trains an experiment from wherever it stands. Raises Stopped, ValueError (LossNotFiniteError, LossSpikeError,
-    what an experiment refuses), torch.OutOfMemoryError.
+    """Trains an experiment from wherever it stands. Raises Stopped, ValueError (LostError, what an experiment refuses),
+    torch.OutOfMemoryError.
     """
 
     def __init__(self, session: Session, experiment: Experiment) -> None:
@@ -51,14 +51,15 @@ class Loop:
         self._clock = metrics.StepClock(session.device.synchronize)
         self._journal = Journal(session, experiment.phases)
         self._cadence = Cadence(session, improvements=experiment.saves_improvements, event=self._journal.event)
-        self._guard = SpikeGuard()
+        self._guard = SpikeGuard(self.config.guard)
+        self._retries: tuple[Retry, ...] = ()  # of this run so far, by whatever node
         self._judged = False  # the guard has seen this step's loss
         self._look = False  # a save waits for the next step's
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
         self._graphs: CompileCache | None = None  # of this phase, where anything is compiled
 
-    def run(self) -> None:
-        """To the end."""
+    def run(self) -> bool:
+        """To the end. False: what was trained last is lost, and another loop is to go on from the checkpoint before."""
         try:
             with device.settings(self.session.device):
                 try:
@@ -68,6 +69,10 @@ class Loop:
                     if stopped.ends:
                         self.experiment.cut(self.step)
                     raise
+                except LostError as lost:
+                    self._go_back(lost)
+                    return False
+                return True
         finally:
             gc.unfreeze()
             self._journal.close()
@@ -91,8 +96,34 @@ class Loop:
         self._note(self.session.checkpoints.wait())
         self.experiment.finish()
 
+    def _go_back(self, lost: LostError) -> None:
+        """Makes the last good checkpoint the newest, for another try at a lower rate. Raises what `lost` is, with what
+        has been tried, where there is none or enough was tried.
+        """
+        guard, checkpoints = self.config.guard, self.session.checkpoints
+        self._note(checkpoints.wait())
+        good = min(self._guard.clean, self.step - 1) if self._guard.suspicious else self.step - 1
+        found: int | None = None
+        if self.world.first and len(self._retries) < guard.retries:
+            try:
+                back = checkpoints.committed.go_back(good, self.step, str(lost))
+                found = None if back is None else back.step
+            except OSError as error:
+                self.session.say(f"no retry is possible: {error}")
+        found = self.world.agree(found)
+        tried = "".join(f"; lost at {each.lost_at}, tried again from {each.from_step}" for each in self._retries)
+        if found is None:
+            enough = f"{len(self._retries)} of guard.retries {guard.retries} used{tried}"
+            none = "" if len(self._retries) >= guard.retries else f", no checkpoint up to step {good} is on this disk"
+            raise type(lost)(f"{lost}{none}; {enough}. Lower optim.lr or optim.clip (0 clips nothing)") from None
+        self.session.say(
+            f"{lost}. Again from the checkpoint of step {found}, every rate times {guard.lr_factor:g}: retry "
+            f"{len(self._retries) + 1} of {guard.retries}"
+        )
+
     def _resume(self, found: Found) -> list[Phase]:
         """Takes over where the checkpoint stands; the phases that are left, its own included."""
+        self._retries = found.commit.retries
         self.step, self.val_loss = found.step, found.progress["val_loss"]
         self._ended = found.progress.get("ended")
         self._unevaluated = found.progress.get("unevaluated", False)
@@ -132,7 +163,8 @@ class Loop:
         self.session.device.tidy()
         self._clock.restart()
         self._cadence.begin()
-        self._guard = SpikeGuard(found.progress.get("guard") if found is not None else None)
+        known = found.progress.get("guard") if found is not None else None
+        self._guard = SpikeGuard(self.config.guard, known, first=self.step)
         module.train()
         if hasattr(module, "checkpointing"):
             setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
@@ -169,7 +201,7 @@ class Loop:
         self, phase: Phase, module: nn.Module, opt: torch.optim.Optimizer, rung: sizing.Rung, *, first: bool
     ) -> float | None:
         """One optimizer step with its log line; the validation loss where this step is evaluated."""
-        lr = self.experiment.schedule(phase, opt, self.step)
+        lr = self._lower(opt, self.experiment.schedule(phase, opt, self.step))
         self._clock.start()
         work = self.experiment.batch(phase, self.step, rung)
         result = step.update(self.experiment, module, opt, work, self.step)
@@ -200,9 +232,30 @@ class Loop:
                 shown_val_loss=self.val_loss,
                 over=self._over(phase),
             )
-            self._guard.see(values["loss"], self.step)
+            if self._guard.see(values["loss"], self.step, val_loss):
+                self._judge(phase, module, rung, val_loss)
         self._judged = values is not None
         return val_loss
+
+    def _judge(self, phase: Phase, module: nn.Module, rung: sizing.Rung, val_loss: float | None) -> None:
+        """The losses look diverged: a look at the validation loss, where this step was not evaluated anyway. Raises
+        LossSpikeError.
+        """
+        try:
+            asked = self.experiment.measure(phase, module, rung) if val_loss is None else val_loss
+        except Stopped:
+            return  # heeded after this step; the next start looks again
+        self._require_finite(asked)
+        if (said := self._guard.judge(asked, self.step)) is not None:
+            self._journal.event(said, aloud=True)
+
+    def _lower(self, opt: torch.optim.Optimizer, lr: float) -> float:
+        """Every rate is lower after a retry; the one to log."""
+        factor = self.config.guard.lr_factor ** len(self._retries)
+        if factor != 1.0:
+            for group in opt.param_groups:
+                group["lr"] *= factor
+        return lr * factor
 
     def _evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung, known: float | None = None) -> float | None:
         """The validation loss after this step, or the `known` one. None: nothing is held out, or a stop came first."""
@@ -231,6 +284,7 @@ class Loop:
                 with suppress(OSError):  # a full disk; the next improvement is saved as if there had not been this one
                     self.session.checkpoints.committed.evaluated(self.step, val_loss)
             self._cadence.recall()
+            self._guard.evaluated(val_loss)
             self._journal.evaluated(self.step, val_loss)
         self._heed(phase, None, self.world.agree(self._stop()))
 
@@ -245,12 +299,12 @@ class Loop:
 
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
         """Why this step is to be saved. What no loss was logged for waits for the next step, whose is: a save within a
-        spike would push out those from before. An improvement is none: one batch was hard, and its weights are better.
+        divergence would push out those from before. With an improvement there is none: its weights are better.
         """
         if not self.world.first or self._over(phase):
             return None
         due = self._cadence.due(val_loss)
-        return None if self._guard.suspicious and due != "best" else due
+        return None if self._guard.suspicious else due
 
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
         """Starts a save of this step, unless it is saved already."""
@@ -277,6 +331,7 @@ class Loop:
             requires=self.experiment.requires(phase),
             reason=reason,
             torch=torch.__version__,
+            retries=self._retries,
             world_size=self.world.size,
         )
         progress = {
@@ -331,7 +386,4 @@ class Loop:
         before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
         if saved == self.step:  # of an evaluation made up for, the weights are saved already
             before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
-        raise LossNotFiniteError(
-            f"{what} not finite at step {self.step}; {before}. Lower optim.lr or optim.clip (0 clips nothing) and "
-            "start a run anew"
-        )
+        raise LossNotFiniteError(f"{what} not finite at step {self.step}; {before}")

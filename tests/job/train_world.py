@@ -35,7 +35,7 @@ def make(workdir: Path, **changed: Any) -> Path:
     parameters = {key: dict(value) if isinstance(value, dict) else value for key, value in PARAMETERS.items()}
     for key, value in changed.items():
         if isinstance(value, dict):
-            parameters[key].update(value)
+            parameters.setdefault(key, {}).update(value)
         else:
             parameters[key] = value
     workdir.mkdir(parents=True, exist_ok=True)
