@@ -30,7 +30,7 @@ def manifest_key(step: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retry:
-    """Training was lost (job/train/guard.py) at one step, and went on from the checkpoint of another, at a lower rate."""
+    """Training was lost at one step, and went on from the checkpoint of another at lower rates (job/train/loop.py)."""
 
     lost_at: int
     from_step: int
