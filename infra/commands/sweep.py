@@ -115,7 +115,7 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     unseen, found = [left for left in found if left.unseen], [left for left in found if not left.unseen]
     theirs = [left for left in found if left.owner]
     mine = [left for left in found if not left.owner]
-    unwanted = [left for left in mine if left.unwanted]
+    unwanted, foreign = [left for left in mine if left.unwanted], [left for left in mine if left.foreign]
     billed, free = [left for left in unwanted if left.bills], [left for left in unwanted if not left.bills]
     for title, group in (
         ("Not looked at, so it may be there and cost:", unseen),
@@ -124,7 +124,7 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
         ("Still there, free of charge:", free),
         (
             "Not the stack's, but in its VPC, which stays as long as they do; they may be billed. Ask whose they are:",
-            [left for left in mine if left.foreign],
+            foreign,
         ),
         ("Perhaps ours: no tag says so:", [left for left in mine if not left.ours]),
         (
@@ -142,11 +142,11 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
             f"commands above, in their order, or `gpufleet sweep {definition.argument} --delete`."
         )
     where = f"{definition.name} in {definition.fleet.region}"
-    nothing = (
-        "nothing billable is in sight, of what could be looked at." if unseen else "nothing billable is left over."
-    )
+    own = " of its own" if foreign else ""
+    nothing = f"nothing billable{own} is " + ("in sight, of what could be looked at." if unseen else "left over.")
     said = f"{_monthly(billed)} nobody asked for." if billed else nothing
     said += f" {counted(len(free), 'part')} free of charge still there." if free else ""
+    said += f" {counted(len(foreign), 'part')} of others in its VPC, perhaps billed." if foreign else ""
     said += _may_launch(billed)
     yield f"{where}: {said}" + (f" Another owner's: {_monthly(theirs)}.{_may_launch(theirs)}" if theirs else "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def test_what_bears_no_tag_of_the_stack_is_shown_and_never_touched(
     assert f"aws ec2 delete-vpc-endpoints --vpc-endpoint-ids {endpoint} --region us-east-2" in said
     assert f"security group     {group}, managed, by a guard\n" in said
     assert f"bucket             {bucket}, named like ours\n" in said
+    assert re.search(r"\n.* \d parts of others in its VPC, perhaps billed\.", said)
     assert f"stays: VPC {made['vpc']}: AWS answered DependencyViolation" in said
     assert {"vpc-endpoint", "bucket", "vpc", "subnet"} <= {kind for kind, _ in cloud.leftovers()}
     assert not {"instance", "fleet", "internet-gateway"} & {kind for kind, _ in cloud.leftovers()}
