@@ -16,6 +16,7 @@ from job.contract.inputs import InputFile
 from job.contract.reading import DoubtError, Fields
 from job.supervisor.metadata import epoch
 
+LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill
 ASKED = "stop.json"  # beside run.json in the bucket: `gpufleet stop` asks the run to end
 
 
@@ -36,8 +37,7 @@ class Rates:
     capacity: str
     on_demand: Decimal
     spot: Decimal | None
-    disk: Decimal
-    ipv4: Decimal
+    hourly: Mapping[str, Decimal]  # beside compute, by line of the bill
 
     @property
     def ceiling(self) -> Decimal:
@@ -47,7 +47,7 @@ class Rates:
     @property
     def extras(self) -> Decimal:
         """What a node-hour costs besides compute."""
-        return self.disk + self.ipv4
+        return sum(self.hourly.values(), Decimal(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,13 +82,18 @@ class RunFile:
         found: str | None = archive.get("sha256")
         return found
 
+    @property
+    def hourly(self) -> dict[str, Decimal]:
+        """USD per node-hour beside compute, by line of the bill."""
+        return {name: Decimal(usd) for name, usd in self.tree["extras"]["hourly_usd"].items()}
+
     def gpus(self, instance_type: str) -> int:
         """Of a node of this type, as the bill knows it; 0: unknown."""
         return int(self.tree["rates"].get(instance_type, {}).get("gpus", 0))
 
     def rates(self, instance_type: str, zone: str) -> Rates:
         """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed."""
-        table, extras = self.tree["rates"], self.tree["extras"]
+        table = self.tree["rates"]
         listed = table.get(instance_type)
         spot = None
         if listed is None:
@@ -101,8 +106,7 @@ class RunFile:
             capacity=self.tree["capacity"],
             on_demand=on_demand,
             spot=spot,
-            disk=Decimal(extras["disk_usd_per_hour"]),
-            ipv4=Decimal(extras["ipv4_usd_per_hour"]),
+            hourly=self.hourly,
         )
 
 
@@ -131,17 +135,30 @@ def load(path: Path) -> RunFile:
     """Raises ValueError with what is wrong."""
     tree = _document(path)
     try:
-        return _typed(Fields(tree))
+        return _typed(Fields(with_kinds(tree)))
     except DoubtError as error:
         raise ValueError(f"{path}: {error}; it is damaged: bring it again, or {WANTED}") from error
+
+
+def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
+    """run.json with a kind for each line of its bill; one written before 2026-11-26 named disks and address apart."""
+    extras, estimate = tree.get("extras"), tree.get("estimate")
+    if not isinstance(extras, dict) or not isinstance(estimate, dict) or "disk_usd_per_hour" not in extras:
+        return tree
+    hourly = {"root disk": extras["disk_usd_per_hour"], "public IPv4": extras.get("ipv4_usd_per_hour")}
+    kinds = {"compute": "compute", "interruptions": "interruptions", **dict.fromkeys(hourly, "hourly")}
+    lines = [
+        {"kind": kinds.get(str(line.get("name")), "fixed"), **line} if isinstance(line, dict) else line
+        for line in estimate.get("lines") or []
+    ]
+    return {**tree, "extras": {**extras, "hourly_usd": hourly}, "estimate": {**estimate, "lines": lines}}
 
 
 def _typed(fields: Fields) -> RunFile:
     limits, extras, given = (fields.section(key) for key in ("limits", "extras", "inputs"))
     job = fields.section("job")
     experiment, parameters = job.need("experiment", reading.text), job.section("parameters").tree
-    for key in ("disk_usd_per_hour", "ipv4_usd_per_hour"):
-        extras.need(key, reading.unsigned)
+    extras.section("hourly_usd").all(reading.unsigned)
     if (archive := given.tree.get("archive")) is not None:
         Fields(archive, "inputs.archive").take("sha256", reading.text, None)
     _check_rates(fields)
@@ -183,13 +200,15 @@ def _check_estimate(estimate: Fields) -> None:
         estimate.section("usd").need(key, reading.unsigned)
         estimate.section("hours").need(key, reading.unsigned)
     estimate.take("interruptions_expected", reading.number, None)
-    lines = {line.need("name", reading.text): line for line in estimate.sections("lines")}
-    for line in lines.values():
+    lines = estimate.sections("lines")
+    for line in lines:
+        line.need("name", reading.text)
         line.need("amount", reading.amount)
-    if "compute" not in lines:
-        raise DoubtError("estimate.lines has none for compute")
+    compute = [line for line in lines if line.need("kind", reading.choice(*LINE_KINDS)) == "compute"]
+    if len(compute) != 1:
+        raise DoubtError(f"estimate.lines has {len(compute) or 'none'} for compute")
     for key in ("unit_price", "quantity"):
-        lines["compute"].need(key, reading.unsigned)
+        compute[0].need(key, reading.unsigned)
     for phase in estimate.sections("phases") if "phases" in estimate.tree else ():
         phase.need("phase", reading.text)
         phase.need("step_ms", reading.number)

@@ -4,6 +4,7 @@ end at. infra.cost.estimate makes it, infra.cost.record writes it for programs, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
@@ -73,8 +74,7 @@ class Bill:
     prices_as_of: date  # the oldest of its lines
     max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence
     calibrated: bool
-    disk_usd_per_hour: Decimal
-    ipv4_usd_per_hour: Decimal
+    hourly_usd: Mapping[str, Decimal]  # per node-hour, by line: what a node costs beside compute
 
     @property
     def chosen(self) -> Side:

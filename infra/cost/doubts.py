@@ -47,7 +47,7 @@ def warnings(
                 f"{notice.type}, phase {notice.phase}: save and upload take {notice.total_s:.0f} s, a notice gives"
                 f" {fit.NOTICE_S:.0f} s: up to one checkpoint interval is lost at each interruption"
             )
-    storage = next(line.amount for line in bill.lines if line.name == "S3 storage")
+    storage = next(line.amount for line in bill.lines if line.item == "s3_storage")
     if 2 * storage > bill.usd.p50 and definition.storage.keep.bucket:
         yield (
             f"{storage / bill.usd.p50:.0%} of p50 is keeping the bucket for storage.keep.days: {bill.kept.days};"

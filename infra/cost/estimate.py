@@ -48,7 +48,6 @@ def price(
     on_demand = price_side(definition, catalog, types, "on-demand", dataset_bytes=dataset_bytes, runs=runs)
     chosen = spot if capacity == "spot" else on_demand
     assert chosen is not None
-    disk, ipv4 = lines.per_hour(definition, catalog)
     bill = Bill(
         stack=definition.name,
         scenario=definition.scenario,
@@ -78,8 +77,7 @@ def price(
         prices_as_of=min(line.as_of for line in chosen.lines),
         max_price_age_days=definition.estimate.max_price_age_days,
         calibrated=chosen.runtime.calibrated,
-        disk_usd_per_hour=disk,
-        ipv4_usd_per_hour=ipv4,
+        hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
     )
     return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes, calibrations or {}), *not_ready))
 
@@ -97,6 +95,7 @@ def _interruptions(side: Side) -> Line:
     drawn = f"p50 of {side.runs} simulated runs less the lines above" if side.runs > 1 else "none on demand"
     return Line(
         name="interruptions",
+        kind="interruptions",
         quantity=Decimal(1),
         unit="run",
         unit_price=amount,

@@ -147,7 +147,7 @@ def slowest(side: Side, by_h: float) -> float:
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     """The dearest is judged by its p50 above, which is no less than its uninterrupted run."""
     limits = definition.limits
-    extras = float(bill.disk_usd_per_hour + bill.ipv4_usd_per_hour)
+    extras = float(sum(bill.hourly_usd.values()))
     for index, option in enumerate(bill.types):
         hourly, runtime = option.hourly(bill.capacity), option.runtime
         if option.type == bill.chosen.type or option.why or not option.holds_the_job or not hourly or not runtime:

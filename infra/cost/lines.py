@@ -6,9 +6,11 @@ What a line counts is an upper bound where the run decides (checkpoints kept, sa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from decimal import ROUND_HALF_EVEN, Decimal
+from typing import Literal
 
 from infra.catalog import Catalog, Price
 from infra.cost.runtime import Runtime
@@ -37,11 +39,17 @@ NOT_PRICED = (
 )
 
 
+# How the job's meter counts a line: compute at the price of each hour, hourly at its own rate for each node-hour, fixed
+# as billed. Nothing else tells lines apart: their names are for people.
+Kind = Literal["compute", "hourly", "fixed", "interruptions"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
     """One charge. `amount` is quantity x unit_price, rounded to 4 decimals."""
 
     name: str
+    kind: Kind
     quantity: Decimal
     unit: str
     unit_price: Decimal
@@ -49,6 +57,27 @@ class Line:
     source: str
     as_of: date
     inferred: bool = False
+    item: str = ""  # of the catalog's services; empty for compute and interruptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Charge:
+    """What a node costs per hour beside compute: `units` of `price` for each `hours`."""
+
+    name: str
+    item: str
+    units: int
+    price: Price
+    hours: Decimal = Decimal(1)
+
+    @property
+    def usd_per_hour(self) -> Decimal:
+        """USD per node-hour, to a millionth: what the job's meter counts."""
+        return (self.units * self.price.amount / self.hours).quantize(Decimal("0.000001"))
+
+    def line(self, node_hours: float) -> Line:
+        """The line of a bill for so many node-hours."""
+        return line(self.name, self.units * (node_hours / float(self.hours)), self.price, "hourly", self.item)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +95,12 @@ class Stored:
         return self.dataset + self.checkpoints + self.exports + self.final + self.small
 
 
-def line(name: str, quantity: float, price: Price) -> Line:
+def line(name: str, quantity: float, price: Price, kind: Kind, item: str = "") -> Line:
     """A line with its quantity rounded to a millionth first, so that amount = quantity x unit price can be checked."""
     exact = Decimal(f"{quantity:.6f}")
     return Line(
         name=name,
+        kind=kind,
         quantity=exact,
         unit=price.unit,
         unit_price=price.amount,
@@ -78,6 +108,7 @@ def line(name: str, quantity: float, price: Price) -> Line:
         source=price.source,
         as_of=price.as_of,
         inferred=price.status == "inferred",
+        item=item,
     )
 
 
@@ -113,14 +144,15 @@ def weights_gb(definition: StackDefinition) -> float:
 
 
 def node_lines(definition: StackDefinition, catalog: Catalog, node_hours: float, compute: Price) -> list[Line]:
-    """What running nodes cost: compute, their disks, their addresses. A start is billed for 60 s at least."""
+    """What running nodes cost: compute first, then what else each hour costs. A start is billed for 60 s at least."""
     node_hours = max(node_hours, 60 / 3600) * definition.nodes
-    storage, region = definition.storage, definition.fleet.region
-    found = [line("compute", node_hours, compute), *_disk("root disk", storage.root, node_hours, catalog, region)]
-    if storage.data:
-        found += _disk("data disk", storage.data, node_hours, catalog, region)
-    found.append(line("public IPv4", node_hours, catalog.price("public_ipv4", region)))
-    return found
+    charges = hourly_charges(definition, catalog)
+    return [line("compute", node_hours, compute, "compute"), *(charge.line(node_hours) for charge in charges)]
+
+
+def hourly_charges(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
+    """What each node costs per hour beside compute."""
+    return [charge for charges in HOURLY for charge in charges(definition, catalog)]
 
 
 def bucket_lines(
@@ -143,34 +175,52 @@ def bucket_lines(
     reads = (held.final + held.dataset) * 1e9 / sizing.PART_BYTES + 100
     reads += runtime.total_s / config.checkpoint.heartbeat_s  # whether somebody has asked it to stop
     logs_gb = LOG_GB_PER_BOOT + sizing.total_steps(config) / config.log.every * LOG_LINE_BYTES / 1e9
+
+    def fixed(name: str, quantity: float, item: str) -> Line:
+        return line(name, quantity, catalog.price(item, region), "fixed", item)
+
     return [
-        line("S3 storage", held.total * days * 24 / float(MONTH_H), catalog.price("s3_storage", region)),
-        line("S3 write requests", writes / 1000, catalog.price("s3_write_requests", region)),
-        line("S3 read requests", reads / 1000, catalog.price("s3_read_requests", region)),
-        line("transfer of results", held.final + held.small, catalog.price("transfer_out", region)),
-        line("logs", logs_gb, catalog.price("logs_ingestion", region)),
+        fixed("S3 storage", held.total * days * 24 / float(MONTH_H), "s3_storage"),
+        fixed("S3 write requests", writes / 1000, "s3_write_requests"),
+        fixed("S3 read requests", reads / 1000, "s3_read_requests"),
+        fixed("transfer of results", held.final + held.small, "transfer_out"),
+        fixed("logs", logs_gb, "logs_ingestion"),
     ]
 
 
-def _disk(name: str, disk: Disk, node_hours: float, catalog: Catalog, region: str) -> list[Line]:
-    """gp3 by GiB-second, a line for each of what `gp3_usd_per_month` counts."""
-    months = node_hours / float(MONTH_H)
-    found = [line(name, disk.size_gib * months, catalog.price("ebs_gp3_storage", region))]
-    if disk.iops > FREE_IOPS:
-        price = catalog.price("ebs_gp3_iops", region)
-        found.append(line(f"{name} IOPS above {FREE_IOPS}", (disk.iops - FREE_IOPS) * months, price))
-    if disk.throughput_mibps > FREE_MIBPS:
-        price = catalog.price("ebs_gp3_throughput", region)
-        found.append(line(f"{name} MiB/s above {FREE_MIBPS}", (disk.throughput_mibps - FREE_MIBPS) * months, price))
-    return found
-
-
-def per_hour(definition: StackDefinition, catalog: Catalog) -> tuple[Decimal, Decimal]:
-    """(disks, address) in USD per node-hour, for the job's meter."""
+def _disks(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
     storage, region = definition.storage, definition.fleet.region
-    disks = [storage.root, *([storage.data] if storage.data else [])]
-    monthly = sum(gp3_usd_per_month(catalog, region, d.size_gib, d.iops, d.throughput_mibps) for d in disks)
-    return (monthly / MONTH_H).quantize(Decimal("0.000001")), catalog.price("public_ipv4", region).amount
+    data = _disk("data disk", storage.data, catalog, region) if storage.data else []
+    return [*_disk("root disk", storage.root, catalog, region), *data]
+
+
+def _disk(name: str, disk: Disk, catalog: Catalog, region: str) -> list[Charge]:
+    """gp3 by GiB-second, a charge for each of what `gp3_usd_per_month` counts."""
+
+    def monthly(name: str, units: int, key: str) -> list[Charge]:
+        price = catalog.price(key, region)
+        return [Charge(name=name, item=key, units=units, price=price, hours=MONTH_H)] if units > 0 else []
+
+    return [
+        *monthly(name, disk.size_gib, "ebs_gp3_storage"),
+        *monthly(f"{name} IOPS above {FREE_IOPS}", disk.iops - FREE_IOPS, "ebs_gp3_iops"),
+        *monthly(f"{name} MiB/s above {FREE_MIBPS}", disk.throughput_mibps - FREE_MIBPS, "ebs_gp3_throughput"),
+    ]
+
+
+def _address(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
+    return [
+        Charge(
+            name="public IPv4",
+            item="public_ipv4",
+            units=1,
+            price=catalog.price("public_ipv4", definition.fleet.region),
+        )
+    ]
+
+
+# Each hourly charge of a node; one more is a row of services.csv and a function here.
+HOURLY: tuple[Callable[[StackDefinition, Catalog], list[Charge]], ...] = (_disks, _address)
 
 
 def gp3_usd_per_month(catalog: Catalog, region: str, size_gib: int, iops: int, mibps: int) -> Decimal:

@@ -35,6 +35,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "lines": [
             {
                 "name": line.name,
+                "kind": line.kind,
                 "quantity": str(line.quantity),
                 "unit": line.unit,
                 "unit_price": str(line.unit_price),
@@ -53,7 +54,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
             "hours": quantiles(bill.chosen.needed_hours.times(nodes)),
         },
         "metered": {"usd": quantiles(bill.chosen.metered_usd)},
-        "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.lines[0].quantity)},
+        "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.chosen.compute.quantity)},
         "spot": bill.spot and _side(bill.spot),
         "on_demand": bill.on_demand and _side(bill.on_demand),
         "interruptions_expected": round(bill.chosen.interruptions, 3),
@@ -144,14 +145,12 @@ def rates(bill: Bill) -> dict[str, Any]:
     return found
 
 
-def extras(bill: Bill) -> dict[str, str]:
-    """Per node-hour, and the lines that do not depend on hours."""
-    hourly = {"compute", "public IPv4", "interruptions"}
-    fixed = [line for line in bill.lines if line.name not in hourly and " disk" not in f" {line.name}"]
+def extras(bill: Bill) -> dict[str, Any]:
+    """USD per node-hour beside compute, by line, and the sum of the lines that do not depend on hours."""
+    fixed = (line.amount for line in bill.lines if line.kind == "fixed")
     return {
-        "disk_usd_per_hour": str(bill.disk_usd_per_hour),
-        "ipv4_usd_per_hour": str(bill.ipv4_usd_per_hour),
-        "fixed_usd": str(sum((line.amount for line in fixed), Decimal(0))),
+        "hourly_usd": {name: str(usd) for name, usd in bill.hourly_usd.items()},
+        "fixed_usd": str(sum(fixed, Decimal(0))),
     }
 
 

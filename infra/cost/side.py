@@ -53,6 +53,11 @@ class Prepared:
         return self.option.type
 
     @property
+    def compute(self) -> Line:
+        """The line of the node itself."""
+        return next(line for line in self.lines if line.kind == "compute")
+
+    @property
     def total(self) -> Decimal:
         """Sum of the lines: the run without interruptions."""
         return sum((line.amount for line in self.lines), Decimal(0))
@@ -90,7 +95,9 @@ def prepare(
     hazards: Hazards | None = None,
 ) -> Prepared | None:
     """None when no listed type has both a price of this kind and a known speed."""
-    option = options.dearest(types, capacity, float(sum(lines.per_hour(definition, catalog))))
+    option = options.dearest(
+        types, capacity, float(sum(each.usd_per_hour for each in lines.hourly_charges(definition, catalog)))
+    )
     hourly = option.hourly(capacity) if option else None
     if option is None or hourly is None or option.runtime is None:
         return None
@@ -198,7 +205,8 @@ def _exposure(
         worked_h += phase.seconds / 3600
         ends.append(worked_h)
     ends[-1] += runtime.held_s / 3600
-    compute, *extras = node
+    (compute,) = (line for line in node if line.kind == "compute")
+    extras = [line for line in node if line.kind == "hourly"]
     return risk.Exposure(
         setup_h=runtime.setup_s / 3600,
         restart_h=runtime.restart_s / 3600,

@@ -56,9 +56,9 @@ def _lines(bill: Bill) -> Iterator[str]:
             f"{line.unit_price:f}",
             f"{line.amount:.4f}",
         )
-        for line in bill.lines[:-1]
+        for line in bill.chosen.lines
     ]
-    sums = [(bill.lines[-1].name, _interruptions_usd(bill))]
+    sums = [("interruptions", _interruptions_usd(bill))]
     if bill.cap is not None and (cut := bill.usd.p50 - bill.chosen.needed_usd.p50):
         sums += [("total to finish = p50", bill.chosen.needed_usd.p50), (f"stopped by {bill.cap.first}", cut)]
     sums.append((f"total = p50{_within(bill)}", bill.usd.p50))

@@ -124,14 +124,12 @@ def grade(actual: Decimal, p10: Decimal, p90: Decimal) -> str:
 
 def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> dict[str, Decimal]:
     """Why actual and estimate differ, in USD; the sum is `difference`."""
-    lines = {line["name"]: line for line in run.estimate["lines"]}
-    compute = lines["compute"]
+    compute, estimated = _of_kind(run, "compute")[0], _amount(_of_kind(run, "interruptions"))
     price, estimated_h = Decimal(compute["unit_price"]), Decimal(compute["quantity"])
-    extras = Decimal(run.tree["extras"]["disk_usd_per_hour"]) + Decimal(run.tree["extras"]["ipv4_usd_per_hour"])
+    extras = _total(run.hourly.values())
     used_h = _total(hours(attempt.seconds) for attempt in attempts)
     lost_h = hours(_lost(attempts))
     free = _total(attempt.free_usd for attempt in attempts)
-    estimated = Decimal(lines["interruptions"]["amount"]) if "interruptions" in lines else Decimal(0)
     paid = _total(attempt.compute_usd for attempt in attempts)
     found = {
         "price": (paid - used_h * price).quantize(CENT_100),
@@ -174,32 +172,35 @@ class _Row:
 
 
 def _rows(run: RunFile, attempts: Sequence[Attempt]) -> list[_Row]:
-    """Every line of the bill with what became of it. Disks are one line: the meter does not tell them apart."""
+    """Every line of the bill with what became of it."""
     used = _total(hours(attempt.seconds) for attempt in attempts)
-    extras, listed = run.tree["extras"], [(line["name"], Decimal(line["amount"])) for line in run.estimate["lines"]]
-    free = _total(attempt.free_usd for attempt in attempts)
-    compute = _total(attempt.compute_usd for attempt in attempts)
-    ipv4 = (used * Decimal(extras["ipv4_usd_per_hour"])).quantize(CENT_100)
-    disks = _total(attempt.usd - attempt.compute_usd for attempt in attempts) - ipv4
-    actual = {"compute": compute, "disks": disks, "public IPv4": ipv4}
-    estimate = dict.fromkeys(actual, Decimal(0))
-    fixed, interruptions = [], Decimal(0)
-    for name, amount in listed:
-        group = "disks" if "disk" in name.split()[:2] else name
-        if group in actual:
-            estimate[group] += amount
-        elif group == "interruptions":
-            interruptions = amount
-        else:
-            fixed.append(_Row(name, amount, amount, "as in the bill"))
     at_ceiling = _total(hours(attempt.ceiling_s) for attempt in attempts)
-    notes = {"compute": f"{at_ceiling:.4f} h at the on-demand price: AWS told no spot price"} if at_ceiling else {}
-    rows = [_Row(name, estimate[name], actual[name], notes.get(name, "")) for name in actual]
+    note = f"{at_ceiling:.4f} h at the on-demand price: AWS told no spot price" if at_ceiling else ""
+    compute = _total(attempt.compute_usd for attempt in attempts)
+    rows = [_Row(line["name"], Decimal(line["amount"]), compute, note) for line in _of_kind(run, "compute")]
+    hourly = _of_kind(run, "hourly")
+    actual = {line["name"]: (used * run.hourly[line["name"]]).quantize(CENT_100) for line in hourly}
+    if hourly:  # the meter rounds each node's sum, so what is left of it goes to the first
+        first = hourly[0]["name"]
+        actual[first] += _total(each.usd - each.compute_usd for each in attempts) - _total(actual.values())
+    rows += [_Row(line["name"], Decimal(line["amount"]), actual[line["name"]]) for line in hourly]
+    for line in _of_kind(run, "fixed"):
+        rows.append(_Row(line["name"], Decimal(line["amount"]), Decimal(line["amount"]), "as in the bill"))
     note = "first hours that AWS does not charge; the rest is in compute"
     doubtful = sum(attempt.noticed and attempt.reclaimed is None and attempt.seconds < FREE_S for attempt in attempts)
     if doubtful:
         note += f"; {doubtful} more counted: the fleet's history did not say that AWS took the node"
-    return [*rows, *fixed, _Row("interruptions", interruptions, -free, note)]
+    free = _total(attempt.free_usd for attempt in attempts)
+    return [*rows, _Row("interruptions", _amount(_of_kind(run, "interruptions")), -free, note)]
+
+
+def _of_kind(run: RunFile, kind: str) -> list[dict[str, Any]]:
+    """Lines of the bill that the meter counts so."""
+    return [line for line in run.estimate["lines"] if line["kind"] == kind]
+
+
+def _amount(lines: Iterable[Mapping[str, Any]]) -> Decimal:
+    return _total(Decimal(line["amount"]) for line in lines)
 
 
 def _lost(attempts: Sequence[Attempt]) -> Decimal:

@@ -56,8 +56,8 @@ def test_money_and_hours_are_decimal_strings(definition: StackDefinition, bill: 
     assert read["limits"] == {"max_usd": "3.00", "max_hours": "2", "deadline": None, "expires": EXPIRES}
     rates = read["rates"]["g5.2xlarge"]
     assert Decimal(rates["on_demand"]) > Decimal(rates["spot"]["us-east-2a"]) > 0
-    assert set(read["extras"]) == {"disk_usd_per_hour", "ipv4_usd_per_hour", "fixed_usd"}
-    assert all(Decimal(amount) > 0 for amount in read["extras"].values())
+    assert set(read["extras"]) == {"hourly_usd", "fixed_usd"}
+    assert all(Decimal(usd) > 0 for usd in (read["extras"]["fixed_usd"], *read["extras"]["hourly_usd"].values()))
 
 
 @pytest.mark.parametrize("deadline", [datetime(2026, 11, 22, 14, tzinfo=UTC), timedelta(hours=26)])

@@ -171,9 +171,14 @@ def test_the_meter_gets_rates_by_zone_name_at_the_dearest_zone_and_the_fixed_dol
     assert record.rates(found) == {"g5.2xlarge": {"on_demand": "1.212", "spot": spot, "gpus": 1}}
     per_node = Decimal("0.0048") + Decimal("0.0022") + Decimal("0.1648")
     assert Decimal(record.extras(found)["fixed_usd"]) == found.chosen.total - per_node
-    assert record.extras(found)["disk_usd_per_hour"] == "0.010959"  # 100 GiB x 0.08 / 730
+    assert record.extras(found)["hourly_usd"]["root disk"] == "0.010959"  # 100 GiB x 0.08 / 730
     fast = bill(root=Disk(size_gib=100, iops=6000, throughput_mibps=500))
-    assert record.extras(fast)["disk_usd_per_hour"] == "0.052055"  # and 3000 x 0.005 and 375 x 0.04
+    assert record.extras(fast)["hourly_usd"] == {
+        "root disk": "0.010959",
+        "root disk IOPS above 3000": "0.020548",  # 3000 x 0.005
+        "root disk MiB/s above 125": "0.020548",  # 375 x 0.04
+        "public IPv4": "0.005000",
+    }
 
 
 def test_halving_the_steps_changes_only_what_depends_on_time() -> None:

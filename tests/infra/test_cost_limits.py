@@ -123,8 +123,8 @@ def test_on_demand_the_run_needs_what_it_needs_without_nine_in_ten() -> None:
 def test_an_accepted_limit_lets_the_jobs_meter_come_to_the_end_of_the_work(hours: str, stopped: str | None) -> None:
     plan = definition(capacity="on-demand", max_hours=hours)
     found = price(plan, CATALOG)
-    exposure, disk, ipv4 = found.chosen.exposure, found.disk_usd_per_hour, found.ipv4_usd_per_hour
-    rates = Rates(capacity="on-demand", on_demand=found.chosen.price.amount, spot=None, disk=disk, ipv4=ipv4)
+    exposure, hourly = found.chosen.exposure, found.hourly_usd
+    rates = Rates(capacity="on-demand", on_demand=found.chosen.price.amount, spot=None, hourly=hourly)
     limits = run_file.Limits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
     reserve_s = Forecast(plan.job.parameters, to_json(found), found.chosen.type).end_s(2999, None) + RESERVE_S
     assert exposure.reserve_h * 3600 == pytest.approx(reserve_s, abs=0.1)

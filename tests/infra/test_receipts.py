@@ -34,7 +34,7 @@ def receipt(actual: str = "1.10", *, run: str = "r1", stack: str = "small-growth
         "range_usd": {"p10": "0.80", "p90": "1.30"},
         "lines": [
             {"name": "compute", "estimate": "0.9000", "actual": str(Decimal(actual) - Decimal("0.1")), "note": ""},
-            {"name": "disks", "estimate": "0.1000", "actual": "0.1", "note": ""},
+            {"name": "root disk", "estimate": "0.1000", "actual": "0.1", "note": ""},
         ],
         "causes": {"price": "0.0000", "runtime": difference, "interruptions": "0.0000", "other": "0.0000"},
         "attempts": [

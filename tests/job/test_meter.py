@@ -19,7 +19,10 @@ from job.supervisor.store import FolderStore
 
 T0 = runs.LAUNCHED
 SPOT = Rates(
-    capacity="spot", on_demand=Decimal("1.212"), spot=Decimal("0.36"), disk=Decimal("0.01"), ipv4=Decimal("0.005")
+    capacity="spot",
+    on_demand=Decimal("1.212"),
+    spot=Decimal("0.36"),
+    hourly={"root disk": Decimal("0.01"), "public IPv4": Decimal("0.005")},
 )
 NO_LIMITS = Limits(max_usd=Decimal(10**6), max_hours=Decimal(10**6), deadline=None)
 
@@ -73,7 +76,7 @@ def test_on_demand_asks_nobody() -> None:
         raise AssertionError
 
     made = meter(
-        Rates(capacity="on-demand", on_demand=Decimal("1.2"), spot=Decimal("0.3"), disk=Decimal(0), ipv4=Decimal(0)),
+        Rates(capacity="on-demand", on_demand=Decimal("1.2"), spot=Decimal("0.3"), hourly={}),
         spot_price=never,
     )
     made.refresh(T0 + 10)
@@ -84,7 +87,7 @@ def test_on_demand_asks_nobody() -> None:
 def test_until_aws_tells_a_spot_price_the_cap_counts_its_ceiling_and_says_for_how_long(
     spot: Decimal | None, usd: str
 ) -> None:
-    rates = Rates(capacity="spot", on_demand=Decimal("1.2"), spot=spot, disk=Decimal(0), ipv4=Decimal(0))
+    rates = Rates(capacity="spot", on_demand=Decimal("1.2"), spot=spot, hourly={})
     made = meter(rates, spot_price=lambda at: None)
     made.refresh(T0 + 10)
     assert (made.spent(T0 + 1800).usd, made.spent(T0 + 1800).ceiling_s) == (Decimal(usd), 1800)
