@@ -20,6 +20,8 @@ from infra.catalog import Instance
 from infra.definition import StackDefinition
 from job import atomic, measured, sizing
 from job.config import JobConfig
+from job.contract import reading
+from job.contract.reading import Fields
 
 FOLDER, RECEIPTS = "calibrations", "receipts"
 # Of the chips that EC2 has, with other clocks or memory, or parts of one: none is of its types.
@@ -134,50 +136,48 @@ def is_gpu(device: str, name: str) -> bool:
     return set(name.split()) <= words and not _OTHER_BOARDS & words
 
 
-def parse(tree: Mapping[str, Any]) -> Calibration:
-    """A measurement of schema 1. Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for others."""
-    if tree["schema"] != measured.SCHEMA:
-        raise ValueError(f"schema {tree['schema']}, this version reads {measured.SCHEMA}")
-    phases = tuple(_phase(phase) for phase in tree["phases"])
+def parse(tree: Any) -> Calibration:
+    """A measurement of schema 1. Raises ValueError for others."""
+    fields = Fields(tree)
+    fields.schema(measured.SCHEMA)
+    phases = tuple(map(_phase, fields.sections("phases")))
     if not phases or len({phase.name for phase in phases}) != len(phases):
         raise ValueError("no phases, or one twice")
-    date.fromisoformat(str(tree["at"])[:10])
+    at, device, versions = fields.need("at", reading.text), fields.section("device"), fields.section("versions")
+    date.fromisoformat(at[:10])
+    device.need("kind", reading.text)
+    device.need("ranks", reading.whole)
+    fields.section("settings")
+    for key in ("code_sha256", "experiment"):
+        fields.need(key, reading.text)
     return Calibration(
-        source=str(tree["source"]),
-        at=str(tree["at"]),
-        device=str(tree["device"]["name"]),
-        torch=str(tree["versions"].get("torch", "unknown")),
-        start_s=_seconds(tree["start_s"]),
-        setup_s=_seconds(tree["setup_s"]),
-        finish_s=_seconds(tree["finish_s"]),
+        source=fields.need("source", reading.text),
+        at=at,
+        device=device.need("name", reading.text),
+        torch=versions.take("torch", reading.text, "unknown"),
+        start_s=fields.take("start_s", reading.seconds, None),
+        setup_s=fields.take("setup_s", reading.seconds, None),
+        finish_s=fields.take("finish_s", reading.seconds, None),
         phases=phases,
     )
 
 
-def _phase(tree: Mapping[str, Any]) -> PhaseSpeed:
-    step, save = tree["step_ms"], tree["save"] or {}
+def _phase(fields: Fields) -> PhaseSpeed:
+    step, save = fields.section("step_ms"), fields.take("save", reading.mapping(reading.anything), {})
+    saved = Fields(save, "save")
     speed = PhaseSpeed(
-        name=str(tree["name"]),
-        step_ms=float(step["median"]),
-        step_ms_q1=float(step["q1"]),
-        step_ms_q3=float(step["q3"]),
-        save_blocks_s=_seconds(save.get("blocks_s")),
-        save_write_s=_seconds(save.get("write_s")),
-        evaluation_s=_seconds(tree["evaluation_s"]),
-        boundary_s=_seconds(tree["boundary_s"]),
+        name=fields.need("name", reading.text),
+        step_ms=step.need("median", reading.number),
+        step_ms_q1=step.need("q1", reading.number),
+        step_ms_q3=step.need("q3", reading.number),
+        save_blocks_s=saved.take("blocks_s", reading.seconds, None),
+        save_write_s=saved.take("write_s", reading.seconds, None),
+        evaluation_s=fields.take("evaluation_s", reading.seconds, None),
+        boundary_s=fields.take("boundary_s", reading.seconds, None),
     )
     if not 0 < speed.step_ms_q1 <= speed.step_ms <= speed.step_ms_q3 < 1e9:
-        raise ValueError(f"phase {speed.name}: step times {step} are not in order")
+        raise ValueError(f"phase {speed.name}: step times {step.tree} are not in order")
     return speed
-
-
-def _seconds(value: Any) -> float | None:
-    if value is None:
-        return None
-    seconds = float(value)
-    if not 0 <= seconds < 1e9:
-        raise ValueError(f"{value} is no number of seconds")
-    return seconds
 
 
 def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | None, Path]]:
@@ -192,13 +192,8 @@ def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | Non
 
 def _sound(tree: dict[str, Any] | None) -> dict[str, Any] | None:
     try:
-        if tree is None:
-            return None
         parse(tree)
-        if not isinstance(tree["settings"], dict):
-            return None
-        str(tree["code_sha256"]), str(tree["experiment"]), str(tree["device"]["kind"]), int(tree["device"]["ranks"])
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+    except ValueError:
         return None
     return tree
 

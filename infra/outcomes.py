@@ -11,8 +11,9 @@ from pathlib import Path
 
 from infra.cost import compare
 from infra.cost.compare_rows import Outcome, Row
-from job import atomic
 from job.config import from_json
+from job.contract import metrics, reading
+from job.contract.reading import Fields
 
 FOLDER = "results"
 
@@ -30,21 +31,23 @@ def of(row: Row, outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def _outcome(folder: Path) -> Outcome | None:
-    run, receipt = atomic.read_object(folder / "run.json"), atomic.read_object(folder / "receipt.json")
     try:
-        if run is None or receipt is None or receipt["reason"] != "finished":
+        run, receipt = (Fields(reading.parse((folder / name).read_bytes())) for name in ("run.json", "receipt.json"))
+        if receipt.need("reason", reading.text) != "finished":
             return None
-        records = atomic.objects((folder / "metrics.jsonl").read_bytes())
-        last = [record for record in records if record.get("val_loss") is not None][-1]
-        parameters = from_json(run["job"]["experiment"], run["job"]["parameters"])
+        records = metrics.records((folder / "metrics.jsonl").read_bytes().split(b"\n"))
+        last = [record for record in records if None not in (record["val_loss"], record["tokens"])][-1]
+        job = run.section("job")
+        parameters = from_json(job.need("experiment", reading.text), job.section("parameters").tree)
+        dataset = run.section("inputs").section("dataset").need("sha256", reading.text)
         return Outcome(
-            run=str(run["run"]["id"]),
-            at=str(receipt["counted_until"]),
-            types=tuple(str(attempt["type"]) for attempt in receipt["attempts"]),
+            run=run.section("run").need("id", reading.text),
+            at=receipt.need("counted_until", reading.text),
+            types=tuple(attempt.need("type", reading.text) for attempt in receipt.sections("attempts")),
             settings=dict(compare.flat(asdict(parameters), "job.parameters")),
-            data_seed=(str(run["inputs"]["dataset"]["sha256"]), parameters.seed),
+            data_seed=(dataset, parameters.seed),
             tokens=int(last["tokens"]),
             val_loss=float(last["val_loss"]),
         )
-    except (OSError, KeyError, TypeError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError):
         return None

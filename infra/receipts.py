@@ -7,17 +7,18 @@ and of the others only those of runs that did what the bill priced: finished, or
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from infra.errors import GpufleetError
 from job import atomic
+from job.contract import reading
+from job.contract.reading import Fields
 from job.text import counted
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ FOLDER, TRACES = "receipts", "traces"
 CAUSES = ("price", "runtime", "interruptions", "other")
 COUNTED = ("finished", "max_usd", "max_hours")  # reasons of runs that the bill's p10 and p90 speak of
 TARGET = 0.8  # share of runs that should end between p10 and p90
-_MOST_USD = Decimal(10) ** 9  # more than any run; arithmetic on such amounts is exact
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,33 +98,26 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
 
 def parse(content: bytes) -> Receipt:
     """A receipt.json. Raises ValueError with what is wrong."""
-    try:
-        tree = json.loads(content)
-    except (ValueError, RecursionError):
-        raise ValueError("it is not JSON") from None
-    try:
-        if tree["schema"] != 1:
-            raise ValueError(f"it has schema {tree['schema']}, this version reads 1")
-        usd, span = tree["usd"], tree["range_usd"]
-        receipt = Receipt(
-            stack=str(tree["stack"]),
-            run=str(tree["run"]),
-            reason=str(tree["reason"]),
-            at=str(tree["counted_until"]),
-            rehearsal=tree.get("device") == "cpu",
-            estimate=Decimal(usd["estimate"]),
-            actual=Decimal(usd["actual"]),
-            p10=Decimal(span["p10"]),
-            p90=Decimal(span["p90"]),
-            causes={name: Decimal(tree["causes"][name]) for name in CAUSES},
-            nodes=tuple(_node(node) for node in tree["attempts"]) if tree.get("capacity") == "spot" else (),
-        )
-        date.fromisoformat(receipt.at[:10])
-        lines = [Decimal(line["actual"]) for line in tree["lines"]]
-    except (KeyError, TypeError, AttributeError, InvalidOperation) as error:
-        raise ValueError(f"it is no receipt ({type(error).__name__}: {error})") from None
-    amounts = (receipt.estimate, receipt.actual, receipt.p10, receipt.p90, *lines, *receipt.causes.values())
-    if not all(_is_money(amount) for amount in amounts) or receipt.estimate <= 0 or receipt.p10 > receipt.p90:
+    fields = Fields(reading.parse(content))
+    fields.schema(1)
+    usd, span, causes = (fields.section(key) for key in ("usd", "range_usd", "causes"))
+    spot = fields.take("capacity", reading.text, "") == "spot"
+    receipt = Receipt(
+        stack=fields.need("stack", reading.text),
+        run=fields.need("run", reading.text),
+        reason=fields.need("reason", reading.text),
+        at=fields.need("counted_until", reading.text),
+        rehearsal=fields.take("device", reading.text, "") == "cpu",
+        estimate=usd.need("estimate", reading.amount),
+        actual=usd.need("actual", reading.amount),
+        p10=span.need("p10", reading.amount),
+        p90=span.need("p90", reading.amount),
+        causes={name: causes.need(name, reading.amount) for name in CAUSES},
+        nodes=tuple(map(_node, fields.sections("attempts"))) if spot else (),
+    )
+    date.fromisoformat(receipt.at[:10])
+    lines = [line.need("actual", reading.amount) for line in fields.sections("lines")]
+    if receipt.estimate <= 0 or receipt.p10 > receipt.p90:
         raise ValueError("its amounts are not amounts")
     listed = sum(lines, Decimal(0))
     if sum(receipt.causes.values()) != receipt.actual - receipt.estimate or listed != receipt.actual:
@@ -210,24 +203,11 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
     return found
 
 
-def _is_money(amount: Decimal) -> bool:
-    """Finite, no more than any run costs, and with no more digits than a bill has."""
-    if not amount.is_finite():
-        return False
-    exponent = amount.as_tuple().exponent
-    return isinstance(exponent, int) and -12 <= exponent <= 9 and abs(amount) <= _MOST_USD
-
-
-def _node(tree: Mapping[str, Any]) -> dict[str, Any]:
-    seconds = float(tree.get("lived_s", tree["seconds"]))
-    if not 0 <= seconds < 1e9:
-        raise TypeError(f"{seconds} s of a node's life")
-    interrupted = tree.get("interrupted", False)
-    if not isinstance(interrupted, bool):
-        raise TypeError(f"interrupted is {interrupted!r}, neither true nor false")
+def _node(fields: Fields) -> dict[str, Any]:
+    lived = "lived_s" if "lived_s" in fields.tree else "seconds"
     return {
-        "type": str(tree["type"]),
-        "zone": str(tree["zone"]),
-        "hours": seconds / 3600,
-        "interrupted": interrupted,
+        "type": fields.need("type", reading.text),
+        "zone": fields.need("zone", reading.text),
+        "hours": fields.need(lived, reading.seconds) / 3600,
+        "interrupted": fields.take("interrupted", reading.flag, False),
     }

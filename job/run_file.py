@@ -13,8 +13,7 @@ from typing import Any
 from job.config import JobConfig, from_json
 from job.contract import inputs, reading
 from job.contract.inputs import InputFile
-from job.contract.reading import DoubtError, Fields
-from job.supervisor.metadata import epoch
+from job.contract.reading import DoubtError, Fields, epoch
 
 LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill
 ASKED = "stop.json"  # beside run.json in the bucket: `gpufleet stop` asks the run to end
@@ -190,8 +189,7 @@ def _check_rates(fields: Fields) -> None:
     for row in table.values():
         row.need("on_demand", reading.unsigned)
         row.take("gpus", reading.whole, 0)
-        if "spot" in row.tree:
-            row.section("spot").all(reading.unsigned)
+        row.take("spot", reading.mapping(reading.unsigned), {})
 
 
 def _check_estimate(estimate: Fields) -> None:

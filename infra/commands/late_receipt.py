@@ -16,6 +16,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.commands import aws
 from infra.definition import StackDefinition
+from job.contract import reading
+from job.contract.reading import DoubtError, Fields
 from job.run_file import load
 from job.supervisor import attempts, fleet, receipt
 from job.supervisor.store import S3Store
@@ -61,17 +63,26 @@ def make(
     """
     try:
         run, store = load(target / "run.json"), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
-        found = attempts.read(store, run, done=done)
+        found = attempts.read(store, run, done=done, say=print)
         if not found:
             raise ValueError("no node has left a record")
-        said = {each["instance"]: each["reclaimed"] for each in before.get("attempts", ())}
-        found = attempts.told(found, {name: taken for name, taken in said.items() if taken is not None})
+        found = attempts.told(found, _said(before))
         found = attempts.judged(found, _changes(definition, ec2), now)
         return receipt.build(
             run, found, reason=str(done.get("reason")), detail=str(done.get("detail") or ""), at=str(done.get("at"))
         )
-    except (OSError, KeyError, TypeError, ArithmeticError) as error:
+    except (OSError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _said(receipt: Mapping[str, Any]) -> dict[str, bool]:
+    """What a receipt says of who took each of its nodes, where that was known."""
+    try:
+        nodes = Fields(dict(receipt)).sections("attempts")
+        said = {node.need("instance", reading.text): node.take("reclaimed", reading.flag, None) for node in nodes}
+    except DoubtError:
+        return {}
+    return {name: taken for name, taken in said.items() if taken is not None}
 
 
 def _changes(definition: StackDefinition, ec2: Any) -> fleet.Changes:

@@ -9,8 +9,9 @@ from typing import Any
 
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
-from job import atomic
-from job.contract.commit import MANIFEST
+from job.contract import attempt
+from job.contract.commit import BEST, MANIFEST, Best
+from job.contract.reading import epoch
 from job.run_file import ASKED
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
@@ -102,41 +103,52 @@ def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:
 
 
 def _attempts(folder: aws.RunFolder, alive: set[str]) -> Iterator[str]:
-    found = [document for each in folder.objects("attempts/") if (document := folder.document(each.name))]
-    for attempt in sorted(found, key=lambda attempt: str(attempt.get("booted_at", ""))):
-        end = attempt.get("exit")
-        how = "running" if attempt.get("instance") in alive else "gone without notice"
-        if isinstance(end, dict):
-            how = f"ended: {end.get('reason')} at {end.get('at')}"
-        where = f"{attempt.get('instance')}, {attempt.get('type')} in {attempt.get('zone')}"
-        yield f"attempt     {where}, booted {attempt.get('booted_at')}, {how}"
+    odd: list[str] = []
+    found = {}
+    for each in folder.objects("attempts/"):
+        name = each.name.removeprefix("attempts/").removesuffix(".json")
+        found[name] = attempt.record(folder.read(each.name), _set_aside(each, odd))
+    for name, record in sorted(found.items(), key=lambda pair: pair[1].booted_at):
+        how = "running" if name in alive else "gone without notice"
+        if record.exit:
+            how = f"ended: {record.exit['reason']} at {record.exit['at']}"
+        yield f"attempt     {name}, {record.type} in {record.zone}, booted {record.booted_at}, {how}"
+    yield from odd
+
+
+def _set_aside(each: aws.Stored, odd: list[str]) -> attempt.Aside:
+    """Keeps what is said of an object that does not say what it should."""
+    return lambda why: odd.append(f"            {each.name}: set aside: {why}")
 
 
 def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime, ended: bool) -> Iterator[str]:
-    ends = (folder.read(each.name, last_bytes=4096) or b"" for each in folder.objects("heartbeat/"))  # files that grow
-    beats = [beat for end in ends for beat in atomic.objects(end)[-1:]]
+    odd: list[str] = []
+    ends = [(each, folder.read(each.name, last_bytes=4096)) for each in folder.objects("heartbeat/")]  # files that grow
+    found = [attempt.last_beat(end, _set_aside(each, odd)) for each, end in ends]
+    yield from odd
+    beats = [beat for beat in found if beat is not None]
     if not beats:
         yield f"heartbeat   none{'' if ended else ' yet: the node boots, pulls the image and stages its data first'}"
         return
-    beat = max(beats, key=lambda beat: str(beat.get("ts", "")))
-    age = _age(str(beat.get("ts", "")), now)
-    yield f"heartbeat   {beat.get('ts')}{f', {age:.0f} s ago' if age is not None else ''}"
+    beat = max(beats, key=lambda beat: beat.ts)
+    written = epoch(beat.ts)
+    age = None if written is None else now.timestamp() - written
+    yield f"heartbeat   {beat.ts}{f', {age:.0f} s ago' if age is not None else ''}"
     over = folder.document("done.json") is not None
     interval = definition.job.parameters.checkpoint.heartbeat_s
     if age is not None and age > STALE_HEARTBEATS * interval and not over:
         late = f"that is more than {STALE_HEARTBEATS} intervals of {interval:g} s"
         yield f"            {late}: see `gpufleet logs {stack.again(definition)}`"
-    where = f"phase {beat.get('phase')}, step {beat.get('step')}"
-    if beat.get("phase") is None:
-        on = f"; it goes on from step {beat['step']}" if beat.get("step") else ""
+    if beat.phase is None:
+        on = f"; it goes on from step {beat.step}" if beat.step else ""
         yield f"progress    nothing logged by this node yet{on}"
     else:
-        figures = (("loss {:.4f}", beat.get("loss")), ("{:,.0f} tokens/s", beat.get("tok_s")))
-        known = [form.format(value) for form, value in figures if isinstance(value, int | float)]  # no speed at first
-        yield f"progress    {', '.join([where, *known])}"
-    yield f"spent       ${float(beat.get('spent_usd') or 0):.4f} of ${definition.limits.max_usd}"
-    if (at_ceiling := float(beat.get("ceiling_s") or 0)) > 0:
-        yield f"            {at_ceiling / 3600:.2f} h of it at the on-demand price: AWS tells no spot price"
+        figures = (("loss {:.4f}", beat.loss), ("{:,.0f} tokens/s", beat.tok_s))
+        known = [form.format(value) for form, value in figures if value is not None]  # no speed at first
+        yield f"progress    {', '.join([f'phase {beat.phase}, step {beat.step}', *known])}"
+    yield f"spent       ${beat.spent_usd or 0:.4f} of ${definition.limits.max_usd}"
+    if beat.ceiling_s:
+        yield f"            {beat.ceiling_s / 3600:.2f} h of it at the on-demand price: AWS tells no spot price"
 
 
 def _checkpoints(folder: aws.RunFolder) -> Iterator[str]:
@@ -144,14 +156,6 @@ def _checkpoints(folder: aws.RunFolder) -> Iterator[str]:
     if not steps:
         yield "checkpoint  none published yet"
         return
-    best = folder.document("best.json") or {}
-    note = f", best {best['step']}" if "step" in best else ""
+    best = Best.from_bytes(folder.read(BEST))
+    note = "" if best is None else f", best {best.step}"
     yield f"checkpoint  steps {', '.join(map(str, steps))}{note}"
-
-
-def _age(stamp: str, now: datetime) -> float | None:
-    try:
-        moment = datetime.fromisoformat(stamp)
-    except ValueError:
-        return None
-    return (now - moment).total_seconds() if moment.tzinfo else None

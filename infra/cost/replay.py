@@ -9,9 +9,9 @@ that long runs are not the ones left out. The formats are documented in docs/ris
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
@@ -23,6 +23,8 @@ from infra.cost.hazard import Floats, Hazard, Indices, Observation
 from infra.cost.risk import SEED, Exposure, Node, Outcome, account, simulate
 from infra.cost.text import hours
 from infra.errors import GpufleetError
+from job.contract import reading
+from job.contract.reading import DoubtError, Fields
 
 STARTS = 2_000  # hours of a trace at which a run is begun, evenly spread
 SHARES = (0.1, 0.5, 0.9)
@@ -103,9 +105,8 @@ def read(path: Path) -> Trace:
         raise GpufleetError(f"{path}: cannot be read ({why}); give a trace as in docs/risk.md") from None
     try:
         found = _csv(text, path) if path.suffix == ".csv" else _json(text, path)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise GpufleetError(f"{path}: no trace: {why}. The formats are in docs/risk.md.") from None
+    except (ValueError, csv.Error) as error:
+        raise GpufleetError(f"{path}: no trace: {error}. The formats are in docs/risk.md.") from None
     if not found.up_from_h.size:
         raise GpufleetError(f"{path}: no node could be had in any of its {found.hours:.0f} h; nothing can be replayed")
     return found
@@ -205,21 +206,28 @@ _EDGE_H = 1e-7
 
 
 def _json(text: str, path: Path) -> Trace:
-    tree: Any = json.loads(text)
-    if not isinstance(tree, dict):
-        raise ValueError("not a JSON object")
+    fields = Fields(reading.parse(text.encode()))
+    tree = fields.tree
     public = "metadata" in tree and "gap_s" not in tree  # as in github.com/skypilot-org/spot-traces
-    gap_s = tree["metadata"]["gap_seconds"] if public else tree["gap_s"]
-    samples = tree["data" if public else "available"]
-    if type(gap_s) not in (int, float) or not (gap_s > 0 and math.isfinite(gap_s)):
-        raise ValueError(f"gap_s is {gap_s!r}; allowed: seconds above 0")
-    try:
-        counts = np.asarray(samples, dtype=np.float64)
-    except (ValueError, TypeError):
-        counts = np.array([])
-    if counts.ndim != 1 or not counts.size or not np.isfinite(counts).all() or (counts < 0).any():
-        raise ValueError("available is not a list of numbers of nodes, 0 or more, at least one")
+    gap_s = fields.section("metadata").need("gap_seconds", _gap_s) if public else fields.need("gap_s", _gap_s)
+    counts = fields.need("data" if public else "available", _counts)
     return _trace(np.arange(len(counts)) * gap_s / 3600, counts > 0, len(counts) * gap_s / 3600, path, tree)
+
+
+def _gap_s(value: Any) -> float:
+    with suppress(DoubtError):
+        if (found := reading.number(value)) > 0:
+            return found
+    raise DoubtError(f"is {reading.show(value)}; allowed: seconds above 0")
+
+
+def _counts(value: Any) -> Floats:
+    """Numbers of nodes that could be had."""
+    with suppress(DoubtError):
+        counts = np.asarray(reading.listed(reading.number)(value), dtype=np.float64)
+        if counts.size and (counts >= 0).all():
+            return counts
+    raise DoubtError("is not a list of numbers of nodes, 0 or more, at least one")
 
 
 def _csv(text: str, path: Path) -> Trace:

@@ -17,7 +17,7 @@ from job.contract.inputs import InputFile
 from job.contract.reading import DoubtError, Fields
 
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
-COMMIT = "commit.json"
+COMMIT, BEST = "commit.json", "best.json"
 HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder that it is sending: the trainer leaves it alone
 SCHEMA = 1
 MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")  # in the bucket, as manifest_key makes it
@@ -87,7 +87,6 @@ class Commit:
         )
         if not files:
             raise DoubtError("it names no files")
-        dataset = fields.section("dataset") if "dataset" in tree else Fields({})
         return cls(
             step=step,
             config_sha256=fields.need("config_sha256", reading.text),
@@ -97,8 +96,8 @@ class Commit:
             goes_on_from=fields.take("goes_on_from", reading.step, step),
             tokens=fields.take("tokens", reading.whole, 0),
             val_loss=finite(tree.get("val_loss")),
-            determinism=fields.section("determinism").tree if "determinism" in tree else {},
-            dataset=dataset.all(reading.text),
+            determinism=fields.take("determinism", reading.mapping(reading.anything), {}),
+            dataset=fields.take("dataset", reading.mapping(reading.text), {}),
             requires=fields.take("requires", reading.listed(reading.name), ()),
             base_weights=fields.take("base_weights", reading.text, None),
             retries=tuple(

@@ -79,21 +79,17 @@ class Fields:
 
     def section(self, key: str) -> Fields:
         """The object at `key`."""
-        return Fields(self.need(key, _anything), self._at(key), self._aside)
+        return Fields(self.need(key, anything), self._at(key), self._aside)
 
     def sections(self, key: str) -> list[Fields]:
         """The objects of the list at `key`."""
-        found = self.need(key, listed(_anything))
+        found = self.need(key, listed(anything))
         return [Fields(each, f"{self._at(key)}[{index}]", self._aside) for index, each in enumerate(found)]
 
     def table(self, key: str) -> dict[str, Fields]:
         """The objects by name below `key`."""
         section = self.section(key)
         return {name: section.section(name) for name in section.tree}
-
-    def all(self, kind: Kind[T]) -> dict[str, T]:
-        """Every value by its key."""
-        return {key: self.need(key, kind) for key in self.tree}
 
     def schema(self, known: int) -> None:
         """Raises DoubtError for a document of another schema than this code reads."""
@@ -153,7 +149,10 @@ def number(value: Any) -> float:
 
 def seconds(value: Any) -> float:
     """Seconds, 0 or more, as a number or a decimal text."""
-    return float(unsigned(value))
+    found = float(amount(value)) if isinstance(value, str) else number(value)
+    if not 0 <= found < MOST_USD:
+        raise DoubtError(f"is {show(value)}, not a number of seconds")
+    return found
 
 
 def amount(value: Any) -> Decimal:
@@ -220,6 +219,17 @@ def listed(kind: Kind[T]) -> Kind[tuple[T, ...]]:
     return read
 
 
+def mapping(kind: Kind[T]) -> Kind[dict[str, T]]:
+    """An object, every value of one kind."""
+
+    def read(value: Any) -> dict[str, T]:
+        if not isinstance(value, dict):
+            raise DoubtError(f"is {show(value)}, not an object of keys")
+        return {key: kind(each) for key, each in value.items()}
+
+    return read
+
+
 def epoch(value: Any) -> float | None:
     """Epoch seconds of an ISO time with a zone; None for anything else."""
     try:
@@ -230,10 +240,11 @@ def epoch(value: Any) -> float | None:
 
 
 def _is_exact(found: Decimal) -> bool:
-    """Finite, no more than any run costs, and with no more digits than a bill has."""
+    """Finite, no more than any run costs, and with no more digits than arithmetic keeps."""
     exponent = found.as_tuple().exponent
-    return isinstance(exponent, int) and -12 <= exponent <= 9 and abs(found) <= MOST_USD
+    return isinstance(exponent, int) and -28 <= exponent <= 9 and abs(found) <= MOST_USD
 
 
-def _anything(value: Any) -> Any:
+def anything(value: Any) -> Any:
+    """Whatever JSON holds."""
     return value

@@ -114,8 +114,8 @@ def _manifest(fields: Fields, content: bytes) -> DatasetManifest:
         tokenizer=tokenizer.need("kind", reading.text),
         vocab=tokenizer.need("vocab", reading.whole),
         tokenizer_id=tokenizer.need("id", reading.text),
-        tokens=fields.section("tokens").all(reading.whole),
-        stories=fields.section("stories").all(reading.whole),
+        tokens={split: fields.section("tokens").need(split, reading.whole) for split in ("train", "validation")},
+        stories={split: fields.section("stories").need(split, reading.whole) for split in ("train", "validation")},
     )
 
 

@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from job import atomic, sizing
+from job.contract.commit import BEST
 from job.supervisor import attempts, endings, machine, stages, staging
 from job.supervisor.meter import Meter
 from job.supervisor.store import StoreError
@@ -41,7 +42,7 @@ def _register(this: Underway) -> None:
     if log:
         atomic.write_bytes(this.world.log.path, log)
     this.record = attempts.Record(this.store, this.node.instance)
-    this.earlier = attempts.read(this.store, this.run_file, but=this.node)
+    this.earlier = attempts.read(this.store, this.run_file, but=this.node, say=this.say)
     this.meter = Meter(
         rates=this.run_file.rates(this.node.type, this.node.zone),
         launched_at=this.node.launched_at,
@@ -118,7 +119,7 @@ def _resume(this: Underway) -> None:
     this.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
     if manifest is not None:
         # Before anything may end this attempt: it prunes what it does not know of.
-        _patiently(this, lambda: this.publisher.resumed(manifest), staging.BEST)
+        _patiently(this, lambda: this.publisher.resumed(manifest), BEST)
         if not staging.best_too(_staging(this), manifest.commit.step):
             this.publisher.forget_best(manifest)
         metrics = _patiently(this, lambda: this.store.get_bytes("metrics.jsonl"), "metrics.jsonl")

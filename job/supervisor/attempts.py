@@ -7,20 +7,24 @@ is billed until the next node's launch, LOST_BOOT_S at most. A node that was tol
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
 from job import atomic
+from job.contract import attempt, reading
+from job.contract.attempt import Aside, Beat
+from job.contract.reading import epoch
 from job.run_file import Node, RunFile
 from job.supervisor import fleet
-from job.supervisor.metadata import epoch
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 from job.supervisor.store import Store, StoreError
 
+KEY = re.compile(r"attempts/([\w.-]+)\.json|heartbeat/([\w.-]+)\.jsonl")
 LOST_BOOT_S = 480.0  # what the bills take for a small node's set-up, about half of a large one's
 FREE_S = 3600  # AWS does not charge compute when it takes a spot instance back in its first hour (EC2 User Guide)
 
@@ -97,68 +101,77 @@ def read(
     *,
     but: Node | None = None,
     done: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Attempt]:
     """Every attempt, oldest first, except that of the node `but`, which came after them; or all of a run that is over,
-    `done.json` given: its node was there until then.
+    `done.json` given: its node was there until then. `say` is told what is set aside of what nodes have written.
     """
     keys = [entry.key for prefix in ("attempts/", "heartbeat/") for entry in store.entries(prefix)]
+    named = {key: match[1] or match[2] for key in keys if (match := KEY.fullmatch(key))}
+    for key in set(keys) - set(named):
+        say(f"{reading.show(key)} is set aside: no node is called so")
     with ThreadPoolExecutor(8) as pool:
-        texts = dict(zip(keys, pool.map(store.get_bytes, keys), strict=True))
-    names = {key.split("/", 1)[1].rsplit(".", 1)[0] for key in keys} - {but.instance if but else ""}
-    records = {name: atomic.parse_object(texts.get(f"attempts/{name}.json")) or {} for name in names}
-    if done and (last := records.get(str(done.get("instance")))) is not None:
-        exit_ = {"code": 1, "reason": done.get("reason"), "notice": False, **(_exit(last) or {})}
-        last["exit"] = {**exit_, "at": done.get("at")}
-    ordered = sorted(names, key=lambda name: _launched(records[name]))
+        texts = dict(zip(named, pool.map(store.get_bytes, named), strict=True))
+
+    def aside(key: str) -> Aside:
+        return lambda why: say(f"{key}: set aside: {why}")
+
+    def recorded(name: str) -> attempt.Record:
+        key = f"attempts/{name}.json"
+        return attempt.record(texts.get(key), aside(key))
+
+    def beat(name: str) -> Beat | None:
+        key = f"heartbeat/{name}.jsonl"
+        return attempt.last_beat(texts.get(key), aside(key))
+
+    records = {name: recorded(name) for name in set(named.values()) - {but.instance if but else ""}}
+    ended = str((done or {}).get("instance"))
+    if done and ended in records:
+        exit_ = {"code": 1, "reason": str(done.get("reason")), "notice": False, **(records[ended].exit or {})}
+        records[ended] = replace(records[ended], exit={**exit_, "at": done.get("at")})
+    ordered = sorted(records, key=lambda name: records[name].launched_at)
     end = but.launched_at if but else epoch((done or {}).get("at")) or 0.0
-    launches = [*(_launched(records[name]) for name in ordered), end]
-    known = {name: bool(taken) for each in records.values() for name, taken in (each.get("reclaimed") or {}).items()}
-    found = [
-        of(run, name, records[name], _last(texts, name), until)
-        for name, until in zip(ordered, launches[1:], strict=True)
-    ]
+    launches = [*(records[name].launched_at for name in ordered), end]
+    known = {name: taken for each in records.values() for name, taken in each.reclaimed.items()}
+    found = [of(run, name, records[name], beat(name), until) for name, until in zip(ordered, launches[1:], strict=True)]
     return told(found, known)
 
 
-def of(run: RunFile, name: str, record: dict[str, Any], beat: dict[str, Any], until: float = 0.0) -> Attempt:
+def of(run: RunFile, name: str, record: attempt.Record, beat: Beat | None, until: float = 0.0) -> Attempt:
     """What a node's record and its last heartbeat say. `until`: the launch of the node after it."""
-    kind, zone = str(record.get("type", "")), str(record.get("zone", ""))
-    rates = run.rates(kind, zone)
-    launched = _launched(record)
-    ended = _exit(record)
-    seen = Decimal(str(beat.get("attempt_s", 0)))
-    lived = Decimal(str(beat.get("lived_s", seen)))
-    for key in ("at", "ends_at"):
-        time = epoch((ended or {}).get(key))
+    rates, launched, ended = run.rates(record.type, record.zone), record.launched_at, record.exit or {}
+    last = beat or Beat()
+    seen = last.attempt_s
+    lived = seen if last.lived_s is None else last.lived_s
+    told, gone = epoch(ended.get("at")), epoch(ended.get("ends_at"))
+    for time in (told, gone):
         if time is not None and launched:
             lived = max(lived, Decimal(f"{time - launched:.3f}"))
-    if not beat and ended is None and launched:  # lost while it booted: it was there until another one came, at most
+    if beat is None and not ended and launched:  # lost while it booted: it was there until another one came, at most
         lived = Decimal(f"{min(max(until - launched, 0.0), LOST_BOOT_S):.3f}")
     seconds = max(lived, MINIMUM_S)
-    compute = Decimal(str(beat["compute_usd"])) if "compute_usd" in beat else rates.ceiling * hours(seen)
-    compute += hours(seconds - seen) * Decimal(str(beat.get("usd_per_hour", rates.ceiling)))
-    unasked_s = seconds if "compute_usd" not in beat and rates.capacity == "spot" else 0
-    told, gone = epoch((ended or {}).get("at")), epoch((ended or {}).get("ends_at"))
-    started = record.get("started_s")
+    compute = rates.ceiling * hours(seen) if last.compute_usd is None else last.compute_usd
+    compute += hours(seconds - seen) * (rates.ceiling if last.usd_per_hour is None else last.usd_per_hour)
+    unasked_s = seconds if last.compute_usd is None and rates.capacity == "spot" else Decimal(0)
     return Attempt(
         instance=name,
-        type=kind,
-        zone=zone,
+        type=record.type,
+        zone=record.zone,
         launched_at=launched,
         seconds=seconds,
         lived_s=lived,
         usd=(compute + hours(seconds) * rates.extras).quantize(CENT_100),
         compute_usd=compute.quantize(CENT_100),
         free_usd=Decimal(0),
-        started_s=None if started is None else Decimal(str(started)),
-        resumed_step=int(record.get("resumed_step") or 0),
-        last_step=int(beat.get("step") or record.get("resumed_step") or 0),
-        step_s=float(beat.get("step_s") or 0.0),
+        started_s=record.started_s,
+        resumed_step=record.resumed_step,
+        last_step=last.step or record.resumed_step,
+        step_s=last.step_s or 0.0,
         idle_s=Decimal(f"{max(0.0, gone - told):.3f}") if told and gone else Decimal(0),
-        rung=record.get("rung"),
-        floor=int(record.get("floor") or 0),
-        exit=ended,
-        ceiling_s=Decimal(str(beat.get("ceiling_s", unasked_s))),
+        rung=record.rung,
+        floor=record.floor,
+        exit=record.exit,
+        ceiling_s=unasked_s if last.ceiling_s is None else last.ceiling_s,
     )
 
 
@@ -195,17 +208,3 @@ def reclaimed(attempts: Iterable[Attempt]) -> dict[str, bool]:
 def _taken(attempt: Attempt, by_aws: bool) -> Attempt:
     free = attempt.compute_usd if by_aws and attempt.seconds < FREE_S else Decimal(0)
     return replace(attempt, reclaimed=by_aws, free_usd=free)
-
-
-def _exit(record: dict[str, Any]) -> dict[str, Any] | None:
-    ended = record.get("exit")
-    return ended if isinstance(ended, dict) else None
-
-
-def _launched(record: dict[str, Any]) -> float:
-    return epoch(record.get("launched_at")) or epoch(record.get("booted_at")) or 0.0
-
-
-def _last(texts: dict[str, bytes | None], name: str) -> dict[str, Any]:
-    lines = (texts.get(f"heartbeat/{name}.jsonl") or b"").splitlines()
-    return next((beat for line in reversed(lines) if (beat := atomic.parse_object(line)) is not None), {})

@@ -16,6 +16,7 @@ from statistics import median
 from typing import IO, Any
 
 from job import atomic
+from job.contract import metrics
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
@@ -178,11 +179,10 @@ class Progress:
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            self._take(atomic.parse_object(line))
+            if (record := metrics.line(line)) is not None:
+                self._take(record)
 
-    def _take(self, record: dict[str, Any] | None) -> None:
-        if record is None or not isinstance(record.get("step"), int):
-            return
+    def _take(self, record: dict[str, Any]) -> None:
         now = self._clock()
         if self.first_at is not None:
             self._gaps = [*self._gaps[-49:], now - self.grew_at]
@@ -190,7 +190,7 @@ class Progress:
         self.grew_at = now
         self.record = {**self.record, **{key: value for key, value in record.items() if value is not None}}
         self.step = record["step"]
-        if isinstance(record.get("step_ms"), int | float):
+        if record["step_ms"] is not None:
             self._step_s = [*self._step_s[-19:], float(record["step_ms"]) / 1000]
 
     @property

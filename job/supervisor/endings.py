@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from job import atomic
+from job.contract.attempt import Record
 from job.supervisor import attempts, receipt
 from job.supervisor.store import StoreError
 from job.supervisor.underway import INTERRUPTED, Underway, interruption, iso
@@ -117,7 +118,8 @@ def _receipt(this: Underway, reason: str, detail: str, at: str) -> None:
     """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
     try:
         run, record = this.run_file, this.record.fields
-        every = [*this.earlier, attempts.of(run, this.node.instance, record, this.heartbeat())]
+        own = Record.from_json(record, lambda why: this.say(f"of this node's record: {why}"))
+        every = [*this.earlier, attempts.of(run, this.node.instance, own, this.heartbeat())]
         measurement = receipt.measure(run, every, this.workdir, record, at=at)
         made = receipt.build(run, every, reason=reason, detail=detail, at=at, measurement=measurement)
         text = receipt.text(made)

@@ -13,8 +13,9 @@ import socket
 import threading
 import urllib.parse
 from collections.abc import Callable
-from datetime import datetime
 from typing import Any
+
+from job.contract.reading import epoch
 
 DEFAULT_BASE = "http://169.254.169.254"
 TOKEN_S = 21600  # the time to live that AWS's own samples ask for (EC2 User Guide, spot instance termination notices)
@@ -157,15 +158,6 @@ def http_fetch(base: str, timeout_s: float = TIMEOUT_S) -> Fetch:
             connection.close()
 
     return fetch
-
-
-def epoch(text: Any) -> float | None:
-    """Epoch seconds of an ISO time with a zone; None for anything else."""
-    try:
-        time = datetime.fromisoformat(text)
-        return time.timestamp() if time.tzinfo else None
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 class _DoubtError(Exception):

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from job import atomic
-from job.contract.commit import MANIFEST, Best, Commit, Manifest, manifest_key
+from job.contract.commit import BEST, MANIFEST, Best, Commit, Manifest, manifest_key
 from job.contract.inputs import InputFile
 from job.supervisor.commits import commits, held, step_of
 from job.supervisor.stages import Mirror, whole_lines
-from job.supervisor.staging import BEST
 from job.supervisor.store import GivenUpError, Store, StoreError
 
 PARALLEL = 8

@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from job import atomic, measured
+from job import measured
+from job.contract import metrics
 from job.run_file import RunFile
 from job.supervisor.attempts import FREE_S, Attempt
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
@@ -89,7 +90,7 @@ def measure(
         lines = (workdir / "metrics.jsonl").read_bytes()
     except OSError:
         return None
-    phases = measured.phases(atomic.objects(lines))
+    phases = measured.phases(metrics.records(lines.split(b"\n")))
     if not phases or len({attempt.type for attempt in attempts}) != 1:
         return None
     started = [float(attempt.started_s) for attempt in attempts if attempt.started_s is not None]

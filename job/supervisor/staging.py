@@ -17,13 +17,12 @@ from job import atomic
 from job.config import KEEPS_BEST
 from job.contract import inputs as listing
 from job.contract import reading
-from job.contract.commit import COMMIT, MANIFEST, Best, Manifest, manifest_key
+from job.contract.commit import BEST, COMMIT, MANIFEST, Best, Manifest, manifest_key
 from job.contract.inputs import InputFile
 from job.contract.reading import DoubtError, Fields
 from job.run_file import Dataset, RunFile
 from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, open_store, parent
 
-BEST = "best.json"
 DATASET, WEIGHTS = "dataset.json", "weights.json"
 UNFIT = (DoubtError, MissingError)  # a checkpoint that must not be resumed from
 T = TypeVar("T")

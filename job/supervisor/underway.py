@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from job import atomic
+from job.contract.attempt import Beat
 from job.run_file import ASKED, Node, RunFile
 from job.supervisor import attempts
 from job.supervisor.child import Progress
@@ -52,25 +54,25 @@ class Underway:
         self._beat_at = float("-inf")
         self._at_ceiling = False
 
-    def heartbeat(self) -> dict[str, Any]:
+    def heartbeat(self) -> Beat:
         """One line of heartbeat/<instance>.jsonl. Also what later attempts know of this one's cost."""
         now, seen = self.clock(), self.progress.record
         spent = self.meter.spent(now)
-        return {
-            "ts": iso(now),
-            "step": self.progress.step,
-            "phase": seen.get("phase"),
-            "loss": seen.get("loss"),
-            "tok_s": seen.get("tok_s"),
-            "step_s": self.progress.step_s,
-            "spent_usd": str(spent.usd),
-            "attempt_usd": str(spent.attempt_usd),
-            "attempt_s": str(spent.attempt_s),
-            "lived_s": f"{now - self.node.launched_at:.3f}",
-            "compute_usd": str(spent.compute_usd),
-            "usd_per_hour": str(spent.usd_per_hour),
-            "ceiling_s": str(spent.ceiling_s),
-        }
+        return Beat(
+            ts=iso(now),
+            step=self.progress.step,
+            phase=seen.get("phase"),
+            loss=seen.get("loss"),
+            tok_s=seen.get("tok_s"),
+            step_s=self.progress.step_s,
+            spent_usd=spent.usd,
+            attempt_usd=spent.attempt_usd,
+            attempt_s=spent.attempt_s,
+            lived_s=Decimal(f"{now - self.node.launched_at:.3f}"),
+            compute_usd=spent.compute_usd,
+            usd_per_hour=spent.usd_per_hour,
+            ceiling_s=spent.ceiling_s,
+        )
 
     def between(self) -> None:
         """While anything takes its time: heartbeats, and a notice noted at once that is not the cause, the run may be

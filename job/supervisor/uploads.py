@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
 
+from job.contract.attempt import Beat
 from job.contract.commit import Commit
 from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError, Store, StoreError
@@ -120,9 +120,9 @@ class Pulse:
         self._beats: list[str] = []
         self._running: Future[None] | None = None
 
-    def beat(self, record: dict[str, Any]) -> None:
+    def beat(self, beat: Beat) -> None:
         """Adds a heartbeat and sends, unless the last sending is still under way: then the next one carries it."""
-        self._beats.append(json.dumps(record, sort_keys=True))
+        self._beats.append(json.dumps(beat.to_json(), sort_keys=True))
         if self._running is not None:
             if not self._running.done():
                 return
@@ -130,9 +130,9 @@ class Pulse:
                 self._say(f"heartbeat not sent: {error}")
         self._running = self._executor.submit(self._send)
 
-    def last(self, record: dict[str, Any]) -> None:
+    def last(self, beat: Beat) -> None:
         """The same at the end, in the foreground. Raises StoreError."""
-        self._beats.append(json.dumps(record, sort_keys=True))
+        self._beats.append(json.dumps(beat.to_json(), sort_keys=True))
         if self._running is not None:
             self._running.exception()
         self._send()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,15 +12,10 @@ from statistics import median
 from typing import Any
 
 from job import atomic
+from job.contract import metrics as lines_of
 from job.measured import step_times
 
 WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
-
-# The order of the keys in metrics.jsonl; None where a figure does not exist.
-KEYS = (
-    "ts", "phase", "step", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util",
-    "spent_usd", "grad_norm", "router_load", "router_entropy", "event",
-)  # fmt: skip
 
 
 class StepClock:
@@ -84,17 +78,17 @@ class MetricsFile:
         if not self.path.exists():
             return
         lines = [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        records = [(atomic.parse_object(line), line) for line in lines]
-        kept = [line for record, line in records if record is not None and record.get("step", 0) <= step]
+        records = [(lines_of.line(line), line) for line in lines]
+        kept = [line for record, line in records if record is not None and record["step"] <= step]
         atomic.write_bytes(self.path, b"".join(kept))
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends one line with every key of KEYS, then the experiment's own figures. Raises OSError, without half a
         line left behind.
         """
-        line = json.dumps({**{key: record.get(key) for key in KEYS}, **record}, allow_nan=False)
+        content = lines_of.write(record)
         with self.path.open("ab", buffering=0) as file:
-            before, content = file.seek(0, os.SEEK_END), (line + "\n").encode()
+            before = file.seek(0, os.SEEK_END)
             if file.write(content) < len(content):
                 file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
@@ -108,8 +102,7 @@ class MetricsFile:
             if record["step"] == step and record["val_loss"] != val_loss:  # another start may have said it already
                 event = "; ".join(filter(None, (record["event"], "evaluated once resumed")))
                 record.update(val_loss=val_loss, event=event)
-        lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-        atomic.write_bytes(self.path, lines.encode())
+        atomic.write_bytes(self.path, b"".join(map(lines_of.write, records)))
 
     def records(self, phase: str | None = None) -> list[dict[str, Any]]:
         """Every line, or those of one phase. One that is none, left by a kill where the disk then was too full for
@@ -117,7 +110,8 @@ class MetricsFile:
         """
         if not self.path.exists():
             return []
-        return [record for record in atomic.objects(self.path.read_bytes()) if phase in (None, record["phase"])]
+        records = lines_of.records(self.path.read_bytes().split(b"\n"))
+        return [record for record in records if phase in (None, record["phase"])]
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -17,6 +17,7 @@ from infra.cost.compare_rows import Row
 from infra.definition import StackDefinition
 from infra.loader import load
 from infra.scenarios import scenarios
+from job.contract import metrics
 
 ROOT = Path(__file__).parents[2]
 STACK = ROOT / "stacks" / "sft-h100.yaml"
@@ -36,6 +37,10 @@ def rows(variants: dict[str, StackDefinition]) -> dict[str, Row]:
     return {row.scenario: row for row in listed}
 
 
+def line(tokens: int, val_loss: float | None) -> str:
+    return metrics.write({"ts": 1.0, "phase": "sft", "step": 1, "tokens": tokens, "val_loss": val_loss}).decode()
+
+
 def left(root: Path, run: str, work: StackDefinition, loss: float, **changed: Any) -> Path:
     """results/ of a run of `work`, on the type that the scenario is priced on."""
     folder = root / "results" / "sft-h100" / run
@@ -50,10 +55,10 @@ def left(root: Path, run: str, work: StackDefinition, loss: float, **changed: An
         "counted_until": f"2026-11-2{run[-1]}T00:00:00Z",
         "attempts": [{"type": work.fleet.instance_types[0]}],
     }
-    lines = [{"tokens": 512, "val_loss": 9.0}, {"tokens": 1024, "val_loss": loss}, {"tokens": 1536, "val_loss": None}]
+    lines = [line(512, 9.0), line(1024, loss), line(1536, None)]
     (folder / "run.json").write_text(json.dumps(tree))
     (folder / "receipt.json").write_text(json.dumps({**receipt, **changed}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
+    (folder / "metrics.jsonl").write_text("".join(lines) + '{"torn')
     return folder
 
 
@@ -114,5 +119,5 @@ def test_losses_of_other_tokens_are_shown_and_not_compared(
 ) -> None:
     left(tmp_path, "r1", variants[DEFAULT], 1.2)
     folder = left(tmp_path, "r2", variants[OTHER], 1.2)
-    (folder / "metrics.jsonl").write_text(json.dumps({"tokens": 512, "val_loss": 1.5}) + "\n")
+    (folder / "metrics.jsonl").write_text(line(512, 1.5))
     assert accuracy(tmp_path, rows)[OTHER] == "1.5000 (r2)"

@@ -124,25 +124,31 @@ def test_a_run_stopped_by_its_limit_counts(tmp_path: Path, reason: str) -> None:
     [
         ("", "it is not JSON"),
         ("{", "it is not JSON"),
-        ("[1]", "it is no receipt (TypeError"),
-        ("{}", "it is no receipt (KeyError: 'schema')"),
-        (json.dumps(receipt(schema=2)), "it has schema 2, this version reads 1"),
-        (json.dumps(receipt(causes={"price": "1"})), "it is no receipt (KeyError"),
-        (json.dumps(receipt(range_usd=None)), "it is no receipt (TypeError"),
-        (json.dumps(receipt(range_usd={"p10": "low", "p90": "1"})), "it is no receipt (InvalidOperation"),
-        (json.dumps(receipt(range_usd={"p10": "NaN", "p90": "1"})), "its amounts are not amounts"),
+        ("[1]", "it is a list, not an object of keys"),
+        ("{}", "it has schema None, this code reads 1"),
+        (json.dumps(receipt(schema=2)), "it has schema 2, this code reads 1"),
+        (json.dumps(receipt(causes={"price": "1"})), "causes.runtime is missing"),
+        (json.dumps(receipt(range_usd=None)), "range_usd is None, not an object of keys"),
+        (json.dumps(receipt(range_usd={"p10": "low", "p90": "1"})), "range_usd.p10 is 'low', not an amount"),
+        (json.dumps(receipt(range_usd={"p10": "NaN", "p90": "1"})), "range_usd.p10 is 'NaN', not an amount"),
         (json.dumps(receipt(usd={"estimate": "0", "actual": "1"})), "its amounts are not amounts"),
         (json.dumps(receipt(lines=[])), "it does not add up"),
         (json.dumps(receipt(causes=dict.fromkeys(receipts.CAUSES, "0"))), "it does not add up"),
-        (json.dumps(receipt(attempts=[{"seconds": "long"}])), "could not convert string to float"),
+        (json.dumps(receipt(attempts=[node("i-1", seconds="long")])), "attempts[0].lived_s is 'long', not an amount"),
         (json.dumps(receipt(counted_until="yesterday")), "Invalid isoformat"),
         (json.dumps(receipt(stack="other")), "it is of stack other"),
         (json.dumps(receipt()), "it is of run r1"),  # a copy would count twice
-        (json.dumps(receipt(lines=[{"actual": "9E+999999"}] * 2)), "its amounts are not amounts"),
-        (json.dumps(receipt(usd={"estimate": "1E-400", "actual": "1.10"})), "its amounts are not amounts"),
+        (json.dumps(receipt(lines=[{"actual": "9E+999999"}] * 2)), "lines[0].actual is '9E+999999', not an amount"),
+        (json.dumps(receipt(usd={"estimate": "1E-400", "actual": "1.10"})), "usd.estimate is '1E-400', not an amount"),
         (json.dumps(receipt(range_usd={"p10": "1.30", "p90": "0.80"})), "its amounts are not amounts"),
-        (json.dumps(receipt(range_usd={"p10": "0.80", "p90": "1000000001"})), "its amounts are not amounts"),
-        (json.dumps(receipt(attempts=[node("i-1", seconds="-1")])), "-1.0 s of a node's life"),
+        (
+            json.dumps(receipt(range_usd={"p10": "0.80", "p90": "1000000001"})),
+            "range_usd.p90 is '1000000001', not an amount",
+        ),
+        (
+            json.dumps(receipt(attempts=[node("i-1", seconds="-1")])),
+            "attempts[0].lived_s is '-1', not a number of seconds",
+        ),
         (
             json.dumps(receipt(attempts=[node("i-1", seconds="60") | {"interrupted": "false"}])),
             "neither true nor false",
@@ -260,7 +266,7 @@ def test_results_says_why_a_damaged_receipt_is_not_kept(tmp_path: Path, monkeypa
     downloaded.write_text('{"usd": "0.42"}')
     s3 = SimpleNamespace(meta=SimpleNamespace(endpoint_url="https://s3.us-east-2.amazonaws.com"))
     said = results.keep(definition(path), s3, downloaded, path.parents[1])
-    assert said.startswith("The receipt is not kept for later bills: it is no receipt")
+    assert said.startswith("The receipt is not kept for later bills: it has schema None")
 
 
 def test_the_command_shows_every_run_and_the_score(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import runs
 
+from job.contract.attempt import Record
 from job.run_file import Limits, Node, Rates, load
 from job.supervisor import attempts, fleet
 from job.supervisor.meter import Meter, spot_history
@@ -242,7 +243,7 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
     assert found["i-silent"].compute_usd == Decimal("0.0673")
     assert found["i-killed"].ceiling_s == 0
     assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
-    unknown = attempts.of(run, "i-x", {"launched_at": iso(0), "resumed_step": 30}, {})  # nor when the next one came
+    unknown = attempts.of(run, "i-x", Record(launched_at=T0, resumed_step=30), None)  # nor when the next one came
     assert (unknown.seconds, unknown.lived_s, unknown.last_step) == (60, 0, 30)
 
 

@@ -21,10 +21,11 @@ from train_world import STEPS, StopAt
 
 from job import atomic, sizing
 from job.config import from_json
+from job.contract.metrics import KEYS
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
 from job.train import __main__ as trainer
-from job.train import export, metrics, preflight, rungs, step
+from job.train import export, preflight, rungs, step
 from job.train.experiment import LossNotFiniteError, Stopped
 from job.train.loop import Loop
 from job.train.requests import START, Requests, Stop, await_start
@@ -94,7 +95,7 @@ def test_the_loss_curve_has_a_row_per_logged_step(finished: Path) -> None:
 
 
 def test_every_metrics_line_has_every_key(finished: Path) -> None:
-    assert all(tuple(record) == metrics.KEYS for record in world.records(finished))
+    assert all(tuple(record) == KEYS for record in world.records(finished))
 
 
 def test_routing_is_logged_only_where_there_are_experts(finished: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from two_tower_world import TABLES, flipped
 
 from job.config.two_tower import variants
+from job.contract import metrics
 from job.dataset import ranking
 from job.dataset.ranking import GAINS, Tables
 from job.experiments import two_tower_baselines as baselines
@@ -29,7 +30,6 @@ from job.experiments.two_tower_members import Members
 from job.sizing import Rung
 from job.sizing.two_tower import REFIT
 from job.student import t95
-from job.train import metrics
 
 CONFIG = world.config()
 HONEST = [member for member in members(CONFIG) if member.protocol == "honest"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from supervisor_world import STEPS, Bench, Clock, FaultyStore, Inline, Queue, commit, publisher
 
+from job.contract.attempt import Beat
 from job.supervisor import publish
 from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError, StoreError
@@ -239,11 +241,12 @@ def test_the_last_heartbeat_is_put_after_the_one_before_it(tmp_path: Path) -> No
             also=lambda: None,
             say=print,
         )
-        pulse.beat({"step": 1})
+        pulse.beat(Beat(step=1))
         assert begun.wait(30)
         threading.Timer(0.05, may_end.set).start()
-        pulse.last({"step": 2})
-    assert (bench.store.get_bytes("heartbeat/i-1.jsonl") or b"").splitlines() == [b'{"step": 1}', b'{"step": 2}']
+        pulse.last(Beat(step=2))
+    lines = (bench.store.get_bytes("heartbeat/i-1.jsonl") or b"").splitlines()
+    assert [Beat.from_json(json.loads(line)) for line in lines] == [Beat(step=1), Beat(step=2)]
 
 
 def test_tensorboards_files_go_with_the_metrics_when_they_have_grown(tmp_path: Path) -> None:

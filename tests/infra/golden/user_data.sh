@@ -63,8 +63,8 @@ def value(text):
     try: return json.loads(text)
     except ValueError: return text
 path, *words = sys.argv[1:]
-try: old = json.load(open(path))
-except (OSError, ValueError): old = {}
+try: old = dict(json.load(open(path)))
+except (OSError, ValueError, TypeError, RecursionError): old = {}
 new = {key: value(text) for key, text in zip(words[::2], words[1::2])}
 json.dump({**new, **old}, open(path, "w"), sort_keys=True)' "$@"
 }
@@ -99,10 +99,10 @@ futile_boots() {
 import glob, json, sys
 boots, count = [], 0
 for path in glob.glob(sys.argv[1] + "/*.json"):
-    try: boots.append(json.load(open(path)))
-    except ValueError: pass
-for boot in sorted(boots, key=lambda b: b.get("booted_at", ""), reverse=True):
-    end = boot.get("exit") or {}
+    try: boots += [boot for boot in [json.load(open(path))] if isinstance(boot, dict)]
+    except (ValueError, RecursionError): pass
+for boot in sorted(boots, key=lambda b: str(b.get("booted_at", "")), reverse=True):
+    end = boot.get("exit") if isinstance(boot.get("exit"), dict) else {}
     if (boot.get("manifest_at_boot") or "") != sys.argv[2] or boot.get("results") and end.get("notice", not end): break
     count += not end.get("notice")
 print(count)' "$DIR/attempts" "$MANIFEST"

@@ -1,0 +1,42 @@
+"""metrics.jsonl: a line per logged step, appended by the trainer, read by the supervisor, later attempts and bills."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from job.contract import reading
+from job.contract.reading import DoubtError, Fields
+
+# The order of the keys; None where a figure does not exist. Experiments add figures of their own.
+KEYS = (
+    "ts", "phase", "step", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util",
+    "spent_usd", "grad_norm", "router_load", "router_entropy", "event",
+)  # fmt: skip
+_NUMBERS = ("ts", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util", "grad_norm")
+
+
+def write(record: Mapping[str, Any]) -> bytes:
+    """A line, with every key of KEYS."""
+    return (json.dumps({**dict.fromkeys(KEYS), **record}, allow_nan=False) + "\n").encode()
+
+
+def line(content: bytes) -> dict[str, Any] | None:
+    """The object of a line, with every key of KEYS; None for what is no line: torn, or a figure of it is none."""
+    try:
+        fields = Fields(reading.parse(content))
+        fields.need("step", reading.step)
+        for key in _NUMBERS:
+            fields.take(key, reading.number, None)
+        for key in ("phase", "event"):
+            fields.take(key, reading.text, None)
+    except DoubtError:
+        return None
+    return {**dict.fromkeys(KEYS), **fields.tree}
+
+
+def records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The lines that say when and in which phase they were written. What is no line is passed over."""
+    found = [record for each in lines if (record := line(each)) is not None]
+    return [record for record in found if record["phase"] is not None and record["ts"] is not None]
