@@ -157,7 +157,7 @@ def _typed(fields: Fields) -> RunFile:
     limits, extras, given = (fields.section(key) for key in ("limits", "extras", "inputs"))
     job = fields.section("job")
     experiment, parameters = job.need("experiment", reading.text), job.section("parameters").tree
-    extras.section("hourly_usd").all(reading.unsigned)
+    extras.need("hourly_usd", reading.mapping(reading.unsigned))
     if (archive := given.tree.get("archive")) is not None:
         Fields(archive, "inputs.archive").take("sha256", reading.text, None)
     _check_rates(fields)
