@@ -12,7 +12,6 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +19,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from job import atomic
 from job.dataset.encodings import foreign, not_utf8
+from job.text import counted
 
 ROLES = ("system", "user", "assistant")
 LEARNED = ("weight", "train")  # of the assistant's messages, as OpenAI, Mistral and axolotl call it
+OTHERS = {  # what other tools call our keys
+    "instruction": ("prompt", "question", "query", "input"),
+    "response": ("completion", "answer", "output"),
+}
 SHOWN = 20  # problems of a file, at most
 GENERATED = (3, 16)  # numbers in a generated list
 _HALF = re.compile("[\ud800-\udfff]")
@@ -113,10 +117,11 @@ def hashed(path: Path) -> str:
 
 def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]:
     """What `read` makes of each line that is not blank, as long as there is no mistake; then reads on for others and
-    raises ValueError with all of them. `wanted`: the keys of a line.
+    raises ValueError with all of them, each with its lines. `wanted`: the keys of a line.
     """
     require_lines(path)
-    problems: list[str] = []
+    problems: dict[str, list[int]] = {}
+    more = ""
     empty = True
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -126,39 +131,56 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
             try:
                 found = read(line)
             except ValueError as error:
-                problems.append(f"{path}:{number}: {error}")
+                problems.setdefault(str(error), []).append(number)
                 if isinstance(error, FormError):  # not a mistake of this line
                     break
                 if len(problems) == SHOWN:
-                    problems.append(f"{path}: more after line {number} is not looked at")
+                    more = f"\n{path}: more after line {number} is not looked at"
                     break
                 continue
             if not problems:
                 yield found
     if problems:
-        raise ValueError("\n".join(problems))
+        told = (f"{path}:{first}: {why}{_also(others)}" for why, (first, *others) in problems.items())
+        raise ValueError("\n".join(told) + more)
     if empty:
         raise ValueError(f"{path}: empty; give one JSON object a line with {wanted}")
 
 
+def _also(lines: list[int]) -> str:
+    """Where the same mistake is again."""
+    return f" (and in {counted(f'{len(lines):,}', 'more line')}, the next is {lines[0]})" if lines else ""
+
+
 def require_lines(path: Path) -> None:
-    """Raises ValueError for a file that is a table or one JSON array, of which every line would be a mistake."""
+    """Raises ValueError for a file that is a table, one JSON array, or objects over several lines each: of these every
+    line would be a mistake.
+    """
     with path.open("rb") as file:
         begins = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
         if path.suffix.lower() == ".csv" and not begins.startswith(b"{"):
             made = f"pandas.read_csv({path.name!r}).to_json({path.stem + '.jsonl'!r}, orient='records', lines=True)"
             raise ValueError(f"{path}: a table; one JSON object a line is wanted: {made}")
-        if not begins.startswith(b"["):
+        if not begins.startswith((b"[", b"{")):
             return
         file.seek(0)
         lines = (line.removeprefix(codecs.BOM_UTF8) for line in file if not is_blank(line))
         first, more = next(lines), next(lines, None)
+    ends = False  # the first line before its object does
     if more is not None:
-        with suppress(ValueError, RecursionError):
+        try:
             json.loads(first)
             return  # a line by itself: that one is the mistake
+        except json.JSONDecodeError as error:
+            ends = error.pos >= len(error.doc.rstrip())
+        except (ValueError, RecursionError):
+            pass
     name = shlex.quote(path.name)
     made = shlex.quote(f"{path.stem}{'-lines' if path.suffix == '.jsonl' else ''}.jsonl")
+    if begins.startswith(b"{"):
+        if ends:
+            raise ValueError(f"{path}: an object over several lines; one a line is wanted: `jq -c . {name} > {made}`")
+        return
     raise ValueError(f"{path}: a JSON array; one object a line is wanted: `jq -c '.[]' {name} > {made}`")
 
 
@@ -221,21 +243,24 @@ def _left_out(tree: dict[str, Any]) -> list[str]:
 
 
 def _other_keys(tree: dict[str, Any]) -> None:
-    """Raises FormError for ShareGPT's, Alpaca's and TRL's, with what they are called here."""
+    """Raises FormError for ShareGPT's, Alpaca's, TRL's and others, with what they are called here."""
     if "conversations" in tree and "instruction" not in tree:
         raise FormError(
             "conversations is called messages here: a list of role (for human: user, for gpt: assistant) and content"
             " (for value); or give instruction and response"
         )
-    if {"prompt", "completion"} <= tree.keys() and "instruction" not in tree:
+    theirs = {
+        called: ours
+        for ours, others in OTHERS.items()
+        if ours not in tree and (called := next((key for key in others if key in tree), ""))
+    }
+    if theirs:
+        are, them = ("is", "it") if len(theirs) == 1 else ("are", "them")
+        joined = tree.get("input") and "input" not in theirs
         raise FormError(
-            "prompt and completion are called instruction and response here: rename them; or give messages, a list of"
+            f"{' and '.join(theirs)} {are} called {' and '.join(theirs.values())} here: rename {them}"
+            f"{', and write what is in input at the end of instruction' if joined else ''}; or give messages, a list of"
             " role and content"
-        )
-    if "output" in tree and "response" not in tree:
-        joined = ", and write what is in input at the end of instruction" if tree.get("input") else ""
-        raise FormError(
-            f"output is called response here: rename it{joined}; or give messages, a list of role and content"
         )
 
 
@@ -244,7 +269,14 @@ def _messages(messages: Any) -> Conversation:
         raise ValueError("messages: not a list of objects with role and content")
     turns = []
     for number, message in enumerate(messages):
-        role = message.get("role")
+        role, content = message.get("role"), message.get("content")
+        if isinstance(content, list):
+            raise FormError(f"messages[{number}].content: a list of parts; write their text as one text")
+        if role in ("tool", "function") or (message.get("tool_calls") and not content):
+            raise FormError(
+                f"messages[{number}]: tool calls are not read: leave such conversations out, or write call and result "
+                "as text of the assistant and the user"
+            )
         if role not in ROLES:
             raise ValueError(f"messages[{number}].role: {role!r} is not one of {', '.join(ROLES)}")
         if role == "system" and number:

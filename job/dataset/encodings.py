@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 _UTF16 = "convert the file first: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 _BEGINS = {
+    b"\xff\xfe\0\0": "convert the file first: iconv -f UTF-32 -t UTF-8 OLD > NEW",
     b"\xff\xfe": _UTF16,  # as PowerShell's > writes it
     b"\xfe\xff": _UTF16,
     b"\x1f\x8b": "it is compressed; unpack it first: gunzip",
     b"(\xb5/\xfd": "it is compressed; unpack it first: unzstd",
+    b"BZh": "it is compressed; unpack it first: bunzip2",
+    b"\xfd7zXZ\0": "it is compressed; unpack it first: unxz",
+    b"\x04\x22\x4d\x18": "it is compressed; unpack it first: unlz4",
     b"PK\x03\x04": "it is an archive; unpack it first: unzip",
+    b"7z\xbc\xaf": "it is an archive; unpack it first: 7z x",
     b"PAR1": "it is Parquet; write it as text first, for example with pandas.read_parquet",
+    b"ARROW1": "it is Arrow; write it as text first, for example with pandas.read_feather",
+    b"\xff\xff\xff\xff": "it is an Arrow stream, as `datasets` keeps one; write it as text first: Dataset.to_json",
+    b"\0\x05\x16\x07": "it is what macOS keeps beside a file: name the file without ._ before its name",
 }
+_NOT_TEXT = frozenset(range(32)) - set(b"\t\n\f\r\x1b")  # control characters, but those of texts and terminals
+LOOKED_AT = 1 << 16  # characters
+NOISE = 0.01  # share of such characters (of Unicode's, 0x80 to 0x9f as well) above which a text is none
 
 
 def foreign(content: bytes) -> str:
@@ -22,5 +35,18 @@ def not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
     """Why `content`, a file or its first line, cannot be read, and what to do. iconv has to be told what a file is in:
     else it takes it for what the terminal is in, mostly UTF-8, and stops at the same byte.
     """
-    latin = "convert the file first, e.g. iconv -f LATIN1 -t UTF-8 OLD > NEW"
-    return f"not UTF-8 (byte {error.start}); {foreign(content) or latin}"
+    todo = "convert the file first, e.g. iconv -f LATIN1 -t UTF-8 OLD > NEW"
+    if odd := next((byte for byte in content if byte in _NOT_TEXT), None):
+        todo = f"it holds bytes that no text has (0x{odd:02x}): write it as text with what made it"
+    return f"not UTF-8 (byte {error.start}); {foreign(content) or todo}"
+
+
+def require_text(text: str, path: Path) -> None:
+    """Raises ValueError for what is UTF-8 and no text, as a compressed file that iconv was told to be Latin-1."""
+    begin = text[:LOOKED_AT]
+    odd = sum(ord(letter) in _NOT_TEXT or 0x7F <= ord(letter) < 0xA0 for letter in begin)
+    if odd > NOISE * len(begin):
+        raise ValueError(
+            f"{path}: of its first {len(begin):,} characters {odd:,} are none of a text: was it compressed, or in "
+            "another format, before it became UTF-8? Name the text itself"
+        )

@@ -1,6 +1,7 @@
 """Queries, the models that answer them, and who was judged good: the dataset of two-tower.
 
-    dataset.json     kind "ranking"; facts: queries, models, discovery, width, labels, relevant, best, encoder
+    dataset.json     kind "ranking"; facts: queries, models, discovery, width, labels (that were given), unjudged
+                     (queries without label 1 or 2), relevant, best, encoder
     queries.npy      float32 [Q, S], length 1       judged queries
     discovery.npy    float32 [N, S], length 1       queries without labels
     labels.npy       int8 [Q, M]                    0 irrelevant, 1 best, 2 good; what was not judged is 0
@@ -52,6 +53,7 @@ class Tables:
     discovery: Floats
     names: dict[str, list[str]]
     encoder: str  # "" where there was no text
+    judged: int  # labels that were given, 0 too
 
 
 def prepare_ranking(
@@ -96,7 +98,8 @@ def prepare_ranking(
             "models": made.labels.shape[1],
             "discovery": len(made.discovery),
             "width": made.queries.shape[1],
-            "labels": int(made.labels.size),
+            "labels": made.judged,
+            "unjudged": unjudged(made.labels),
             "relevant": int((made.labels > 0).sum()),
             "best": int((made.labels == 1).sum()),
             "encoder": made.encoder or "none: vectors were generated",
@@ -117,7 +120,13 @@ def read(folder: Path) -> Tables:
         discovery=np.load(folder / DISCOVERY, allow_pickle=False),
         names=json.loads((folder / NAMES).read_text(encoding="utf-8")),
         encoder=manifest.facts["encoder"],
+        judged=manifest.facts["labels"],
     )
+
+
+def unjudged(labels: Labels) -> int:
+    """Queries for which no model is relevant, label 1 or 2: whatever the order, each scores 0."""
+    return int((labels == 0).all(axis=1).sum())
 
 
 def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[int, ...]) -> list[str]:
@@ -159,6 +168,7 @@ def generate(queries: int, models: int, discovery: int, width: int, *, seed: int
             "discovery": [f"d{i}" for i in range(discovery)],
         },
         encoder="",
+        judged=labels.size,
     )
 
 
@@ -177,9 +187,15 @@ def read_folder(
         few = f"discovery queries: {len(discovery):,}, training has weak labels for no more"
         none = "no discovery.jsonl: training has no weak labels"
         say(f"{few if discovery else none}, though job.parameters.weak.queries is {asked}")
-    labels, models = _labels(folder / "labels.csv", list(queries))
+    labels, models, judged = _labels(folder / "labels.csv", list(queries))
     if problems := mismatches(config, (len(queries), config.towers.sentence), labels.shape):
         raise ValueError(f"{folder}: " + "; ".join(problems))
+    if empty := unjudged(labels):
+        say(
+            f"WARNING: queries without a relevant model, label 1 or 2: {empty} of {len(queries)}; each counts 0 in "
+            f"every mean, and a perfect ranking has nDCG@10 {1 - empty / len(queries):.3f}: judge them, or leave them "
+            "out"
+        )
     say(f"sentences: {len(queries) + len(discovery):,} by {encoder.name}")
     vectors = encoder.encode([*queries.values(), *discovery.values()])
     # Of texts too: an encoder gives the same text another last digit in a batch of another length.
@@ -195,6 +211,7 @@ def read_folder(
         discovery=vectors[len(queries) :],
         names={"queries": list(queries), "models": models, "discovery": list(discovery)},
         encoder=encoder.name,
+        judged=judged,
     )
 
 
@@ -226,8 +243,8 @@ def _sentences(path: Path) -> dict[str, str]:
     return found
 
 
-def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
-    """[Q, M] and the models, sorted by id."""
+def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
+    """[Q, M]; the models, sorted by id; and how many judgements there were."""
     rows = {name: row for row, name in enumerate(queries)}
     judged: dict[tuple[int, str], int] = {}
     reader = csv.DictReader(io.StringIO(_open(path), newline=""))
@@ -261,7 +278,7 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str]]:
     labels = np.zeros((len(queries), len(models)), dtype=np.int8)
     for (row, model), label in judged.items():
         labels[row, columns[model]] = label
-    return labels, models
+    return labels, models, len(judged)
 
 
 def _lines(reader: csv.DictReader[str], path: Path) -> Iterator[tuple[str, dict[str, str | Any]]]:

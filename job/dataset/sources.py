@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from job.dataset import fetch
-from job.dataset.encodings import not_utf8
+from job.dataset.encodings import not_utf8, require_text
 from job.dataset.stories import stories
 from job.dataset.tokenizer import BYTES_VOCAB, END_OF_TEXT, GPT2_VOCAB, Bytes, Gpt2, Tokenizer, Words
 
@@ -111,6 +111,7 @@ class TextFile:
             text = content.decode("utf-8-sig").replace("\r\n", "\n")  # a model need not learn line ends twice
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path}: {not_utf8(content, error)}") from error
+        require_text(text, self.path)
         found = split(text)
         if not found:
             raise ValueError(f"{self.path}: empty; give a text with stories separated by blank lines or {END_OF_TEXT}")

@@ -12,8 +12,8 @@ MODULES = ("torch", "triton", "triton.language", "math", *LIBDEVICE_AT)
 TORCH = _words(
     "empty empty_like empty_strided zeros zeros_like full full_like Tensor dtype float16 float32 float64 bfloat16 "
     "int8 uint8 int16 int32 int64 bool float double half int long short strided contiguous_format preserve_format "
-    "device numel is_tensor broadcast_tensors broadcast_shapes Size promote_types result_type clone flatten ravel "
-    "reshape"
+    "device numel is_tensor is_floating_point is_complex broadcast_tensors broadcast_shapes Size promote_types "
+    "result_type clone flatten ravel reshape"
 )
 TRITON = _words("jit autotune heuristics Config cdiv next_power_of_2 language set_allocator")
 MATH = _words("ceil exp floor log log10 log2 pow prod sqrt e inf pi")
@@ -38,7 +38,10 @@ METHODS = _words(
     "shape size stride numel contiguous is_contiguous dtype device data_ptr element_size ndim dim view reshape "
     "is_cuda new_empty new_zeros detach ravel expand t T transpose permute flatten unsqueeze squeeze to clone "
     "element_ty itemsize append items get broadcast_to trans value type nelement is_floating_point float half "
-    "bfloat16 view_as expand_as get_device index ALL NONE is_floating requires_grad layout multi_processor_count"
+    "bfloat16 view_as expand_as get_device index ALL NONE is_floating requires_grad layout multi_processor_count "
+    "is_complex "
+    # Of a list, dict or number of the call's own; no tensor has methods of these names that compute.
+    "insert extend pop remove reverse clear count copy keys values update setdefault bit_length is_integer"
 )
 # Of blocks, so within kernels alone; torch tensors have methods of these names that compute.
 OF_BLOCKS = _words(

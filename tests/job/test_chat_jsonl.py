@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from sft_world import jsonl
 
 from job.dataset.chat import JsonlChats, Turn
+
+ROWS = json.dumps({"instruction": "a", "response": "b"}).encode() * 9
 
 
 def test_mistakes_in_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
@@ -36,14 +40,14 @@ def test_mistakes_in_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=":2: not JSON") as error:
         list(JsonlChats(path).conversations())
     lines = str(error.value).splitlines()
-    assert [int(line.split(":")[1]) for line in lines] == [*range(2, 9), *range(10, 14), 15, 16, 17]
+    assert [int(line.split(":")[1]) for line in lines] == [*range(2, 9), *range(10, 14), 15, 17]
     assert lines[1].endswith("response: missing; it has instruction")
     assert "the last one must be the assistant's" in lines[3]
     assert "'robot' is not one of system, user, assistant" in lines[4]
     assert r"instruction: \ud83d at character 13 is half of a surrogate pair" in lines[9]
     assert "messages[1].role: system only as the first message" in lines[11]
-    assert lines[12].endswith("messages: an answer without a question")
-    assert lines[13].endswith("messages[1].weight: 0.5 is neither 1, learned, nor 0, not learned")
+    assert lines[5].endswith("messages: an answer without a question (and in 1 more line, the next is 16)")
+    assert lines[12].endswith("messages[1].weight: 0.5 is neither 1, learned, nor 0, not learned")
     assert r"messages[0].content: \ude00 at character 0 is half" in lines[10]
 
 
@@ -101,6 +105,11 @@ def test_a_json_array_is_said_once_with_what_makes_lines_of_it(tmp_path: Path, i
         ({"conversations": [{"from": "human", "value": "a"}]}, "conversations is called messages here: a list of role"),
         ({"instruction": "a", "output": "b"}, "output is called response here: rename it; or give messages"),
         ({"prompt": "a", "completion": "b"}, "prompt and completion are called instruction and response here: rename"),
+        ({"prompt": "a", "response": "b"}, "prompt is called instruction here: rename it; or give"),
+        ({"question": "a", "answer": "b"}, "question and answer are called instruction and response here: rename them"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content: a list of parts"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]: tool calls are not read: leave"),
+        ({"messages": [{"role": "tool", "content": "9"}]}, "messages[0]: tool calls are not read: leave"),
         ({"instruction": "a", "input": "c", "output": "b"}, "and write what is in input at the end of instruction"),
     ],
 )
@@ -115,7 +124,43 @@ def test_keys_of_other_forms_are_said_once_with_their_names_here(
 
 def test_a_file_of_mistakes_is_not_listed_to_its_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more after line 20 is not looked at"):
-        list(JsonlChats(jsonl(tmp_path, *["x"] * 100)).conversations())
+        list(
+            JsonlChats(
+                jsonl(tmp_path, *({"instruction": "a", f"key {number}": 1} for number in range(100)))
+            ).conversations()
+        )
+
+
+def test_one_mistake_on_every_line_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="instruction: missing; it has text") as error:
+        list(JsonlChats(jsonl(tmp_path, *[{"text": "a"}] * 30)).conversations())
+    assert str(error.value).endswith(":1: instruction: missing; it has text (and in 29 more lines, the next is 2)")
+
+
+def test_objects_over_several_lines_are_said_once_with_what_makes_lines_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "pretty.jsonl"
+    path.write_text(2 * (json.dumps({"instruction": "a", "response": "b"}, indent=1) + "\n"))
+    with pytest.raises(ValueError, match="over several lines") as error:
+        list(JsonlChats(path).conversations())
+    assert str(error.value).endswith("one a line is wanted: `jq -c . pretty.jsonl > pretty-lines.jsonl`")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl.bz2", bz2.compress(ROWS), "it is compressed; unpack it first: bunzip2"),
+        ("a.jsonl.xz", lzma.compress(ROWS), "it is compressed; unpack it first: unxz"),
+        ("a.arrow", b"\xff\xff\xff\xff\x10\0\0\0", "it is an Arrow stream"),
+        ("._a.jsonl", b"\0\x05\x16\x07\0\x02\xff", "name the file without ._"),
+        ("a.bin", b"\x01\x02\xff\xfe\x03", "it holds bytes that no text has (0x01)"),
+    ],
+)
+def test_files_that_are_no_text_are_not_told_to_be_latin(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=":1: not UTF-8") as error:
+        list(JsonlChats(tmp_path / name).conversations())
+    assert words in str(error.value)
+    assert "iconv" not in str(error.value)
 
 
 def test_instructions_and_messages_of_one_conversation_are_the_same(tmp_path: Path) -> None:

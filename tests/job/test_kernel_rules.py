@@ -56,6 +56,19 @@ def kernel_function(x):
 HONEST = honest().source
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sizes = list(x.shape); sizes.insert(0, 1); sizes.extend([1]); last = sizes.pop(); sizes.reverse()",
+        "grids = {'m': 1}; grids.update(n=2); grids.setdefault('k', 3); sizes = [*grids.values(), *grids.keys()]",
+        "assert torch.is_floating_point(x) and not torch.is_complex(x) and not x.is_complex()",
+        "block = 1 << (x.numel() - 1).bit_length()",
+    ],
+)
+def test_words_on_lists_and_numbers_of_the_calls_own_are_admitted(line: str) -> None:
+    assert rules.problem(after(line)) is None
+
+
 def replaced(old: str, new: str) -> str:
     """A correct candidate with another text in the place of one."""
     assert old in HONEST
@@ -241,6 +254,8 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (HONEST + "from .triton import language\n", "import from triton"),
         (HONEST + "class A:\n    x = 1\n", "ClassDef at the top"),
         (HONEST + "calls = []\ndef f(x):\n    calls.append(x)\n", "for decorators alone"),
+        (HONEST + "calls = []\ndef f(x):\n    calls.extend([x])\n", "for decorators alone"),
+        (HONEST + "calls = {}\ndef f(x):\n    calls.setdefault(1, x)\n", "for decorators alone"),
         (
             replaced("@triton.jit", "S = [1]\n@triton.heuristics({'B': lambda a: S.append(1)})\n@triton.jit"),
             "for decorators alone",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import hashlib
 import json
 from array import array
@@ -134,6 +135,8 @@ def test_what_somebody_put_beside_a_dataset_is_never_replaced_with_it(tmp_path: 
     [
         (b"", "empty; give a text with stories"),
         (b" \n\n\t\n", "empty; give a text with stories"),
+        (bz2.compress(b"a story") + b"\xff", r"it is compressed; unpack it first: bunzip2"),
+        (bz2.compress(b"a story").decode("latin-1").encode(), r"characters \d+ are none of a text: was it compressed"),
         ("Füchse".encode("latin-1"), r"not UTF-8 \(byte 1\); convert the file first.* iconv -f LATIN1 "),
         (b"\x1f\x8b\x08\x00", r"not UTF-8 \(byte 1\); it is compressed; unpack it first: gunzip"),
         (b"Only one story.", "stories.txt: 1 story; at least 2 are needed"),

@@ -36,6 +36,15 @@ def folder_of_text(folder: Path, labels: list[str] | None = None, discovery: lis
     return folder
 
 
+def test_queries_for_which_nothing_is_relevant_are_counted_and_said(tmp_path: Path) -> None:
+    text = folder_of_text(tmp_path / "text", labels=["q0,m2,1", "q1,m1,0", "q1,m10,0"])
+    said = list[str]()
+    manifest = ranking.prepare_ranking(tmp_path / "set", of_text(), text=text, say=said.append)
+    assert (manifest.facts["labels"], manifest.facts["unjudged"]) == (3, 2)
+    (line,) = (line for line in said if "without a relevant model" in line)
+    assert "label 1 or 2: 2 of 3; each counts 0 in every mean, and a perfect ranking has nDCG@10 0.333" in line
+
+
 def of_text(width: int = 16) -> TwoTowerConfig:
     return replace(CONFIG, towers=Towers(sentence=width), data=Ranking(queries=3, models=3, folds=3))
 
