@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from infra.definition import Disk, Fleet, Limits, StackDefinition, Storage
+from infra.definition import Account, Disk, Fleet, Limits, StackDefinition, Storage
 from infra.run_guard import days_to_keep, expiry
 from infra.schema import Findings, nearest
 from infra.type_checks import gpus_asked, instance_types
@@ -26,6 +26,7 @@ ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build o
 IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
 MIBPS_PER_IOPS = 0.25  # the same
 BASE_IOPS = 3000  # included with any size
+_TAG = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
 PLACE = "a folder inside the project, or s3://bucket/prefix"
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
@@ -50,6 +51,7 @@ def check(
     if launchable and not unknown:
         gpus_asked(s.fleet, s.job.parameters, findings, catalog)
     _storage(s.storage, findings)
+    _account(s.account, s.fleet, findings)
     _limits(s.limits, findings, now, past_deadline)
     _kept(s, findings, now)
     if not unknown:
@@ -110,6 +112,19 @@ def _storage(storage: Storage, findings: Findings) -> None:
     for name, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
         if place is not None and (problem := _place_problem(place)):
             findings.add(f"storage.{name}", PLACE, problem)
+
+
+def _account(account: Account, fleet: Fleet, findings: Findings) -> None:
+    for key in account.tags or {}:
+        if not _TAG.fullmatch(key):
+            allowed = "keys of 1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, but not Name, aws:... or gpufleet:..."
+            findings.add(f"account.tags.{key}", allowed, "Those three are the stack's own, or AWS's.")
+    if account.kms_key and account.kms_key.split(":")[3] != fleet.region:
+        findings.add("account.kms_key", f"a key of {fleet.region}: bucket and disks are there")
+    known = not any(path.startswith(("account.vpc.subnets", "fleet.zones")) for path in findings.bad)
+    if account.vpc and known and set(account.vpc.subnets) != set(fleet.zones):
+        allowed = f"one subnet for each of fleet.zones: {', '.join(fleet.zones)}"
+        findings.add("account.vpc.subnets", allowed, value=", ".join(account.vpc.subnets))
 
 
 def _base_weights(s: StackDefinition, findings: Findings) -> None:

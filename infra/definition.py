@@ -117,6 +117,24 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Vpc:
+    """A network that is there already. Its routes are its owner's."""
+
+    id: str
+    subnets: dict[str, str]  # by zone, one for each of fleet.zones
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """What the rules of an organisation ask of all that a stack makes."""
+
+    tags: dict[str, str] | None = None  # beside the stack's own
+    permissions_boundary: str | None = None  # of the nodes' role; a policy's ARN
+    vpc: Vpc | None = None  # None: the stack makes its own
+    kms_key: str | None = None  # of bucket and disks; an ARN in the fleet's region
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """Assumptions behind the bill. None = the default, stated with its source where infra.cost uses it."""
 
@@ -193,6 +211,7 @@ class StackDefinition:
     fleet: Fleet
     storage: Storage
     limits: Limits
+    account: Account = Account()
     estimate: Estimate = Estimate()
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
     scenario: str = ""  # its name; empty for the file as it is

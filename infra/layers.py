@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from infra.catalog import Catalog
 
 # What may be laid over; the run's identity is not among them.
-OVERLAID = ("job", "fleet", "storage", "limits", "estimate")
+OVERLAID = ("job", "fleet", "storage", "limits", "account", "estimate")
 MOST_SCENARIOS = 100  # a choice: each is a whole file to check and to price
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 

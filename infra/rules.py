@@ -8,7 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infra.definition import Claim, Disk, Estimate, Fleet, Interruptions, Job, Keep, Limits, Run, Storage, Variant
+from infra.definition import (
+    Account,
+    Claim,
+    Disk,
+    Estimate,
+    Fleet,
+    Interruptions,
+    Job,
+    Keep,
+    Limits,
+    Run,
+    Storage,
+    Variant,
+    Vpc,
+)
 from job.config import EXPERIMENTS
 
 
@@ -22,7 +36,7 @@ class Rule:
     pattern: str = ""
     allowed: str = ""  # the pattern in words
     hint: str = ""  # what to do when it does not match
-    most: int | None = None  # items of a list
+    most: int | None = None  # items of a list or section
 
 
 # gp3: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; larger than the 2020 limits since 2025-09.
@@ -56,6 +70,25 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Keep, "days"): Rule(minimum=1, maximum=3_650, unit="days"),
     (Limits, "max_usd"): Rule(minimum=0.01, maximum=100_000, unit="USD"),
     (Limits, "max_hours"): Rule(minimum=0.01, maximum=720, unit="hours"),
+    (Account, "tags"): Rule(
+        pattern=r"[A-Za-z0-9 _.:/=+@-]{0,256}",
+        most=7,  # of the 10 that S3 allows an object three are the stack's own
+        allowed="a section of tags, each value up to 256 of A-Z a-z 0-9 space _ . : / = + - @",
+    ),
+    (Account, "permissions_boundary"): Rule(
+        pattern=r"arn:aws:iam::(aws|[0-9]{12}):policy/[\w+=,.@/-]{1,512}",
+        allowed="a policy's ARN, such as arn:aws:iam::111122223333:policy/boundary",
+    ),
+    (Account, "kms_key"): Rule(
+        pattern=r"arn:aws:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]+",
+        allowed="a key's ARN, such as arn:aws:kms:us-east-2:111122223333:key/...",
+        hint="An alias is none: the nodes' rights name the key itself.",
+    ),
+    (Vpc, "id"): Rule(pattern=r"vpc-([0-9a-f]{8}|[0-9a-f]{17})", allowed="vpc-... of the fleet's region"),
+    (Vpc, "subnets"): Rule(
+        pattern=r"subnet-([0-9a-f]{8}|[0-9a-f]{17})",
+        allowed="a section with a subnet-... for each of fleet.zones, such as {us-east-2a: subnet-...}",
+    ),
     (Estimate, "hazard_per_hour"): Rule(minimum=0, maximum=100, unit="interruptions per node-hour"),
     (Estimate, "efficiency"): Rule(minimum=0.001, maximum=1, unit="share of the roofline"),
     (Estimate, "step_ms"): Rule(minimum=0.001, maximum=3_600_000, unit="ms"),

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from infra.definition import Limits, StackDefinition
+from infra.definition import Account, Limits, StackDefinition
 from infra.errors import DefinitionError, Problem
 from job.text import stamp
 
@@ -208,6 +208,7 @@ def creation_digest(definition: StackDefinition) -> str:
         "dataset": definition.storage.dataset,
         "base_weights": definition.storage.base_weights,
         "limits": asdict(definition.limits),
+        **({"account": asdict(definition.account)} if definition.account != Account() else {}),
     }
     text = json.dumps(taken, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -18,7 +18,7 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any, Literal
 
-from infra.definition import Estimate, Fleet, Job, Limits, Run, Storage
+from infra.definition import Account, Estimate, Fleet, Job, Limits, Run, Storage
 from infra.errors import Problem
 from infra.rules import REQUIRED, RULES, Rule
 from infra.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, at
@@ -31,6 +31,7 @@ SECTIONS: dict[str, type[Any]] = {
     "fleet": Fleet,
     "storage": Storage,
     "limits": Limits,
+    "account": Account,
     "estimate": Estimate,
 }
 # One folder of keys per section: where a key written in the wrong place belongs.
@@ -278,6 +279,15 @@ def _convert(
         arm = typing.get_args(inner)[0]
         values = [_convert(arm, item, f"{path}[{index}]", rule, findings) for index, item in enumerate(node.items)]
         return _BAD if _BAD in values else tuple(values)
+    if typing.get_origin(inner) is dict:
+        if not isinstance(node, Mapping):
+            findings.add(path, allowed)
+            return _BAD
+        if rule.most is not None and len(node.entries) > rule.most:
+            findings.add(path, f"at most {rule.most}", value=f"{len(node.entries)} of them")
+            return _BAD
+        named = {key: _convert(str, each, f"{path}.{key}", rule, findings) for key, each in node.entries.items()}
+        return _BAD if _BAD in named.values() else named
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
         return _BAD
@@ -363,7 +373,8 @@ def _time(text: str) -> tuple[Any, str]:
 
 def _placeholder(hint: Any) -> Any:
     """Stands in for a required value, reported already, so that the rest of the file is still checked."""
-    return () if typing.get_origin(hint) is tuple else {str: "", Decimal: Decimal(1), int: 1}[hint]
+    made: dict[Any, Any] = {tuple: (), dict: {}, str: "", Decimal: Decimal(1), int: 1}
+    return made[typing.get_origin(hint) or hint]
 
 
 def _written(node: Node) -> str:

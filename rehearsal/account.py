@@ -9,16 +9,19 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cache
 from typing import Any
+from unittest import mock
 
 from moto.core.base_backend import BackendDict
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.amis import Ami
 from moto.iam.models import iam_backends
+from moto.kms.models import kms_backends
 from moto.logs.models import logs_backends
 from moto.s3.models import s3_backends
 from moto.ssm.models import Parameter, ssm_backends
 
 from infra.catalog import load_catalog
+from infra.definition import Account, Vpc
 
 # Names of the Deep Learning AMI's public parameters: AWS DLAMI release notes, 2026-11-21.
 AMI_PARAMETERS = {
@@ -84,6 +87,47 @@ def seed_region(account: str, region: str) -> None:
                 "aws:ec2:image",
             )
         )
+
+
+def seed_named(account: str, region: str, named: Account) -> None:
+    """What a definition's `account` names, with those ids, which moto draws by itself: a VPC with a public subnet in
+    each zone, a policy and a key that allow everything.
+    """
+    if named.vpc:
+        _seed_network(account, region, named.vpc)
+    everything = {"Effect": "Allow", "Action": "*", "Resource": "*"}
+    if arn := named.permissions_boundary:
+        policy = {"Version": "2012-10-17", "Statement": [everything]}
+        iam = iam_backends[account]["aws"]
+        iam.managed_policies[arn] = iam.create_policy("", "/", json.dumps(policy), arn.rpartition("/")[2], [])
+    if named.kms_key:
+        policy = {"Version": "2012-10-17", "Statement": [{**everything, "Principal": "*"}]}
+        kms = kms_backends[account][region]
+        key = kms.create_key(json.dumps(policy), "ENCRYPT_DECRYPT", "SYMMETRIC_DEFAULT", "", None)
+        key.arn, key.id = named.kms_key, named.kms_key.rpartition("/")[2]
+        kms.keys[key.id] = key
+
+
+def _seed_network(account: str, region: str, vpc: Vpc) -> None:
+    ec2 = ec2_backends[account][region]
+    with mock.patch("moto.ec2.models.vpcs.random_vpc_id", return_value=vpc.id):
+        ec2.create_vpc("10.0.0.0/16")
+    gateway = ec2.create_internet_gateway()
+    ec2.attach_internet_gateway(gateway.id, vpc.id)
+    (table,) = ec2.describe_route_tables(filters={"vpc-id": [vpc.id]})
+    ec2.create_route(table.id, "0.0.0.0/0", gateway_id=gateway.id)
+    for number, (zone, name) in enumerate(vpc.subnets.items()):
+        with mock.patch("moto.ec2.models.subnets.random_subnet_id", return_value=name):
+            made = ec2.create_subnet(vpc.id, f"10.0.{number}.0/24", availability_zone=zone)
+        made.map_public_ip_on_launch = True
+
+
+def key_of(account: str, bucket: str) -> str | None:
+    """The customer's key that encrypts a bucket's objects."""
+    found = s3_backends[account]["aws"].buckets.get(bucket)
+    rule = ((found.encryption if found else None) or {}).get("Rule") or {}
+    key: str | None = rule.get("ApplyServerSideEncryptionByDefault", {}).get("KMSMasterKeyID")
+    return key
 
 
 def ami_id(region: str, parameter: str) -> str:

@@ -25,6 +25,7 @@ from moto.ec2.models import ec2_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 
+from infra.definition import Account
 from rehearsal import account
 from rehearsal.actions import FLEETS
 from rehearsal.clock import Clock, SystemClock
@@ -97,6 +98,7 @@ class Cloud:
             self._seed,
             statements=self._statements,
             tags=self._tags_of,
+            key_of=lambda bucket: account.key_of(self.account, bucket),
         )
         self._server = make_server("127.0.0.1", self._port, self._gate, threaded=True, request_handler=_QuietHandler)
         self.endpoint = self._gate.endpoint = f"http://127.0.0.1:{self._server.server_port}"
@@ -206,6 +208,12 @@ class Cloud:
     def deregister_ami(self, image: str) -> None:
         """The AMI is gone; fleets that name it launch nothing more."""
         ec2_backends[self.account][self.region].amis.pop(image, None)
+
+    def has(self, named: Account) -> None:
+        """From now on what a definition's `account` names is there, as if somebody had made it long ago."""
+        before = set(self.inventory())
+        account.seed_named(self.account, self.region, named)
+        self._baseline |= set(self.inventory()) - before
 
     def metadata(self, instance_id: str) -> Imds:
         """The instance's metadata service."""

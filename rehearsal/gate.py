@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
+from infra.iam_policy import Statement
 from rehearsal import registry, rights
 
 USER_KEY = "AKIAREHEARSALUSER000"
@@ -30,17 +31,18 @@ class Gate:
         app: Callable[..., Iterable[bytes]],
         account: str,
         seed_region: Callable[[str], None],
-        statements: Callable[[str], Sequence[rights.Statement] | None],
+        statements: Callable[[str], Sequence[Statement] | None],
         tags: Callable[[str], Mapping[str, str]],
+        key_of: Callable[[str], str | None],
     ) -> None:
-        """`statements`: of the role of a node, by its session token; None for a token that no node has. `tags`: of a
-        fleet or an instance, by its id.
+        """`statements`: of the role of a node, by its session token; None for a token that no node has. `tags` and
+        `key_of` as `rights.asked` takes them.
         """
         self.app = app
         self.account = account
         self.seed_region = seed_region
         self.statements = statements
-        self.tags = tags
+        self.tags, self.key_of = tags, key_of
         self.endpoint = ""  # set once the port is known
         self.denied: set[tuple[str, str]] = set()  # (access key, action)
         self.calls: list[tuple[str, str]] = []  # (access key, action), S3 left out
@@ -83,7 +85,7 @@ class Gate:
             query=query,
             body=_body(environ) if service != "s3" or method == "POST" else b"",  # not a part of 64 MiB
         )
-        for wish in rights.asked(request, self.tags):
+        for wish in rights.asked(request, self.tags, self.key_of):
             if not rights.allowed(statements, wish):
                 return _send(start, environ, *_unauthorized(service, f"{wish.action} on {wish.resource}"))
         if service != "s3" or method not in ("GET", "HEAD") or rights.allowed(statements, rights.listing(request)):

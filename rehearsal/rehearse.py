@@ -98,6 +98,7 @@ def _attempt(path: Path, definition: StackDefinition, folder: Path, root: Path, 
             cloud = stack.enter_context(
                 Cloud(project, region=definition.fleet.region, notice_s=notice_s, relaunch_delay_s=RELAUNCH_S)
             )
+            cloud.has(definition.account)
             runner = NodeRunner(cloud, project / "nodes")
             stack.callback(runner.close)
             engine = stack.enter_context(

@@ -33,10 +33,15 @@ class Request:
     body: bytes = b""
 
 
-def asked(request: Request, tags: Callable[[str], Mapping[str, str]]) -> list[Asked]:
-    """Everything that the request needs. `tags`: those of a fleet or an instance, by its id."""
+def asked(
+    request: Request, tags: Callable[[str], Mapping[str, str]], key_of: Callable[[str], str | None]
+) -> list[Asked]:
+    """Everything that the request needs. `tags`: those of a fleet or an instance, by its id; `key_of`: the customer's
+    key that encrypts a bucket, by its name.
+    """
     if request.service == "s3":
-        return list(_of_s3(request))
+        wishes = list(_of_s3(request))
+        return [*wishes, *_of_key(request, wishes, key_of)]
     action, place = f"{request.service}:{request.action}", f"{request.region}:{request.account}"
     if request.service == "logs":
         names = json.loads(request.body or b"{}")
@@ -75,6 +80,18 @@ def allowed(statements: Iterable[Statement], wish: Asked) -> bool:
     if answer is None:
         raise ValueError(f"the embedded AWS cannot tell from the role's policy whether it allows {wish.action}")
     return wish.action in FREE or answer
+
+
+def _of_key(request: Request, wishes: Iterable[Asked], key_of: Callable[[str], str | None]) -> Iterator[Asked]:
+    """What S3 asks of the bucket's key in the name of whoever reads or writes; of each part of an upload both."""
+    needs = {
+        "s3:GetObject": ["Decrypt"],
+        "s3:PutObject": ["GenerateDataKey", *(["Decrypt"] * ("uploadId=" in request.query))],
+    }
+    context = {"kms:ViaService": f"s3.{request.region}.amazonaws.com"}
+    for wish in wishes:
+        if (actions := needs.get(wish.action)) and (key := key_of(wish.resource.split(":::")[1].partition("/")[0])):
+            yield from (Asked(action=f"kms:{action}", resource=key, context=context) for action in actions)
 
 
 def _of_s3(request: Request) -> Iterator[Asked]:

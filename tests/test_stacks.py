@@ -13,7 +13,7 @@ import pytest
 
 from infra.catalog import load_catalog
 from infra.cost.estimate import price, problems
-from infra.definition import Claim, Disk, Interruptions, Keep, StackDefinition, Variant
+from infra.definition import Claim, Disk, Interruptions, Keep, StackDefinition, Variant, Vpc
 from infra.loader import load, rehearsal_text
 from infra.rules import RULES
 from infra.scenarios import scenarios
@@ -195,7 +195,8 @@ def fields_of(config: Any, prefix: str = "") -> dict[str, tuple[dataclasses.Fiel
 
 
 def test_the_page_explains_every_key_of_every_section_and_no_other() -> None:
-    nested: dict[str, set[str]] = {"storage": {f.name for cls in (Disk, Keep) for f in dataclasses.fields(cls)}}
+    within = {"storage": (Disk, Keep), "account": (Vpc,)}
+    nested = {section: {f.name for cls in found for f in dataclasses.fields(cls)} for section, found in within.items()}
     for section, cls in SECTIONS.items():
         keys = {field.name for field in dataclasses.fields(cls)} | nested.get(section, set())
         assert set(documented(section)) == keys
@@ -240,6 +241,7 @@ def test_the_page_gives_the_range_that_the_loader_enforces() -> None:
 
 def test_the_page_gives_the_default_that_the_code_has() -> None:
     nested: list[tuple[str, type[Any]]] = [("storage", Disk), ("storage", Keep), ("rehearsal", Interruptions)]
+    nested.append(("account", Vpc))
     for section, cls in [*SECTIONS.items(), *nested]:
         for field in dataclasses.fields(cls):
             said = documented(section)[field.name]

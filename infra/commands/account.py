@@ -142,10 +142,13 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 
 def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Iterator[Check]:
-    """Disks are encrypted with the account's default key, one from a snapshot as the snapshot is. A key of your own
-    must let the fleet's role use it.
+    """Disks are encrypted with the file's key or the account's default, one from a snapshot as the snapshot is. A key
+    of your own must let the fleet's role use it, and the file's the nodes too, whose bucket it encrypts.
     """
-    yield from _key("new disks are", str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"]), definition, kms, iam)
+    own = definition.account.kms_key
+    yield from _key("new disks are", own or str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"]), definition, kms, iam)
+    if own:
+        yield _bucket_key(own, definition, kms)
     snapshot = definition.storage.data.snapshot if definition.storage.data else None
     key = (_snapshot(snapshot, ec2) or {}).get("KmsKeyId") if snapshot else None
     if key:
@@ -206,6 +209,28 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
             yield Check(name="disk key", state="warning", found=found, fix=fix)
 
 
+def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
+    """The nodes' role is made by `up`: only a policy that leaves the key to the account's own policies is certain."""
+    policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"])["Statement"]
+    root = f"arn:aws:iam::{key.split(':')[4]}:root"
+    context = {"kms:ViaService": f"s3.{definition.fleet.region}.amazonaws.com", "kms:CallerAccount": key.split(":")[4]}
+    left = [
+        iam_policy.allowed(
+            policy,
+            iam_policy.Asked(action=action, resource=key, principal=root, context=context, complete=False),
+        )
+        for action in ("kms:Decrypt", "kms:GenerateDataKey")
+    ]
+    if all(left):
+        return Check(name="bucket key", found=f"{key} is yours, and its policy leaves it to IAM who may use it")
+    return Check(
+        name="bucket key",
+        state="warning",
+        found=f"cannot tell whether nodes may use {key} for the bucket: its policy does not leave that to IAM",
+        fix=f"Let its policy allow {root} kms:Decrypt and kms:GenerateDataKey; the nodes' role narrows it.",
+    )
+
+
 def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.Asked:
     """What the role asks of the key when it launches: through EC2, whose own grants are for AWS resources."""
     account = role.split(":")[4]
@@ -231,7 +256,7 @@ def _as_statement(grant: dict[str, Any]) -> iam_policy.Statement:
     }
 
 
-def inputs(definition: StackDefinition, s3: Any, ec2: Any) -> Iterator[Check]:
+def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator[Check]:
     """What s3:// prefixes must hold is there for a node, and a snapshot exists."""
     places = {
         "dataset": (definition.storage.dataset, DATASET),
@@ -239,7 +264,7 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any) -> Iterator[Check]:
     }
     for key, (place, listing) in places.items():
         if place and place.startswith("s3://"):
-            yield _prefix(key, place.rstrip("/"), listing, s3)
+            yield _prefix(key, place.rstrip("/"), listing, definition.account.kms_key, s3, kms)
     disk = definition.storage.data
     if disk is None or disk.snapshot is None:
         return
@@ -266,7 +291,7 @@ def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
     return found
 
 
-def _prefix(key: str, place: str, listing: str, s3: Any) -> Check:
+def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: Any) -> Check:
     """The list of files is what a node reads first; as `prepare` writes it, it lies beside them."""
     bucket, _, prefix = place.removeprefix("s3://").partition("/")
     try:
@@ -276,11 +301,22 @@ def _prefix(key: str, place: str, listing: str, s3: Any) -> Check:
             raise
         fix = f"Put storage.{key} right; what `gpufleet prepare` lists goes there whole, {listing} included."
         return Check(name=key, state="problem", found=f"{place}/{listing} is not there", fix=fix)
-    if kms := found.get("SSEKMSKeyId"):
+    used = found.get("SSEKMSKeyId")
+    manager = _manager(used, kms) if used and used != own else "AWS"
+    if manager != "AWS":
+        doubt = "" if manager else "cannot tell whose key that is, and "
         return Check(
             name=key,
-            state="warning",
-            found=f"{place}/{listing} is encrypted with {kms}: a node may not decrypt with a key of yours",
-            fix=f"With AWS's own aws/s3 key all is well; else: aws s3 cp --recursive --sse AES256 {place} s3://...",
+            state="problem" if manager else "warning",
+            found=f"{place}/{listing} is encrypted with {used}: {doubt}a node may not decrypt with a key of yours",
+            fix=f"Set account.kms_key to it, or: aws s3 cp --recursive --sse AES256 {place} s3://...",
         )
     return Check(name=key, found=f"{place}/{listing} is there")
+
+
+def _manager(key: str, kms: Any) -> str:
+    """AWS or CUSTOMER; empty where KMS does not say."""
+    try:
+        return str(kms.describe_key(KeyId=key)["KeyMetadata"]["KeyManager"])
+    except ClientError:
+        return ""

@@ -15,7 +15,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from infra import ecr, loader
 from infra import pin as pins
-from infra.commands import account, aws, quotas, registry, stack
+from infra.commands import account, aws, organisation, quotas, registry, stack
 from infra.commands.account import Check
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
@@ -82,7 +82,7 @@ def pin(definition: StackDefinition, ssm: Any) -> None:
 def examine(definition: StackDefinition, root: Path, client: Callable[[str, str], Any]) -> Iterator[Check]:
     """Every check in turn. Without working credentials the first is the only one."""
     region = definition.fleet.region
-    ec2, iam, service_quotas = (client(service, region) for service in ("ec2", "iam", "service-quotas"))
+    ec2, iam, kms, service_quotas = (client(service, region) for service in ("ec2", "iam", "kms", "service-quotas"))
     who = account.identity(client("sts", region))
     yield who
     if who.state == "problem":
@@ -91,10 +91,12 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
         lambda: account.service_roles(definition, iam),
         lambda: quotas.vcpu_quotas(definition, service_quotas, ec2),
         lambda: quotas.vpc_quota(definition, ec2, service_quotas),
+        lambda: organisation.network(definition, ec2),
+        lambda: organisation.boundary(definition, iam),
         lambda: account.offerings(definition, ec2),
         lambda: account.ami(definition, ec2),
-        lambda: account.disk_key(definition, ec2, client("kms", region), iam),
-        lambda: account.inputs(definition, client("s3", region), ec2),
+        lambda: account.disk_key(definition, ec2, kms, iam),
+        lambda: account.inputs(definition, client("s3", region), ec2, kms),
         lambda: image(definition, client("sts", region)),
         lambda: readiness(definition, root),
     )

@@ -86,7 +86,11 @@ def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = Non
 
 
 def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Iterator[Check]:
-    """Each stack that is up has a VPC of its own, and a region takes few."""
+    """Each stack that is up has a VPC of its own, and a region takes few. With one that the file names
+    nothing is to be counted.
+    """
+    if definition.account.vpc:
+        return
     vpcs = list(aws.pages(ec2, "describe_vpcs", "Vpcs"))
     quota = _granted(service_quotas, "vpc", VPCS_PER_REGION)
     most = int(quota["Value"])

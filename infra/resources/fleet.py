@@ -30,7 +30,7 @@ class Fleet(pulumi.ComponentResource):
         name: str,
         definition: StackDefinition,
         *,
-        subnets: dict[str, aws.ec2.Subnet],
+        subnets: dict[str, pulumi.Input[str]],
         security_group_id: pulumi.Input[str],
         profile_arn: pulumi.Input[str],
         user_data_base64: pulumi.Input[str],
@@ -76,9 +76,7 @@ class Fleet(pulumi.ComponentResource):
                             version=self.template.latest_version.apply(str),
                         ),
                         overrides=[
-                            aws.ec2.FleetLaunchTemplateConfigOverrideArgs(
-                                instance_type=kind, subnet_id=subnets[zone].id
-                            )
+                            aws.ec2.FleetLaunchTemplateConfigOverrideArgs(instance_type=kind, subnet_id=subnets[zone])
                             for kind in sorted(definition.fleet.instance_types)
                             for zone in sorted(definition.fleet.zones)
                         ],
@@ -122,9 +120,9 @@ class Fleet(pulumi.ComponentResource):
 
 def disks(definition: StackDefinition) -> list[aws.ec2.LaunchTemplateBlockDeviceMappingArgs]:
     """Root, and the data volume when the file names one."""
-    mappings = [_mapping(ROOT_DEVICE, definition.storage.root)]
+    mappings = [_mapping(ROOT_DEVICE, definition.storage.root, definition.account.kms_key)]
     if definition.storage.data:
-        mappings.append(_mapping(DATA_DEVICE, definition.storage.data))
+        mappings.append(_mapping(DATA_DEVICE, definition.storage.data, definition.account.kms_key))
     return mappings
 
 
@@ -137,7 +135,7 @@ def spot_options(definition: StackDefinition) -> aws.ec2.FleetSpotOptionsArgs | 
     )
 
 
-def _mapping(device: str, disk: Disk) -> aws.ec2.LaunchTemplateBlockDeviceMappingArgs:
+def _mapping(device: str, disk: Disk, key: str | None) -> aws.ec2.LaunchTemplateBlockDeviceMappingArgs:
     return aws.ec2.LaunchTemplateBlockDeviceMappingArgs(
         device_name=device,
         ebs=aws.ec2.LaunchTemplateBlockDeviceMappingEbsArgs(
@@ -148,6 +146,7 @@ def _mapping(device: str, disk: Disk) -> aws.ec2.LaunchTemplateBlockDeviceMappin
             delete_on_termination="true",
             # `encrypted` and a snapshot exclude each other: such a volume is encrypted as its snapshot is.
             encrypted=None if disk.snapshot else "true",
+            kms_key_id=None if disk.snapshot else key,  # None: the account's default
             snapshot_id=disk.snapshot,
         ),
     )

@@ -19,7 +19,7 @@ import pulumi_aws as aws
 
 from infra import ecr
 from infra.definition import StackDefinition
-from infra.resources.tags import tags
+from infra.resources.tags import own_tags, tags
 from infra.run_guard import INPUTS_PREFIX
 from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
 
@@ -65,17 +65,15 @@ class Identity(pulumi.ComponentResource):
             f"gpufleet-{definition.name}",
             assume_role_policy=EC2_MAY_ASSUME,
             description="gpufleet node",
+            permissions_boundary=definition.account.permissions_boundary,
             tags=labels,
             opts=child,
         )
         policy = aws.iam.RolePolicy(
             f"{name}-rights",
             role=role.name,
-            policy=pulumi.Output.json_dumps(
-                {
-                    "Version": "2012-10-17",
-                    "Statement": node_statements(definition, bucket_arn=bucket_arn, log_group_arn=self.log_group.arn),
-                }
+            policy=pulumi.Output.all(bucket_arn, self.log_group.arn).apply(
+                lambda arns: json.dumps({"Version": "2012-10-17", "Statement": node_statements(definition, *arns)})
             ),
             # Another run gets a policy of its own, and the old one goes after the old fleet. Changed in place it would
             # cut a node off while `up` still uploads, or for good where that fails: it could not even end its fleet.
@@ -86,9 +84,7 @@ class Identity(pulumi.ComponentResource):
         self.register_outputs({"log_group": self.log_group.name})
 
 
-def node_statements(
-    definition: StackDefinition, *, bucket_arn: pulumi.Input[str], log_group_arn: pulumi.Input[str]
-) -> list[dict[str, Any]]:
+def node_statements(definition: StackDefinition, bucket_arn: str, log_group_arn: str) -> list[dict[str, Any]]:
     """Everything a node may do."""
     run = definition.run.id
     return [
@@ -96,19 +92,19 @@ def node_statements(
             "Sid": "OwnObjects",
             "Effect": "Allow",
             "Action": ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"],
-            "Resource": pulumi.Output.concat(bucket_arn, f"/{run}/*"),
+            "Resource": f"{bucket_arn}/{run}/*",
         },
         {
             "Sid": "OldCheckpoints",
             "Effect": "Allow",
             "Action": "s3:DeleteObject",
-            "Resource": pulumi.Output.concat(bucket_arn, f"/{run}/ckpt/*"),
+            "Resource": f"{bucket_arn}/{run}/ckpt/*",
         },
         {
             "Sid": "LimitsStay",
             "Effect": "Deny",
             "Action": "s3:PutObject",
-            "Resource": pulumi.Output.concat(bucket_arn, f"/{run}/run.json"),
+            "Resource": f"{bucket_arn}/{run}/run.json",
         },
         {
             "Sid": "OwnListing",
@@ -121,28 +117,31 @@ def node_statements(
             "Sid": "CompiledGraphs",
             "Effect": "Allow",
             "Action": ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"],
-            "Resource": pulumi.Output.concat(bucket_arn, f"/{COMPILE_CACHE}/*"),
+            "Resource": f"{bucket_arn}/{COMPILE_CACHE}/*",
         },
         {
             "Sid": "Inputs",
             "Effect": "Allow",
             "Action": "s3:GetObject",
-            "Resource": pulumi.Output.concat(bucket_arn, f"/{INPUTS_PREFIX}/*"),
+            "Resource": f"{bucket_arn}/{INPUTS_PREFIX}/*",
         },
         *_private_image(ecr.repository(definition.job.image)),
         *(statement for sid, uri in _foreign_inputs(definition) for statement in _foreign_prefix(sid, uri)),
+        *_own_key(definition),
         {
             "Sid": "OwnLogs",
             "Effect": "Allow",
             "Action": ["logs:CreateLogStream", "logs:PutLogEvents"],
-            "Resource": pulumi.Output.concat(log_group_arn, ":*"),
+            "Resource": f"{log_group_arn}:*",
         },
         {
             "Sid": "OwnFleet",  # its history tells AWS's hand from the owner's, which are charged otherwise
             "Effect": "Allow",
             "Action": ["ec2:DeleteFleets", "ec2:DescribeFleetHistory", "ec2:TerminateInstances"],
             "Resource": [f"arn:aws:ec2:{definition.fleet.region}:*:{kind}/*" for kind in ("fleet", "instance")],
-            "Condition": {"StringEquals": {f"aws:ResourceTag/{key}": value for key, value in tags(definition).items()}},
+            "Condition": {
+                "StringEquals": {f"aws:ResourceTag/{key}": value for key, value in own_tags(definition).items()}
+            },
         },
         {
             "Sid": "FindItselfAndItsPrice",  # neither action can be narrowed to a resource
@@ -179,6 +178,21 @@ def _private_image(repository: ecr.Repository | None) -> list[dict[str, Any]]:
     return [
         {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},  # it knows no resource
         {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": repository.arn},
+    ]
+
+
+def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
+    """To read and write objects under the file's own key, through S3 alone."""
+    if definition.account.kms_key is None:
+        return []
+    return [
+        {
+            "Sid": "OwnKey",
+            "Effect": "Allow",
+            "Action": ["kms:Decrypt", "kms:GenerateDataKey"],
+            "Resource": definition.account.kms_key,
+            "Condition": {"StringEquals": {"kms:ViaService": f"s3.{definition.fleet.region}.amazonaws.com"}},
+        }
     ]
 
 

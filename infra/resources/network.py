@@ -1,4 +1,5 @@
-"""Where nodes run: a VPC of their own, one public subnet per zone, S3 without a NAT, nothing reachable from outside.
+"""Where nodes run: a VPC of their own, one public subnet per zone, S3 without a NAT, nothing reachable from outside. Or
+in the VPC that the file names, whose subnets and routes stay as they are; the nodes' security group is the stack's.
 
 Public subnets because a NAT gateway costs more than a small GPU's disk; nothing listens, and the security group has no
 ingress rule at all.
@@ -25,16 +26,44 @@ OPEN_POLICY = json.dumps(
 class Network(pulumi.ComponentResource):
     """VPC, subnets, routes and the nodes' security group. `ready` is what must exist before a node boots."""
 
-    subnets: dict[str, aws.ec2.Subnet]  # by zone
+    subnets: dict[str, pulumi.Input[str]]  # ids by zone
     security_group: aws.ec2.SecurityGroup
     ready: list[pulumi.Resource]
 
     def __init__(self, name: str, definition: StackDefinition, *, opts: pulumi.ResourceOptions | None = None) -> None:
         super().__init__("gpufleet:infra:Network", name, None, opts)
         child = pulumi.ResourceOptions(parent=self)
+        label = named(tags(definition), f"gpufleet-{definition.name}")
+        vpc_id: pulumi.Input[str]
+        if given := definition.account.vpc:
+            vpc_id, self.subnets, self.ready = given.id, dict(given.subnets), []
+        else:
+            vpc_id = self._own_vpc(name, definition, child)
+        self.security_group = aws.ec2.SecurityGroup(
+            f"{name}-node",
+            vpc_id=vpc_id,
+            description="gpufleet nodes: no ingress, egress 443 only",  # fixed: AWS cannot change a description
+            tags=label,
+            opts=child,
+        )
+        egress = aws.vpc.SecurityGroupEgressRule(
+            f"{name}-node-https",
+            security_group_id=self.security_group.id,
+            ip_protocol="tcp",
+            from_port=443,
+            to_port=443,
+            cidr_ipv4="0.0.0.0/0",
+            description="S3, the image registry, EC2, logs and Session Manager",
+            tags=label,
+            opts=child,
+        )
+        self.ready.append(egress)
+        self.register_outputs({"vpc_id": vpc_id})
+
+    def _own_vpc(self, name: str, definition: StackDefinition, child: pulumi.ResourceOptions) -> pulumi.Output[str]:
+        """Its id. Fills in `subnets` and `ready`."""
         labels = tags(definition)
         label = named(labels, f"gpufleet-{definition.name}")
-
         vpc = aws.ec2.Vpc(f"{name}-vpc", cidr_block=str(VPC_CIDR), enable_dns_support=True, tags=label, opts=child)
         gateway = aws.ec2.InternetGateway(f"{name}-gateway", vpc_id=vpc.id, tags=label, opts=child)
         table = aws.ec2.RouteTable(f"{name}-routes", vpc_id=vpc.id, tags=label, opts=child)
@@ -74,28 +103,9 @@ class Network(pulumi.ComponentResource):
                     f"{name}-{zone}-routes", subnet_id=subnet.id, route_table_id=table.id, opts=child
                 )
             )
-            self.subnets[zone] = subnet
-
-        self.security_group = aws.ec2.SecurityGroup(
-            f"{name}-node",
-            vpc_id=vpc.id,
-            description="gpufleet nodes: no ingress, egress 443 only",  # fixed: AWS cannot change a description
-            tags=label,
-            opts=child,
-        )
-        egress = aws.vpc.SecurityGroupEgressRule(
-            f"{name}-node-https",
-            security_group_id=self.security_group.id,
-            ip_protocol="tcp",
-            from_port=443,
-            to_port=443,
-            cidr_ipv4="0.0.0.0/0",
-            description="S3, the image registry, EC2, logs and Session Manager",
-            tags=label,
-            opts=child,
-        )
-        self.ready = [outward, endpoint, *associations, egress]
-        self.register_outputs({"vpc_id": vpc.id})
+            self.subnets[zone] = subnet.id
+        self.ready = [outward, endpoint, *associations]
+        return vpc.id
 
 
 def subnet_cidr(zone: str) -> str:

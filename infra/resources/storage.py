@@ -83,8 +83,10 @@ class Storage(pulumi.ComponentResource):
             rules=[
                 aws.s3.BucketServerSideEncryptionConfigurationRuleArgs(
                     apply_server_side_encryption_by_default=aws.s3.BucketServerSideEncryptionConfigurationRuleApplyServerSideEncryptionByDefaultArgs(
-                        sse_algorithm="AES256"
-                    )
+                        sse_algorithm="aws:kms" if definition.account.kms_key else "AES256",
+                        kms_master_key_id=definition.account.kms_key,
+                    ),
+                    bucket_key_enabled=True if definition.account.kms_key else None,  # one request for many objects
                 )
             ],
             opts=kept,

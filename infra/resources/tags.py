@@ -7,13 +7,18 @@ from infra.definition import StackDefinition
 STACK_TAG, RUN_TAG, OWNER_TAG = "gpufleet:stack", "gpufleet:run", "gpufleet:owner"
 
 
-def tags(definition: StackDefinition) -> dict[str, str]:
+def own_tags(definition: StackDefinition) -> dict[str, str]:
     """By these three the other commands, the sweep and the node's own rights find what belongs to a run."""
     return {
         STACK_TAG: definition.name,
         RUN_TAG: definition.run.id,
         OWNER_TAG: definition.run.owner,
     }
+
+
+def tags(definition: StackDefinition) -> dict[str, str]:
+    """The same and those of the definition file."""
+    return {**own_tags(definition), **(definition.account.tags or {})}
 
 
 def named(tags: dict[str, str], name: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ def _create_role(aws: Aws, inputs: Properties) -> str:
         AssumeRolePolicyDocument=inputs["assumeRolePolicy"],
         Description=inputs.get("description", ""),
         Tags=tag_list(inputs.get("tags") or {}),
+        **({"PermissionsBoundary": inputs["permissionsBoundary"]} if "permissionsBoundary" in inputs else {}),
     )
     return str(inputs["name"])
 
@@ -23,6 +24,11 @@ def _update_role(aws: Aws, resource_id: str, old: Properties, new: Properties) -
         aws.iam.update_assume_role_policy(RoleName=resource_id, PolicyDocument=new["assumeRolePolicy"])
     if new.get("description") != old.get("description"):
         aws.iam.update_role_description(RoleName=resource_id, Description=new.get("description", ""))
+    if (boundary := new.get("permissionsBoundary")) != old.get("permissionsBoundary"):
+        if boundary:
+            aws.iam.put_role_permissions_boundary(RoleName=resource_id, PermissionsBoundary=boundary)
+        else:
+            aws.iam.delete_role_permissions_boundary(RoleName=resource_id)
     _retag(aws.iam.tag_role, aws.iam.untag_role, {"RoleName": resource_id}, old, new)
 
 
@@ -37,6 +43,7 @@ def _read_role(aws: Aws, resource_id: str, like: Properties) -> Properties | Non
         "assumeRolePolicy": json.dumps(role["AssumeRolePolicyDocument"]),
         "arn": role["Arn"],
         "uniqueId": role["RoleId"],
+        "permissionsBoundary": role.get("PermissionsBoundary", {}).get("PermissionsBoundaryArn"),
         **tagged(role.get("Tags")),
     }
 
@@ -152,7 +159,7 @@ HANDLERS = {
     "aws:iam/role:Role": Handler(
         source="iam/role",
         required=fields("assumeRolePolicy"),
-        optional=fields("name description tags"),
+        optional=fields("name description permissionsBoundary tags"),
         replaces=fields("name"),
         computed=fields("arn uniqueId tagsAll"),
         name="name",

@@ -110,21 +110,24 @@ def _read_closed(aws: Aws, bucket: str) -> Properties:
 
 
 def _put_encryption(aws: Aws, inputs: Properties) -> None:
-    rules = [
-        {
-            "ApplyServerSideEncryptionByDefault": {
-                "SSEAlgorithm": rule["applyServerSideEncryptionByDefault"]["sseAlgorithm"]
-            }
-        }
-        for rule in inputs["rules"]
-    ]
+    rules = []
+    for rule in inputs["rules"]:
+        default = rule["applyServerSideEncryptionByDefault"]
+        key = {"KMSMasterKeyID": default["kmsMasterKeyId"]} if "kmsMasterKeyId" in default else {}
+        entry: dict[str, Any] = {"ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": default["sseAlgorithm"], **key}}
+        if "bucketKeyEnabled" in rule:
+            entry["BucketKeyEnabled"] = rule["bucketKeyEnabled"]
+        rules.append(entry)
     aws.s3.put_bucket_encryption(Bucket=inputs["bucket"], ServerSideEncryptionConfiguration={"Rules": rules})
 
 
 def _read_encryption(aws: Aws, bucket: str) -> Properties:
-    rules = aws.s3.get_bucket_encryption(Bucket=bucket)["ServerSideEncryptionConfiguration"]["Rules"]
-    algorithms = [rule["ApplyServerSideEncryptionByDefault"]["SSEAlgorithm"] for rule in rules]
-    return {"rules": [{"applyServerSideEncryptionByDefault": {"sseAlgorithm": name}} for name in algorithms]}
+    found = []
+    for rule in aws.s3.get_bucket_encryption(Bucket=bucket)["ServerSideEncryptionConfiguration"]["Rules"]:
+        default = rule["ApplyServerSideEncryptionByDefault"]
+        shown = {"sseAlgorithm": default["SSEAlgorithm"], "kmsMasterKeyId": default.get("KMSMasterKeyID")}
+        found.append({"applyServerSideEncryptionByDefault": shown, "bucketKeyEnabled": rule.get("BucketKeyEnabled")})
+    return {"rules": found}
 
 
 def _put_policy(aws: Aws, inputs: Properties) -> None:

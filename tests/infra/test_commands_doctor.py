@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from urllib.error import HTTPError
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 from botocore.stub import Stubber
 from commands_world import AMI, account, definition, pinned, project
 
@@ -20,7 +22,7 @@ from infra.cli import main
 from infra.commands import account as checks
 from infra.commands import doctor, quotas, registry
 from infra.commands.account import Check
-from infra.definition import Fleet, StackDefinition
+from infra.definition import Account, Fleet, StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.account import ami_id
 from rehearsal.cloud import Cloud
@@ -426,13 +428,14 @@ def disk_key(
             definition,
             Answers(
                 "ec2",
-                ("get_ebs_default_kms_key_id", {"KmsKeyId": default}),
+                *([("get_ebs_default_kms_key_id", {"KmsKeyId": default})] * (not definition.account.kms_key)),
                 ("describe_snapshots", {"Snapshots": [{"Encrypted": True, "KmsKeyId": KEY}]}),
             ).client,
             Answers(
                 "kms",
                 ("describe_key", {"KeyMetadata": metadata}),
                 ("list_grants", {"Grants": granted or [], "Truncated": False}),
+                ("get_key_policy", {"Policy": policy}),
                 ("get_key_policy", {"Policy": policy}),
             ).client,
             Answers("iam", *(("get_role", {"Role": {**role, "Arn": arn}}) for arn in ROLES)).client,
@@ -507,6 +510,45 @@ def test_one_role_may_and_the_other_may_not(stack: Path) -> None:
 
 def test_aws_s_own_key_is_fine(stack: Path) -> None:
     assert [check.state for check in disk_key(definition(stack), manager="AWS")] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("statements", "states"),
+    [
+        ([said(ROLES)], ["ok", "ok", "ok"]),
+        ([said(ROLES), said("*", "kms:GenerateDataKey", effect="Deny")], ["ok", "ok", "warning"]),
+    ],
+)
+def test_the_file_s_key_stands_for_the_default_one_and_must_be_left_to_iam_for_the_nodes(
+    stack: Path, statements: list[dict[str, Any]], states: list[str]
+) -> None:
+    found = disk_key(with_key(definition(stack)), *statements, chosen="alias/aws/ebs")
+    assert [check.state for check in found] == states
+    assert (found[0].name, found[-1].name) == ("disk key", "bucket key")
+
+
+def with_key(definition: StackDefinition) -> StackDefinition:
+    return replace(definition, account=Account(kms_key=KEY))
+
+
+@pytest.mark.parametrize(
+    ("manager", "own", "state"),
+    [("AWS", False, "ok"), ("CUSTOMER", False, "problem"), ("CUSTOMER", True, "ok"), ("", False, "warning")],
+)
+def test_an_input_under_a_key_is_readable_if_the_key_is_aws_s_or_the_file_s(
+    stack: Path, manager: str, own: bool, state: str
+) -> None:
+    found = definition(stack)
+    s3 = Answers("s3", ("head_object", {"SSEKMSKeyId": KEY})).client
+    kms = Answers("kms", ("describe_key", {"KeyMetadata": {"KeyId": "0a", "KeyManager": manager}})).client
+    if not manager:
+        kms.describe_key = refused
+    (check,) = checks.inputs(with_key(found) if own else found, s3, None, kms)
+    assert check.state == state
+
+
+def refused(**_: Any) -> Any:
+    raise ClientError({"Error": {"Code": "AccessDeniedException"}}, "DescribeKey")
 
 
 def test_the_key_of_a_snapshot_is_asked_about_as_the_default_one_is(stack: Path) -> None:

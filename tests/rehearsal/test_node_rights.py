@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,14 +26,8 @@ RUN = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 2
 BUCKET, GROUP = "own", "gpufleet-logs"
 
 
-async def _statements(account: str) -> list[dict[str, Any]]:
-    group = f"arn:aws:logs:us-east-2:{account}:log-group:{GROUP}"
-    found = node_statements(RUN, bucket_arn=f"arn:aws:s3:::{BUCKET}", log_group_arn=group)
-    return [{**each, "Resource": await _known(each["Resource"])} for each in found]
-
-
-async def _known(value: Any) -> Any:
-    return await value.future() if hasattr(value, "future") else value
+def _statements(account: str) -> list[dict[str, Any]]:
+    return node_statements(RUN, f"arn:aws:s3:::{BUCKET}", f"arn:aws:logs:us-east-2:{account}:log-group:{GROUP}")
 
 
 def owned_fleet(cloud: Cloud, **changed: str) -> str:
@@ -52,7 +45,7 @@ def owned_fleet(cloud: Cloud, **changed: str) -> str:
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     """With one node, whose role is the program's."""
     with Cloud(tmp_path_factory.mktemp("cloud"), clock=ManualClock()) as cloud:
-        role(cloud, asyncio.run(_statements(cloud.account)))
+        role(cloud, _statements(cloud.account))
         for bucket in (BUCKET, "theirs"):
             place = {"LocationConstraint": cloud.region}
             cloud.client("s3").create_bucket(Bucket=bucket, CreateBucketConfiguration=place)
@@ -121,7 +114,7 @@ def test_of_an_input_that_is_gone_a_node_learns_only_that_it_may_not(s3: Any) ->
 
 def test_a_node_ends_its_own_fleet_and_itself_and_changes_or_ends_no_other(tmp_path: Path) -> None:
     with Cloud(tmp_path, clock=ManualClock()) as cloud:
-        role(cloud, asyncio.run(_statements(cloud.account)))
+        role(cloud, _statements(cloud.account))
         own, *others = [owned_fleet(cloud, **changed) for changed in ({}, *({key: "other"} for key in tags(RUN)))]
         cloud.tick()
         nodes = {node.fleet_id: node.id for node in cloud.instances()}
@@ -174,7 +167,7 @@ def test_a_denial_counts_for_more_than_a_permission() -> None:
 
 def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_path: Path) -> None:
     with Cloud(tmp_path, clock=ManualClock()) as cloud:
-        role(cloud, asyncio.run(_statements(cloud.account)))
+        role(cloud, _statements(cloud.account))
         own = owned_fleet(cloud)
         theirs = fleet(cloud)
         cloud.tick()

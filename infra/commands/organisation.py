@@ -1,0 +1,138 @@
+"""The checks of `gpufleet doctor` of what the definition's `account` names: network, boundary. Reads only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from infra import iam_policy
+from infra.commands import aws
+from infra.commands.account import Check
+from infra.definition import StackDefinition
+
+
+def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
+    """Each zone's subnet: there, in that VPC and zone, with room, and with a way out to port 443."""
+    if (vpc := definition.account.vpc) is None:
+        return
+    wanted = [{"Name": "subnet-id", "Values": list(vpc.subnets.values())}]
+    found = {each["SubnetId"]: each for each in aws.pages(ec2, "describe_subnets", "Subnets", Filters=wanted)}
+    inside = [{"Name": "vpc-id", "Values": [vpc.id]}]
+    tables = list(aws.pages(ec2, "describe_route_tables", "RouteTables", Filters=inside))
+    for zone, name in vpc.subnets.items():
+        subnet = found.get(name)
+        if wrong := _misplaced(subnet, vpc.id, zone):
+            fix = "Put account.vpc right."
+            yield Check(name="network", state="problem", found=f"{name} {wrong}", fix=fix)
+        else:
+            assert subnet is not None
+            yield _way_out(subnet, _routes(tables, name))
+
+
+def _misplaced(subnet: dict[str, Any] | None, vpc: str, zone: str) -> str:
+    if subnet is None:
+        return "does not exist in the fleet's region"
+    if subnet["VpcId"] != vpc:
+        return f"is in {subnet['VpcId']}, not in {vpc}"
+    if subnet["AvailabilityZone"] != zone:
+        return f"is in {subnet['AvailabilityZone']}, not in {zone}"
+    return "" if subnet["AvailableIpAddressCount"] else "has no free address"
+
+
+def _routes(tables: list[dict[str, Any]], subnet: str) -> list[dict[str, Any]]:
+    """Of the subnet's own table, else of the main one."""
+    for key, value in (("SubnetId", subnet), ("Main", True)):
+        for table in tables:
+            if any(each.get(key) == value for each in table["Associations"]):
+                return [route for route in table["Routes"] if route.get("State", "active") == "active"]
+    return []
+
+
+def _way_out(subnet: dict[str, Any], routes: list[dict[str, Any]]) -> Check:
+    name = f"{subnet['SubnetId']} in {subnet['AvailabilityZone']}"
+    out = next((route for route in routes if route.get("DestinationCidrBlock") == "0.0.0.0/0"), None)
+    endpoint = any(str(route.get("GatewayId", "")).startswith("vpce-") for route in routes)
+    if out is None:
+        return Check(
+            name="network",
+            state="warning",
+            found=f"{name}: cannot tell how nodes reach S3, EC2, logs and the image's registry: it has no route out",
+            fix="Nodes need port 443 to all of these, through a gateway or endpoints; they know no proxy.",
+        )
+    if str(out.get("GatewayId", "")).startswith("igw-"):
+        if subnet["MapPublicIpOnLaunch"]:
+            return Check(name="network", found=f"{name}, out through {out['GatewayId']}")
+        return Check(
+            name="network",
+            state="problem",
+            found=f"{name} goes out through {out['GatewayId']} and gives no public address: nodes would reach nothing",
+            fix=f"aws ec2 modify-subnet-attribute --subnet-id {subnet['SubnetId']} --map-public-ip-on-launch",
+        )
+    through = next((str(out[key]) for key in out if key.endswith("Id")), "another way")
+    if endpoint:
+        return Check(name="network", found=f"{name}, out through {through}, whose price is not on the bill")
+    return Check(
+        name="network",
+        state="warning",
+        found=f"{name}: data and checkpoints go through {through} too, whose price per GB is not on the bill",
+        fix="A gateway endpoint for S3 in that route table costs nothing.",
+    )
+
+
+def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
+    """Whether the nodes' rights lie within the permissions boundary."""
+    if (arn := definition.account.permissions_boundary) is None:
+        return
+    from infra.resources.identity import node_statements  # here: the provider's SDK takes a second to import
+
+    try:
+        version = iam.get_policy(PolicyArn=arn)["Policy"]["DefaultVersionId"]
+        document = iam.get_policy_version(PolicyArn=arn, VersionId=version)["PolicyVersion"]["Document"]
+    except ClientError as error:
+        if aws.code(error) != "NoSuchEntity":
+            raise
+        fix = "Put account.permissions_boundary right."
+        yield Check(name="boundary", state="problem", found=f"{arn} does not exist", fix=fix)
+        return
+    limits = (json.loads(document) if isinstance(document, str) else document)["Statement"]
+    limits = limits if isinstance(limits, list) else [limits]
+    made = f"gpufleet-{definition.name}-0000000"
+    log_group = f"arn:aws:logs:{definition.fleet.region}:{_ANY_ACCOUNT}:log-group:{made}"
+    answers = {
+        (wish.action, iam_policy.allowed(limits, wish))
+        for each in node_statements(definition, f"arn:aws:s3:::{made}", log_group)
+        if each["Effect"] == "Allow"
+        for wish in _wishes(each)
+    }
+    refused, unsure = (sorted(name for name, answer in answers if answer is which) for which in (False, None))
+    if refused:
+        found = f"{arn} does not let a node {', '.join(refused)}"
+        fix = "Let the boundary allow what docs/node.md lists, or nodes fail or cannot end their fleet."
+        yield Check(name="boundary", state="problem", found=found, fix=fix)
+    elif unsure:
+        found = f"cannot tell whether {arn} lets a node {', '.join(unsure)}: it sets conditions that only AWS can judge"
+        yield Check(name="boundary", state="warning", found=found)
+    else:
+        yield Check(name="boundary", found=f"{arn} allows all that a node does")
+
+
+_ANY_ACCOUNT = "000000000000"
+
+
+def _wishes(statement: dict[str, Any]) -> Iterator[iam_policy.Asked]:
+    """What the statement allows, as requests: each action on one resource, under the statement's own conditions."""
+    actions, resources = (
+        [named] if isinstance(named := statement[key], str) else named for key in ("Action", "Resource")
+    )
+    context = {
+        key: str(value[0] if isinstance(value, list) else value)
+        for keys in statement.get("Condition", {}).values()
+        for key, value in keys.items()
+    }
+    kinds = {"ec2:TerminateInstances": "instance/"}
+    for action in actions:
+        resource = next((each for each in resources if kinds.get(action, "") in each), resources[0])
+        yield iam_policy.Asked(action=action, resource=resource, context=context, complete=False)
