@@ -55,6 +55,10 @@ def warnings(
         )
     if dataset_bytes is None and not definition.storage.dataset.startswith("s3://"):
         yield "the size of the dataset is assumed from what job.parameters.data says of it"
+    if definition.account.vpc:
+        yield "not priced: what account.vpc has of its own, NAT gateways and endpoints and their traffic"
+    if definition.account.kms_key:
+        yield "not priced: account.kms_key and the requests to it"
 
 
 def cut_short(bill: Bill) -> str:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from commands_world import account, definition, project
 
+from infra.catalog import load_catalog
 from infra.commands import organisation, quotas
 from infra.definition import Account, StackDefinition, Vpc
 from infra.errors import DefinitionError
+from infra.pricing import bill_of
 from infra.resources.tags import own_tags, tags
 from infra.run_guard import creation_digest
 from rehearsal.cloud import Cloud
@@ -95,6 +97,15 @@ def test_a_run_without_it_keeps_its_digest_and_a_change_of_it_is_another_run(sta
 def private(cloud: Cloud) -> None:
     for name in SUBNETS.values():
         cloud.client("ec2").modify_subnet_attribute(SubnetId=name, MapPublicIpOnLaunch={"Value": False})
+
+
+def test_what_it_costs_elsewhere_is_said_as_not_priced(stack: Path, tmp_path: Path) -> None:
+    plain = bill_of(definition(stack), tmp_path, load_catalog())
+    found = bill_of(with_account(stack, vpc={"id": VPC, "subnets": SUBNETS}, kms_key=KEY), tmp_path, load_catalog())
+    network, key = sorted(set(found.warnings) - set(plain.warnings), reverse=True)
+    assert network.startswith("not priced: what account.vpc has of its own")
+    assert key.startswith("not priced: account.kms_key")
+    assert found.usd == plain.usd
 
 
 def table_of(cloud: Cloud) -> str:
