@@ -98,7 +98,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
     except WorkdirBusyError as error:
         say(str(error))
         return BUSY  # nothing is written: the folder is somebody else's
-    except (device.NodeRefusedError, OSError, SafetensorError) as error:  # the last two: its disk, as good as always
+    except (device.NodeRefusedError, OSError) as error:  # the latter: its disk, as good as always
         if not isinstance(error, device.NodeRefusedError):
             say(traceback.format_exc())
         say(f"this node is refused: {error}")
@@ -112,7 +112,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         note(workdir / "unreadable.json", {"step": error.step, "problem": str(error)})
         say(f"{error}; another start takes the one before it, if there is one")
         code = UNREADABLE
-    except ValueError as error:
+    except (ValueError, SafetensorError) as error:  # what a library will not read or write, it will not on another node
         say(f"fatal: {error}")
         if workdir.is_dir():
             note(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})

@@ -276,6 +276,22 @@ def test_base_weights_are_listed_for_the_upload_and_what_is_left_out_is_said(
     assert "not needed and left out: original/, 0.00 GB" in capsys.readouterr().out
 
 
+def test_what_is_odd_about_base_weights_is_said_again_where_the_data_is_prepared_already(
+    tuning: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tuning / "stacks" / "sft-h100.yaml"
+    file.write_text(file.read_text().replace("vocab: 32", "vocab: 512"))
+    folder = published(tuning, vocab=512)  # every row of its tables is the same
+    (folder / "tokenizer.json").write_bytes(byte_tokenizer(TEMPLATES["llama"]).files["tokenizer.json"])
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | {"max_position_embeddings": 512}))
+    for again in (["examples.jsonl"], []):
+        assert main(["prepare", "sft-h100", *again]) == 0
+        said = capsys.readouterr().out
+        assert "rows of the chat template's tokens look untrained" in said
+        assert "made for 512 positions (max_position_embeddings), and examples may have 1,024" in said
+
+
 @pytest.mark.parametrize(
     ("name", "content", "warned"),
     [
