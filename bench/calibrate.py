@@ -31,7 +31,7 @@ from infra.cost import runtime
 from infra.definition import StackDefinition
 from infra.loader import find, load
 from job import atomic, measured, probe
-from job.config import GrowthConfig, JobConfig
+from job.spec import GrowthConfig, JobConfig
 from job.supervisor import machine
 from job.supervisor.child import Child, Log, trainer
 

@@ -17,9 +17,9 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from job.config.common import Decoder as Shape
 from job.models import hf
 from job.models.decoder import build
+from job.spec.common import Decoder as Shape
 
 LR = 2e-4  # sft-h100's
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from job import sizing
-from job.config import GrowthConfig, GrowthModel, Precision
 from job.models.blocks import Experts, FeedForward
 from job.models.growth import build, decays
+from job.spec import GrowthConfig, GrowthModel, Precision
 from job.train import device
 from job.train.optimizer import groups
 

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 import triton
 
-from job.config.kernel import Funnel
 from job.kernels import adversarial, planted
 from job.kernels.funnel import Judge
 from job.kernels.planted import STOPS_AT
 from job.kernels.verdict import Switches, Verdict
 from job.kernels.worker import Workers
+from job.spec.kernel import Funnel
 
 LIMITS = Funnel(candidate_s=30.0, memory_gb=2.0, trials=3)
 TICKS = os.sysconf("SC_CLK_TCK")

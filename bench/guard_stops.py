@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from job.config import Guard
+from job.spec import Guard
 from job.train.guard import LossSpikeError, SpikeGuard
 
 STEPS, SEEDS, EVERY = 20_000, 60, 10

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from job.config.pretrain import CharModel
 from job.models.char_gpt import CharGpt
+from job.spec.pretrain import CharModel
 from job.train.muon import MUON, OwnedMuon
 from job.train.parallel import meet, shard
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from job import sizing
-from job.config import GrowthConfig, GrowthModel
-from job.config.growth import Precision, TextData
 from job.models.growth import build, decays
+from job.spec import GrowthConfig, GrowthModel
+from job.spec.growth import Precision, TextData
 from job.train import device, optimizer
 from job.train.step import compiled
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from job.config import SftConfig
-from job.config.common import Decoder as Shape
 from job.models import decoder, lora
 from job.sizing.sft import flops_per_token
+from job.spec import SftConfig
+from job.spec.common import Decoder as Shape
 from job.train import device, optimizer
 from job.train.step import compiled
 

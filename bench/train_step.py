@@ -27,9 +27,9 @@ from torch._inductor.utils import fresh_cache
 
 from infra.loader import find, load
 from job import sizing
-from job.config import GrowthConfig
 from job.dataset import prepare, sources
 from job.models.growth import build
+from job.spec import GrowthConfig
 from job.train import __main__ as trainer
 from job.train import device
 from job.train.compile_cache import CompileCache

@@ -21,9 +21,9 @@ from statistics import median
 import torch
 
 from job import sizing
-from job.config import TwoTowerConfig
 from job.experiments.two_tower_members import Members, clip_each
 from job.models.two_tower import Noise, draw_noise
+from job.spec import TwoTowerConfig
 from job.train import device
 
 FOLDS, QUERIES = 10, 443

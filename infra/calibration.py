@@ -19,9 +19,9 @@ from typing import Any
 from infra.catalog import Instance
 from infra.definition import StackDefinition
 from job import atomic, measured, sizing
-from job.config import JobConfig
 from job.contract import reading
 from job.contract.reading import Fields
+from job.spec import JobConfig
 
 FOLDER, RECEIPTS = "calibrations", "receipts"
 # Of the chips that EC2 has, with other clocks or memory, or parts of one: none is of its types.

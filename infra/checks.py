@@ -16,7 +16,7 @@ from infra.run_guard import days_to_keep, expiry
 from infra.schema import Findings, nearest
 from infra.type_checks import gpus_asked, instance_types
 from job import sizing
-from job.config import JobConfig
+from job.spec import JobConfig
 from job.text import counted, stamp
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from infra.errors import Problem
 from infra.yaml_tree import Mapping, at
-from job.config import JobConfig
+from job.spec import JobConfig
 from job.text import stamp
 
 

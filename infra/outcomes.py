@@ -11,9 +11,9 @@ from pathlib import Path
 
 from infra.cost import compare
 from infra.cost.compare_rows import Outcome, Row
-from job.config import from_json
 from job.contract import metrics, reading
 from job.contract.reading import Fields
+from job.spec import from_json
 
 FOLDER = "results"
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infra.definition import StackDefinition
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import packed, ranking
 from job.dataset.packing import held_out_of
 from job.dataset.prepare import DatasetManifest, read_manifest
 from job.dataset.rendering import FileTokenizer, file_id
 from job.models import hf_config
+from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.text import counted
 
 _KINDS: dict[type[JobConfig], str] = {

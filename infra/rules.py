@@ -1,4 +1,4 @@
-"""What one key of a definition file may hold beyond its type, and why. The experiment's own bounds stand in job.config.
+"""What one key of a definition file may hold beyond its type, and why. The experiment's own bounds stand in job.spec.
 
 docs/definition.md explains every key, and a test compares it with this table.
 """
@@ -23,7 +23,7 @@ from infra.definition import (
     Variant,
     Vpc,
 )
-from job.config import EXPERIMENTS
+from job.spec import EXPERIMENTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

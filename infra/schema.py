@@ -1,6 +1,6 @@
 """From a tree of text to the dataclasses of infra.definition, every problem collected on the way.
 
-What a key may hold stands in infra.rules, or, for the experiment's own parameters, in job.config's field metadata.
+What a key may hold stands in infra.rules, or, for the experiment's own parameters, in job.spec's field metadata.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infra.errors import Problem
 from infra.rules import REQUIRED, RULES, Rule
 from infra.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, at
 from job import sizing
-from job.config import EXPERIMENTS, JobConfig
+from job.spec import EXPERIMENTS, JobConfig
 
 SECTIONS: dict[str, type[Any]] = {
     "run": Run,

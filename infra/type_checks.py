@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from infra.definition import Fleet
 from infra.schema import Findings
 from job import sizing
-from job.config import JobConfig
+from job.spec import JobConfig
 
 if TYPE_CHECKING:
     from infra.catalog import Catalog, Instance

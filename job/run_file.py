@@ -10,10 +10,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from job.config import JobConfig, from_json
 from job.contract import inputs, reading
 from job.contract.inputs import InputFile
 from job.contract.reading import DoubtError, Fields, epoch
+from job.spec import JobConfig, from_json
 
 LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill
 ASKED = "stop.json"  # beside run.json in the bucket: `gpufleet stop` asks the run to end

@@ -15,7 +15,7 @@ from typing import Any
 from infra.errors import GpufleetError
 from infra.pricing import as_prepared
 from job import ledger, sizing
-from job.config import PretrainConfig, TwoTowerConfig
+from job.spec import PretrainConfig, TwoTowerConfig
 from rehearsal.account import Resource
 from rehearsal.state import Rehearsal
 

@@ -23,7 +23,7 @@ from infra.cli import main
 from infra.loader import load
 from infra.resources.identity import node_statements
 from infra.scenarios import scenarios
-from job.config import EXPERIMENTS
+from job.spec import EXPERIMENTS
 from rehearsal import scratch
 
 ROOT = Path(__file__).parents[1]

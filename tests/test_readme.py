@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from infra.cli import COMMANDS
-from job.config import EXPERIMENTS
+from job.spec import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -19,7 +19,7 @@ from infra.rules import RULES
 from infra.scenarios import scenarios
 from infra.schema import SECTIONS, describe
 from job import sizing
-from job.config import EXPERIMENTS
+from job.spec import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -23,7 +23,7 @@ from infra.errors import GpufleetError
 from infra.loader import load, project_root
 from infra.readiness import command
 from job import atomic, measured, probe, sizing
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.supervisor import machine
 from job.text import stamp
 from job.train.metrics import WARM_UP

@@ -17,9 +17,9 @@ from infra.loader import load, project_root
 from infra.pricing import bill_of
 from infra.readiness import command
 from job import atomic, sizing
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.dataset import characters, prepare, rendering, sources, weights
 from job.models import hf_config
+from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.text import counted
 
 OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8

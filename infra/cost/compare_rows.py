@@ -21,7 +21,7 @@ from infra.cost.side import Prepared, Quantiles, Side
 from infra.cost.text import hours
 from infra.definition import Capacity, Claim, Limits, StackDefinition
 from job import sizing
-from job.config import JobConfig
+from job.spec import JobConfig
 from job.text import counted
 
 

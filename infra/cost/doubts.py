@@ -16,8 +16,8 @@ from infra.cost.options import Calibrations
 from infra.cost.runtime import Runtime, hours
 from infra.definition import StackDefinition
 from job import sizing
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
-from job.config.common import CosineAdamW
+from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec.common import CosineAdamW
 from job.text import counted
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption

@@ -12,7 +12,7 @@ from infra.catalog import Catalog, Instance
 from infra.cost.runtime import SHA256_GB_S, Runtime, scratch_rate, upload_rate
 from infra.definition import Disk, Estimate
 from job import sizing
-from job.config import GrowthConfig, JobConfig
+from job.spec import GrowthConfig, JobConfig
 
 NOTICE_S = 120.0  # AWS: two minutes, best effort
 POLL_S = 5.0  # the supervisor looks this often

@@ -20,7 +20,7 @@ from infra.catalog import Instance
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
 from job import sizing
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 # Share of the roofline a step reaches. Anchors: llm-foundry 7B on 8 H100 46.4 % MFU, 13B 39.8 to 44.3 %; nanochat d24
 # 50.0 %; torchtitan 8B eager 5,762 tok/s per H100. Growth's own targets are 0.52 to 0.56 of its limit.

@@ -15,7 +15,7 @@ from infra.cost.options import TypeCost
 from infra.cost.runtime import Runtime
 from infra.definition import Capacity, Limits, StackDefinition, Variant
 from job import sizing
-from job.config import JobConfig
+from job.spec import JobConfig
 from job.supervisor.forecast import RESERVE_S, Forecast
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))

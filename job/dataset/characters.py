@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from job.config.pretrain import CharData
 from job.dataset import prepare
 from job.dataset.shards import read_header, write_payload
+from job.spec.pretrain import CharData
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 BOS = len(SYMBOLS)  # <|bos|>, never in a text

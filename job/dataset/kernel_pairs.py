@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from job.config.kernel import KernelConfig
 from job.dataset.chat import Conversation, Turn, hashed, lines_of, object_of, text_at
 from job.dataset.packed import prepare_packed
 from job.dataset.packing import Packing
@@ -26,6 +25,7 @@ from job.dataset.rendering import TEMPLATES, FileTokenizer, Template, own_tokeni
 from job.kernels import answers, planted, rules
 from job.kernels.catalog import TASKS
 from job.kernels.curriculum import require_practice, tasks_of
+from job.spec.kernel import KernelConfig
 
 HELD_OUT = 0.02  # share of the pairs, for a validation loss; at least one
 LOOKED_AT = 1000  # answers at most: the longest take a second each

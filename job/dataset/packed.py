@@ -26,8 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from job.config.kernel import KernelConfig
-from job.config.sft import SftConfig
 from job.dataset import prepare
 from job.dataset.chat import SHOWN, Chats, GeneratedPairs, JsonlChats
 from job.dataset.packing import Example, Packing, Split, held_out_of, order, pack
@@ -44,6 +42,8 @@ from job.dataset.rendering import (
 )
 from job.dataset.shards import write_payload
 from job.dataset.untrained import untrained
+from job.spec.kernel import KernelConfig
+from job.spec.sft import SftConfig
 from job.text import counted
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"

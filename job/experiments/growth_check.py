@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from job import sizing
-from job.config import GrowthConfig
 from job.experiments.growth_routing import flipped, routed, tied
 from job.models.blocks import Experts, at_least_fp32
 from job.models.growth import Growth, load, state_dtype
+from job.spec import GrowthConfig
 
 PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # x max(1, largest logit)
 FAIL = {torch.float32: 1e-2, torch.float64: 1e-9}

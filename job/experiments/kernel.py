@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from job import atomic, sizing
-from job.config.kernel import KernelConfig
 from job.dataset.packing import order
 from job.dataset.prepare import read_manifest
 from job.experiments import kernel_results, kernel_stages, tuning
@@ -27,6 +26,7 @@ from job.kernels import curriculum
 from job.kernels.catalog import TASKS
 from job.models import decoder
 from job.models.decoder import Decoder
+from job.spec.kernel import KernelConfig
 from job.train import optimizer
 from job.train.data import Ids, in_epochs
 from job.train.experiment import Experiment, Phase, Session, Work

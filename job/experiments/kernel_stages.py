@@ -25,7 +25,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from job.config.kernel import KernelConfig
 from job.dataset.chat import Turn
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import Renderer
@@ -42,6 +41,7 @@ from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.kernel import AT_ONCE, TRIED
+from job.spec.kernel import KernelConfig
 from job.train import parallel
 from job.train.device import NodeRefusedError
 from job.train.experiment import Phase, Session, Stopped

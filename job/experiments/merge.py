@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from job import ledger, sizing
-from job.config.sft import SftConfig
 from job.dataset import weights as base_weights
 from job.dataset.packed import PROMPTS
 from job.dataset.prepare import DatasetManifest
@@ -37,6 +36,7 @@ from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
 from job.models.generate import generate
 from job.sizing.sft import VALIDATION_ROWS, answers_at_once
+from job.spec.sft import SftConfig
 from job.text import counted
 from job.train.experiment import Phase, Session
 from job.train.packed_rows import PackedBatches

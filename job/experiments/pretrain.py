@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import atomic, sizing
-from job.config import PretrainConfig
-from job.config.pretrain import EarlyStop, MuonAdamW
 from job.dataset import characters
 from job.dataset.prepare import read_manifest
 from job.models.blocks import DTYPES
 from job.models.char_gpt import CharGpt, generate, initial
+from job.spec import PretrainConfig
+from job.spec.pretrain import EarlyStop, MuonAdamW
 from job.train import export, metrics, muon, parallel
 from job.train.experiment import Experiment, Phase, Session, Work
 from job.train.rows import Rows

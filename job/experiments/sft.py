@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import atomic, sizing
-from job.config.sft import SftConfig
 from job.dataset.prepare import read_manifest
 from job.experiments import merge, tuning
 from job.models import decoder, lora
 from job.models.decoder import Decoder
+from job.spec.sft import SftConfig
 from job.text import counted
 from job.train import metrics, optimizer, parallel
 from job.train.experiment import Experiment, Phase, Session, Work

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import atomic, sizing
-from job.config import GrowthConfig
 from job.experiments.growth_check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
 from job.models import growth
 from job.models.blocks import any_length
 from job.models.growing import grow
+from job.spec import GrowthConfig
 from job.train import export, metrics, optimizer
 from job.train.data import Dataset
 from job.train.experiment import Experiment, Phase, Session, Work

@@ -15,9 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from job import atomic
-from job.config.common import CosineAdamW
-from job.config.kernel import KernelConfig
-from job.config.sft import SftConfig
 from job.dataset import packed
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import (
@@ -33,6 +30,9 @@ from job.dataset.rendering import (
 from job.models import decoder, hf
 from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
+from job.spec.common import CosineAdamW
+from job.spec.kernel import KernelConfig
+from job.spec.sft import SftConfig
 from job.train import export, parallel
 from job.train.experiment import Session
 

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import atomic, sizing
-from job.config.common import CosineAdamW
-from job.config.two_tower import TwoTowerConfig, variants
 from job.dataset import ranking
 from job.dataset.prepare import read_manifest
 from job.experiments import two_tower_baselines as baselines
@@ -34,6 +32,8 @@ from job.models.blocks import DTYPES
 from job.models.two_tower import TwoTower as Towers
 from job.models.two_tower import decays
 from job.sizing.two_tower import REFIT, parameters
+from job.spec.common import CosineAdamW
+from job.spec.two_tower import TwoTowerConfig, variants
 from job.text import counted
 from job.train import export, optimizer
 from job.train.experiment import Experiment, Phase, Session, Work

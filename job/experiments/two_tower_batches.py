@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from job.config.two_tower import TwoTowerConfig
 from job.dataset.ranking import Tables
 from job.experiments.ranking_metrics import ndcg
 from job.experiments.two_tower_data import Member, rows_of, watched
 from job.experiments.two_tower_members import Members
 from job.models.two_tower import Noise, draw_noise
+from job.spec.two_tower import TwoTowerConfig
 from job.train.data import mix
 from job.train.experiment import Micro, Work
 

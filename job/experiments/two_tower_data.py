@@ -21,9 +21,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from job.config.two_tower import TwoTowerConfig, Weak
 from job.dataset.arrays import Floats, Labels
 from job.dataset.ranking import GAINS, Tables
+from job.spec.two_tower import TwoTowerConfig, Weak
 
 Protocol = Literal["honest", "optimistic", "refit"]
 Indices = NDArray[np.int64]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from job.config.two_tower import Sampled, TwoTowerConfig
 from job.models.two_tower import Noise, Stack, Towered, TwoTower, diversity, initialise, softmax_loss
+from job.spec.two_tower import Sampled, TwoTowerConfig
 from job.train.data import mix
 
 HARD_POOL = 50  # a hard negative is one of this many best-scored irrelevant models: ours, the record does not say

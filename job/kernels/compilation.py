@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from job import atomic
-from job.config.kernel import Funnel as Limits
 from job.kernels import tasks, timing
 from job.kernels.catalog import Task
 from job.kernels.compiler import CACHE
 from job.kernels.worker import Process, Workers
+from job.spec.kernel import Funnel as Limits
 
 MOST_BYTES, MOST_FILES = 1 << 26, 1000  # of one source; a kernel's files are about 50 kB
 OUTCOME = "outcome.json"

@@ -23,7 +23,6 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from job.config.kernel import Funnel as Limits
 from job.kernels import catalog, planted, rules, source_text, tasks, timing, wire
 from job.kernels.catalog import Task
 from job.kernels.compilation import Compilation
@@ -31,6 +30,7 @@ from job.kernels.planted import Candidate
 from job.kernels.timing import Rejected, Timing
 from job.kernels.verdict import STAGES, Course, Switches, Verdict
 from job.kernels.worker import GREET_S, Lost, NoDeviceError, NotBegun, OutOfTime, Process, Workers
+from job.spec.kernel import Funnel as Limits
 
 
 class _ReferenceLost(Exception):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from job.config import GrowthConfig
 from job.models.growth import initial_std
+from job.spec import GrowthConfig
 
 State = dict[str, Tensor]
 

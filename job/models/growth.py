@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from job import sizing
-from job.config import GrowthConfig
 from job.models.blocks import DTYPES, Block, Dispatch, Experts, Norm, at_least_fp32, rotations
 from job.models.routing import Routing
 from job.models.selective import Checkpointed
+from job.spec import GrowthConfig
 
 INIT_STD = 0.02
 

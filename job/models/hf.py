@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from job import atomic
-from job.config.common import Decoder as Shape
-from job.config.sft import Lora
 from job.models import lora
 from job.models.decoder import Decoder
 from job.models.hf_config import ADAPTER_CONFIG, CONFIG, check, config_tree, published
+from job.spec.common import Decoder as Shape
+from job.spec.sft import Lora
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"

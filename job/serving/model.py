@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from job import atomic
-from job.config.pretrain import CharModel
 from job.dataset import characters
 from job.models.char_gpt import CharGpt, generate
 from job.serving.request import Generation
+from job.spec.pretrain import CharModel
 from job.train.export import META, WEIGHTS
 
 EXPERIMENT = "pretrain-d64"

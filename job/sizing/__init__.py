@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.sizing import growth as _growth
 from job.sizing import kernel as _kernel
 from job.sizing import pretrain as _pretrain
@@ -20,6 +19,7 @@ from job.sizing import sft as _sft
 from job.sizing import two_tower as _two_tower
 from job.sizing.common import DEVICE_RESERVE_GB, PART_BYTES, Memory, PhaseSize, Rung
 from job.sizing.growth import CAPACITY, Shape, flops_per_token, parameters, shape, state_dtype
+from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 __all__ = [
     "CAPACITY",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from job.config.common import Decoder, TokenBatch
+from job.spec.common import Decoder, TokenBatch
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from job.config.growth import GrowthConfig, GrowthModel
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
+from job.spec.growth import GrowthConfig, GrowthModel
 
 CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients

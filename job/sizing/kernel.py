@@ -8,9 +8,9 @@ of that time the GPU waits, and is paid for.
 
 from __future__ import annotations
 
-from job.config.kernel import KernelConfig
 from job.sizing import decoder
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts, in_gb, processes
+from job.spec.kernel import KernelConfig
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Of a worker, for each candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.

@@ -6,9 +6,9 @@ nanochat and llm-foundry count them.
 
 from __future__ import annotations
 
-from job.config.pretrain import CharModel, PretrainConfig
 from job.dataset.characters import SYMBOLS
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts, processes
+from job.spec.pretrain import CharModel, PretrainConfig
 
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
 ADAMW_LR = 0.01  # of hidden matrices; AdamW moves every weight by about that much at each step, whatever the gradient

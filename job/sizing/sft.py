@@ -6,10 +6,10 @@ parameter, and attention within its own example.
 
 from __future__ import annotations
 
-from job.config.sft import SftConfig
 from job.dataset.rendering import TEMPLATES
 from job.sizing import decoder
 from job.sizing.common import Memory, PhaseSize, Rung, cuts, in_gb, processes
+from job.spec.sft import SftConfig
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from job.config.two_tower import VARIANTS, Towers, TwoTowerConfig, variants
 from job.sizing.common import GB, Memory, PhaseSize, Rung, cuts
+from job.spec.two_tower import VARIANTS, Towers, TwoTowerConfig, variants
 
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.

@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 from job import sizing
-from job.config import JobConfig
+from job.spec import JobConfig
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
 RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit

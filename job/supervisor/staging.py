@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from job import atomic
-from job.config import KEEPS_BEST
 from job.contract import inputs as listing
 from job.contract import reading
 from job.contract.commit import BEST, COMMIT, MANIFEST, Best, Manifest, manifest_key
 from job.contract.inputs import InputFile
 from job.contract.reading import DoubtError, Fields
 from job.run_file import Dataset, RunFile
+from job.spec import KEEPS_BEST
 from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, open_store, parent
 
 DATASET, WEIGHTS = "dataset.json", "weights.json"

@@ -27,8 +27,8 @@ import torch
 from safetensors import SafetensorError
 
 from job import atomic
-from job.config import JobConfig, from_json
 from job.run_file import config_digest
+from job.spec import JobConfig, from_json
 from job.train import banner, device, parallel, preflight
 from job.train.checkpoint import CheckpointDamagedError, Checkpoints
 from job.train.experiment import Experiment, Session, Stopped

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from job import sizing
-from job.config import GrowthConfig
 from job.dataset.prepare import describe, read_manifest
+from job.spec import GrowthConfig
 from job.train.experiment import Session
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from job.config import KEEPS_BEST
 from job.contract.commit import Reason
+from job.spec import KEEPS_BEST
 from job.train.experiment import Session
 from job.train.stall import Stall
 

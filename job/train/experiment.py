@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import sizing
-from job.config import JobConfig
+from job.spec import JobConfig
 from job.train import optimizer
 from job.train.checkpoint import Checkpoints
 from job.train.device import Device

@@ -10,7 +10,7 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from job.config import Guard
+from job.spec import Guard
 from job.train.device import Device
 from job.train.experiment import LostError
 

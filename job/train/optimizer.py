@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job.config import AdamW
-from job.config.common import CosineAdamW
+from job.spec import AdamW
+from job.spec.common import CosineAdamW
 from job.train import parallel
 
 KEYS = (1 << 62) - 1  # with an element's number added it still fits int64

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.definition import Disk, Estimate, Fleet, Job, Keep, Limits, Run, StackDefinition, Storage
-from job.config import GrowthConfig
+from job.spec import GrowthConfig
 
 
 def definition(

@@ -20,7 +20,7 @@ from infra.cost.bill import Bill
 from infra.cost.estimate import price
 from infra.cost.table import render
 from infra.definition import Disk, Estimate, Keep, Limits, StackDefinition, Variant
-from job.config import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 PART = 64 * 1024 * 1024  # bytes of one upload request

@@ -24,7 +24,7 @@ from infra.cost.runtime import Runtime
 from infra.cost.side import Prepared, prepare
 from infra.definition import Disk, Keep, Limits, StackDefinition, Variant
 from infra.errors import PriceMissing
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 settings.register_profile(
     "bill",

@@ -19,7 +19,7 @@ from infra.cost.estimate import price, problems
 from infra.cost.table import render
 from infra.definition import StackDefinition, Variant
 from infra.errors import DefinitionError, GpufleetError
-from job.config import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 CATALOG = load_catalog()
 

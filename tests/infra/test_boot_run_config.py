@@ -18,7 +18,7 @@ from infra.cost.bill import Bill
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from infra.loader import load
-from job.config import from_json
+from job.spec import from_json
 
 ROOT = Path(infra.__file__).parent.parent
 INPUTS: dict[str, Any] = {

@@ -23,7 +23,7 @@ from infra.commands import calibrate
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
 from job import measured, probe, sizing
-from job.config import EXPERIMENTS, JobConfig, from_json
+from job.spec import EXPERIMENTS, JobConfig, from_json
 from job.supervisor.machine import Gpu
 
 A10G = (Gpu(name="NVIDIA A10G", memory_gb=24.1, driver="580.1"),)

@@ -16,7 +16,7 @@ from infra.calibration import Calibration, Refused
 from infra.catalog import load_catalog
 from infra.definition import Job, StackDefinition
 from job import measured
-from job.config import GrowthConfig, KernelConfig
+from job.spec import GrowthConfig, KernelConfig
 
 A10G = load_catalog().instances["g5.2xlarge"]
 PHASES = ("dense", "moe", "grown")

@@ -28,7 +28,7 @@ from infra.cost.table import render
 from infra.definition import Disk, Estimate
 from infra.plan import Previous, make
 from job import measured, sizing
-from job.config import GrowthConfig, SftConfig
+from job.spec import GrowthConfig, SftConfig
 
 CATALOG = load_catalog()
 ROOT = Disk(size_gib=100)

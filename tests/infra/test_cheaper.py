@@ -22,7 +22,7 @@ from infra.loader import load
 from infra.policy import Policy
 from infra.pricing import bill_and_cheaper
 from infra.scenarios import scenarios
-from job.config import EXPERIMENTS
+from job.spec import EXPERIMENTS
 
 ROOT = Path(__file__).parents[2]
 NOW = datetime(2026, 11, 25, tzinfo=UTC)

@@ -23,13 +23,13 @@ from infra.commands import prepare as prepare_command
 from infra.cost.estimate import price
 from infra.cost.hazard import Observation
 from infra.loader import load, rehearsal_text
-from job.config.common import Decoder
 from job.dataset import weights
 from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.prepare import read_manifest
 from job.dataset.rendering import TEMPLATES
 from job.experiments.two_tower_data import fold_of
 from job.models import hf_config
+from job.spec.common import Decoder
 
 ROOT = Path(__file__).parents[2]
 STACK = "tinystories-growth"

@@ -15,7 +15,7 @@ from infra.cost import record
 from infra.cost.bill import Bill
 from infra.cost.estimate import price
 from infra.definition import Disk, Job, Keep, Variant
-from job.config import SftConfig
+from job.spec import SftConfig
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes

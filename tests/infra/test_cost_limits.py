@@ -25,8 +25,8 @@ from infra.definition import Disk, Keep, StackDefinition
 from infra.loader import load
 from infra.scenarios import scenario
 from job import run_file
-from job.config import SftConfig
 from job.run_file import Rates
+from job.spec import SftConfig
 from job.supervisor.forecast import RESERVE_S, Forecast
 from job.supervisor.meter import Meter
 

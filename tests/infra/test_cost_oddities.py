@@ -18,8 +18,8 @@ from infra.cost.limits import enough
 from infra.definition import Disk, Keep, Variant
 from infra.errors import DefinitionError, GpufleetError
 from job import sizing
-from job.config import SftConfig
-from job.config.pretrain import CharData, CharModel, PretrainConfig, RowBatch
+from job.spec import SftConfig
+from job.spec.pretrain import CharData, CharModel, PretrainConfig, RowBatch
 
 CATALOG = load_catalog()
 DATASET = 22_183_150  # bytes: 11,091,575 tokens of 2 bytes

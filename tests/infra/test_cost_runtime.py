@@ -13,7 +13,7 @@ from infra.cost import runtime
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
 from job import sizing
-from job.config import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 ROOT = Disk(size_gib=100)
 

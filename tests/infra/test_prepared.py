@@ -12,9 +12,9 @@ import pytest
 from infra.commands.prepare import prepared
 from infra.loader import load, rehearsal_text
 from infra.readiness import not_ready
-from job.config.common import Decoder
 from job.dataset import weights
 from job.models import hf_config
+from job.spec.common import Decoder
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 SHIPPED = Path(__file__).parents[2] / "stacks"

@@ -11,7 +11,7 @@ import yaml
 
 from infra import yaml_tree
 from infra.schema import Findings, build
-from job.config import EXPERIMENTS, from_json
+from job.spec import EXPERIMENTS, from_json
 
 
 def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from job.config.common import Decoder as Shape
 from job.models.decoder import GROUPS, Decoder, build
 from job.models.linear_loss import IGNORED
+from job.spec.common import Decoder as Shape
 
 FAMILIES: dict[str, Shape] = {
     "llama": Shape(

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job.config import from_json
-from job.config.kernel import KernelConfig
 from job.dataset.kernel_pairs import prepare_kernels
+from job.spec import from_json
+from job.spec.kernel import KernelConfig
 
 PARAMETERS: dict[str, Any] = {
     "epochs": 1,

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from job import sizing
-from job.config import common
-from job.config.pretrain import PretrainConfig
-from job.config.sft import SftConfig
 from job.models.char_gpt import CharGpt
 from job.models.decoder import Decoder
 from job.sizing.common import Memory
+from job.spec import common
+from job.spec.pretrain import PretrainConfig
+from job.spec.sft import SftConfig
 from job.train.parallel import World, shard
 
 SHAPES: tuple[dict[str, Any], ...] = (

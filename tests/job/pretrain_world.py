@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from job.config import from_json
-from job.config.pretrain import PretrainConfig
 from job.dataset.characters import prepare_characters
+from job.spec import from_json
+from job.spec.pretrain import PretrainConfig
 
 PARAMETERS: dict[str, Any] = {
     "steps": 12,

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from train_world import StopAt
 
 from job import atomic, sizing
-from job.config import AdamW, PretrainConfig
 from job.dataset.prepare import publish
+from job.spec import AdamW, PretrainConfig
 from job.train import __main__ as trainer
 from job.train import export, optimizer, parallel
 from job.train.data import draw, split

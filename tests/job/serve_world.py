@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from job.config.pretrain import CharModel
 from job.models.char_gpt import CharGpt
 from job.serving.model import open_model
 from job.serving.server import Server
+from job.spec.pretrain import CharModel
 from job.train.export import export
 
 SHAPE = CharModel(layers=2, width=32, head_dim=16)

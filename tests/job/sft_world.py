@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from job import atomic
-from job.config import from_json
-from job.config.sft import SftConfig
 from job.dataset.packed import prepare_sft
+from job.spec import from_json
+from job.spec.sft import SftConfig
 
 PARAMETERS: dict[str, Any] = {
     "epochs": 1,

@@ -15,8 +15,8 @@ from typing import Any
 import runs
 
 from job import atomic
-from job.config import Checkpoint
 from job.run_file import Node, config_digest, load
+from job.spec import Checkpoint
 from job.supervisor.child import Log
 from job.supervisor.commits import commits
 from job.supervisor.metadata import Metadata

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from job import sizing
-from job.config.pretrain import CharData, CharModel, PretrainConfig
 from job.models import char_gpt
 from job.models.char_gpt import Cache, CharGpt, generate, initial, norm, std
+from job.spec.pretrain import CharData, CharModel, PretrainConfig
 
 SMALL = CharModel(layers=2, width=64, head_dim=32)
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from job import sizing
-from job.config.common import QWEN3_8B
-from job.config.common import Decoder as Shape
-from job.config.sft import Lora, SftConfig
 from job.models import decoder, lora
 from job.models.decoder import build, decays, frequencies, positions
 from job.models.generate import _choose, generate, uniform
 from job.models.linear_loss import CHUNK_TOKENS, IGNORED, chunk_loss, linear_loss
+from job.spec.common import QWEN3_8B
+from job.spec.common import Decoder as Shape
+from job.spec.sft import Lora, SftConfig
 from job.train.optimizer import groups
 
 QWEN25_7B = Shape(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from job import sizing
-from job.config import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig, from_json
+from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig, from_json
 from job.supervisor.forecast import Forecast
 
 

@@ -12,12 +12,12 @@ import torch
 import train_world as world
 from torch import nn
 
-from job.config.common import Decoder as Shape
-from job.config.pretrain import CharModel
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import char_gpt, decoder, growth
 from job.models.blocks import any_length
 from job.models.generate import generate
+from job.spec.common import Decoder as Shape
+from job.spec.pretrain import CharModel
 
 SHAPE = Shape(
     vocab=32, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, ffn=16, rope_theta=1e4, rope_scaling="none"

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from job.config import GrowthConfig
-from job.config.common import Decoder as Shape
-from job.config.growth import Batch, GrowthModel, Precision, TextData
-from job.config.pretrain import CharModel
-from job.config.sft import Lora
 from job.models import char_gpt, decoder, growth, lora
+from job.spec import GrowthConfig
+from job.spec.common import Decoder as Shape
+from job.spec.growth import Batch, GrowthModel, Precision, TextData
+from job.spec.pretrain import CharModel
+from job.spec.sft import Lora
 from job.train.step import compiled
 
 ROW = 8

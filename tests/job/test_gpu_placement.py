@@ -18,13 +18,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
-from job.config import GrowthConfig, from_json
-from job.config.pretrain import PretrainConfig
-from job.config.sft import SftConfig
 from job.dataset import characters
 from job.dataset.prepare import read_manifest
 from job.experiments.pretrain import make_optimizer
 from job.models import char_gpt, decoder, growth, lora
+from job.spec import GrowthConfig, from_json
+from job.spec.pretrain import PretrainConfig
+from job.spec.sft import SftConfig
 from job.train import optimizer
 from job.train.data import Dataset
 from job.train.experiment import Micro

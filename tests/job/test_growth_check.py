@@ -15,12 +15,12 @@ from growth_models import CONFIG, PROBE, dense, generator, moe
 from safetensors.torch import load_file
 from torch import Tensor
 
-from job.config import Precision
 from job.experiments import growth_check
 from job.experiments.growth_check import GrowthCheckFailed, cast_difference, check_boundary, compare, fit_capacity
 from job.experiments.growth_routing import Routing, routed, tied
 from job.models.growing import grow
 from job.models.growth import Growth, load
+from job.spec import Precision
 
 
 def boundary(phase: int, dtype: torch.dtype = torch.float32) -> tuple[Growth, Growth]:

@@ -24,7 +24,7 @@ import pytest
 import rank_world
 import runs
 
-from job.config import Batch, Checkpoint, TextData
+from job.spec import Batch, Checkpoint, TextData
 from rehearsal.imds import Imds
 
 CONFIG = replace(

@@ -18,7 +18,6 @@ import train_world as world
 from train_world import StopAt
 
 from job import sizing
-from job.config import from_json
 from job.dataset.packing import order
 from job.experiments import kernel_stages
 from job.experiments.kernel import Kernel
@@ -28,6 +27,7 @@ from job.kernels.funnel import digest
 from job.kernels.planted import Candidate
 from job.kernels.verdict import Course, Switches
 from job.ledger import Ledger
+from job.spec import from_json
 from job.train import step
 from job.train.parallel import World
 from job.train.requests import Requests, Stop

@@ -8,13 +8,13 @@ import kernel_world as world
 import pytest
 
 from job import sizing
-from job.config import KernelConfig
-from job.config.common import Decoder
-from job.config.kernel import Funnel, Generation
 from job.dataset import kernel_pairs
 from job.kernels import adversarial, planted, tasks
 from job.kernels.catalog import TASKS
 from job.sizing import decoder, kernel
+from job.spec import KernelConfig
+from job.spec.common import Decoder
+from job.spec.kernel import Funnel, Generation
 
 FULL = KernelConfig()
 CODER = Decoder(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from job import measured
-from job.config import EXPERIMENTS, GrowthConfig
+from job.spec import EXPERIMENTS, GrowthConfig
 
 
 def line(phase: str, step: int, ts: float, step_ms: float | None, **more: Any) -> dict[str, Any]:

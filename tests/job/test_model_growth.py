@@ -12,11 +12,11 @@ from growth_models import CONFIG, PROBE, dense, generator, moe, text
 from torch import Tensor
 
 from job import sizing
-from job.config import GrowthConfig, GrowthModel, Precision
 from job.models.blocks import Experts, rotate, rotations
 from job.models.growing import grow
 from job.models.growth import Growth, Output, _choose_dispatch, build, decays, load
 from job.models.routing import rows_per_expert
+from job.spec import GrowthConfig, GrowthModel, Precision
 from job.train.optimizer import groups
 
 TOKENS, TARGETS = PROBE[:, :-1], PROBE[:, 1:]

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from job import sizing
-from job.config import Precision
-from job.config.common import Compute, TokenBatch
-from job.config.common import Decoder as Shape
-from job.config.sft import Lora, SftConfig
 from job.models import decoder, lora
 from job.models.blocks import DTYPES, rotations
 from job.models.growth import Growth, build, load
 from job.sizing.decoder import layer_activation_bytes
+from job.spec import Precision
+from job.spec.common import Compute, TokenBatch
+from job.spec.common import Decoder as Shape
+from job.spec.sft import Lora, SftConfig
 
 TOKENS, TARGETS = PROBE[:, :-1], PROBE[:, 1:]
 

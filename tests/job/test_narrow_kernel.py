@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from job.config import AdamW
+from job.spec import AdamW
 from job.train import optimizer
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux alone")

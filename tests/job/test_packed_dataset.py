@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from sft_world import CHATML, LLAMA, bpe, jsonl
 
-from job.config.common import Decoder
-from job.config.sft import ChatData, RowEval, SftConfig
 from job.dataset import packed
 from job.dataset.chat import GeneratedPairs, JsonlChats
 from job.dataset.packing import PackedRows, Packing, evened, first_fit_decreasing, order
@@ -25,6 +23,8 @@ from job.dataset.rendering import (
     open_chat_tokenizer,
 )
 from job.sizing import problems
+from job.spec.common import Decoder
+from job.spec.sft import ChatData, RowEval, SftConfig
 
 CONFIG = SftConfig(
     model=Decoder(vocab=512, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, ffn=176),

@@ -18,7 +18,7 @@ import train_world as world
 from supervisor_world import Bench, FakeTrainer
 
 from job import atomic
-from job.config import from_json
+from job.spec import from_json
 from job.supervisor import endings
 from job.supervisor.machine import Gpu
 from job.train import preflight

@@ -16,11 +16,11 @@ import train_world as world
 from safetensors.torch import load_file
 
 from job import atomic
-from job.config.pretrain import EarlyStop, MuonAdamW
 from job.experiments.pretrain import Pretrain, make_optimizer, momentum, plateau, rate
 from job.models.char_gpt import CharGpt
 from job.serving.model import open_model
 from job.serving.request import Generation
+from job.spec.pretrain import EarlyStop, MuonAdamW
 from job.train import __main__ as trainer
 from job.train.checkpoint import Checkpoints
 from job.train.committed import Committed

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from job.config import TwoTowerConfig
-from job.config.two_tower import Ranking, Towers, Weak
 from job.dataset import prepare, ranking
 from job.dataset.arrays import Floats, unit_rows
 from job.dataset.sentences import MODULE, Encoder, Hashed, MiniLM, choose
+from job.spec import TwoTowerConfig
+from job.spec.two_tower import Ranking, Towers, Weak
 
 CONFIG = TwoTowerConfig(
     towers=Towers(sentence=16),

@@ -9,7 +9,7 @@ import pytest
 import train_world as world
 
 from job import atomic, sizing
-from job.config import EXPERIMENTS, from_json
+from job.spec import EXPERIMENTS, from_json
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import sft_world as sft
 import torch
 from decoder_models import FAMILIES, generator, slow_varlen
 
-from job.config import from_json
-from job.config.sft import SftConfig
 from job.dataset.packed import prepare_sft
 from job.dataset.prepare import read_manifest
 from job.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
 from job.models import decoder
 from job.models.decoder import positions
 from job.models.linear_loss import IGNORED
+from job.spec import from_json
+from job.spec.sft import SftConfig
 from job.train.packed_rows import PackedBatches
 from job.train.parallel import World
 

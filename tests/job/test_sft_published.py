@@ -15,8 +15,6 @@ import train_world as world
 from sft_world import CHATML, bpe, jsonl
 
 from job import atomic, ledger
-from job.config import from_json
-from job.config.sft import SftConfig
 from job.dataset import weights
 from job.dataset.packed import PROMPTS, prepare_sft
 from job.dataset.rendering import TEMPLATES, jinja
@@ -24,6 +22,8 @@ from job.experiments import tuning
 from job.models import hf, hf_config
 from job.models.decoder import build
 from job.models.generate import generate
+from job.spec import from_json
+from job.spec.sft import SftConfig
 from job.train import __main__ as trainer
 
 ROOT = Path(__file__).parents[2]

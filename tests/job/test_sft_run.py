@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import StopAt
 
 from job import atomic, sizing
-from job.config import from_json
-from job.config.common import CosineAdamW, Decoder
 from job.experiments import merge, tuning
 from job.experiments.sft import Sft
 from job.models import decoder, hf, hf_config, lora
 from job.models.decoder import build
+from job.spec import from_json
+from job.spec.common import CosineAdamW, Decoder
 from job.train import __main__ as trainer
 
 STEPS = 8

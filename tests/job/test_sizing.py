@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from job import sizing
-from job.config import (
+from job.sizing import decoder
+from job.spec import (
     Batch,
     GrowthConfig,
     GrowthModel,
@@ -17,8 +18,7 @@ from job.config import (
     TextData,
     TwoTowerConfig,
 )
-from job.config.pretrain import CharModel, MuonAdamW
-from job.sizing import decoder
+from job.spec.pretrain import CharModel, MuonAdamW
 
 FULL = GrowthConfig()
 SMALL = replace(

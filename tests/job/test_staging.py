@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from supervisor_world import Bench, FaultyStore, commit, publisher, state
 
-from job.config import GrowthConfig
 from job.contract.commit import read as commit_of
 from job.run_file import load
+from job.spec import GrowthConfig
 from job.supervisor import staging
 from job.supervisor.store import GivenUpError, MissingError, StoreError
 

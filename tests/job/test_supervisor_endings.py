@@ -12,7 +12,7 @@ import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, interrupted, notice_at, outage, state
 
 from job import atomic
-from job.config import GrowthConfig
+from job.spec import GrowthConfig
 from job.supervisor import arrival
 from job.supervisor.store import StoreError
 

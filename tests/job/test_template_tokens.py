@@ -18,14 +18,14 @@ from torch import Tensor
 from train_world import StopAt
 
 from job import sizing
-from job.config import from_json
-from job.config.sft import Lora, SftConfig
 from job.dataset import weights
 from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.packed import prepare_sft
 from job.dataset.rendering import TEMPLATES
 from job.models import hf, lora
 from job.models.decoder import Decoder, build
+from job.spec import from_json
+from job.spec.sft import Lora, SftConfig
 
 IDS = list(range(256, 260))  # of Llama's four, in a tokenizer of bytes
 END = IDS[-1]

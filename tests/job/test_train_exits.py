@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from train_world import STEPS, StopAt
 
 from job import atomic, sizing
-from job.config import from_json
 from job.contract.metrics import KEYS
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
+from job.spec import from_json
 from job.train import __main__ as trainer
 from job.train import export, preflight, rungs, step
 from job.train.experiment import LossNotFiniteError, Stopped

@@ -24,9 +24,9 @@ import two_tower_world as two_tower
 from train_world import StopAt
 
 from job import atomic
-from job.config import Guard
 from job.experiments.pretrain import Pretrain
 from job.experiments.two_tower import TwoTower
+from job.spec import Guard
 from job.supervisor.commits import commits
 from job.train import step
 from job.train.committed import Committed

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import STEPS, StopAt
 
 from job import atomic, sizing
-from job.config import from_json
 from job.contract.commit import Commit
 from job.experiments.kernel import Kernel
 from job.experiments.pretrain import Pretrain
 from job.experiments.tinystories_growth import TinystoriesGrowth
+from job.spec import from_json
 from job.supervisor.commits import commits
 from job.train import metrics, step
 from job.train.cadence import Cadence

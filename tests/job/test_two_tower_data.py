@@ -9,7 +9,6 @@ import pytest
 import two_tower_world as world
 from two_tower_world import TABLES, flipped
 
-from job.config.two_tower import Weak
 from job.dataset.ranking import generate
 from job.experiments import two_tower_baselines as baselines
 from job.experiments.two_tower_data import (
@@ -22,6 +21,7 @@ from job.experiments.two_tower_data import (
     watched,
     weak_labels,
 )
+from job.spec.two_tower import Weak
 
 CONFIG = world.config()
 DEALT = fold_of(23, 5, 42)

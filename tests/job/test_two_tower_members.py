@@ -9,10 +9,10 @@ import torch
 import two_tower_world as world
 from torch import Tensor
 
-from job.config import TwoTowerConfig
-from job.config.two_tower import Sampled
 from job.experiments.two_tower_members import HARD_POOL, Members, clip_each, sampled_loss
 from job.models.two_tower import Towered, diversity, draw_noise, softmax_loss
+from job.spec import TwoTowerConfig
+from job.spec.two_tower import Sampled
 
 MEMBERS, QUERIES, MODELS, WIDTH = 3, 24, 31, 16
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from job.config.two_tower import Towers
 from job.models.two_tower import (
     Noise,
     Stack,
@@ -22,6 +21,7 @@ from job.models.two_tower import (
     initialise,
     softmax_loss,
 )
+from job.spec.two_tower import Towers
 
 SMALL = Towers(sentence=12, heads=3, head=8, fusion=10, query=(9, 7), embedding=11, model=(13, 7), dropout=0.3)
 MODELS, QUERIES, MEMBERS = 17, 15, 4

@@ -16,7 +16,6 @@ import two_tower_world as world
 from torch import Tensor
 from two_tower_world import TABLES, flipped
 
-from job.config.two_tower import variants
 from job.contract import metrics
 from job.dataset import ranking
 from job.dataset.ranking import GAINS, Tables
@@ -29,6 +28,7 @@ from job.experiments.two_tower_data import fold_of, members, rows_of, watched
 from job.experiments.two_tower_members import Members
 from job.sizing import Rung
 from job.sizing.two_tower import REFIT
+from job.spec.two_tower import variants
 from job.student import t95
 
 CONFIG = world.config()

@@ -10,14 +10,14 @@ import two_tower_world as world
 from memory_count import Alive
 
 from job import sizing
-from job.config import TwoTowerConfig
-from job.config.two_tower import Variant, variant, variants
 from job.dataset.ranking import generate
 from job.experiments import two_tower_baselines
 from job.experiments.two_tower_data import members, refit_member, rows_of
 from job.experiments.two_tower_members import Members
 from job.models.two_tower import TwoTower, draw_noise
 from job.sizing import two_tower
+from job.spec import TwoTowerConfig
+from job.spec.two_tower import Variant, variant, variants
 
 FULL = TwoTowerConfig()
 HONEST = replace(FULL, optimistic=False)

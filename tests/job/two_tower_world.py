@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job.config import TwoTowerConfig, from_json
 from job.dataset.ranking import Tables, generate, prepare_ranking
 from job.experiments.two_tower_data import Indices
+from job.spec import TwoTowerConfig, from_json
 
 REHEARSAL: dict[str, Any] = {
     "epochs": 15,

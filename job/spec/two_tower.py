@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from job.config.common import Checkpoint, Compute, Guard, Log, bounded
+from job.spec.common import Checkpoint, Compute, Guard, Log, bounded
 
 Variant = Literal["o", "p", "q", "r", "weak-2m", "full"]
 VARIANTS: tuple[str, ...] = get_args(Variant)

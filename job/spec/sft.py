@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.config.common import Checkpoint, Compute, CosineAdamW, Decoder, Guard, Log, TokenBatch, bounded
+from job.spec.common import Checkpoint, Compute, CosineAdamW, Decoder, Guard, Log, TokenBatch, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,12 +11,12 @@ import typing
 from dataclasses import Field, fields, is_dataclass, replace
 from typing import Any
 
-from job.config.common import Checkpoint, Guard, Log, bounded
-from job.config.growth import AdamW, Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
-from job.config.kernel import KernelConfig
-from job.config.pretrain import PretrainConfig
-from job.config.sft import SftConfig
-from job.config.two_tower import TwoTowerConfig
+from job.spec.common import Checkpoint, Guard, Log, bounded
+from job.spec.growth import AdamW, Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
+from job.spec.kernel import KernelConfig
+from job.spec.pretrain import PretrainConfig
+from job.spec.sft import SftConfig
+from job.spec.two_tower import TwoTowerConfig
 
 __all__ = [
     "EXPERIMENTS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.config.common import BELOW_ONE, Checkpoint, Guard, Log, bounded
+from job.spec.common import BELOW_ONE, Checkpoint, Guard, Log, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
