@@ -22,7 +22,7 @@ from job.dataset.encodings import foreign, not_utf8
 from job.text import counted
 
 ROLES = ("system", "user", "assistant")
-LEARNED = ("weight", "train")  # of the assistant's messages, as OpenAI, Mistral and axolotl call it
+LEARNED = ("weight", "train", "training")  # of the assistant's messages, as OpenAI and users of axolotl call it
 OTHERS = {  # what other tools call our keys
     "instruction": ("prompt", "question", "query", "input"),
     "response": ("completion", "answer", "output"),

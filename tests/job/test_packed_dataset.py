@@ -191,7 +191,7 @@ def test_keys_that_say_something_and_are_not_read_are_named_with_their_lines(tmp
     assert "tools" not in "".join(said)
 
 
-@pytest.mark.parametrize("key", ["weight", "train"])
+@pytest.mark.parametrize("key", ["weight", "train", "training"])
 @pytest.mark.parametrize("loss_on", ["response", "all"])
 def test_an_answer_that_is_not_to_be_learned_is_context_alone(loss_on: str, key: str, tmp_path: Path) -> None:
     turns = [
