@@ -72,11 +72,12 @@ file=$WORLD/imds/${url#*/latest/}
 """
 _DOCKER = r"""
 echo "docker $*" >>"$WORLD/calls"
+if [[ $1 == pull ]]; then
+  cat "$DOCKER_CONFIG/config.json" >"$WORLD/login" 2>/dev/null
+  cat "$WORLD/pull-says" >&2 2>/dev/null
+fi
 case $1 in
-  pull)
-    cat "$DOCKER_CONFIG/config.json" >"$WORLD/login" 2>/dev/null
-    cat "$WORLD/pull-says" >&2 2>/dev/null
-    [[ ! -e $WORLD/fails/pull ]] ;;
+  pull) [[ ! -e $WORLD/fails/pull ]] ;;
   stop) touch "$WORLD/stopped"; [[ -e $WORLD/running ]] ;;
   run)
     touch "$WORLD/running"
