@@ -46,7 +46,7 @@ def main() -> None:
     # Imported here: the provider's SDK takes a second to import, and errors need not wait for it.
     from infra.resources.declare import declare
 
-    for name, value in {**plan.outputs(), **declare(plan)}.items():
+    for name, value in {**plan.outputs(), **declare(plan, root)}.items():
         pulumi.export(name, value)
 
 

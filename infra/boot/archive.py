@@ -1,6 +1,7 @@
 """The job package as one file for the bucket: the same sources give the same bytes on every machine.
 
-Its hash is its name in the bucket and stands in user-data, so a run trains with the code its preview showed.
+Its hash is its name in the bucket and stands in user-data, so a run trains with the code its preview showed. It is also
+its name in the project's own .gpufleet/, where the engine reads it: a stack's state names the file, and holds no copy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from job import atomic
+
+FOLDER = ".gpufleet"  # of the project; git ignores it
 _LEFT_OUT = {"__pycache__", "tests"}
 _BLOCK = 65535  # longest stored block of a deflate stream (RFC 1951)
 
@@ -22,6 +26,15 @@ class Archive:
 
     content: bytes
     sha256: str
+
+    def file(self, root: Path) -> Path:
+        """Where it lies in the project `root`; written unless it is there. While a run is up, its engine reads the one
+        with which the run began, so none is removed here.
+        """
+        path = root / FOLDER / f"job-{self.sha256}.tar.gz"
+        if not path.exists() or path.stat().st_size != len(self.content):
+            atomic.write_bytes(path, self.content)
+        return path
 
 
 def build(job_package_dir: Path) -> Archive:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+from pathlib import Path
 from typing import Any
 
 import pulumi
@@ -15,15 +15,15 @@ from infra.resources.network import Network
 from infra.resources.storage import Storage, Upload, input_key
 
 
-def declare(plan: Plan) -> dict[str, Any]:
-    """The resources, and the stack outputs that name them."""
+def declare(plan: Plan, root: Path) -> dict[str, Any]:
+    """The resources, and the stack outputs that name them. `root`: the project's folder."""
     definition, verdict = plan.definition, plan.verdict
     # The region comes from the definition alone: neither the stack's config nor the shell can put a run elsewhere.
     provider = aws.Provider("aws", region=definition.fleet.region)
     options = pulumi.ResourceOptions(providers=[provider])
     network = Network("network", definition, opts=options)
     storage = Storage(
-        "storage", definition, uploads=uploads(plan), runs=verdict.runs, frozen=verdict.continues, opts=options
+        "storage", definition, uploads=uploads(plan, root), runs=verdict.runs, frozen=verdict.continues, opts=options
     )
     identity = Identity("identity", definition, bucket_arn=storage.bucket.arn, opts=options)
     fleet = Fleet(
@@ -48,14 +48,14 @@ def declare(plan: Plan) -> dict[str, Any]:
     }
 
 
-def uploads(plan: Plan) -> list[Upload]:
+def uploads(plan: Plan, root: Path) -> list[Upload]:
     """Job archive, run config, dataset files and base weights."""
     run = plan.definition.run.id
     files = [
         Upload(
             name="job-archive",
             key=input_key(plan.archive.sha256, "job.tar.gz"),
-            base64=base64.b64encode(plan.archive.content).decode(),
+            file=plan.archive.file(root),
         ),
         Upload(name="run-config", key=f"{run}/run.json", text=plan.run_config, belongs_to_run=True),
     ]

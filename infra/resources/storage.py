@@ -29,7 +29,6 @@ class Upload:
     name: str
     key: str
     file: Path | None = None
-    base64: str | None = None
     text: str | None = None
     belongs_to_run: bool = False  # a record of the run: stays in a kept bucket, expires with the run's own objects
 
@@ -113,13 +112,13 @@ class Storage(pulumi.ComponentResource):
             bucket=self.bucket.bucket,
             key=upload.key,
             source=pulumi.FileAsset(str(upload.file)) if upload.file else None,
-            content_base64=upload.base64,
             content=upload.text,
             tags=labels,
             opts=pulumi.ResourceOptions(
                 parent=self,
                 retain_on_delete=upload.belongs_to_run,
                 # A run's nodes check these objects' hashes at every boot. New code or prices wait for a new run id.
+                # contentBase64: of runs that began when the archive was declared so.
                 ignore_changes=["key", "source", "contentBase64", "content"] if frozen else None,
             ),
         )

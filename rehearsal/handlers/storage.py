@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,8 +168,6 @@ def _read_lifecycle(aws: Aws, bucket: str) -> Properties:
 
 
 def _body(inputs: Properties) -> bytes:
-    if "contentBase64" in inputs:
-        return base64.b64decode(inputs["contentBase64"])
     if "content" in inputs:
         return str(inputs["content"]).encode()
     return Path(inputs["source"]["path"]).read_bytes()
@@ -183,7 +180,7 @@ def _put_object(aws: Aws, inputs: Properties) -> str:
 
 
 def _update_object(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
-    if any(old.get(key) != new.get(key) for key in ("source", "content", "contentBase64")):
+    if any(old.get(key) != new.get(key) for key in ("source", "content")):
         _put_object(aws, new)
     else:
         tagging = {"TagSet": tag_list(new.get("tags") or {})}
@@ -253,11 +250,11 @@ HANDLERS = {
     "aws:s3/bucketObjectv2:BucketObjectv2": Handler(
         source="s3/object",
         required=fields("bucket key"),
-        optional=fields("source content contentBase64 tags"),
+        optional=fields("source content tags"),
         replaces=fields("bucket key"),
         computed=fields("arn etag tagsAll"),
         volatile=fields("etag tagsAll"),
-        only_ours=fields("source content contentBase64"),
+        only_ours=fields("source content"),
         create=_put_object,
         read=_read_object,
         update=_update_object,

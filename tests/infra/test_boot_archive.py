@@ -88,3 +88,14 @@ def test_the_real_package_brings_its_code_and_its_requirements() -> None:
 def test_a_folder_without_files_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no job package"):
         archive.build(tmp_path / "nowhere")
+
+
+def test_it_is_written_into_the_project_once_and_again_where_it_was_cut_short(tmp_path: Path) -> None:
+    packed = archive.build(package(tmp_path / "from"))
+    path = packed.file(tmp_path)
+    assert path.read_bytes() == packed.content
+    assert packed.sha256 in path.name
+    before = path.stat().st_mtime_ns
+    assert packed.file(tmp_path).stat().st_mtime_ns == before
+    path.write_bytes(b"")
+    assert packed.file(tmp_path).read_bytes() == packed.content

@@ -50,7 +50,7 @@ def resources() -> list[SimpleNamespace]:
     content = run_config.encode(run_config.run_config(stack(), bill, INPUTS, expires="2026-12-01T00:00:00Z")).decode()
     found = [
         ("aws:s3/bucket:Bucket", "gpufleet-growth", Properties(bucket=None)),
-        (policy.OBJECT, "job-archive", Properties(content=None, contentBase64=None, bucket=None)),
+        (policy.OBJECT, "job-archive", Properties(content=None, source=None, bucket=None)),
         (policy.OBJECT, "run-config", Properties(content=content, bucket=None)),
         ("aws:ec2/fleet:Fleet", "fleet-fleet", Properties(launchTemplateConfigs=None)),
     ]

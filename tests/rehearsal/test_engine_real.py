@@ -50,6 +50,7 @@ def tell(story: Story, cloud: Cloud, clock: ManualClock, engine: Pulumi, file: P
     steps["created"] = engine.up()
     story.outputs["created"] = engine.outputs()
     facts["inventory"] = inventory(cloud)
+    facts["state"] = engine._run(["pulumi", "stack", "export", "--stack", STACK])
     steps["again"] = engine.up()
 
     # The job ends its own run; prices and job code change afterwards; ModifyFleet is denied to the user, too.
@@ -175,6 +176,11 @@ def test_a_first_preview_shows_the_bill_and_creates_nothing(story: Story) -> Non
 
 def test_a_second_up_changes_nothing(story: Story) -> None:
     assert set(story.steps["again"].changes) == {"same"}
+
+
+def test_the_state_names_the_job_archive_and_holds_no_copy(story: Story) -> None:
+    assert len(story.facts["state"]) < 300_000
+    assert f"job-{story.outputs['created']['run']['code']}.tar.gz" in story.facts["state"]
 
 
 def test_a_finished_run_is_never_relaunched(story: Story) -> None:

@@ -107,8 +107,8 @@ def test_an_object_follows_its_content(aws: Aws, tmp_path: Path) -> None:
     inputs = {"bucket": "objects", "key": "inputs/a/shard.bin", "source": {"path": str(file)}, "tags": {"a": "1"}}
     key, state = make(aws, OBJECT, **inputs)
     assert aws.s3.get_object(Bucket="objects", Key=key)["Body"].read() == b"\x00one"
-    after = change(aws, OBJECT, key, state, bucket="objects", key=key, contentBase64="AHR3bw==")
-    assert aws.s3.get_object(Bucket="objects", Key=key)["Body"].read() == b"\x00two"
+    after = change(aws, OBJECT, key, state, bucket="objects", key=key, content="two")
+    assert aws.s3.get_object(Bucket="objects", Key=key)["Body"].read() == b"two"
     assert after["etag"] != state["etag"]
 
 
