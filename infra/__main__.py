@@ -27,7 +27,7 @@ def main() -> None:
     before = previous(stack, lambda token, arguments: pulumi.runtime.invoke(token, arguments).value)
     root, now = Path(pulumi.runtime.get_root_directory()), datetime.now(UTC)
     try:
-        refuse_unread(pulumi.runtime.get_config_env())
+        refuse_unread(pulumi.runtime.get_config_env(), pulumi.get_project())
         plan = make(
             root,
             pulumi.Config().get("definition") or pulumi.get_stack(),

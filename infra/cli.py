@@ -45,7 +45,7 @@ _TO_DO = {
     errno.EISDIR: "A folder stands where a file has to be: move it away, then run it again.",
 }
 EPILOG = """STACK is a file of stacks/ without its .yaml, or a path to such a file. Where the Pulumi stack of that name
-is configured to run another file or a scenario (gpufleet:definition, gpufleet:scenario), that is what is meant.
+is configured to run another file or a scenario (`pulumi config set definition`, `scenario`), that is what is meant.
 Exit codes: 0 done, 1 the answer is no, 2 something has to be put right first."""
 
 

@@ -64,6 +64,14 @@ class Plan:
         kept = self.bill.kept
         return {"what": kept.what, "usd_per_month": f"${kept.usd_per_month:.4f}"}
 
+    def numbers(self) -> dict[str, Any]:
+        """The same figures for a program that computes with them, through a StackReference."""
+        return {
+            "usd": {name: float(round(amount, 4)) for name, amount in asdict(self.bill.usd).items()},
+            "hours": {name: float(round(hours, 4)) for name, hours in asdict(self.bill.hours).items()},
+            "kept_usd_per_month": float(round(self.bill.kept.usd_per_month, 4)),
+        }
+
     def outputs(self) -> dict[str, Any]:
         """The figures as stack outputs, so that a later preview shows each change in dollars."""
         return {
@@ -72,6 +80,7 @@ class Plan:
             "usd": {name: f"${amount:.2f}" for name, amount in asdict(self.bill.usd).items()},
             "hours": {name: f"{hours:.2f}" for name, hours in asdict(self.bill.hours).items()},
             "kept": self.kept(),
+            "numbers": self.numbers(),
             "run": asdict(self.verdict.run),
             "runs": list(self.verdict.runs),
         }
@@ -85,7 +94,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     try:
         path = find(name, root)
     except GpufleetError as error:  # a Pulumi stack called dev, say
-        raise GpufleetError(f"{error}\n`pulumi config set gpufleet:definition NAME` says which one to run.") from None
+        raise GpufleetError(f"{error}\n`pulumi config set definition NAME` says which one to run.") from None
     definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over)
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)

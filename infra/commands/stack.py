@@ -12,7 +12,7 @@ from pathlib import Path
 from infra.definition import Run, StackDefinition
 from infra.loader import project_root
 from infra.rules import RULES
-from infra.selected import SCENARIO, Selected, selected
+from infra.selected import Selected, selected
 from infra.yaml_tree import Scalar, at
 
 
@@ -46,7 +46,7 @@ def definition_of(args: argparse.Namespace, *, past_deadline: bool = True) -> St
     chosen = _chosen(args)
     definition = chosen.load(now=datetime.now(UTC), past_deadline=past_deadline)
     if chosen.scenario:
-        print(f"gpufleet: {definition.name}'s scenario {chosen.scenario}, as {SCENARIO} says", file=sys.stderr)
+        print(f"gpufleet: {definition.name}'s scenario {chosen.scenario}, as `pulumi config` says", file=sys.stderr)
     run = getattr(args, "run_id", None)
     return replace(definition, run=replace(definition.run, id=run)) if run else definition
 

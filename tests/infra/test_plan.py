@@ -53,7 +53,7 @@ def begun(plan: Plan) -> Previous:
 
 
 def test_a_pulumi_stack_that_is_not_called_like_a_file_is_told_how_to_name_one(ready: Path) -> None:
-    with pytest.raises(GpufleetError, match=f"no stack 'dev'; stacks/ has {NAME}(.|\n)*set gpufleet:definition NAME"):
+    with pytest.raises(GpufleetError, match=f"no stack 'dev'; stacks/ has {NAME}(.|\n)*set definition NAME"):
         make(ready, "dev", now=NOW, previous=NEW, preview=True)
 
 
@@ -94,6 +94,10 @@ def test_the_outputs_are_the_bill_s_own_figures(ready: Path) -> None:
     outputs = plan.outputs()
     assert set(outputs["bill"]) == {line.name for line in plan.bill.lines} | {"total"}
     assert outputs["usd"]["p50"] == f"${plan.bill.usd.p50:.2f}"
+    numbers = outputs["numbers"]
+    assert numbers["usd"]["p90"] == pytest.approx(float(plan.bill.usd.p90), abs=1e-4)
+    assert numbers["usd"].keys() == numbers["hours"].keys() == outputs["usd"].keys()
+    assert f"${numbers['kept_usd_per_month']:.4f}" == outputs["kept"]["usd_per_month"]
 
 
 def test_what_is_missing_stops_an_up_and_only_warns_in_a_preview(project: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_command_looks_where_the_scenario_runs(
     main([command, NAME])
     said = capsys.readouterr()
     assert f"{NAME} in us-west-2" in said.out + said.err
-    assert f"{NAME}'s scenario west, as gpufleet:scenario says" in said.err
+    assert f"{NAME}'s scenario west, as `pulumi config` says" in said.err
 
 
 def test_the_bill_is_the_one_that_the_program_shows(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_a_scenario_asked_for_goes_before_the_stacks_own(path: Path, capsys: pyt
     assert json.loads(capsys.readouterr().out)["scenario"] == "held"
 
 
-@pytest.mark.parametrize("text", ["", "encryptionsalt: v1:x\n", "config:\n  aws:region: us-west-2\n", "config: {}\n"])
+@pytest.mark.parametrize("text", ["", "encryptionsalt: v1:x\n", "config:\n  pulumi:tags: {a: b}\n", "config: {}\n"])
 def test_without_a_word_in_the_configuration_it_is_the_file_as_it_is(
     text: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,8 +111,24 @@ def test_a_hint_names_the_stack_as_it_was_asked_for(
 @pytest.mark.parametrize("key", ["gpufleet:senario", "gpufleet:region"])
 def test_a_setting_that_nothing_reads_is_refused(key: str, path: Path) -> None:
     """With its scenario's name misspelled, the file itself would be run."""
-    configure(f"config:\n  aws:region: us-west-2\n  {key}: west\n")
-    with pytest.raises(GpufleetError, match=f"{key} .*allowed: gpufleet:definition, gpufleet:scenario"):
+    configure(f"config:\n  {key}: west\n")
+    with pytest.raises(GpufleetError, match=f"{key} .*allowed: definition, scenario"):
+        region(NAME)
+
+
+@pytest.mark.parametrize("key", ["region", "profile", "assumeRoles", "defaultTags", "allowedAccountIds"])
+def test_a_setting_of_the_provider_is_refused_and_what_to_use_is_said(key: str, path: Path) -> None:
+    configure(f"config:\n  aws:{key}: x\n")
+    with pytest.raises(GpufleetError, match=f"aws:{key} .*is not followed.*AWS_PROFILE.*`pulumi config rm aws:{key}`"):
+        region(NAME)
+
+
+def test_settings_are_under_the_project_s_own_name(path: Path) -> None:
+    Path("Pulumi.yaml").write_text("name: mine\n")
+    configure("config:\n  mine:scenario: west\n")
+    assert region(NAME) == "us-west-2"
+    configure("config:\n  mine:senario: west\n")
+    with pytest.raises(GpufleetError, match=r"mine:senario .* is not a setting"):
         region(NAME)
 
 

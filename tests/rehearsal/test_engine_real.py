@@ -212,7 +212,7 @@ def test_other_settings_under_the_same_run_id_are_an_error_before_the_first_reso
     [
         ("moved", "fleet.region: 'us-west-2' is not accepted; allowed: us-east-2, where this stack is."),
         ("renamed", f"the file's name: 'renamed' is not accepted; allowed: {STACK}, which this stack runs."),
-        ("misspelled", "gpufleet:senario in the Pulumi configuration is not a setting; allowed: gpufleet:definition"),
+        ("misspelled", "gpufleet:senario in the Pulumi configuration is not a setting; allowed: definition, scenario"),
     ],
 )
 def test_a_stack_keeps_its_region_and_its_file_and_ignores_no_setting(story: Story, step: str, said: str) -> None:
