@@ -43,6 +43,17 @@ def prepare(project: Path) -> None:
         "tokens": 20_000_000,
         "rows": 5_000,
         "row": 4096,
+        "longest": 1024,
+        "most_examples": 12,
+        "vocab": 128_256,
+        "loss_tokens": 10_000_000,
+        "stop": 7,
+        "loss_on": "response",
+        "template": "llama-3",
+        "tokenizer": "file",
+        "tokenizer_id": "a test's",
+        "packing": True,
+        "texts": False,
     }
     files = [{"name": "train_00000.bin", "bytes": 40_000_000, "sha256": "0" * 64}]
     tree = {"schema": 1, "kind": "packed", "source": "a test", "files": files, "facts": facts}
@@ -80,7 +91,7 @@ def test_the_matrix_shows_the_loss_of_a_finished_run(project: Path, capsys: pyte
     receipt = {"reason": "finished", "counted_until": "2026-11-21", "attempts": [{"type": "p5.4xlarge"}]}
     (folder / "run.json").write_text(json.dumps(run))
     (folder / "receipt.json").write_text(json.dumps(receipt))
-    (folder / "metrics.jsonl").write_text(json.dumps({"tokens": 9, "val_loss": 1.25}) + "\n")
+    (folder / "metrics.jsonl").write_text(json.dumps({"ts": 1.0, "phase": "train", "step": 1, "tokens": 9, "val_loss": 1.25}) + "\n")
     main(["compare", "sft-h100", "--matrix"])
     _, line = (line for line in capsys.readouterr().out.split("\n") if line.startswith("h100-optimized "))
     assert " 1.2500 (r7) " in line
