@@ -31,6 +31,7 @@ _FREE = (
     "first_stop",
     "early_stop",
     "checkpoint",
+    "deliver",
     "guard",
     "log",
     "eval.every",

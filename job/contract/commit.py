@@ -130,9 +130,10 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """best.json: the published step with the lowest validation loss."""
+    """best.json: the published step with the lowest validation loss of the newest phase."""
 
     step: int
+    phase: str
     val_loss: float | None
 
     def to_json(self) -> dict[str, Any]:
@@ -143,7 +144,12 @@ class Best:
         """None where there is no such object, or one that says nothing: the next better step replaces it."""
         try:
             tree = reading.parse(content or b"")
-            return cls(step=Fields(tree).need("step", reading.step), val_loss=finite(tree.get("val_loss")))
+            fields = Fields(tree)
+            return cls(
+                step=fields.need("step", reading.step),
+                phase=fields.take("phase", reading.text, ""),
+                val_loss=finite(tree.get("val_loss")),
+            )
         except DoubtError:
             return None
 

@@ -29,7 +29,7 @@ from job.models.decoder import Decoder
 from job.spec.kernel import KernelConfig
 from job.train import optimizer
 from job.train.data import Ids, in_epochs
-from job.train.experiment import Experiment, Phase, Session, Work
+from job.train.experiment import Experiment, Phase, Session, Weights, Work
 from job.train.export import META
 from job.train.packed_rows import PackedBatches
 
@@ -119,11 +119,11 @@ class Kernel(Experiment):
             self.session.say(f"curriculum after step {step}: {', '.join(half) or 'no task'} between 20 and 80 %")
         return loss
 
-    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
         """Candidates of a phase whose weights are not kept; the last one's are `finish`'s. Raises Stopped."""
         assert isinstance(module, Decoder)
         module.checkpointing = False
-        self.progress["val_loss"][phase.name] = val_loss
+        self.progress["val_loss"][phase.name] = weights.val_loss
         if phase is not self.phases[-1]:
             kernel_stages.candidates(self, module, phase)
 
@@ -133,12 +133,12 @@ class Kernel(Experiment):
         if (found := kernel_stages.finish(self, self.module)) is not None:
             kernel_results.write(self, *found)
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: int, weights: Weights) -> None:
         """Weights as the last step left them, unless `finish` has written them."""
         written = (atomic.read_object(self.session.workdir / "final" / META) or {}).get("step") == step
         if self.module is not None and not self.session.world.agree(written):
             name = next(phase.name for phase in self.phases if step <= phase.last)
-            meta = {"experiment": "kernel-sft", "phase": name, "step": step}
+            meta = {"experiment": "kernel-sft", "phase": name, **weights._asdict(), **self.outcome}
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:

@@ -58,6 +58,7 @@ def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> No
         "measured": metrics.measured(session.metrics.records(phase.name)),
         "funnel": {"predicted": per_candidate(config), "measured": _per_candidate(full)},
         "final": phase.name,
+        **kernel.outcome,
         "weights_sha256": digest,
     }
     atomic.write_json(session.workdir / "results.json", results)

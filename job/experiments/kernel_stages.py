@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ class KernelRun(Protocol):
     renderer: Renderer
     phases: Sequence[Phase]
     progress: dict[str, Any]
+    outcome: Mapping[str, Any]
 
 
 def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]], str] | None:
@@ -70,6 +71,7 @@ def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]]
     tensors = tuning.gathered(session, module)
     val_loss = kernel.progress["val_loss"][phase.name]
     meta = {"experiment": "kernel-sft", "phase": phase.name, "step": phase.last, "val_loss": val_loss}
+    meta |= kernel.outcome
     digest = tuning.deliver(session, kernel.manifest, kernel.config, tensors, torch.bfloat16, meta)
     session.world.barrier()
     made = {each.name: candidates(kernel, module if each is phase else None, each) for each in kernel.phases}

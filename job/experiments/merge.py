@@ -18,7 +18,7 @@ otherwise. What is finished is in stages/sft.jsonl, so a restart repeats neither
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -38,7 +38,7 @@ from job.models.generate import generate
 from job.sizing.sft import VALIDATION_ROWS, answers_at_once
 from job.spec.sft import SftConfig
 from job.text import counted
-from job.train.experiment import Phase, Session
+from job.train.experiment import Phase, Session, Weights
 from job.train.packed_rows import PackedBatches
 
 MATCH = 1e-5  # nats: the fp32 merge against the adapter
@@ -54,7 +54,8 @@ class SftRun(Protocol):
     manifest: DatasetManifest
     batches: PackedBatches
     phases: Sequence[Phase]
-    val_loss: float | None
+    trained: Weights
+    outcome: Mapping[str, Any]
 
 
 class MergeDiffersError(ValueError):
@@ -111,7 +112,7 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
     Stopped between two micro-batches or tokens.
     """
     session, adapter = sft.session, sft.config.method == "lora"
-    trained = tuning.of_weights(sft.phases[0].last, sft.val_loss)
+    trained = tuning.of_weights(*sft.trained)
     done = Done(session.workdir / STAGES, session, trained)
     module.eval()
     if adapter:  # first of all: whatever comes later, what was trained is there
@@ -123,7 +124,7 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
     report: dict[str, Any] | None = None
     dtype: torch.dtype | None = torch.bfloat16
     if not adapter:
-        losses = {"trained": {"loss": sft.val_loss, "rows": len(sft.batches.fixed(sft.config.eval.rows))}}
+        losses = {"trained": {"loss": sft.trained.val_loss, "rows": len(sft.batches.fixed(sft.config.eval.rows))}}
         tensors = tuning.gathered(session, module)
     elif session.world.first:
         report, dtype = _judge(losses, session.say)
@@ -133,8 +134,7 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
     found = {"losses": losses, "merge": report}
     if dtype is None:
         return {**found, "answers": answers}
-    phase = sft.phases[0]
-    meta = {"experiment": "sft-h100", "phase": phase.name, "step": phase.last, "val_loss": sft.val_loss}
+    meta = {"experiment": "sft-h100", "phase": sft.phases[0].name, **sft.trained._asdict(), **sft.outcome}
     meta |= {"trained": trained, **found}
     digest = tuning.deliver(session, sft.manifest, sft.config, tensors, dtype, meta)
     return {**found, "answers": answers, "weights_sha256": digest}

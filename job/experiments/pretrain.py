@@ -20,10 +20,10 @@ from job.dataset import characters
 from job.dataset.prepare import read_manifest
 from job.models.blocks import DTYPES
 from job.models.char_gpt import CharGpt, generate, initial
-from job.spec import PretrainConfig
+from job.spec import PretrainConfig, delivers_best
 from job.spec.pretrain import EarlyStop, MuonAdamW
 from job.train import export, metrics, muon, parallel
-from job.train.experiment import Experiment, Phase, Session, Work
+from job.train.experiment import Experiment, Phase, Session, Weights, Work
 from job.train.rows import Rows
 
 EXPERIMENT = "pretrain-d64"
@@ -49,6 +49,7 @@ class Pretrain(Experiment):
         self.phases = [Phase.of(self.size)]
         self.progress: dict[str, Any] = {"evaluations": []}
         self._module: CharGpt | None = None
+        self._weights = Weights(0, None)
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
         """Fresh weights, drawn on the CPU and one at a time, the same for any number of ranks."""
@@ -89,31 +90,26 @@ class Pretrain(Experiment):
         self.progress["evaluations"].append({"step": step, "val_loss": val_loss})
         return plateau([(e["step"], e["val_loss"]) for e in self.progress["evaluations"]], self.config.early_stop)
 
-    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
-        """Nothing: the best checkpoint is on its way to the disk perhaps, and `finish` waits for it."""
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
+        """What follows is `finish`'s."""
+        self._weights = weights
 
     def finish(self) -> None:
-        """The best weights, their continuations of the prompts, and the result table."""
-        module, session, at_hand = self._module, self.session, self.progress["evaluations"][-1]
+        """The weights, their continuations of the prompts, and the result table."""
+        module, session = self._module, self.session
         assert module is not None
         session.heed()
-        best = session.world.agree(self._best(at_hand))
-        assert best is not None
-        if best["step"] != at_hand["step"]:
-            self._read(best["step"], module)
         samples: dict[str, str] = {}
         for prompt in self.config.eval.prompts:
             samples[prompt] = self._continue(module, prompt)
             session.say(f"  {prompt!r} -> {samples[prompt]!r}")
             session.heed()
-        self._leave(module, best, samples, at_hand["step"])
+        self._leave(module, self._weights, samples, self.progress["evaluations"][-1]["step"])
 
-    def cut(self, step: int) -> None:
-        """The same of the best checkpoint, if there is one, without continuations."""
-        module, best = self._module, self.session.world.agree(self._best(None))
-        if module is not None and best is not None:
-            self._read(best["step"], module)
-            self._leave(module, best, {}, step)
+    def cut(self, step: int, weights: Weights) -> None:
+        """The same without continuations; nothing where the best are asked for and none were evaluated."""
+        if self._module is not None and (weights.val_loss is not None or not delivers_best(self.config)):
+            self._leave(self._module, weights, {}, step)
 
     def _spread(self) -> CharGpt:
         """The model's shapes over the ranks, on the device, not yet filled."""
@@ -131,47 +127,22 @@ class Pretrain(Experiment):
         self._module = module
         return module
 
-    def _leave(self, module: CharGpt, best: dict[str, Any], samples: dict[str, str], steps: int) -> None:
+    def _leave(self, module: CharGpt, weights: Weights, samples: dict[str, str], steps: int) -> None:
         """final/ and results.json, after `steps` steps. All ranks."""
-        weights = parallel.gather(module.state_dict(), self.session.world)
+        tensors = parallel.gather(module.state_dict(), self.session.world)
         if self.session.world.first:
-            self._export(weights, best)
-            atomic.write_json(self.session.workdir / "results.json", self._results(best, samples, steps))
+            self._export(tensors, weights)
+            atomic.write_json(self.session.workdir / "results.json", self._results(weights, samples, steps))
 
-    def _best(self, at_hand: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Step and validation loss of the best weights there are: a checkpoint's or those at hand. Rank 0's counts."""
-        session, evaluations = self.session, self.progress["evaluations"]
-        saved = session.checkpoints.committed.best()
-        known = [] if at_hand is None else [at_hand]
-        if saved is not None:
-            known.append({"step": saved.step, "val_loss": saved.val_loss})
-        if not known:
-            return None
-        best = min(known, key=lambda e: e["val_loss"])
-        recorded = min([*evaluations, *known], key=lambda e: e["val_loss"])  # one made up for is known, not recorded
-        if recorded["val_loss"] < best["val_loss"]:
-            session.say(
-                f"the best evaluation, {recorded['val_loss']:.4f} at step {recorded['step']}, has no checkpoint on "
-                f"this disk; exported is step {best['step']}"
-            )
-        session.say(f"best: step {best['step']}, {best['val_loss']:.4f} nats per character")
-        return best
-
-    def _read(self, step: int, module: nn.Module) -> None:
-        """A checkpoint's weights into the module. All ranks."""
-        checkpoints = self.session.checkpoints
-        found = next(one for one in checkpoints.committed if one.step == step)
-        checkpoints.load(found, {"model": module.state_dict()})
-
-    def _export(self, weights: dict[str, Tensor], best: dict[str, Any]) -> None:
+    def _export(self, tensors: dict[str, Tensor], weights: Weights) -> None:
         with torch.device("meta"):
             whole = CharGpt(self.config.model)
-        whole.load_state_dict(weights, assign=True)
+        whole.load_state_dict(tensors, assign=True)
         meta = {
             "experiment": EXPERIMENT,
-            "step": best["step"],
-            "tokens": best["step"] * self.size.tokens_per_step,
-            "val_loss": best["val_loss"],
+            **weights._asdict(),
+            **self.outcome,
+            "tokens": weights.step * self.size.tokens_per_step,
             "shape": asdict(self.config.model),
             "sequence": self.config.data.sequence,
             "symbols": list(characters.SYMBOLS),
@@ -194,7 +165,7 @@ class Pretrain(Experiment):
         )
         return prompt + characters.decode(list(ids))
 
-    def _results(self, best: dict[str, Any], samples: dict[str, str], steps: int) -> dict[str, Any]:
+    def _results(self, weights: Weights, samples: dict[str, str], steps: int) -> dict[str, Any]:
         session, evaluations = self.session, self.progress["evaluations"]
         final = atomic.read_object(session.workdir / "final" / export.META) or {}
 
@@ -211,8 +182,9 @@ class Pretrain(Experiment):
             "weights_sha256": final["files"][0]["sha256"],
             "params_total": self.size.params_total,
             "flops_per_token_full": self.size.flops_per_token,
-            "best_step": best["step"],
-            "val_loss_nats_per_character": best["val_loss"],
+            "best_step": weights.step,
+            "val_loss_nats_per_character": weights.val_loss,
+            **self.outcome,
             "early_stop": plateau([(e["step"], e["val_loss"]) for e in evaluations], self.config.early_stop),
             "evaluations": evaluations,
             "samples": samples,

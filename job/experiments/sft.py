@@ -22,7 +22,7 @@ from job.models.decoder import Decoder
 from job.spec.sft import SftConfig
 from job.text import counted
 from job.train import metrics, optimizer, parallel
-from job.train.experiment import Experiment, Phase, Session, Work
+from job.train.experiment import Experiment, Phase, Session, Weights, Work
 from job.train.packed_rows import PackedBatches
 
 EXPERIMENT = "sft-h100"
@@ -42,7 +42,7 @@ class Sft(Experiment):
         self.phases = [Phase.of(self.size, steps=self.batches.steps(self.per_step, self.config.epochs))]
         self.progress: dict[str, Any] = {}
         self.module: Decoder | None = None
-        self.val_loss: float | None = None
+        self.trained = Weights(0, None)
         self._began = time.monotonic()
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
@@ -83,10 +83,10 @@ class Sft(Experiment):
         """The adapter alone, or everything."""
         return lora.weights(module) if self.config.method == "lora" else super().weights(module)
 
-    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
         """What follows is `finish`'s, which remembers how far it came."""
         assert isinstance(module, Decoder)
-        self.val_loss = val_loss
+        self.trained = weights
         module.checkpointing = False
         self.trained_s = time.monotonic() - self._began
 
@@ -103,12 +103,12 @@ class Sft(Experiment):
         if refused:
             raise merge.MergeDiffersError(refused)
 
-    def cut(self, step: int) -> None:
-        """The adapter, not merged, or all weights, as the last step left them."""
+    def cut(self, step: int, weights: Weights) -> None:
+        """The adapter, not merged, or all weights."""
         if self.module is not None and self.config.method == "lora":
             merge.keep_adapter(self, self.module)
         elif self.module is not None:
-            meta = {"experiment": EXPERIMENT, "phase": self.phases[0].name, "step": step}
+            meta = {"experiment": EXPERIMENT, "phase": self.phases[0].name, **weights._asdict(), **self.outcome}
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _make(self, *, fresh: bool) -> Decoder:
@@ -166,12 +166,13 @@ class Sft(Experiment):
                     "params_trained": self.size.params_trained,
                     "flops_per_token_causal": phase.flops_per_token,
                     "steps": phase.steps,
-                    "val_loss": self.val_loss,
+                    "val_loss": self.trained.val_loss,
                     "loss_first": own[0]["loss"] if own else None,
                     "loss_last": own[-1]["loss"] if own else None,
                     "predicted": session.prediction(phase.name),
                     "measured": measured,
                 }
             ],
+            **self.outcome,
             **found,
         }

@@ -25,7 +25,7 @@ from job.models.growing import grow
 from job.spec import GrowthConfig
 from job.train import export, metrics, optimizer
 from job.train.data import Dataset
-from job.train.experiment import Experiment, Phase, Session, Work
+from job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 PROBE = 8  # windows of held-out text on which old and new model must agree
 
@@ -70,7 +70,7 @@ class TinystoriesGrowth(Experiment):
         except GrowthCheckFailed as error:
             self._write_report([*self.progress["boundaries"], error.report.to_json()])
             raise
-        export.describe(folder, self._meta(phase, grown, step=phase.first, val_loss=None))
+        export.describe(folder, self._meta(phase, grown, Weights(phase.first, None)))
         earlier = [b for b in self.progress["boundaries"] if b["phase"] != phase.name]
         self.progress["boundaries"] = [*earlier, report.to_json()]
         self.progress["capacity"][phase.name] = report.capacity
@@ -133,15 +133,15 @@ class TinystoriesGrowth(Experiment):
         done = [(f"exports/phase{n}_end", f"exports/phase{n + 1}_start") for n in range(1, phase.index + 1)]
         return tuple(name for pair in done for name in pair)
 
-    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
         """Weights, greedy samples, expert load; for the widened model how far its two halves have parted."""
         assert isinstance(module, growth.Growth)
         name = f"phase{phase.index + 1}_end"
-        export.export(self._export(name), module, self._meta(phase, module, step=phase.last, val_loss=val_loss))
+        export.export(self._export(name), module, self._meta(phase, module, weights))
         used, spread = expert_load(module, self.probe_BT)
         samples = {prompt: self._continue(module, prompt) for prompt in self.config.eval.prompts}
         self.progress["phases"][phase.name] = {
-            "val_loss": val_loss,
+            "val_loss": weights.val_loss,
             "samples": samples,
             "experts_used": used,
             "load_max_over_mean": spread,
@@ -170,15 +170,15 @@ class TinystoriesGrowth(Experiment):
                 "weights_sha256": final["files"][0]["sha256"],
                 "phases": [self._result(phase, records) for phase in self.phases],
                 "growth": self.progress["boundaries"],
+                **self.outcome,
             },
         )
 
-    def cut(self, step: int) -> None:
-        """final/ with the model as the last step left it, whatever its phase."""
+    def cut(self, step: int, weights: Weights) -> None:
+        """final/ with the model, whatever its phase."""
         if self._at is not None:
             phase, module = self._at
-            meta = self._meta(phase, module, step=step, val_loss=None)
-            export.export(self.session.workdir / "final", module, meta)
+            export.export(self.session.workdir / "final", module, self._meta(phase, module, weights))
 
     def _result(self, phase: Phase, records: list[dict[str, Any]]) -> dict[str, Any]:
         """One phase: sizes, what was predicted, what was measured."""
@@ -228,14 +228,14 @@ class TinystoriesGrowth(Experiment):
             + (f" after {warmup} steps of warm-up with fresh moments" if warmup else "")
         )
 
-    def _meta(self, phase: Phase, module: growth.Growth, *, step: int, val_loss: float | None) -> dict[str, Any]:
+    def _meta(self, phase: Phase, module: growth.Growth, weights: Weights) -> dict[str, Any]:
         manifest = self.dataset.manifest
         return {
             "experiment": "tinystories-growth",
             "phase": phase.name,
-            "step": step,
-            "tokens": step * phase.tokens_per_step,
-            "val_loss": val_loss,
+            **weights._asdict(),
+            **self.outcome,
+            "tokens": weights.step * phase.tokens_per_step,
             "shape": asdict(module.shape),
             "dtype": str(module.embed.weight.dtype).removeprefix("torch."),
             "params_total": self.sizes[phase.index].params_total,

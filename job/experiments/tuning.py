@@ -138,9 +138,9 @@ def leave(
     module: nn.Module,
     meta: Mapping[str, Any],
 ) -> None:
-    """Of a run that a limit ends: final/ with the weights in bf16, as the last step left them. All ranks."""
+    """Of a run that a limit ends: final/ with the weights in bf16, as the module holds them. All ranks."""
     tensors = gathered(session, module, heed=False)
-    deliver(session, manifest, config, tensors, torch.bfloat16, {**meta, "val_loss": None})
+    deliver(session, manifest, config, tensors, torch.bfloat16, meta)
 
 
 def gathered(session: Session, module: nn.Module, *, heed: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -36,7 +36,7 @@ from job.spec.common import CosineAdamW
 from job.spec.two_tower import TwoTowerConfig, variants
 from job.text import counted
 from job.train import export, optimizer
-from job.train.experiment import Experiment, Phase, Session, Work
+from job.train.experiment import Experiment, Phase, Session, Weights, Work
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none
 FLOOR = 0.1  # of the learning rate, where the cosine ends
@@ -167,7 +167,7 @@ class TwoTower(Experiment):
             return f"no member improved for {counted(self.config.patience, 'epoch')}"
         return None
 
-    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
         """A family's scores by each member's best weights: the only look at the test folds. The refit's export."""
         assert isinstance(module, Members)
         self._module = module
@@ -213,6 +213,7 @@ class TwoTower(Experiment):
                 "torch": torch.__version__,
                 "dataset": read_manifest(session.data).facts,
                 "weights_sha256": meta["files"][0]["sha256"],
+                **self.outcome,
                 "predicted": list(session.predicted),
                 "measured": results.measured(self.phases, session.metrics.records()),
             },
@@ -300,6 +301,7 @@ class TwoTower(Experiment):
                 "epochs": chosen["epochs"],
                 "step": self.phases[-1].first + chosen["epochs"] * self.config.steps_per_epoch,
                 "val_loss": None,  # nothing is held out
+                **self.outcome,
                 "towers": asdict(config.towers),
                 "models": self.tables.names["models"],
                 "encoder": self.tables.encoder,

@@ -20,7 +20,6 @@ from job.spec.two_tower import TwoTowerConfig
 
 __all__ = [
     "EXPERIMENTS",
-    "KEEPS_BEST",
     "AdamW",
     "Batch",
     "Checkpoint",
@@ -37,12 +36,11 @@ __all__ = [
     "TextData",
     "TwoTowerConfig",
     "bounded",
+    "delivers_best",
     "from_json",
 ]
 
 JobConfig = GrowthConfig | SftConfig | PretrainConfig | KernelConfig | TwoTowerConfig
-
-KEEPS_BEST: tuple[type[JobConfig], ...] = (PretrainConfig,)  # what it exports is its best checkpoint, not its last
 
 EXPERIMENTS: dict[str, type[JobConfig]] = {
     "tinystories-growth": GrowthConfig,
@@ -51,6 +49,11 @@ EXPERIMENTS: dict[str, type[JobConfig]] = {
     "kernel-sft": KernelConfig,
     "two-tower": TwoTowerConfig,
 }
+
+
+def delivers_best(config: JobConfig) -> bool:
+    """Whether final/ is to hold the weights of the last phase's best evaluation, not those after the last step."""
+    return not isinstance(config, KernelConfig | TwoTowerConfig) and config.deliver == "best"
 
 
 def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Deliver = Literal[
+    "best", "last"
+]  # whose weights final/ holds: of the last phase's best evaluation, or after the last step
 BELOW_ONE = 0.99999  # the largest that a share of what was before may be: at 1 it would never change
 
 

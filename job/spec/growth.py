@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.spec.common import BELOW_ONE, Checkpoint, Guard, Log, bounded
+from job.spec.common import BELOW_ONE, Checkpoint, Deliver, Guard, Log, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +84,7 @@ class GrowthConfig:
     batch: Batch = Batch()
     optim: AdamW = AdamW()
     precision: Precision = Precision()
+    deliver: Deliver = "last"
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
     eval: Eval = Eval()

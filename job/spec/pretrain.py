@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.spec.common import BELOW_ONE, Checkpoint, Compute, Guard, Log, bounded
+from job.spec.common import BELOW_ONE, Checkpoint, Compute, Deliver, Guard, Log, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +91,7 @@ class PretrainConfig:
     precision: Compute = Compute()
     early_stop: EarlyStop = EarlyStop()
     reshard_after_forward: bool = False  # False = ZeRO-2, True = ZeRO-3
+    deliver: Deliver = "best"
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
     eval: CharEval = CharEval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from job.spec.common import Checkpoint, Compute, CosineAdamW, Decoder, Guard, Log, TokenBatch, bounded
+from job.spec.common import Checkpoint, Compute, CosineAdamW, Decoder, Deliver, Guard, Log, TokenBatch, bounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +71,7 @@ class SftConfig:
     precision: Compute = Compute()
     measures: Measures = Measures()
     reshard_after_forward: bool = True  # full weights only: True = ZeRO-3, False = ZeRO-2
+    deliver: Deliver = "best"
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
     eval: RowEval = RowEval()

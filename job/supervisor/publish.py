@@ -59,12 +59,12 @@ class Publisher:
         best = Best.from_bytes(self._store.get_bytes(BEST))
         there = best is not None and best.step <= step and self._store.size(manifest_key(best.step)) is not None
         self._best = best if there else None
-        self._offer(step, manifest.commit.val_loss)  # a node may end between the two
+        self._offer(manifest.commit)  # a node may end between the two
 
     def forget_best(self, manifest: Manifest) -> None:
         """The best cannot be had any more: what the trainer has, from the resumed `manifest` on, is all there is."""
         self._best = None
-        self._offer(manifest.commit.step, manifest.commit.val_loss)
+        self._offer(manifest.commit)
 
     def pending(self) -> list[Commit]:
         """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters. The
@@ -74,7 +74,7 @@ class Publisher:
         return [
             commit
             for commit in waiting
-            if self._improves(commit.val_loss)
+            if self._improves(commit)
             or (commit.step == self.newest and commit.changing != self._told)
             or (commit.step > self.newest and (commit is waiting[-1] or commit.reason != "timed"))
         ]
@@ -110,7 +110,7 @@ class Publisher:
         files = [{"name": name, "bytes": size, "sha256": digests[name]} for name, size in commit.files]
         manifest = {**commit.to_json(), **self._stamp(), "files": files, "required_files": required}
         self._store.put_bytes(atomic.json_bytes(manifest), f"{folder}/manifest.json")
-        self._offer(commit.step, commit.val_loss)
+        self._offer(commit)
         if commit.step >= self.newest:
             self.newest, self._told = commit.step, commit.changing
         if whole:
@@ -254,14 +254,17 @@ class Publisher:
         if self._cancel.is_set():
             raise GivenUpError("publication given up")
 
-    def _improves(self, val_loss: float | None) -> bool:
-        best = None if self._best is None else self._best.val_loss
-        return val_loss is not None and (best is None or val_loss < best)
+    def _improves(self, commit: Commit) -> bool:
+        """It is better than the best of its phase, or of a later phase than the best."""
+        best = self._best
+        if commit.val_loss is None or best is None or best.val_loss is None:
+            return commit.val_loss is not None
+        return commit.val_loss < best.val_loss if commit.phase == best.phase else commit.step > best.step
 
-    def _offer(self, step: int, val_loss: float | None) -> None:
+    def _offer(self, commit: Commit) -> None:
         """best.json names this published step, if it is better than the one it names."""
-        if self._improves(val_loss):
-            best = Best(step=step, val_loss=val_loss)
+        if self._improves(commit):
+            best = Best(step=commit.step, phase=commit.phase, val_loss=commit.val_loss)
             self._store.put_bytes(atomic.json_bytes(best.to_json()), BEST)
             self._best = best
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from job.contract.commit import Reason
-from job.spec import KEEPS_BEST
+from job.spec import delivers_best
 from job.train.experiment import Session
 from job.train.stall import Stall
 
@@ -25,18 +25,22 @@ class Cadence:
     def __init__(self, session: Session, *, improvements: bool, event: Callable[[str], None]) -> None:
         """`improvements`: whether they are a reason at all. `event`: told what is not saved, and why."""
         self._session, self._improvements, self._event = session, improvements, event
-        self._keeps_best = isinstance(session.config, KEEPS_BEST)
-        self._best = math.inf  # lowest validation loss that has a checkpoint
+        self._keeps_best = delivers_best(session.config)
+        self._phase = ""
+        self._best = math.inf  # lowest validation loss of the phase that has a checkpoint
         self._to_beat = math.inf  # and that of earlier nodes, wherever its checkpoint is
         self._wished = False  # by the supervisor, and not begun yet
-        self.begin()
+        self.begin("")
 
-    def begin(self) -> None:
-        """A phase begins."""
+    def begin(self, phase: str) -> None:
+        """A phase begins, or goes on after `resume`."""
+        if phase != self._phase:
+            self._phase, self._best, self._to_beat = phase, math.inf, math.inf
         self._saved_at, self.stall = time.monotonic(), Stall()
 
-    def resume(self, best: float | None) -> None:
-        """`best`: what was to be beaten when the checkpoint was saved."""
+    def resume(self, phase: str, best: float | None) -> None:
+        """`best`: what was to be beaten in `phase` when the checkpoint was saved."""
+        self._phase = phase
         # What is exported must be on this disk; elsewhere the best that was ever saved is what is to be beaten.
         if best is not None and not self._keeps_best:
             self._to_beat = best
@@ -53,7 +57,7 @@ class Cadence:
 
     def recall(self) -> None:
         """Forgets what reached no disk."""
-        saved = self._session.checkpoints.committed.best()
+        saved = self._session.checkpoints.committed.best(self._phase)
         self._best = min(self._to_beat, math.inf if saved is None or saved.val_loss is None else saved.val_loss)
 
     def due(self, val_loss: float | None) -> Reason | None:

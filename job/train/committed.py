@@ -57,9 +57,9 @@ class Committed:
         """The highest step."""
         return max(self, key=lambda found: found.step, default=None)
 
-    def best(self) -> Found | None:
-        """The lowest validation loss, the oldest of equals; None: none was evaluated."""
-        return _best(self)
+    def best(self, phase: str) -> Found | None:
+        """The lowest validation loss of a phase, the oldest of equals; None: none was evaluated."""
+        return _best(self, phase)
 
     def add(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
         """Its tensors are on the disk. From here on it exists."""
@@ -95,19 +95,20 @@ class Committed:
         return good
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep`, the best and one being uploaded. One that lacks a file is not whole any
-        more; what the disk refuses to remove stays.
+        """Removes all but the newest `keep`, the best of the newest's phase and one being uploaded. One that lacks a
+        file is not whole any more; what the disk refuses to remove stays.
         """
         there = list(self)
-        best = _best(there)
+        best = _best(there, there[-1].commit.phase) if there else None
         for found in there[:-keep]:
             if (best is not None and found.path == best.path) or (found.path / HELD).exists():
                 continue
             shutil.rmtree(found.path, ignore_errors=True)
 
 
-def _best(among: Iterable[Found]) -> Found | None:
-    evaluated = [(found.val_loss, found) for found in among if found.val_loss is not None]
+def _best(among: Iterable[Found], phase: str) -> Found | None:
+    of_phase = [found for found in among if found.commit.phase == phase]
+    evaluated = [(found.val_loss, found) for found in of_phase if found.val_loss is not None]
     return min(evaluated, key=lambda pair: pair[0], default=(None, None))[1]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -75,6 +76,13 @@ class Work(NamedTuple):
     micros: Iterable[Micro]
     total: int
     full: float = 1.0  # how much of the rows of a step it has: the last one of all epochs may have fewer
+
+
+class Weights(NamedTuple):
+    """Those after `step` steps. `val_loss`: of exactly these, None where they were not evaluated."""
+
+    step: int
+    val_loss: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +175,7 @@ class Experiment(ABC):
     session: Session
     phases: Sequence[Phase]
     progress: dict[str, Any]
+    outcome: Mapping[str, Any] = MappingProxyType({})  # of the loop, into results.json and final/meta.json
     aux_weight: float = 0.0  # of Output.aux_loss in the objective
     saves_improvements: bool = True  # each at exactly its step; False: the cadence and stops are enough
 
@@ -242,12 +251,14 @@ class Experiment(ABC):
         return ()
 
     @abstractmethod
-    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
-        """Exports and samples. Repeated when a run resumes from the end of a phase. May raise Stopped."""
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
+        """Exports and samples of what the module holds, `weights`. Repeated when a run resumes from the end of a phase.
+        May raise Stopped.
+        """
 
-    def cut(self, step: int) -> None:  # noqa: B027 - may be nothing
-        """What a run leaves that a limit ends after `step` steps, beside its checkpoints; the last one may be older,
-        where the disk is full.
+    def cut(self, step: int, weights: Weights) -> None:  # noqa: B027 - may be nothing
+        """What a run leaves that a limit ends after `step` steps, beside its checkpoints: of `weights`, those that the
+        module holds.
         """
 
     @abstractmethod

@@ -15,6 +15,7 @@ import copy
 import gc
 import math
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ from torch import nn
 from job import sizing
 from job.contract.commit import Commit, Reason, Retry
 from job.dataset.prepare import read_manifest
+from job.spec import delivers_best
 from job.train import device, identity, metrics, optimizer, rungs, step
 from job.train.cadence import Cadence
 from job.train.checkpoint import Saved, State, all_finite
 from job.train.committed import Found
 from job.train.compile_cache import CompileCache
-from job.train.experiment import Experiment, LossNotFiniteError, LostError, Phase, Session, Stopped
+from job.train.experiment import Experiment, LossNotFiniteError, LostError, Phase, Session, Stopped, Weights
 from job.train.guard import SpikeGuard
 from job.train.journal import Journal
 
@@ -43,6 +45,9 @@ class Loop:
         self.world = session.world
         self.step = 0  # steps done
         self.val_loss: float | None = None  # the newest
+        self._lowest: Weights | None = None  # of this phase's evaluations
+        self._at: tuple[Phase, nn.Module] | None = None  # what is trained now
+        self._delivered: Weights | None = None  # what that module holds once its training is over
         self._ended: str | None = None  # why this phase is over before its last step
         self._unevaluated = False  # a stop came before this step's evaluation was over
         self._manifest = read_manifest(session.data)
@@ -67,7 +72,7 @@ class Loop:
                 except Stopped as stopped:
                     self.session.say(f"stopped after step {self.step}: {stopped}")
                     if stopped.ends:
-                        self.experiment.cut(self.step)
+                        self._cut()
                     raise
                 except LostError as lost:
                     self._go_back(lost)
@@ -86,13 +91,17 @@ class Loop:
         for phase in phases:
             self.step = max(self.step, phase.first)  # the phase before may have ended early
             module = self.experiment.begin(phase, module) if found is None else self.experiment.blank(phase)
+            self._at = phase, module
             self._phase(phase, module, found)
             self._journal.left_out += (phase.last - self.step) * phase.tokens_per_step
             found = None
             self.session.device.tidy()
             self._heed(phase, None, self.world.agree(self._stop()))
-            self.experiment.end(phase, module, val_loss=self.val_loss)
-            self._ended = None
+            weights = Weights(self.step, self.val_loss)
+            if phase is self.experiment.phases[-1]:
+                weights = self._deliver(phase, module, weights)
+            self.experiment.end(phase, module, weights)
+            self._ended = self._lowest = None
         self._note(self.session.checkpoints.wait())
         self.experiment.finish()
 
@@ -121,6 +130,38 @@ class Loop:
             f"{len(self._retries) + 1} of {guard.retries}"
         )
 
+    def _cut(self) -> None:
+        """A limit ends the run: what it leaves, of the phase that it is in."""
+        if self._at is not None:
+            phase, module = self._at
+            weights = self._delivered or self._deliver(phase, module, Weights(self.step, None))
+            self.experiment.cut(self.step, weights)
+
+    def _deliver(self, phase: Phase, module: nn.Module, last: Weights) -> Weights:
+        """Which weights the run leaves, said, and read into the module where they are not its `last`: those of the
+        phase's best evaluation that has a checkpoint on this disk, if the file asks for them.
+        """
+        checkpoints, asked = self.session.checkpoints, delivers_best(self.config)
+        self._note(checkpoints.wait())
+        saved = checkpoints.committed.best(phase.name) if asked and self.world.first else None
+        best = self.world.agree(None if saved is None else (saved.step, saved.val_loss))
+        weights = last if best is None else min(last, Weights(*best), key=_val_loss)
+        if weights.step != last.step:
+            found = next(each for each in checkpoints.committed if each.step == weights.step)
+            checkpoints.load(found, {"model": self.experiment.weights(module)})
+        which = "the last" if weights.step == last.step else f"the best evaluated; the last: {_said(last)}"
+        self.session.say(f"delivered: {_said(weights)}, {which}")
+        if self._lowest is not None and _val_loss(self._lowest) < _val_loss(weights):
+            why = "has no checkpoint on this disk" if asked else "is better and not asked for (deliver)"
+            self.session.say(f"the best evaluation, {self._lowest.val_loss:.4f} at step {self._lowest.step}, {why}")
+        told = {"last": last._asdict(), "best": None if self._lowest is None else self._lowest._asdict()}
+        self.experiment.outcome = {
+            "delivered": {"choice": "best" if asked else "last", **weights._asdict(), **told},
+            "retries": [asdict(each) for each in self._retries],
+        }
+        self._delivered = weights
+        return weights
+
     def _resume(self, found: Found) -> list[Phase]:
         """Takes over where the checkpoint stands; the phases that are left, its own included."""
         self._retries = found.commit.retries
@@ -128,7 +169,9 @@ class Loop:
         self._ended = found.progress.get("ended")
         self._unevaluated = found.progress.get("unevaluated", False)
         self._journal.left_out = found.progress.get("left_out", 0)
-        self._cadence.resume(found.progress["best"])
+        self._cadence.resume(found.commit.phase, found.progress["best"])
+        lowest = found.progress.get("lowest")
+        self._lowest = None if lowest is None else Weights(*lowest)
         self.experiment.progress.update(found.progress["experiment"])
         self.session.say(f"resuming from step {self.step} ({found.commit.phase}, {found.commit.reason})")
         then = {**found.commit.determinism, "ranks": found.commit.world_size}
@@ -162,7 +205,7 @@ class Loop:
         self.session.checkpoints.prepare(state)
         self.session.device.tidy()
         self._clock.restart()
-        self._cadence.begin()
+        self._cadence.begin(phase.name)
         known = found.progress.get("guard") if found is not None else None
         self._guard = SpikeGuard(self.config.guard, known, first=self.step)
         module.train()
@@ -267,6 +310,8 @@ class Loop:
         self._unevaluated = False
         self._require_finite(val_loss)
         self.val_loss = val_loss
+        if val_loss is not None and (self._lowest is None or val_loss < _val_loss(self._lowest)):
+            self._lowest = Weights(self.step, val_loss)
         self._ended = self.experiment.stop_early(phase, self.step, val_loss)
         if self._ended is not None:
             self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
@@ -337,6 +382,7 @@ class Loop:
         progress = {
             "best": self._cadence.best,
             "val_loss": self.val_loss,
+            "lowest": self._lowest,
             "ended": self._ended,
             "unevaluated": self._unevaluated,
             "left_out": self._journal.left_out,
@@ -387,3 +433,13 @@ class Loop:
         if saved == self.step:  # of an evaluation made up for, the weights are saved already
             before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
         raise LossNotFiniteError(f"{what} not finite at step {self.step}; {before}")
+
+
+def _val_loss(weights: Weights) -> float:
+    """For comparisons: of weights that were not evaluated infinite."""
+    return math.inf if weights.val_loss is None else weights.val_loss
+
+
+def _said(weights: Weights) -> str:
+    evaluated = "not evaluated" if weights.val_loss is None else f"validation {weights.val_loss:.4f}"
+    return f"step {weights.step} ({evaluated})"

@@ -277,7 +277,7 @@ def test_the_best_is_named_by_the_next_node_when_one_ended_just_before(tmp_path:
     made.publish(made.pending()[-1])
     bench.store.delete(["best.json"])
     publisher(bench).resumed(Manifest.from_json(bench.json(MANIFEST_3)))
-    assert bench.json("best.json") == {"schema": 1, "step": 3, "val_loss": 2.0, "manifest": MANIFEST_3}
+    assert bench.json("best.json") == {"schema": 1, "step": 3, "phase": "", "val_loss": 2.0, "manifest": MANIFEST_3}
 
 
 def test_a_best_of_a_later_step_than_the_one_that_a_node_goes_on_from_is_nobodys(tmp_path: Path) -> None:

@@ -178,10 +178,11 @@ def test_a_save_that_was_asked_for_is_made_once(told: World, tmp_path: Path) -> 
 def test_an_earlier_nodes_best_is_to_be_beaten_unless_the_best_must_be_on_this_disk(
     experiment: str, to_beat: list[float | None]
 ) -> None:
-    nothing: Any = SimpleNamespace(committed=SimpleNamespace(best=lambda: None))
+    nothing: Any = SimpleNamespace(committed=SimpleNamespace(best=lambda phase: None))
     session: Any = SimpleNamespace(config=from_json(experiment, {}), checkpoints=nothing)
     cadence = Cadence(session, improvements=True, event=print)
-    cadence.resume(1.5)
+    cadence.resume("train", 1.5)
+    cadence.begin("train")
     before = cadence.best
     cadence.improve(2.0)  # a stop saves whatever its evaluation was
     assert [before, cadence.best] == to_beat
