@@ -14,6 +14,7 @@ from infra.plan import make
 from infra.previous import previous
 from infra.receipts import score
 from infra.selected import refuse_unread
+from job.text import printable
 
 # Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
 # by itself, which ends a run (Pulumi's change log).
@@ -37,11 +38,11 @@ def main() -> None:
             scenario=pulumi.Config().get("scenario") or "",
         )
     except GpufleetError as error:
-        pulumi.log.error(f"{error}\nNothing was declared.")
+        pulumi.log.error(printable(f"{error}\nNothing was declared."))
         sys.exit(SHOWN)
-    pulumi.log.info(render(plan.bill, today=now.date(), accuracy=score(root), cheaper=plan.cheaper))
+    pulumi.log.info(printable(render(plan.bill, today=now.date(), accuracy=score(root), cheaper=plan.cheaper)))
     for warning in plan.warnings:
-        pulumi.log.warn(warning)
+        pulumi.log.warn(printable(warning))
 
     # Imported here: the provider's SDK takes a second to import, and errors need not wait for it.
     from infra.resources.declare import declare

@@ -10,9 +10,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, TextIO
 
 from infra.errors import GpufleetError
+from job.text import printable
 
 # In the order in which they are needed.
 COMMANDS = {
@@ -61,6 +64,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # a polite end and a closed terminal clean up as Ctrl-C does
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
             signal.signal(number, signal.default_int_handler)
+    with redirect_stdout(_Shown(sys.stdout)), redirect_stderr(_Shown(sys.stderr)):
+        return _answered(words)
+
+
+class _Shown:
+    """A stream on which nothing is printed that a terminal would obey: much of what commands show was written by
+    others, a job, a node, AWS, whoever may write to the bucket.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _answered(words: list[str]) -> int:
+    """One command's exit code, whatever goes wrong."""
     try:
         code = _run(words)
         sys.stdout.flush()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from job import atomic
+from job.contract.reading import DoubtError
+
+T = TypeVar("T")
 
 
 def read(path: Path) -> list[Any]:
@@ -32,6 +36,14 @@ class Ledger:
         if len(whole) < len(content):
             os.truncate(path, len(whole))
         self.entries: list[dict[str, Any]] = atomic.objects(whole)
+
+    def kept(self, read: Callable[[dict[str, Any]], T]) -> list[T]:
+        """The entries as `read` gives them. One that it doubts is passed over too."""
+        found = []
+        for entry in self.entries:
+            with suppress(DoubtError):
+                found.append(read(entry))
+        return found
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """On the disk when this returns."""

@@ -88,7 +88,7 @@ class RunFile:
 
     def gpus(self, instance_type: str) -> int:
         """Of a node of this type, as the bill knows it; 0: unknown."""
-        return int(self.tree["rates"].get(instance_type, {}).get("gpus", 0))
+        return int(self.tree["rates"].get(instance_type, {}).get("gpus") or 0)
 
     def rates(self, instance_type: str, zone: str) -> Rates:
         """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed."""
@@ -99,7 +99,7 @@ class RunFile:
             on_demand = max(Decimal(row["on_demand"]) for row in table.values())
         else:
             on_demand = Decimal(listed["on_demand"])
-            prices = {name: Decimal(price) for name, price in listed.get("spot", {}).items()}
+            prices = {name: Decimal(price) for name, price in (listed.get("spot") or {}).items()}
             spot = prices.get(zone, max(prices.values(), default=None))
         return Rates(
             capacity=self.tree["capacity"],
@@ -144,24 +144,26 @@ def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
     extras, estimate = tree.get("extras"), tree.get("estimate")
     if not isinstance(extras, dict) or not isinstance(estimate, dict) or "disk_usd_per_hour" not in extras:
         return tree
+    if not isinstance(lines := estimate.get("lines"), list):
+        return tree
     hourly = {"root disk": extras["disk_usd_per_hour"], "public IPv4": extras.get("ipv4_usd_per_hour")}
     kinds = {"compute": "compute", "interruptions": "interruptions", **dict.fromkeys(hourly, "hourly")}
-    lines = [
+    told = [
         {"kind": kinds.get(str(line.get("name")), "fixed"), **line} if isinstance(line, dict) else line
-        for line in estimate.get("lines") or []
+        for line in lines
     ]
-    return {**tree, "extras": {**extras, "hourly_usd": hourly}, "estimate": {**estimate, "lines": lines}}
+    return {**tree, "extras": {**extras, "hourly_usd": hourly}, "estimate": {**estimate, "lines": told}}
 
 
 def _typed(fields: Fields) -> RunFile:
     limits, extras, given = (fields.section(key) for key in ("limits", "extras", "inputs"))
     job = fields.section("job")
     experiment, parameters = job.need("experiment", reading.text), job.section("parameters").tree
-    extras.need("hourly_usd", reading.mapping(reading.unsigned))
+    hourly = extras.need("hourly_usd", reading.mapping(reading.unsigned))
     if (archive := given.tree.get("archive")) is not None:
         Fields(archive, "inputs.archive").take("sha256", reading.text, None)
     _check_rates(fields)
-    _check_estimate(fields.section("estimate"))
+    _check_estimate(fields.section("estimate"), hourly)
     fields.section("run").need("stack", reading.text)
     return RunFile(
         run=fields.section("run").need("id", reading.name),
@@ -192,7 +194,7 @@ def _check_rates(fields: Fields) -> None:
         row.take("spot", reading.mapping(reading.unsigned), {})
 
 
-def _check_estimate(estimate: Fields) -> None:
+def _check_estimate(estimate: Fields, hourly: Mapping[str, Decimal]) -> None:
     """What forecast and receipt take from the bill."""
     for key in ("p10", "p50", "p90"):
         estimate.section("usd").need(key, reading.unsigned)
@@ -202,7 +204,9 @@ def _check_estimate(estimate: Fields) -> None:
     for line in lines:
         line.need("name", reading.text)
         line.need("amount", reading.amount)
-    compute = [line for line in lines if line.need("kind", reading.choice(*LINE_KINDS)) == "compute"]
+        if line.need("kind", reading.choice(*LINE_KINDS)) == "hourly":
+            line.need("name", reading.choice(*hourly))
+    compute = [line for line in lines if line.tree["kind"] == "compute"]
     if len(compute) != 1:
         raise DoubtError(f"estimate.lines has {len(compute) or 'none'} for compute")
     for key in ("unit_price", "quantity"):

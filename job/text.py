@@ -1,8 +1,12 @@
-"""Numbers with their nouns and moments, as text."""
+"""Numbers with their nouns and moments, as text; and text of others, such that it may be printed."""
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
+
+# Controls but for line feed and tab, marks that turn the direction of reading, halves of surrogate pairs.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def counted(number: object, noun: str) -> str:
@@ -14,3 +18,9 @@ def counted(number: object, noun: str) -> str:
 def stamp(moment: datetime) -> str:
     """As AWS writes it: UTC, whole seconds, Z."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey shown as escapes. A lone carriage return ends a line."""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), lines)

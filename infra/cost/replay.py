@@ -211,7 +211,8 @@ def _json(text: str, path: Path) -> Trace:
     public = "metadata" in tree and "gap_s" not in tree  # as in github.com/skypilot-org/spot-traces
     gap_s = fields.section("metadata").need("gap_seconds", _gap_s) if public else fields.need("gap_s", _gap_s)
     counts = fields.need("data" if public else "available", _counts)
-    return _trace(np.arange(len(counts)) * gap_s / 3600, counts > 0, len(counts) * gap_s / 3600, path, tree)
+    about = {key: fields.take(key, reading.text, "") for key in ("type", "zone")} | {"start": tree.get("start")}
+    return _trace(np.arange(len(counts)) * gap_s / 3600, counts > 0, len(counts) * gap_s / 3600, path, about)
 
 
 def _gap_s(value: Any) -> float:
@@ -260,7 +261,7 @@ def _day(start: object) -> date | None:
     try:
         return None if start is None else datetime.fromisoformat(str(start)).date()
     except ValueError:
-        raise ValueError(f"start is {start!r}; allowed: a date such as 2026-11-01") from None
+        raise ValueError(f"start is {reading.show(start)}; allowed: a date such as 2026-11-01") from None
 
 
 def _trace(

@@ -25,12 +25,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from job.contract import reading
+from job.contract.reading import DoubtError, Fields
 from job.dataset.chat import Turn
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import Renderer
 from job.experiments import tuning
 from job.kernels import ablation, adversarial, answers, planted
-from job.kernels.catalog import TASKS, Task
+from job.kernels.catalog import BY_NAME, TASKS, Task
 from job.kernels.funnel import Judge
 from job.kernels.planted import Candidate
 from job.kernels.verdict import Verdict
@@ -145,16 +147,18 @@ def _written(
 
 def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
     """Those of these weights, from the files of all ranks."""
-    entries = [entry for path in sorted(folder.glob(f"{file}*.jsonl")) for entry in Ledger(path).entries]
-    return {
-        entry["name"]: _candidate(entry["name"], entry["task"], entry["source"])
-        for entry in entries
-        if entry.get("weights") == weights
-    }
+    kept = [each for path in sorted(folder.glob(f"{file}*.jsonl")) for each in Ledger(path).kept(_candidate)]
+    return {candidate.name: candidate for of, candidate in kept if of == weights}
 
 
-def _candidate(name: str, task: str, source: str) -> Candidate:
-    return Candidate(name=name, task=task, source=source, origin="generated", label="")
+def _candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
+    """The weights that wrote it, and a candidate. Raises DoubtError."""
+    fields = Fields(entry)
+    name, task, source = fields.need("name", reading.text), fields.need("task", reading.text), entry.get("source")
+    if task not in BY_NAME or not isinstance(source, str):  # of any characters: stage 1 says what it thinks of them
+        raise DoubtError(f"{name} is no candidate")
+    made = Candidate(name=name, task=task, source=source, origin="generated", label="")
+    return fields.need("weights", reading.text), made
 
 
 def _generate_share(

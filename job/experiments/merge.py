@@ -26,6 +26,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from job import ledger, sizing
+from job.contract import reading
+from job.contract.reading import Fields
 from job.dataset import weights as base_weights
 from job.dataset.packed import PROMPTS
 from job.dataset.prepare import DatasetManifest
@@ -93,8 +95,8 @@ class Done:
     def __init__(self, path: Path, session: Session, weights: str) -> None:
         self._session, self._weights = session, weights
         self._ledger = ledger.Ledger(path) if session.world.first else None
-        entries = self._ledger.entries if self._ledger is not None else []
-        self._kept = {entry["name"]: entry["value"] for entry in entries if entry.get("weights") == weights}
+        entries = self._ledger.kept(_entry) if self._ledger is not None else []
+        self._kept = {name: value for name, of, value in entries if of == weights}
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
         """What is kept under `name`, or `make`s it on all ranks and keeps it. On ranks other than 0 perhaps None."""
@@ -147,6 +149,13 @@ def keep_adapter(sft: SftRun, module: Decoder) -> None:
 
 
 @torch.no_grad()
+def _entry(tree: dict[str, Any]) -> tuple[str, str, Any]:
+    """Name, weights and value of a line of the ledger. Raises DoubtError."""
+    fields = Fields(tree)
+    value = fields.need("value", reading.anything)
+    return fields.need("name", reading.text), fields.need("weights", reading.text), value
+
+
 def _loss(sft: SftRun, module: Decoder, variant: Variant) -> dict[str, Any]:
     """Mean loss in nats of one line of the table, over all ranks."""
     rows = sft.batches.fixed(sft.config.eval.rows if variant.all_rows else min(VALIDATION_ROWS, sft.config.eval.rows))

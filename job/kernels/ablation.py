@@ -9,6 +9,7 @@ in rows of the full funnel, over the same tasks and seeds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -40,7 +41,7 @@ def carried(full: Verdict, row: str) -> Verdict | None:
     first = STAGES.index("timing" if switches.multi_input else "full") + 1
     if full.stage >= first:
         return None
-    return Verdict.from_json({**full.to_json(), "row": row})
+    return replace(full, row=row)
 
 
 def verify(
@@ -55,7 +56,7 @@ def verify(
     """Verdicts per row, in the order of the `candidates` that it judges. Those in the ledger are taken from it, new
     ones appended as they fall. `check` is called between candidates and may raise. `rows` begins with the full one.
     """
-    known = {(v.row, v.candidate, v.source_sha256): v for v in map(Verdict.from_json, ledger.entries)}
+    known = {(v.row, v.candidate, v.source_sha256): v for v in ledger.kept(Verdict.from_json)}
 
     def keep(verdict: Verdict) -> None:
         ledger.append(verdict.to_json())

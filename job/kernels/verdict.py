@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from job.contract import reading
+from job.contract.reading import DoubtError, Fields
 from job.kernels.planted import Candidate
 from job.kernels.timing import Timing
 from job.kernels.worker import Process
@@ -54,9 +56,29 @@ class Verdict:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Verdict:
-        """Raises TypeError for another version's line."""
-        pairs = {name: tuple(tree[name]) if tree[name] else None for name in ("kernel_s", "reference_s")}
-        return cls(**{**tree, **pairs})
+        """Raises DoubtError for what is no verdict."""
+        fields, quartiles = Fields(tree), reading.listed(reading.number)
+        kernel_s, reference_s = (fields.take(key, quartiles, None) for key in ("kernel_s", "reference_s"))
+        if any(pair is not None and len(pair) != 3 for pair in (kernel_s, reference_s)):
+            raise DoubtError("quartiles are three")
+        return cls(
+            row=fields.need("row", reading.text),
+            candidate=fields.need("candidate", reading.text),
+            task=fields.need("task", reading.text),
+            origin=fields.need("origin", reading.text),
+            label=fields.need("label", reading.text),
+            source_sha256=fields.need("source_sha256", reading.text),
+            passed=fields.need("passed", reading.flag),
+            stage=fields.need("stage", reading.choice(*range(1, PASSED + 1))),
+            reason=fields.need("reason", reading.text),
+            seconds=fields.need("seconds", reading.mapping(reading.number)),
+            cpu_s=fields.need("cpu_s", reading.number),
+            isolated=fields.take("isolated", reading.flag, None),
+            speedup=fields.take("speedup", reading.number, None),
+            suspicious=fields.take("suspicious", reading.flag, False),
+            kernel_s=kernel_s,  # type: ignore[arg-type]
+            reference_s=reference_s,  # type: ignore[arg-type]
+        )
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from job import atomic
 from job.contract import metrics
+from job.text import printable
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
@@ -26,7 +27,9 @@ UNEXPLAINED = 1  # torchrun says all is well, and no rank has said how the run e
 
 
 class Log:
-    """job.log and standard output. A full disk or a closed pipe never stops training."""
+    """job.log and standard output, without what a terminal would obey: the job prints what others wrote. A full disk or
+    a closed pipe never stops training.
+    """
 
     def __init__(self, path: Path, stream: IO[bytes] | None = None) -> None:
         self.path = path
@@ -38,6 +41,7 @@ class Log:
         self.write(f"{time.strftime('%H:%M:%S', time.gmtime())} supervisor: {text}\n".encode())
 
     def write(self, line: bytes) -> None:
+        line = printable(line.decode("utf-8", "replace")).encode()
         with self._lock:
             with suppress(OSError, ValueError):
                 self._stream.write(line)

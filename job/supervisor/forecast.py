@@ -27,13 +27,15 @@ class Forecast:
         self._config = config
         self._phases = sizing.phases(config)
         rows = estimate.get("phases", ())
-        counted = {row["phase"]: int(row["steps"]) for row in rows if "steps" in row}  # of the dataset as it is
+        counted = {
+            row["phase"]: int(row["steps"]) for row in rows if row.get("steps") is not None
+        }  # of the dataset as it is
         self._last = list(itertools.accumulate(counted.get(phase.name, phase.steps) for phase in self._phases))
         self._step_s = {row["phase"]: float(row["step_ms"]) / 1000 for row in rows}
         self._stop_s = {
             row["phase"]: float(row["seconds"])
             for row in estimate.get("notice", ())
-            if row["type"] == instance_type and row["seconds"] is not None
+            if row["type"] == instance_type and row.get("seconds") is not None
         }
         self._upload_s_per_byte: float | None = None
 

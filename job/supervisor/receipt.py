@@ -43,7 +43,7 @@ def build(
     `detail` of the reason, as in done.json; `measurement` as `measure` gives it.
     """
     estimate = run.estimate
-    usd = {key: Decimal(value) for key, value in estimate["usd"].items()}
+    usd = {key: Decimal(estimate["usd"][key]) for key in ("p10", "p50", "p90")}
     rows = _rows(run, attempts)
     total = _total(row.actual for row in rows)
     used = _total(hours(attempt.seconds) for attempt in attempts)

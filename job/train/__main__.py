@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from job import atomic
 from job.run_file import config_digest
 from job.spec import JobConfig, from_json
+from job.text import printable
 from job.train import banner, device, parallel, preflight
 from job.train.checkpoint import CheckpointDamagedError, Checkpoints
 from job.train.experiment import Experiment, Session, Stopped
@@ -244,7 +245,7 @@ def _silent(line: str) -> None:
 def say(line: str) -> None:
     """One line for job.log; lost where its disk is full."""
     with suppress(OSError):
-        sys.stdout.write(line + "\n")
+        sys.stdout.write(printable(line) + "\n")
         sys.stdout.flush()
 
 

@@ -266,6 +266,21 @@ def test_logs_fall_back_to_the_bucket(cloud: Cloud, path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "step 1\nstep 2\n"
 
 
+@pytest.mark.parametrize("where", ["a log", "a reason", "the name of an object"])
+def test_nothing_that_a_terminal_would_obey_reaches_it(
+    cloud: Cloud, path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket, evil = declare_bucket(cloud), "\x1b]0;mine\x07\x1b[2J\x9b1mred\u202e\rover"
+    put(cloud, bucket, "job.log", evil.encode() if where == "a log" else b"step 1")
+    put(cloud, bucket, "done.json", {"reason": "failed", "detail": evil, "at": evil})
+    put(cloud, bucket, f"attempts/{evil if where.startswith('the name') else 'i-1'}.json", {"type": evil})
+    for command in ("logs", "status", "results"):
+        main([command, "small-growth"])
+        said = capsys.readouterr()
+        shown = said.out + said.err
+        assert all(each.isprintable() for each in shown.split("\n")), repr(shown)
+
+
 def test_follow_prints_each_line_once_and_ends_with_the_run(
     cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,9 @@ def test_the_matrix_shows_the_loss_of_a_finished_run(project: Path, capsys: pyte
     receipt = {"reason": "finished", "counted_until": "2026-11-21", "attempts": [{"type": "p5.4xlarge"}]}
     (folder / "run.json").write_text(json.dumps(run))
     (folder / "receipt.json").write_text(json.dumps(receipt))
-    (folder / "metrics.jsonl").write_text(json.dumps({"ts": 1.0, "phase": "train", "step": 1, "tokens": 9, "val_loss": 1.25}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"ts": 1.0, "phase": "train", "step": 1, "tokens": 9, "val_loss": 1.25}) + "\n"
+    )
     main(["compare", "sft-h100", "--matrix"])
     _, line = (line for line in capsys.readouterr().out.split("\n") if line.startswith("h100-optimized "))
     assert " 1.2500 (r7) " in line

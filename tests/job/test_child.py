@@ -38,6 +38,14 @@ def start(log: Log, code: str) -> Child:
     return Child([sys.executable, "-c", code], os.environ, log, time.time)
 
 
+def test_nothing_that_a_terminal_would_obey_is_logged(tmp_path: Path) -> None:
+    stream, log = BytesIO(), tmp_path / "job.log"
+    said = r"import sys; sys.stdout.buffer.write(b'\x1b[2J10 %\r20 %\ttwo\xff\x9b\n')"
+    child = start(Log(log, stream), said)
+    until(lambda: child.poll() is not None)
+    assert log.read_bytes() == stream.getvalue() == "\\x1b[2J10 %\n20 %\ttwo\ufffd\ufffd\n".encode()
+
+
 def test_output_goes_to_the_log_and_on_and_the_code_is_kept(tmp_path: Path) -> None:
     stream = BytesIO()
     child = start(

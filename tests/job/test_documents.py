@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+import shutil
+from decimal import Decimal
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mutations
 import pytest
 import runs
 from supervisor_world import Bench
 
-from job.contract.commit import Commit, Manifest
+from job import measured, sizing
+from job.contract import metrics, reading
+from job.contract.commit import Best, Commit, Manifest
 from job.dataset import prepare, weights
-from job.run_file import load
-from job.supervisor import staging
+from job.experiments import kernel_stages
+from job.kernels.verdict import Verdict
+from job.ledger import Ledger
+from job.run_file import RunFile, load
+from job.spec.sft import SftConfig
+from job.supervisor import attempts, receipt, staging
+from job.supervisor.child import Progress
+from job.supervisor.commits import commits
+from job.supervisor.forecast import Forecast
+from job.supervisor.store import Entry
+from job.train.committed import Committed
+from job.train.metrics import MetricsFile
 
 OUTSIDE = ["/usr/x", "../run.json", "a/../../x", "", ".", "a//b", "a/", "./a", "a\0b", "a\x1b[2Jb", "\ud800", "x" * 256]
 
@@ -96,3 +113,174 @@ PLACES = {
 def test_no_name_leads_out_of_its_folder(name: Any, place: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(name|requires|train)[^ ]* (is|names) .*(name|text|longer|one of)"):
         PLACES[place](name, tmp_path)
+
+
+# Whatever a document says: it is read, set aside, or refused in a sentence, and ends no process with a traceback.
+
+
+def committed(content: bytes, folder: Path) -> None:
+    (folder / "ckpt" / "step_00000003").mkdir(parents=True)
+    (folder / "ckpt" / "step_00000003" / "commit.json").write_bytes(content)
+    commits(folder)
+    Committed(folder / "ckpt", "c").best()
+
+
+def published(content: bytes, folder: Path) -> None:
+    Manifest.from_json(reading.parse(content))
+
+
+def best(content: bytes, folder: Path) -> None:
+    Best.from_bytes(content)
+
+
+def run_json(content: bytes, folder: Path) -> None:
+    """What is accepted serves whoever asks it."""
+    (folder / "run.json").write_bytes(content)
+    run = load(folder / "run.json")
+    run.rates("g5.2xlarge", "us-east-2a")
+    run.gpus("g5.2xlarge")
+    Forecast(run.config, run.estimate, "g5.2xlarge").end_s(3, None)
+    receipt.text(receipt.build(run, [], reason="finished", at="2027-01-15T09:00:00Z"))
+    assert run.code_sha256 is None or run.code_sha256.isascii()
+
+
+def dataset_json(content: bytes, folder: Path) -> None:
+    (folder / prepare.MANIFEST).write_bytes(content)
+    found = prepare.read_manifest(folder)
+    prepare.describe(found)
+    sizing.with_facts(SftConfig(), found.facts)
+
+
+def weights_json(content: bytes, folder: Path) -> None:
+    (folder / weights.MANIFEST).write_bytes(content)
+    weights.read(folder)
+
+
+@cache
+def a_run(folder: Path) -> RunFile:
+    return load(runs.place(folder, runs.tree()))
+
+
+def attempted(key: str) -> Any:
+    def read(content: bytes, folder: Path) -> None:
+        there = {
+            "attempts/i-1.json": json.dumps(RECORD).encode(),
+            "heartbeat/i-1.jsonl": json.dumps(BEAT).encode(),
+            key: content,
+        }
+        store: Any = SimpleNamespace(
+            get_bytes=there.get, entries=lambda prefix: [Entry(key=k, bytes=1) for k in there if k.startswith(prefix)]
+        )
+        run, said = a_run(folder.parent), list[str]()
+        found = attempts.read(store, run, done={"instance": "i-1", "at": "2027-01-15T09:00:00Z"}, say=said.append)
+        made = receipt.build(run, found, reason="finished", at="2027-01-15T09:00:00Z")
+        receipt.text(made)
+        assert Decimal(made["usd"]["actual"]).is_finite()
+
+    return read
+
+
+def metrics_line(content: bytes, folder: Path) -> None:
+    run = a_run(folder.parent)
+    good = metrics.write(LINE)
+    (folder / "metrics.jsonl").write_bytes(good + content + b"\n" + good)
+    progress = Progress(folder / "metrics.jsonl", lambda: 0.0)
+    progress.poll()
+    assert progress.step_s is None or progress.step_s < 2**53
+    MetricsFile(folder / "metrics.jsonl").resume(10)
+    node = {"ranks": 1}
+    assert receipt.measure(run, [], folder, node, at="2027-01-15T09:00:00Z") is None  # of no node
+    measured.phases(metrics.records(content.split(b"\n")))
+
+
+def ledger(read: Any) -> Any:
+    def kept(content: bytes, folder: Path) -> None:
+        (folder / "kept.jsonl").write_bytes(content.replace(b"\n", b" ") + b"\n")
+        Ledger(folder / "kept.jsonl").kept(read)
+
+    return kept
+
+
+LISTED = [{"name": "w.bin", "bytes": 3, "sha256": "0" * 64}, {"name": "x.bin", "bytes": 3, "sha256": "0" * 64}]
+COMMITTED = {
+    "schema": 1, "step": 3, "phase": "dense", "goes_on_from": 3, "tokens": 7, "val_loss": 0.5, "config_sha256": "c",
+    "determinism": {"ranks": 1}, "dataset": {"sha256": "d", "source": "s"}, "requires": ["final/x"], "reason": "timed",
+    "base_weights": None, "torch": "2", "world_size": 1, "files": LISTED,
+}  # fmt: skip
+RECORD = {
+    "instance": "i-1", "type": "g5.2xlarge", "zone": "us-east-2a", "launched_at": "2027-01-15T08:00:00Z",
+    "booted_at": "2027-01-15T08:01:00Z", "started_s": 99.5, "resumed_step": 3, "rung": 0, "floor": 0,
+    "reclaimed": {"i-0": True},
+    "exit": {
+        "code": 75, "reason": "notice", "notice": True, "at": "2027-01-15T08:30:00Z", "ends_at": "2027-01-15T08:32:00Z",
+    },
+}  # fmt: skip
+BEAT = {
+    "ts": "2027-01-15T08:29:00Z", "step": 7, "phase": "dense", "loss": 0.5, "tok_s": 9.0, "step_s": 0.1,
+    "spent_usd": "0.5", "attempt_usd": "0.4", "attempt_s": "1700.000", "lived_s": "1700.000", "compute_usd": "0.3",
+    "usd_per_hour": "0.36", "ceiling_s": "0",
+}  # fmt: skip
+LINE = {
+    "ts": 1.5, "phase": "dense", "step": 7, "tokens": 70, "loss": 0.5, "val_loss": 0.4, "step_ms": 100.0, "tok_s": 9.0,
+    "mem_gb": 0.1, "event": "saved 5 (timed, 12.0 MB, blocked 0.500 s)",
+}  # fmt: skip
+WINDOWS = {
+    "schema": 1, "kind": "windows", "source": "tales", "tokenizer": {"kind": "bytes", "vocab": 257, "id": "bytes"},
+    "train": ["w.bin"], "validation": ["x.bin"], "tokens": {"train": 10, "validation": 2},
+    "stories": {"train": 3, "validation": 1}, "files": LISTED,
+}  # fmt: skip
+PACKED = {
+    "schema": 1, "kind": "packed", "source": "pairs", "train": ["w.bin"], "validation": ["x.bin"], "files": LISTED,
+    "facts": {
+        "row": 8, "longest": 8, "most_examples": 2, "rows": 4, "examples": 5, "tokens": 30, "vocab": 99,
+        "held_out_examples": 1, "held_out_rows": 1, "loss_tokens": 9, "prompts": 1, "stop": 2, "loss_on": "response",
+        "template": "llama-3", "tokenizer": "words.json", "tokenizer_id": "w", "packing": True, "texts": False,
+    },
+}  # fmt: skip
+VERDICT = {
+    "row": "full", "candidate": "a", "task": "relu", "origin": "planted", "label": "", "source_sha256": "0",
+    "passed": True, "stage": 6, "reason": "", "seconds": {"rules": 0.5}, "cpu_s": 1.0, "isolated": True, "speedup": 1.5,
+    "suspicious": False, "kernel_s": [1.0, 2.0, 3.0], "reference_s": [1.0, 2.0, 3.0],
+}  # fmt: skip
+MANIFEST = {**COMMITTED, "run": "r1", "spent_usd": "1"}
+CANDIDATE = {"name": "a", "weights": "4 0.5", "task": "relu", "source": "pass", "answer": "pass"}
+DOCUMENTS: dict[str, tuple[Any, Any]] = {
+    "commit.json": (COMMITTED, committed),
+    "manifest.json": (MANIFEST, published),
+    "best.json": ({"schema": 1, "step": 3, "val_loss": 0.5, "manifest": "m"}, best),
+    "run.json": (runs.tree(), run_json),
+    "dataset.json of windows": (WINDOWS, dataset_json),
+    "dataset.json of packed rows": (PACKED, dataset_json),
+    "weights.json": ({"schema": 1, "name": "w", "files": LISTED}, weights_json),
+    "attempts/<instance>.json": (RECORD, attempted("attempts/i-1.json")),
+    "heartbeat/<instance>.jsonl": (BEAT, attempted("heartbeat/i-1.jsonl")),
+    "metrics.jsonl": (LINE, metrics_line),
+    "stages/verdicts.jsonl": (VERDICT, ledger(Verdict.from_json)),
+    "stages/candidates.jsonl": (CANDIDATE, ledger(kernel_stages._candidate)),
+}
+REFUSED = (
+    "manifest.json",
+    "run.json",
+    "dataset.json of windows",
+    "dataset.json of packed rows",
+    "weights.json",
+)  # in a sentence
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_no_document_ends_a_process_with_a_traceback(document: str, tmp_path: Path) -> None:
+    tree, read = DOCUMENTS[document]
+    for number, content in enumerate(mutations.of(tree)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        said = ""
+        try:
+            read(content, folder)
+        except ValueError as error:
+            said = str(error).replace(str(folder), "")
+        except Exception as error:
+            raise AssertionError(content[:2000]) from error
+        assert not said or document in REFUSED, (content[:500], said)
+        assert len(said) < 500, said
+        assert said.isprintable(), said
+        shutil.rmtree(folder)
