@@ -206,8 +206,9 @@ def test_the_page_explains_every_key_of_every_section_and_no_other() -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_page_explains_every_parameter_with_its_default_and_range(experiment: str) -> None:
-    rows = documented(f"job.parameters of {experiment}")
     fields = fields_of(EXPERIMENTS[experiment]())
+    shared = {key: value for key, value in documented("Keys of several experiments").items() if key in fields}
+    rows = shared | documented(f"job.parameters of {experiment}")
     assert set(rows) == set(fields)
     for name, (field, default) in fields.items():
         low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
@@ -220,6 +221,12 @@ def test_the_page_explains_every_parameter_with_its_default_and_range(experiment
             written = re.search(r"\*\*([0-9.e-]+)\*\*", rows[name])
             assert written is not None, name
             assert float(written[1]) == default, name
+
+
+def test_every_key_called_shared_is_of_several_experiments() -> None:
+    known = [fields_of(config()) for config in EXPERIMENTS.values()]
+    for key in documented("Keys of several experiments"):
+        assert sum(key in fields for fields in known) > 1, key
 
 
 def test_the_page_gives_the_range_that_the_loader_enforces() -> None:
