@@ -12,7 +12,7 @@ from infra.commands.compare import _row
 from infra.cost import compare, deadline, record
 from infra.cost.cheaper import cheaper
 from infra.cost.estimate import price
-from job.train.metrics import KEYS
+from job.contract.metrics import KEYS
 
 ROOT = Path(__file__).parents[2]
 CATALOG = load_catalog()
