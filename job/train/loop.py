@@ -24,8 +24,7 @@ from torch import nn
 from job import sizing
 from job.contract.commit import Commit, Reason, Retry
 from job.dataset.prepare import read_manifest
-from job.spec import delivers_best
-from job.train import device, identity, metrics, optimizer, rungs, step
+from job.train import delivery, device, identity, metrics, optimizer, rungs, step
 from job.train.cadence import Cadence
 from job.train.checkpoint import Saved, State, all_finite
 from job.train.committed import Found
@@ -138,29 +137,11 @@ class Loop:
             self.experiment.cut(self.step, weights)
 
     def _deliver(self, phase: Phase, module: nn.Module, last: Weights) -> Weights:
-        """Which weights the run leaves, said, and read into the module where they are not its `last`: those of the
-        phase's best evaluation that has a checkpoint on this disk, if the file asks for them.
-        """
-        checkpoints, asked = self.session.checkpoints, delivers_best(self.config)
-        self._note(checkpoints.wait())
-        saved = checkpoints.committed.best(phase.name) if asked and self.world.first else None
-        best = self.world.agree(None if saved is None else (saved.step, saved.val_loss))
-        weights = last if best is None else min(last, Weights(*best), key=_val_loss)
-        if weights.step != last.step:
-            found = next(each for each in checkpoints.committed if each.step == weights.step)
-            checkpoints.load(found, {"model": self.experiment.weights(module)})
-        which = "the last" if weights.step == last.step else f"the best evaluated; the last: {_said(last)}"
-        self.session.say(f"delivered: {_said(weights)}, {which}")
-        if self._lowest is not None and _val_loss(self._lowest) < _val_loss(weights):
-            why = "has no checkpoint on this disk" if asked else "is better and not asked for (deliver)"
-            self.session.say(f"the best evaluation, {self._lowest.val_loss:.4f} at step {self._lowest.step}, {why}")
-        told = {"last": last._asdict(), "best": None if self._lowest is None else self._lowest._asdict()}
-        self.experiment.outcome = {
-            "delivered": {"choice": "best" if asked else "last", **weights._asdict(), **told},
-            "retries": [asdict(each) for each in self._retries],
-        }
-        self._delivered = weights
-        return weights
+        """The weights that the run leaves are in the module; which, is said."""
+        self._note(self.session.checkpoints.wait())
+        self._delivered = delivery.deliver(self.experiment, phase, module, last, self._lowest)
+        self.experiment.outcome = {**self.experiment.outcome, "retries": [asdict(each) for each in self._retries]}
+        return self._delivered
 
     def _resume(self, found: Found) -> list[Phase]:
         """Takes over where the checkpoint stands; the phases that are left, its own included."""
@@ -310,7 +291,7 @@ class Loop:
         self._unevaluated = False
         self._require_finite(val_loss)
         self.val_loss = val_loss
-        if val_loss is not None and (self._lowest is None or val_loss < _val_loss(self._lowest)):
+        if val_loss is not None and (self._lowest is None or val_loss < delivery.val_loss(self._lowest)):
             self._lowest = Weights(self.step, val_loss)
         self._ended = self.experiment.stop_early(phase, self.step, val_loss)
         if self._ended is not None:
@@ -433,13 +414,3 @@ class Loop:
         if saved == self.step:  # of an evaluation made up for, the weights are saved already
             before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
         raise LossNotFiniteError(f"{what} not finite at step {self.step}; {before}")
-
-
-def _val_loss(weights: Weights) -> float:
-    """For comparisons: of weights that were not evaluated infinite."""
-    return math.inf if weights.val_loss is None else weights.val_loss
-
-
-def _said(weights: Weights) -> str:
-    evaluated = "not evaluated" if weights.val_loss is None else f"validation {weights.val_loss:.4f}"
-    return f"step {weights.step} ({evaluated})"
