@@ -151,7 +151,8 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
 def serve(environment: Mapping[str, str]) -> Iterator[int]:
     """A provider for one embedded AWS, on a loopback port, until the block ends."""
     options = [("grpc.max_receive_message_length", _MESSAGE_BYTES), ("grpc.max_send_message_length", _MESSAGE_BYTES)]
-    server = grpc.server(ThreadPoolExecutor(max_workers=32), options=options)
+    executor = ThreadPoolExecutor(max_workers=32)
+    server = grpc.server(executor, options=options)
     provider_pb2_grpc.add_ResourceProviderServicer_to_server(Provider(environment), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -159,6 +160,7 @@ def serve(environment: Mapping[str, str]) -> Iterator[int]:
         yield port
     finally:
         server.stop(grace=None).wait()
+        executor.shutdown()  # what was at work for an engine that is gone ends before anybody else comes
 
 
 def _identity(urn: str) -> tuple[str, str]:

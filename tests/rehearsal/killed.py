@@ -14,8 +14,9 @@ from typing import Any
 
 from engine_world import STACK
 
-from rehearsal import gate
+from rehearsal import gate, provider
 from rehearsal.cloud import Cloud
+from rehearsal.engine import Pulumi, settings
 from rehearsal.environment import scratch
 
 READS = ("Describe", "Get", "List", "Head")
@@ -53,7 +54,7 @@ class Killer:
         return answer
 
     def gone(self) -> None:
-        """The program has ended; whoever comes next is somebody else."""
+        """Nothing of the program is left; whoever comes next is somebody else."""
         self._gate.app = self._app
 
 
@@ -62,19 +63,26 @@ def seeded(seed: int) -> int:
     return random.Random(seed).randint(1, WRITES - 1)
 
 
-def standin(project: Path) -> list[str]:
-    """The `up` of the in-process runner."""
-    return [sys.executable, "-m", "rehearsal.inprocess", "up", str(project), STACK, os.devnull]
-
-
-def real() -> list[str]:
-    """The `up` of the engine."""
-    return ["pulumi", "up", "--yes", "--skip-preview", "--non-interactive", "--stack", STACK]
-
-
-def killed(cloud: Cloud, command: list[str], project: Path, environment: Mapping[str, str], at: int | str) -> list[str]:
-    """Runs the command until it is killed after that write; the writes it has done."""
+def killed_standin(cloud: Cloud, project: Path, at: int | str) -> list[str]:
+    """The in-process runner's `up`, killed after that write; the writes it has done."""
     killer = Killer(cloud, at)
+    command = [sys.executable, "-m", "rehearsal.inprocess", "up", str(project), STACK, os.devnull]
+    _run(killer, command, project, cloud.environment())
+    return _over(cloud, killer)
+
+
+def killed_engine(cloud: Cloud, project: Path, at: int | str) -> list[str]:
+    """The same of the engine's, which is killed together with its provider."""
+    killer = Killer(cloud, at)
+    with provider.serve(cloud.environment()) as port:
+        environment = {**cloud.environment(), **settings(project, port), "NO_COLOR": "1"}
+        Pulumi(project, environment, STACK, lambda line: None)  # makes the stack
+        up = ["pulumi", "up", "--yes", "--skip-preview", "--non-interactive", "--stack", STACK]
+        _run(killer, up, project, environment)
+    return _over(cloud, killer)
+
+
+def _run(killer: Killer, command: list[str], project: Path, environment: Mapping[str, str]) -> None:
     process = subprocess.Popen(
         command,
         cwd=project,
@@ -86,6 +94,9 @@ def killed(cloud: Cloud, command: list[str], project: Path, environment: Mapping
     )
     killer.kill = lambda: os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _over(cloud: Cloud, killer: Killer) -> list[str]:
     killer.gone()
     cloud.tick()  # a fleet that was made has its node by now
     return killer.writes
