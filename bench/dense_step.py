@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from job import sizing
 from job.models.blocks import Experts, FeedForward
 from job.models.growth import build, decays
 from job.spec import GrowthConfig, GrowthModel, Precision
+from job.spec.growth import shape
 from job.train import device
 from job.train.optimizer import groups
 
@@ -126,8 +126,8 @@ def passes_of_models(config: GrowthConfig, tokens: Tensor) -> tuple[Callable[[],
 
 def ffns(config: GrowthConfig, x_BTd: Tensor, dispatch: str) -> tuple[Callable[[], None], Callable[[], None]]:
     """A mixture's FFN, and a dense one with as many active parameters."""
-    mixture = sizing.shape(config.model, 1)
-    dense = replace(sizing.shape(config.model, 0), ffn=mixture.top_k * mixture.ffn)
+    mixture = shape(config.model, 1)
+    dense = replace(shape(config.model, 0), ffn=mixture.top_k * mixture.ffn)
     modules = Experts(mixture).to(x_BTd.device), FeedForward(dense).to(x_BTd.device)
     for p in [*modules[0].parameters(), *modules[1].parameters()]:
         nn.init.normal_(p, 0.0, 0.02)

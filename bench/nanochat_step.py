@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from job import sizing
 from job.models.growth import build, decays
 from job.spec import GrowthConfig, GrowthModel
 from job.spec.growth import Precision, TextData
@@ -102,7 +101,7 @@ def ours(a: argparse.Namespace, tokens: Tensor, stack: ExitStack) -> Model:
     opt = optimizer.make(optimizer.groups(module, decays, config.optim.weight_decay), config.optim, seed=1)
     optimizer.set_lr(opt, 3e-4)
     stack.enter_context(compiled(module, tokens.device))
-    size = sizing.phases(config)[0]
+    size = config.phases()[0]
     total = a.micros * tokens[:, 1:].numel()
 
     def passes() -> None:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from job.models import decoder, lora
-from job.sizing.sft import flops_per_token
 from job.spec import SftConfig
 from job.spec.common import Decoder as Shape
+from job.spec.sft import flops_per_token
 from job.train import device, optimizer
 from job.train.step import compiled
 

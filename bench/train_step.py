@@ -26,10 +26,10 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from infra.loader import find, load
-from job import sizing
 from job.dataset import prepare, sources
 from job.models.growth import build
 from job.spec import GrowthConfig
+from job.spec.common import PhaseSize, Rung
 from job.train import __main__ as trainer
 from job.train import device
 from job.train.compile_cache import CompileCache
@@ -78,7 +78,7 @@ def rehearsal_size(scratch: Path) -> None:
     say("## The rehearsal's run, uninterrupted\n")
     say(f"{seconds:.1f} s for {records[-1]['step']} steps, imports, two verified growths and all exports included.\n")
     say("| phase | parameters | ms/step | tok/s | loss |\n|---|---|---|---|---|")
-    for size in sizing.phases(config):
+    for size in config.phases():
         own = [r for r in records if r["phase"] == size.name]
         step_ms, tok_s = (median(r[key] for r in own if r[key]) for key in ("step_ms", "tok_s"))
         say(f"| {size.name} | {size.params_total:,} | {step_ms:.1f} | {tok_s:,.0f} | {own[-1]['loss']:.3f} |")
@@ -93,11 +93,11 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
     tree = {"schema": 1, "job": {"experiment": "tinystories-growth", "parameters": asdict(config)}}
     (scratch / "run.json").write_text(json.dumps(tree))
     experiment, _ = trainer.start(trainer.Run.read(scratch), scratch, 0, Requests(scratch), World())
-    whole = sizing.Rung(micro=config.batch.sequences)
+    whole = Rung(micro=config.batch.sequences)
     say(f"\n{sequences} x {config.data.sequence} tokens a step.\n")
     say("| phase | ms/step | least ms | of it | tok/s | MFU | peak GB | predicted GB | no cache | an earlier node's |")
     say("|---|---|---|---|---|---|---|---|---|---|")
-    for index, size in enumerate(sizing.phases(config)):
+    for index, size in enumerate(config.phases()):
         phase = experiment.phases[index]
         found.tidy()  # first of all: the phase before is held by cycles
         module = build(config, index, device=found.torch)
@@ -118,7 +118,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
         seconds = (time.perf_counter() - began) / STEPS
         tok_s = size.tokens_per_step / seconds
         mfu = "-" if not found.peak_tflops else f"{tok_s * size.flops_per_token / found.peak_tflops / 1e12:.1%}"
-        predicted = sizing.memory(config, index, config.batch.sequences).total_gb
+        predicted = config.memory(index, config.batch.sequences).total_gb
         least = least_s(found, size)
         limits = f"{least * 1000:.1f} | {seconds / least:.2f} x" if least else "- | -"
         say(
@@ -129,7 +129,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
     say(f"\nThe bar: at most {BAR} x the least.")
 
 
-def least_s(found: device.Device, size: sizing.PhaseSize) -> float | None:
+def least_s(found: device.Device, size: PhaseSize) -> float | None:
     """Of a step, by the GPU's data sheet; None where it is not known."""
     bandwidth = device.bandwidth_gb_s(found.name)
     if not found.peak_tflops or not bandwidth:

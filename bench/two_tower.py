@@ -20,7 +20,6 @@ from statistics import median
 
 import torch
 
-from job import sizing
 from job.experiments.two_tower_members import Members, clip_each
 from job.models.two_tower import Noise, draw_noise
 from job.spec import TwoTowerConfig
@@ -37,7 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
     found = device.choose("cuda" if torch.cuda.is_available() else "cpu", bf16=False)
-    if found.is_cuda and sizing.products(TwoTowerConfig()) == "tf32":
+    if found.is_cuda and TwoTowerConfig().products() == "tf32":
         torch.set_float32_matmul_precision("high")  # as the experiment has it
     say("# Two-tower: one joint step\n")
     say(

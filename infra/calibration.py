@@ -18,7 +18,7 @@ from typing import Any
 
 from infra.catalog import Instance
 from infra.definition import StackDefinition
-from job import atomic, measured, sizing
+from job import atomic, measured
 from job.contract import reading
 from job.contract.reading import Fields
 from job.spec import JobConfig
@@ -115,13 +115,13 @@ def find_all(
 
 def unmeasured(config: JobConfig) -> tuple[str, ...]:
     """The phases that no measurement holds: those without optimizer steps."""
-    return tuple(size.name for size in sizing.phases(config) if not size.steps)
+    return tuple(size.name for size in config.phases() if not size.steps)
 
 
 def not_reached(tree: Mapping[str, Any], config: JobConfig) -> tuple[str, ...]:
     """The phases with optimizer steps of which this measurement holds none: with one of them it does not count."""
     known = {phase["name"] for phase in tree["phases"]}
-    return tuple(size.name for size in sizing.phases(config) if size.steps and size.name not in known)
+    return tuple(size.name for size in config.phases() if size.steps and size.name not in known)
 
 
 def path_for(root: Path, stack: str, device: str) -> Path:
@@ -220,11 +220,11 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
     ]
     if changed:
         return ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-    ranks = sizing.ranks(config, instance.gpu_count)
+    ranks = config.ranks(instance.gpu_count)
     if int(tree["device"]["ranks"]) != ranks:
         return f"it was measured with {tree['device']['ranks']} processes, {instance.type} would run {ranks}"
     if tree["code_sha256"] != _code():
-        return "the code that trains (job/train, job/models, job/experiments, job/sizing) has changed"
+        return "the code that trains (job/train, job/models, job/experiments, job/spec) has changed"
     lacking = not_reached(tree, config)
     return f"it did not reach phase {lacking[0]}" if lacking else ""
 

@@ -15,7 +15,6 @@ from infra.definition import Account, Disk, Fleet, Limits, StackDefinition, Stor
 from infra.run_guard import days_to_keep, expiry
 from infra.schema import Findings, nearest
 from infra.type_checks import gpus_asked, instance_types
-from job import sizing
 from job.spec import JobConfig
 from job.text import counted, stamp
 
@@ -61,7 +60,7 @@ def check(
 
 def _model(config: JobConfig, findings: Findings) -> bool:
     """Whether there is anything: no model of such a run config can be built."""
-    found = sizing.problems(config)
+    found = config.problems()
     for path, sentence in found:
         findings.add(f"job.parameters.{path}", sentence, default=_standing(config, path))
     return bool(found)
@@ -129,7 +128,7 @@ def _account(account: Account, fleet: Fleet, findings: Findings) -> None:
 
 def _base_weights(s: StackDefinition, findings: Findings) -> None:
     named, config = s.storage.base_weights is not None, s.job.parameters
-    if not sizing.weights_bytes(config):
+    if not config.sizes().base_weights:
         if named:
             hint = f"{s.job.experiment} starts from no weights: take the key out."
             findings.add("storage.base_weights", "nothing in this experiment", hint)
@@ -201,7 +200,7 @@ def _kept(s: StackDefinition, findings: Findings, now: datetime) -> None:
 
 def _estimate(s: StackDefinition, findings: Findings) -> None:
     steps = s.estimate.step_ms
-    phases = sum(1 for phase in sizing.phases(s.job.parameters) if phase.steps)
+    phases = sum(1 for phase in s.job.parameters.phases() if phase.steps)
     if steps is not None and len(steps) != phases:
         findings.add(
             "estimate.step_ms",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from infra.definition import StackDefinition
 from job.dataset import packed, ranking
@@ -39,7 +40,7 @@ def dataset_differs(definition: StackDefinition, root: Path) -> str:
 
     Raises ValueError for a folder that is no prepared dataset.
     """
-    config = definition.job.parameters
+    config: Any = definition.job.parameters
     manifest = read_manifest(root / definition.storage.dataset)
     if manifest.kind != _KINDS[type(config)]:
         return f"is a dataset of {manifest.kind}, {definition.job.experiment} needs {_KINDS[type(config)]}"

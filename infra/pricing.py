@@ -23,7 +23,6 @@ from infra.cost.options import Footing
 from infra.cost.side import Hazards
 from infra.definition import StackDefinition
 from infra.receipts import observations
-from job import sizing
 from job.dataset.prepare import DatasetManifest, read_manifest
 
 
@@ -122,5 +121,5 @@ def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest
 def _counted(definition: StackDefinition, dataset: DatasetManifest | None) -> StackDefinition:
     if dataset is None:
         return definition
-    parameters = sizing.with_facts(definition.job.parameters, dataset.facts)
+    parameters = definition.job.parameters.with_facts(dataset.facts)
     return replace(definition, job=replace(definition.job, parameters=parameters))

@@ -22,7 +22,6 @@ from infra.definition import Account, Estimate, Fleet, Job, Limits, Run, Storage
 from infra.errors import Problem
 from infra.rules import REQUIRED, RULES, Rule
 from infra.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, at
-from job import sizing
 from job.spec import EXPERIMENTS, JobConfig
 
 SECTIONS: dict[str, type[Any]] = {
@@ -308,7 +307,7 @@ def _as_list(path: str, text: str, findings: Findings) -> str:
     name = experiment.text if isinstance(experiment, Scalar) else ""
     if name not in EXPERIMENTS:
         return ""
-    count = sum(1 for phase in sizing.phases(EXPERIMENTS[name]()) if phase.steps)
+    count = sum(1 for phase in EXPERIMENTS[name]().phases() if phase.steps)
     if count == 1:
         return f"Write [{text}]."
     words = {2: "two", 3: "three", 4: "four"}.get(count, str(count))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from infra.definition import Fleet
 from infra.schema import Findings
-from job import sizing
 from job.spec import JobConfig
+from job.spec.common import DEVICE_RESERVE_GB
 
 if TYPE_CHECKING:
     from infra.catalog import Catalog, Instance
@@ -83,7 +83,7 @@ def _letters(name: str) -> str:
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """A node with fewer GPUs than the job asks for would be refused, and so would its replacement."""
-    asked = sizing.least_gpus(config)
+    asked = config.least_gpus()
     kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instances.get(name)) is not None]
     few = [f"{kind.type} has {kind.gpu_count}" for kind in kinds if kind.gpu_count < asked]
     if few:
@@ -103,13 +103,13 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
         return ""
     if config.precision.compute == "bf16" and not kind.gpu.bf16:
         return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
-    ranks = sizing.ranks(config, kind.gpu_count)
+    ranks = config.ranks(kind.gpu_count)
     needs: list[tuple[float, str]] = []
-    for index, phase in enumerate(sizing.phases(config)):
-        if sizing.choose_rung(config, kind.gpu_memory_gb, index, ranks) is None:
-            micro = sizing.ladder(config, ranks)[-1]
-            used = sizing.memory(config, index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks)
-            needs.append((used.total_gb + sizing.DEVICE_RESERVE_GB, phase.name))
+    for index, phase in enumerate(config.phases()):
+        if config.choose_rung(kind.gpu_memory_gb, index, ranks) is None:
+            micro = config.ladder(ranks)[-1]
+            used = config.memory(index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks)
+            needs.append((used.total_gb + DEVICE_RESERVE_GB, phase.name))
     if not needs:
         return ""
     need, phase_name = max(needs)  # the one that decides which type fits
@@ -121,7 +121,7 @@ def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instanc
     """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits; one
     whose speed cannot be derived, so that it has no bill, only where there is no other.
     """
-    gpus = 1 if config is None else sizing.least_gpus(config)
+    gpus = 1 if config is None else config.least_gpus()
     fits = [
         other
         for other in current
@@ -132,7 +132,7 @@ def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instanc
     ]
 
     def order(other: Instance) -> tuple[bool, int, float, int, str]:
-        unknown = config is not None and not other.gpu.has_a_roofline(sizing.products(config))
+        unknown = config is not None and not other.gpu.has_a_roofline(config.products())
         return unknown, other.gpu_count, other.gpu_memory_gb, other.vcpu, other.type
 
     best = min(fits, key=order, default=None)

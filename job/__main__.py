@@ -67,7 +67,6 @@ def supervise(run_json: Path) -> int:
 def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
-    from job import sizing
     from job.supervisor import fleet, machine
     from job.supervisor.child import Child, Log, trainer
     from job.supervisor.metadata import Metadata, Watch, http_fetch
@@ -82,7 +81,7 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     environment = os.environ
     log = Log(workdir / "job.log")
     gpus = machine.gpus() if run.config.device == "cuda" else ()
-    ranks = sizing.ranks(run.config, len(gpus))
+    ranks = run.config.ranks(len(gpus))
     ended = workdir / "ended.json" if ranks > 1 else None
     child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
 

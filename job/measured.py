@@ -53,7 +53,7 @@ _FREE = (
     "optim",
 )
 _COUNTS = ("optim.kind",)  # although its section is free
-_CODE = ("train", "models", "experiments", "sizing")  # folders of job/ that decide how long a step takes
+_CODE = ("train", "models", "experiments", "spec")  # folders of job/ that decide how long a step takes
 NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
 # One beside the steps, as most are: that at a phase's end has no moments and keeps no step waiting.
 _SAVED = re.compile(r"saved (\d+) \((?:timed|best|stop), ([0-9.]+) MB, blocked ([0-9.]+) s\)")

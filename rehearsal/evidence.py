@@ -14,8 +14,9 @@ from typing import Any
 
 from infra.errors import GpufleetError
 from infra.pricing import as_prepared
-from job import ledger, sizing
+from job import ledger
 from job.spec import PretrainConfig, TwoTowerConfig
+from job.spec.common import PhaseSize
 from rehearsal.account import Resource
 from rehearsal.state import Rehearsal
 
@@ -63,10 +64,10 @@ class Evidence:
         self.stages = {path.name: _lines(path) for path in sorted((folder / "stages").glob("*.jsonl"))}
         self.metrics = _lines(folder / "metrics.jsonl")
         config = as_prepared(rehearsal.definition, rehearsal.project).job.parameters
-        self.phases = sizing.phases(config)
-        self.total_steps = sizing.total_steps(config)
+        self.phases = config.phases()
+        self.total_steps = config.total_steps()
 
-    def spans(self) -> Iterator[tuple[sizing.PhaseSize, int, int]]:
+    def spans(self) -> Iterator[tuple[PhaseSize, int, int]]:
         """Each phase that has steps, with the first and the last of them, counted over the whole run."""
         first = 1
         for phase in self.phases:

@@ -24,7 +24,6 @@ from infra.errors import GpufleetError
 from infra.loader import load, project_root, rehearsal_text
 from infra.pricing import as_prepared
 from infra.selected import selected
-from job import sizing
 from rehearsal import environment, evidence, report, scratch
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result
@@ -74,7 +73,7 @@ def _lacking(definition: StackDefinition) -> list[str]:
     """What a definition needs for its rehearsal and does not say, as keys of the file with their values."""
     data = definition.job.parameters.data
     generated = get_args(get_type_hints(type(data))["source"])[-1]  # the others are the user's, or fetched
-    phases = sum(1 for size in sizing.phases(definition.job.parameters) if size.steps)
+    phases = sum(1 for size in definition.job.parameters.phases() if size.steps)
     return [
         *(["job.parameters.device: cpu"] if definition.job.parameters.device != "cpu" else []),
         *([f"job.parameters.data.source: {generated}"] if data.source not in (generated, "tinystories") else []),
@@ -231,7 +230,7 @@ def _follow(rehearsal: Rehearsal) -> None:
     outputs = rehearsal.engine.outputs()
     definition = rehearsal.definition
     counted = as_prepared(definition, rehearsal.project).job.parameters
-    steps = [phase.steps for phase in sizing.phases(counted)]
+    steps = [phase.steps for phase in counted.phases()]
     planned = plan(definition.interruptions, steps)
     rehearsal.watch = watch = Watch(
         rehearsal.cloud,

@@ -18,7 +18,6 @@ from infra.loader import load, rehearsal_text
 from infra.rules import RULES
 from infra.scenarios import scenarios
 from infra.schema import SECTIONS, describe
-from job import sizing
 from job.spec import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
@@ -85,9 +84,9 @@ def test_every_phase_fits_every_listed_type(stack: StackDefinition) -> None:
     for name in stack.fleet.instance_types:
         kind = load_catalog().instances.get(name)
         assert kind is not None
-        ranks = sizing.ranks(config, kind.gpu_count)
-        for phase in range(len(sizing.phases(config))):
-            assert sizing.choose_rung(config, kind.gpu_memory_gb, phase, ranks) is not None
+        ranks = config.ranks(kind.gpu_count)
+        for phase in range(len(config.phases())):
+            assert config.choose_rung(kind.gpu_memory_gb, phase, ranks) is not None
 
 
 def test_the_shipped_file_pins_nothing_that_ages(stack: StackDefinition) -> None:
@@ -104,8 +103,8 @@ def test_the_rehearsal_is_the_same_job_on_a_laptop(stack: StackDefinition, rehea
     assert rehearsed.job.parameters.device == "cpu"
     assert rehearsed.job.experiment == stack.job.experiment
     assert rehearsed.job.image == stack.job.image
-    assert len(sizing.phases(rehearsed.job.parameters)) == len(sizing.phases(stack.job.parameters))
-    assert max(phase.params_total for phase in sizing.phases(rehearsed.job.parameters)) < 20_000_000
+    assert len(rehearsed.job.parameters.phases()) == len(stack.job.parameters.phases())
+    assert max(phase.params_total for phase in rehearsed.job.parameters.phases()) < 20_000_000
     assert rehearsed.interruptions.with_notice >= 1
     assert rehearsed.interruptions.without_notice >= 1
 

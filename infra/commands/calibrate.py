@@ -22,7 +22,7 @@ from infra.definition import StackDefinition
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
 from infra.readiness import command
-from job import atomic, measured, probe, sizing
+from job import atomic, measured, probe
 from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.supervisor import machine
 from job.text import stamp
@@ -100,9 +100,9 @@ def calibrate(definition: StackDefinition, root: Path, *, steps: int, gpus: Sequ
             f"{definition.source}: job.parameters.device is cuda and this machine has no NVIDIA GPU: run this on a node"
             " with the GPU that the bill is for, or use --rehearsal"
         )
-    steps = min(steps, sizing.total_steps(config))  # a bill that stands on this says how many
-    plan, ranks = shorten(config, steps), sizing.ranks(config, len(gpus))
-    too_short = [size for size in sizing.phases(config) if 0 < size.steps <= WARM_UP]
+    steps = min(steps, config.total_steps())  # a bill that stands on this says how many
+    plan, ranks = shorten(config, steps), config.ranks(len(gpus))
+    too_short = [size for size in config.phases() if 0 < size.steps <= WARM_UP]
     if too_short:
         raise GpufleetError(
             f"{definition.source}: phase {too_short[0].name} has {too_short[0].steps} optimizer steps, and the first"
@@ -163,18 +163,18 @@ def shorten(config: JobConfig, steps: int) -> Shortened:
         stop = replace(config.early_stop, after=max(config.early_stop.after, steps))
         short = replace(config, steps=min(config.steps, steps), early_stop=stop)
     elif isinstance(config, TwoTowerConfig):
-        share = steps // len(sizing.phases(config))
+        share = steps // len(config.phases())
         per_epoch = max(1, min(config.steps_per_epoch, share // EVALUATIONS))  # each epoch is evaluated
         short = replace(config, epochs=min(config.epochs, EVALUATIONS), steps_per_epoch=per_epoch)
     else:  # as long as the prepared data; what follows training is not measured, so it is not waited for
         assert isinstance(config, SftConfig | KernelConfig)
-        short, stop_at = config, min(steps, sizing.total_steps(config))
-    sizes = sizing.phases(short)
+        short, stop_at = config, min(steps, config.total_steps())
+    sizes = short.phases()
     length = min([steps, *(size.steps for size in sizes if size.steps)])
     log = replace(config.log, every=max(1, min(config.log.every, length // LINES)), tensorboard=False)
     short = replace(short, log=log, checkpoint=replace(config.checkpoint, interval_s=86400.0))
     if not isinstance(short, KernelConfig | TwoTowerConfig):
-        evaluation: Any = short.eval
+        evaluation: Any = short.eval  # type: ignore[attr-defined]
         every = max(1, min(evaluation.every, length // EVALUATIONS))
         short = replace(short, eval=replace(evaluation, every=every))
     first, save_at = 0, {}

@@ -6,6 +6,7 @@ import argparse
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from infra.catalog import load_catalog
 from infra.commands import stack
@@ -16,7 +17,7 @@ from infra.errors import DefinitionError, GpufleetError
 from infra.loader import load, project_root
 from infra.pricing import bill_of
 from infra.readiness import command
-from job import atomic, sizing
+from job import atomic
 from job.dataset import characters, prepare, rendering, sources, weights
 from job.models import hf_config
 from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
@@ -75,7 +76,7 @@ def repeated(config: JobConfig, made: prepare.DatasetManifest) -> str:
         there, unit, key = made.facts["train_characters"], "character", "steps"
     else:
         return ""
-    asked = sum(phase.steps * phase.tokens_per_step for phase in sizing.phases(config))
+    asked = sum(phase.steps * phase.tokens_per_step for phase in config.phases())
     if asked < 2 * there:
         return ""
     warning = "warning: " if asked > OFTEN * there else ""
@@ -126,7 +127,7 @@ def prepared(
     name = definition.storage.dataset
     if name.startswith("s3://"):
         raise GpufleetError(f"storage.dataset is {name}, prepared already; name a local folder to prepare one here")
-    config = definition.job.parameters
+    config: Any = definition.job.parameters
     if text is not None and text.exists() and not (text.is_file() or text.is_dir()):  # <(zcat ...), /dev/stdin
         raise GpufleetError(f"{text}: a pipe or device, and it is read more than once: write it to a file first")
     if tokenizer is not None and isinstance(config, PretrainConfig | TwoTowerConfig):

@@ -22,7 +22,7 @@ from infra.commands import aws, late_receipt, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.loader import project_root
-from job import atomic, sizing
+from job import atomic
 from job.contract import reading
 from job.supervisor.receipt import text as receipt_text
 from job.text import counted
@@ -103,7 +103,8 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
             lacking.remove(RECEIPT)
     reason, detail = ((done or {}).get(key) for key in ("reason", "detail"))
     if lacking == ["results.json"] and reason in EARLY:
-        if sizing.cut_bytes(definition.job.parameters, 0) and not any(each.name.startswith(FINAL) for each in objects):
+        sizes = definition.job.parameters.sizes()
+        if sizes.final_if_cut[0] and not any(each.name.startswith(FINAL) for each in objects):
             kept = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"
             print(f"It left no {FINAL} either: what it has trained, if anything, is in {kept}")
         print(f"Complete for a run that ended with {reason}, which left no results.json. Its cost: {target / RECEIPT}")

@@ -9,7 +9,7 @@ from typing import Any
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
-from job import atomic, sizing
+from job import atomic
 from job.run_file import ASKED
 from job.text import stamp
 
@@ -64,7 +64,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     config = definition.job.parameters
     looks = f"looks every {config.checkpoint.heartbeat_s:g} s"
     left, later = "leaves final/", "leaves what the last checkpoint has"
-    if not sizing.cut_bytes(config, 0):
+    if not config.sizes().final_if_cut[0]:
         left = later = f"leaves no result ({name} has none before its end)"
     ends = "then ends the run and the fleet, and writes the receipt"
     wanted = any(map(aws.wants, alive))

@@ -20,7 +20,6 @@ from infra.cost.compare_rows import Row, draft, filled, rate
 from infra.cost.options import Footing
 from infra.cost.side import Hazards
 from infra.definition import Capacity, StackDefinition
-from job import sizing
 
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
@@ -187,7 +186,7 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
 def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[str, float, int]:
     """What estimate.step_ms is of: the GPUs of the fleet's own types, as many as work on a step."""
     instance = catalog.instances[type_]
-    return instance.gpu.name, instance.gpu_share, sizing.ranks(definition.job.parameters, instance.gpu_count)
+    return instance.gpu.name, instance.gpu_share, definition.job.parameters.ranks(instance.gpu_count)
 
 
 def _of(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:

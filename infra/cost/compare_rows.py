@@ -20,7 +20,6 @@ from infra.cost.runtime import Runtime
 from infra.cost.side import Prepared, Quantiles, Side
 from infra.cost.text import hours
 from infra.definition import Capacity, Claim, Limits, StackDefinition
-from job import sizing
 from job.spec import JobConfig
 from job.text import counted
 
@@ -126,7 +125,7 @@ def draft(
         nodes=definition.nodes,
         note=variant.note,
         claim=variant.claim,
-        tokens=sum(phase.steps * phase.tokens_per_step for phase in sizing.phases(config)),
+        tokens=sum(phase.steps * phase.tokens_per_step for phase in config.phases()),
         dataset="" if footing.dataset_bytes is None else definition.storage.dataset,
         compute_h=_compute_h(definition, option),
         used_gpu_h=None if runtime is None else runtime.ranks * sum(p.seconds for p in runtime.phases) / 3600,
@@ -136,7 +135,7 @@ def draft(
         why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.why),
         nearest=unfit.nearest if unfit else "",
         basis="measured" if runtime and runtime.measured else "target",
-        sharded=any(phase.sharded for phase in sizing.phases(config)),
+        sharded=any(phase.sharded for phase in config.phases()),
         limits=definition.limits,
         prepared=prepared,
     )
@@ -210,7 +209,7 @@ def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:
 
 def _lacking(config: JobConfig, instance: Instance) -> str:
     """Why a file that lists the type would be refused, and a node of it too."""
-    asked = sizing.least_gpus(config)
+    asked = config.least_gpus()
     if asked <= instance.gpu_count:
         return ""
     return f"has {counted(instance.gpu_count, 'GPU')}, and job.parameters.gpus asks for {asked}: leave that out"

@@ -15,7 +15,6 @@ from infra.cost.limits import AS_COUNTED
 from infra.cost.options import Calibrations
 from infra.cost.runtime import Runtime, hours
 from infra.definition import StackDefinition
-from job import sizing
 from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.spec.common import CosineAdamW
 from job.text import counted
@@ -94,7 +93,7 @@ def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
         yield f"method: full at an adapter's optim.lr, {_rate(config.optim.lr)}, the default: set it, 1e-5 for instance"
 
 
-def _warmup(config: JobConfig, runtime: Runtime) -> str:
+def _warmup(config: Any, runtime: Runtime) -> str:
     """A warm-up longer than what it warms up for, or nothing."""
     steps = max(phase.steps for phase in runtime.phases)
     key, whole, instead = "warmup", "the whole run", "raise steps"
@@ -129,14 +128,14 @@ def _micro(definition: StackDefinition, bill: Bill) -> Iterator[str]:
     if getattr(config.batch, key) is not None or bill.chosen.exposure.nodes > 1:
         return
     now = shortest = runtime.phases[0].step_ms
-    memory_gb, ranks = instance.gpu_memory_gb, sizing.ranks(config, instance.gpu_count)
-    first = sizing.choose_rung(config, memory_gb, ranks=ranks)
+    memory_gb, ranks = instance.gpu_memory_gb, config.ranks(instance.gpu_count)
+    first = config.choose_rung(memory_gb, ranks=ranks)
     while first is not None and not first.checkpointing:
         micro = first.micro
         batch: Any = config.batch
         config = replace(config, batch=replace(batch, **{key: 2 * micro * row}))
-        first = sizing.ladder(config, ranks)[0]
-        if first.micro == micro or sizing.choose_rung(config, memory_gb, ranks=ranks) != first:
+        first = config.ladder(ranks)[0]
+        if first.micro == micro or config.choose_rung(memory_gb, ranks=ranks) != first:
             break  # all of a rank's rows, or more than its memory holds
         took = hours(config, instance, definition.estimate, definition.storage.root).phases[0].step_ms
         if took > _WORTH * shortest:
@@ -170,11 +169,11 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
     needs_gb = fit.scratch_gb(config)
     for option in bill.types:
         instance, nodes = option.instance, definition.nodes
-        used, paid = sizing.ranks(config, instance.gpu_count, nodes), instance.gpu_count * nodes
+        used, paid = config.ranks(instance.gpu_count, nodes), instance.gpu_count * nodes
         if used < paid and config.device == "cuda":
             has = f"{option.type} has" if nodes == 1 else f"{nodes} nodes of {option.type} have"
             yield f"{has} {paid} GPUs, this job uses {'one' if used == 1 else used}"
-        rows, empty = sizing.rows(config), sizing.empty_rows(config, used)
+        rows, empty = config.rows(), config.empty_rows(used)
         if empty > _EMPTY_SHARE * rows and config.device == "cuda":
             yield f"{option.type}: a step of {rows} rows takes {used} GPUs as long as one of {rows + empty}"
         room_gb = instance.nvme_gb or (definition.storage.root.size_gib - _IMAGE_AND_SYSTEM_GIB) * 1.073741824

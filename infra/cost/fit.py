@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from infra.catalog import Catalog, Instance
 from infra.cost.runtime import SHA256_GB_S, Runtime, scratch_rate, upload_rate
 from infra.definition import Disk, Estimate
-from job import sizing
 from job.spec import GrowthConfig, JobConfig
+from job.spec.common import DEVICE_RESERVE_GB, Memory, Rung
 
 NOTICE_S = 120.0  # AWS: two minutes, best effort
 POLL_S = 5.0  # the supervisor looks this often
@@ -62,19 +62,19 @@ def fits(
 
     `holder`: what `cheapest_holder` says, for who asks about many types.
     """
-    whole = sizing.choose_rung(config, instance.gpu_memory_gb, ranks=sizing.ranks(config, instance.gpu_count))
+    whole = config.choose_rung(instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count))
 
     def nearest() -> str:
         return _narrower(config, instance) or (cheapest_holder(config, catalog, region) if holder is None else holder)
 
-    return tuple(_fit(config, instance, index, whole, nearest) for index in range(len(sizing.phases(config))))
+    return tuple(_fit(config, instance, index, whole, nearest) for index in range(len(config.phases())))
 
 
 def notices(config: JobConfig, instance: Instance, runtime: Runtime, estimate: Estimate, root: Disk) -> list[Notice]:
     """One Notice per phase."""
     found = []
     for index, phase in enumerate(runtime.phases):
-        size_gb = sizing.checkpoint_bytes(config, index) / 1e9
+        size_gb = config.sizes().checkpoints[index] / 1e9
         found.append(
             Notice(
                 type=instance.type,
@@ -91,24 +91,22 @@ def notices(config: JobConfig, instance: Instance, runtime: Runtime, estimate: E
 
 def scratch_gb(config: JobConfig) -> float:
     """Local disk a run may need: best, last, last but one, one being written (x 1.2), exports and final weights."""
-    exports = (*sizing.export_bytes(config).values(), *sizing.final_bytes(config).values())
-    largest = max(sizing.checkpoint_bytes(config, index) for index in range(len(sizing.phases(config))))
+    exports = (*config.sizes().exports.values(), *config.sizes().final.values())
+    largest = max(config.sizes().checkpoints[index] for index in range(len(config.phases())))
     return (largest * 4.2 + sum(exports)) / 1e9
 
 
-def _fit(
-    config: JobConfig, instance: Instance, index: int, whole: sizing.Rung | None, nearest: Callable[[], str]
-) -> Fit:
-    ranks = sizing.ranks(config, instance.gpu_count)
-    rung = whole or sizing.choose_rung(config, instance.gpu_memory_gb, index, ranks)
-    shown = rung or sizing.ladder(config, ranks)[-1]
-    needs = sizing.memory(config, index, shown.micro, checkpointing=shown.checkpointing, ranks=ranks)
+def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, nearest: Callable[[], str]) -> Fit:
+    ranks = config.ranks(instance.gpu_count)
+    rung = whole or config.choose_rung(instance.gpu_memory_gb, index, ranks)
+    shown = rung or config.ladder(ranks)[-1]
+    needs = config.memory(index, shown.micro, checkpointing=shown.checkpointing, ranks=ranks)
     why = _why(config, instance, index, rung, needs)
     return Fit(
         type=instance.type,
-        phase=sizing.phases(config)[index].name,
+        phase=config.phases()[index].name,
         fits=not why,
-        needs_gb=needs.total_gb + sizing.DEVICE_RESERVE_GB,
+        needs_gb=needs.total_gb + DEVICE_RESERVE_GB,
         has_gb=instance.gpu_memory_gb,
         micro=shown.micro,
         checkpointing=shown.checkpointing,
@@ -117,7 +115,7 @@ def _fit(
     )
 
 
-def _why(config: JobConfig, instance: Instance, index: int, rung: sizing.Rung | None, needs: sizing.Memory) -> str:
+def _why(config: JobConfig, instance: Instance, index: int, rung: Rung | None, needs: Memory) -> str:
     if config.device == "cpu":
         return ""  # a rehearsal on a laptop: no GPU is used
     if config.precision.compute == "bf16" and not instance.gpu.bf16:
@@ -125,12 +123,12 @@ def _why(config: JobConfig, instance: Instance, index: int, rung: sizing.Rung | 
     if rung is None:
         state = needs.weights_gb + needs.gradients_gb + needs.moments_gb
         return (
-            f"needs {needs.total_gb + sizing.DEVICE_RESERVE_GB:.1f} GB per GPU even at the smallest micro-batch with"
+            f"needs {needs.total_gb + DEVICE_RESERVE_GB:.1f} GB per GPU even at the smallest micro-batch with"
             f" activation checkpointing (weights, gradients and moments alone {state:.1f}), has"
             f" {instance.gpu_memory_gb:.1f}"
         )
     host_gb = instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
-    staged_gb = sizing.checkpoint_bytes(config, index) / 1e9
+    staged_gb = config.sizes().checkpoints[index] / 1e9
     if staged_gb > host_gb:
         return f"host memory: a checkpoint is staged there, {staged_gb:.1f} GB, {host_gb:.1f} GB are free"
     return ""
@@ -151,7 +149,7 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
     """
     priced = []
     for type_, other in catalog.instances.items():
-        if other.unusable or not other.gpu.has_a_roofline(sizing.products(config)) or not _holds(config, other):
+        if other.unusable or not other.gpu.has_a_roofline(config.products()) or not _holds(config, other):
             continue
         if price := catalog.on_demand_prices.get((type_, region)):
             priced.append((price.amount, other))
@@ -164,9 +162,9 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
 def _holds(config: JobConfig, instance: Instance) -> bool:
     if config.precision.compute == "bf16" and not instance.gpu.bf16:
         return False
-    if instance.gpu_count < sizing.least_gpus(config):
+    if instance.gpu_count < config.least_gpus():
         return False
-    if sizing.choose_rung(config, instance.gpu_memory_gb, ranks=sizing.ranks(config, instance.gpu_count)) is None:
+    if config.choose_rung(instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count)) is None:
         return False
-    largest = max(sizing.checkpoint_bytes(config, index) for index in range(len(sizing.phases(config))))
+    largest = max(config.sizes().checkpoints[index] for index in range(len(config.phases())))
     return largest / 1e9 <= instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB

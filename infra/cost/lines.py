@@ -15,7 +15,7 @@ from typing import Literal
 from infra.catalog import Catalog, Price
 from infra.cost.runtime import Runtime
 from infra.definition import Disk, StackDefinition
-from job import sizing
+from job.spec.common import PART_BYTES
 
 MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
@@ -116,15 +116,15 @@ def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
     """Upper bound of what lies in the bucket when the run has ended."""
     config = definition.job.parameters
     kept = max(  # of the phase that leaves most: one without optimizer steps saves nothing over the one before
-        (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * sizing.checkpoint_bytes(config, index)
-        + sizing.end_bytes(config, index)
-        for index, phase in enumerate(sizing.phases(config))
+        (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * config.sizes().checkpoints[index]
+        + config.sizes().phase_ends[index]
+        for index, phase in enumerate(config.phases())
     )
     return Stored(
         dataset=dataset_gb(definition, dataset_bytes) + weights_gb(definition),
         checkpoints=kept / 1e9,
-        exports=sum(sizing.export_bytes(config).values()) / 1e9,
-        final=sum(sizing.final_bytes(config).values()) / 1e9,
+        exports=sum(config.sizes().exports.values()) / 1e9,
+        final=sum(config.sizes().final.values()) / 1e9,
     )
 
 
@@ -133,14 +133,14 @@ def dataset_gb(definition: StackDefinition, dataset_bytes: int | None) -> float:
     if definition.storage.dataset.startswith("s3://"):
         return 0.0
     if dataset_bytes is None:
-        return sizing.dataset_bytes(definition.job.parameters) / 1e9
+        return definition.job.parameters.sizes().dataset / 1e9
     return dataset_bytes / 1e9
 
 
 def weights_gb(definition: StackDefinition) -> float:
     """Base weights that the stack puts into its own bucket."""
     place = definition.storage.base_weights
-    return 0.0 if place is None or place.startswith("s3://") else sizing.weights_bytes(definition.job.parameters) / 1e9
+    return 0.0 if place is None or place.startswith("s3://") else definition.job.parameters.sizes().base_weights / 1e9
 
 
 def node_lines(definition: StackDefinition, catalog: Catalog, node_hours: float, compute: Price) -> list[Line]:
@@ -163,18 +163,18 @@ def bucket_lines(
     held = stored(definition, dataset_bytes)
     days = keep.days if keep.bucket else UNKEPT_DAYS
     writes = sum(
-        (phase.saves - 1) * math.ceil(sizing.checkpoint_bytes(config, i) / sizing.PART_BYTES)
-        + math.ceil(sizing.end_bytes(config, i) / sizing.PART_BYTES)
+        (phase.saves - 1) * math.ceil(config.sizes().checkpoints[i] / PART_BYTES)
+        + math.ceil(config.sizes().phase_ends[i] / PART_BYTES)
         + phase.saves * (2 * runtime.ranks + SAVE_REQUESTS)
         for i, phase in enumerate(runtime.phases)
         if phase.saves
     )
-    writes += (held.exports + held.final) * 1e9 / sizing.PART_BYTES + 100
+    writes += (held.exports + held.final) * 1e9 / PART_BYTES + 100
     writes += held.dataset * 1e9 / INPUT_PART_BYTES
     writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
-    reads = (held.final + held.dataset) * 1e9 / sizing.PART_BYTES + 100
+    reads = (held.final + held.dataset) * 1e9 / PART_BYTES + 100
     reads += runtime.total_s / config.checkpoint.heartbeat_s  # whether somebody has asked it to stop
-    logs_gb = LOG_GB_PER_BOOT + sizing.total_steps(config) / config.log.every * LOG_LINE_BYTES / 1e9
+    logs_gb = LOG_GB_PER_BOOT + config.total_steps() / config.log.every * LOG_LINE_BYTES / 1e9
 
     def fixed(name: str, quantity: float, item: str) -> Line:
         return line(name, quantity, catalog.price(item, region), "fixed", item)

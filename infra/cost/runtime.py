@@ -19,8 +19,8 @@ from infra.calibration import Calibration, PhaseSpeed
 from infra.catalog import Instance
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
-from job import sizing
 from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec.common import PhaseSize
 
 # Share of the roofline a step reaches. Anchors: llm-foundry 7B on 8 H100 46.4 % MFU, 13B 39.8 to 44.3 %; nanochat d24
 # 50.0 %; torchtitan 8B eager 5,762 tok/s per H100. Growth's own targets are 0.52 to 0.56 of its limit.
@@ -110,13 +110,13 @@ def hours(
     `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it.
     Raises GpufleetError when its speed can be derived from nothing.
     """
-    sizes = sizing.phases(config)
-    ranks = sizing.ranks(config, instance.gpu_count, nodes)
+    sizes = config.phases()
+    ranks = config.ranks(instance.gpu_count, nodes)
     if estimate.step_ms is not None or nodes > 1:
         calibration = None
     upload_gb_s = upload_rate(instance, estimate)
-    ends_with = (*list(sizing.export_bytes(config).values())[-1:], *sizing.final_bytes(config).values())
-    last_gb = (sizing.end_bytes(config, len(sizes) - 1) + sum(ends_with)) / 1e9
+    ends_with = (*list(config.sizes().exports.values())[-1:], *config.sizes().final.values())
+    last_gb = (config.sizes().phase_ends[len(sizes) - 1] + sum(ends_with)) / 1e9
     finish_s = calibration.finish_s if calibration and sizes[-1].steps else None
     written_s = last_gb / scratch_rate(instance, root) if finish_s is None else finish_s
     upload_s = written_s + last_gb / SHA256_GB_S + last_gb / upload_gb_s
@@ -200,11 +200,11 @@ def efficiency(config: JobConfig, estimate: Estimate) -> float:
     return EFFICIENCY[type(config)] if estimate.efficiency is None else float(estimate.efficiency)
 
 
-def _limit_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float | None:
-    peak, bandwidth = instance.gpu.peak_tflops(sizing.products(config)), instance.gpu.bandwidth_gb_s
+def _limit_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float | None:
+    peak, bandwidth = instance.gpu.peak_tflops(config.products()), instance.gpu.bandwidth_gb_s
     if peak is None or bandwidth is None:
         return None
-    tokens = size.tokens_per_step * (1 + sizing.empty_rows(config, ranks) / sizing.rows(config))
+    tokens = size.tokens_per_step * (1 + config.empty_rows(ranks) / config.rows())
     compute_s = tokens * size.flops_per_token / (peak * instance.gpu_share * ranks * 1e12)
     cut = ranks if size.sharded else 1
     traffic_s = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
@@ -213,7 +213,7 @@ def _limit_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ran
 
 def _step_ms(
     index: int,
-    sizes: tuple[sizing.PhaseSize, ...],
+    sizes: tuple[PhaseSize, ...],
     limit_ms: float | None,
     launch_ms: float,
     config: JobConfig,
@@ -237,21 +237,21 @@ def _step_ms(
     return max(limit_ms / efficiency(config, estimate), launch_ms)
 
 
-def _launch_ms(size: sizing.PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
+def _launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
     """Of the host, in a step with the micro-batches that the node's GPUs hold."""
     if not size.micro_launch_ms:
         return size.launch_ms
-    rung = sizing.choose_rung(config, instance.gpu_memory_gb, ranks=ranks) or sizing.ladder(config, ranks)[-1]
-    return size.launch_ms + sizing.micro_batches(config, rung, ranks) * size.micro_launch_ms
+    rung = config.choose_rung(instance.gpu_memory_gb, ranks=ranks) or config.ladder(ranks)[-1]
+    return size.launch_ms + config.micro_batches(rung, ranks) * size.micro_launch_ms
 
 
 def _save_s(
-    config: JobConfig, size: sizing.PhaseSize, index: int, ranks: int, write_gb_s: float, seen: PhaseSpeed | None
+    config: JobConfig, size: PhaseSize, index: int, ranks: int, write_gb_s: float, seen: PhaseSpeed | None
 ) -> float:
     """What one save keeps the trainer waiting: each rank copies what it holds, a part of what is sharded or all. Saves
     that are not asynchronous are waited for until they are written.
     """
-    whole_gb = sizing.checkpoint_bytes(config, index) / 1e9
+    whole_gb = config.sizes().checkpoints[index] / 1e9
     copied_s = SAVE_BLOCKS_S + whole_gb / (ranks if size.sharded else 1) / HOST_COPY_GB_S
     written_s = whole_gb / write_gb_s
     if seen is not None:
@@ -263,7 +263,7 @@ def _save_s(
 
 def _beside_s(
     config: JobConfig,
-    size: sizing.PhaseSize,
+    size: PhaseSize,
     instance: Instance,
     ranks: int,
     step_ms: float,
@@ -291,7 +291,7 @@ def _beside_s(
     return forward_s + rounds * size.decode_steps * decode_s + beside_s
 
 
-def _growth_s(config: JobConfig, size: sizing.PhaseSize, seen: PhaseSpeed | None) -> float:
+def _growth_s(config: JobConfig, size: PhaseSize, seen: PhaseSpeed | None) -> float:
     """Between two phases: as measured, or the growth of tinystories-growth, whose model changes shape there."""
     if seen is not None and seen.boundary_s is not None:
         return seen.boundary_s

@@ -14,7 +14,6 @@ from infra.cost.lines import Line
 from infra.cost.options import TypeCost
 from infra.cost.runtime import Runtime
 from infra.definition import Capacity, Limits, StackDefinition, Variant
-from job import sizing
 from job.spec import JobConfig
 from job.supervisor.forecast import RESERVE_S, Forecast
 
@@ -232,7 +231,7 @@ def reserve_h(config: JobConfig, option: TypeCost) -> float:
     phases = option.runtime.phases if option.runtime else ()
     pace = [{"phase": each.name, "steps": each.steps, "step_ms": each.step_ms} for each in phases if each.steps]
     forecast = Forecast(config, {"notice": seconds, "phases": pace}, option.type)
-    return (forecast.end_s(sizing.total_steps(config), None) + RESERVE_S) / 3600
+    return (forecast.end_s(config.total_steps(), None) + RESERVE_S) / 3600
 
 
 def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard | float:

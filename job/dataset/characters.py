@@ -19,9 +19,8 @@ from pathlib import Path
 
 from job.dataset import prepare
 from job.dataset.shards import read_header, write_payload
-from job.spec.pretrain import CharData
+from job.spec.pretrain import SYMBOLS, CharData
 
-SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 BOS = len(SYMBOLS)  # <|bos|>, never in a text
 VOCAB = BOS + 1
 TRAIN, VALIDATION = "train.bin", "validation.bin"

@@ -27,7 +27,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from job import sizing
 from job.experiments.growth_routing import flipped, routed, tied
 from job.models.blocks import Experts, at_least_fp32
 from job.models.growth import Growth, load, state_dtype
@@ -126,7 +125,7 @@ def check_boundary(
     if cast is not None and not abs(cast) <= LOSS_LIMIT:
         problems.append(f"the cast to bf16 moves the loss by {cast:.4f}, limit {LOSS_LIMIT}")
     report = BoundaryReport(
-        phase=sizing.phases(config)[phase_index].name,
+        phase=config.phases()[phase_index].name,
         dtype=str(_dtype(new)).removeprefix("torch."),
         probe=(probe_BT.shape[0], probe_BT.shape[1]),
         before=before,

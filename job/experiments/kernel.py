@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from job import atomic, sizing
+from job import atomic
 from job.dataset.packing import order
 from job.dataset.prepare import read_manifest
 from job.experiments import kernel_results, kernel_stages, tuning
@@ -26,6 +26,7 @@ from job.kernels import curriculum
 from job.kernels.catalog import TASKS
 from job.models import decoder
 from job.models.decoder import Decoder
+from job.spec.common import Rung
 from job.spec.kernel import KernelConfig
 from job.train import optimizer
 from job.train.data import Ids, in_epochs
@@ -42,7 +43,7 @@ class Kernel(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, KernelConfig)
         self.session, self.config = session, session.config
-        sizing.require(self.config)
+        self.config.require()
         self.manifest = read_manifest(session.data)
         tuning.check_dataset(session, self.manifest, self.config)
         self.batches = PackedBatches(session.data, self.manifest, session.world, session.device.torch)
@@ -50,7 +51,7 @@ class Kernel(Experiment):
         self.per_step = self.config.batch.tokens // self.config.data.row
         self.rows = len(self.batches.splits["train"])
         steps = self.batches.steps(self.per_step, self.config.epochs)
-        sizes = [size for size in sizing.phases(sizing.with_facts(self.config, self.manifest.facts)) if size.steps]
+        sizes = [size for size in self.config.with_facts(self.manifest.facts).phases() if size.steps]
         self.phases = [
             Phase.of(size, index=index, first=index * steps, steps=steps) for index, size in enumerate(sizes)
         ]
@@ -85,7 +86,7 @@ class Kernel(Experiment):
         optimizer.set_lr(opt, lr)
         return lr
 
-    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
         """The next rows of the epoch, this rank's part: a function of the seed, the step and the last evaluation."""
         return self.batches.work("train", self.step_rows(phase, step), rung.micro, per_step=self.per_step)
 
@@ -98,7 +99,7 @@ class Kernel(Experiment):
         over = (at - phase.first) * self.per_step  # rows drawn when they were known; a step holds rows of two epochs
         return in_epochs(places, self.rows, lambda epoch: self._epoch(epoch, rates, max(0, over - epoch * self.rows)))
 
-    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+    def validation(self, phase: Phase, rung: Rung) -> Work:
         """All rows held out."""
         return self.batches.work("validation", self.batches.fixed(len(self.batches.splits["validation"])), rung.micro)
 
@@ -108,7 +109,7 @@ class Kernel(Experiment):
         return step - phase.first in ends or step == phase.last
 
     @torch.no_grad()
-    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: sizing.Rung) -> float | None:
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
         """Loss on the rows held out; for the curriculum also pass rates, when another epoch comes."""
         loss = super().evaluate(phase, step, module, rung)
         if self.config.data.curriculum != "off" and phase is self.phases[-1] and step < phase.last:

@@ -11,7 +11,7 @@ from job import atomic
 from job.experiments.kernel_stages import KernelRun
 from job.kernels import ablation
 from job.kernels.verdict import STAGES, Verdict
-from job.sizing.kernel import per_candidate
+from job.spec.kernel import per_candidate
 from job.train import metrics
 
 

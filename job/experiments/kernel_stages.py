@@ -42,8 +42,7 @@ from job.models import decoder
 from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
 from job.models.generate import generate
-from job.sizing.kernel import AT_ONCE, TRIED
-from job.spec.kernel import KernelConfig
+from job.spec.kernel import AT_ONCE, TRIED, KernelConfig
 from job.train import parallel
 from job.train.device import NodeRefusedError
 from job.train.experiment import Phase, Session, Stopped

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from job import ledger, sizing
+from job import ledger
 from job.contract import reading
 from job.contract.reading import Fields
 from job.dataset import weights as base_weights
@@ -37,8 +37,7 @@ from job.models import hf, lora
 from job.models.blocks import DTYPES
 from job.models.decoder import Decoder
 from job.models.generate import generate
-from job.sizing.sft import VALIDATION_ROWS, answers_at_once
-from job.spec.sft import SftConfig
+from job.spec.sft import VALIDATION_ROWS, SftConfig, answers_at_once
 from job.text import counted
 from job.train.experiment import Phase, Session, Weights
 from job.train.packed_rows import PackedBatches
@@ -159,7 +158,7 @@ def _entry(tree: dict[str, Any]) -> tuple[str, str, Any]:
 def _loss(sft: SftRun, module: Decoder, variant: Variant) -> dict[str, Any]:
     """Mean loss in nats of one line of the table, over all ranks."""
     rows = sft.batches.fixed(sft.config.eval.rows if variant.all_rows else min(VALIDATION_ROWS, sft.config.eval.rows))
-    ladder = sizing.ladder(sft.config, sft.session.world.size)
+    ladder = sft.config.ladder(sft.session.world.size)
     micro_rows = ladder[min(sft.session.rung, len(ladder) - 1)].micro if variant.compute == torch.bfloat16 else 1
     work = sft.batches.work("validation", rows, micro_rows)
     total = torch.zeros((), dtype=torch.float64, device=sft.session.device.torch)

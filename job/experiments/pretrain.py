@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import atomic, sizing
+from job import atomic
 from job.dataset import characters
 from job.dataset.prepare import read_manifest
 from job.models.blocks import DTYPES
 from job.models.char_gpt import CharGpt, generate, initial
-from job.spec import PretrainConfig, delivers_best
-from job.spec.pretrain import EarlyStop, MuonAdamW
+from job.spec import PretrainConfig
+from job.spec.common import Rung
+from job.spec.pretrain import SYMBOLS, EarlyStop, MuonAdamW
 from job.train import export, metrics, muon, parallel
 from job.train.experiment import Experiment, Phase, Session, Weights, Work
 from job.train.rows import Rows
@@ -35,7 +36,7 @@ class Pretrain(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, PretrainConfig)
         self.session, self.config = session, session.config
-        sizing.require(self.config)
+        self.config.require()
         self.manifest = read_manifest(session.data)
         if self.manifest.kind != "characters":
             raise ValueError(
@@ -45,7 +46,7 @@ class Pretrain(Experiment):
         sequence, device = self.config.data.sequence, session.device.torch
         self.train = Rows(session.data / characters.TRAIN, sequence=sequence, device=device)
         self.validated = Rows(session.data / characters.VALIDATION, sequence=sequence, device=device)
-        self.size = sizing.phases(self.config)[0]
+        self.size = self.config.phases()[0]
         self.phases = [Phase.of(self.size)]
         self.progress: dict[str, Any] = {"evaluations": []}
         self._module: CharGpt | None = None
@@ -75,12 +76,12 @@ class Pretrain(Experiment):
                 group["momentum"] = momentum(step, config)
         return scale * config.lr
 
-    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
         """The next rows of the epoch, this rank's part."""
         starts = self.train.step(self.config.seed, step, self.config.batch.rows)
         return self.train.work(starts, self.session.world, rung.micro)
 
-    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+    def validation(self, phase: Phase, rung: Rung) -> Work:
         """Windows spread evenly over the held-out characters."""
         starts = self.validated.fixed(self.config.eval.windows)
         return self.validated.work(starts, self.session.world, rung.micro)
@@ -108,7 +109,7 @@ class Pretrain(Experiment):
 
     def cut(self, step: int, weights: Weights) -> None:
         """The same without continuations; nothing where the best are asked for and none were evaluated."""
-        if self._module is not None and (weights.val_loss is not None or not delivers_best(self.config)):
+        if self._module is not None and (weights.val_loss is not None or not self.config.delivers_best):
             self._leave(self._module, weights, {}, step)
 
     def _spread(self) -> CharGpt:
@@ -145,7 +146,7 @@ class Pretrain(Experiment):
             "tokens": weights.step * self.size.tokens_per_step,
             "shape": asdict(self.config.model),
             "sequence": self.config.data.sequence,
-            "symbols": list(characters.SYMBOLS),
+            "symbols": list(SYMBOLS),
             "dtype": "float32",
             "params_total": self.size.params_total,
             "dataset_sha256": self.manifest.sha256,
@@ -159,7 +160,7 @@ class Pretrain(Experiment):
         ids = generate(
             module,
             list(characters.encode(prompt.encode())),
-            allowed=len(characters.SYMBOLS),
+            allowed=len(SYMBOLS),
             max_tokens=self.config.eval.sample_tokens,
             window=self.config.data.sequence,
         )

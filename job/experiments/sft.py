@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import atomic, sizing
+from job import atomic
 from job.dataset.prepare import read_manifest
 from job.experiments import merge, tuning
 from job.models import decoder, lora
 from job.models.decoder import Decoder
+from job.spec.common import Rung
 from job.spec.sft import SftConfig
 from job.text import counted
 from job.train import metrics, optimizer, parallel
@@ -34,11 +35,11 @@ class Sft(Experiment):
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, SftConfig)
         self.session, self.config = session, session.config
-        sizing.require(self.config)
+        self.config.require()
         self.manifest = read_manifest(session.data)
         self.batches = self._opened()
         self.per_step = self.config.batch.tokens // self.config.data.row
-        self.size = sizing.phases(sizing.with_facts(self.config, self.manifest.facts))[0]
+        self.size = self.config.with_facts(self.manifest.facts).phases()[0]
         self.phases = [Phase.of(self.size, steps=self.batches.steps(self.per_step, self.config.epochs))]
         self.progress: dict[str, Any] = {}
         self.module: Decoder | None = None
@@ -70,12 +71,12 @@ class Sft(Experiment):
         optimizer.set_lr(opt, lr)
         return lr
 
-    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
         """The next rows of the epoch, this rank's part."""
         rows = self.batches.step(self.config.seed, step, self.per_step, self.config.epochs)
         return self.batches.work("train", rows, rung.micro, per_step=self.per_step)
 
-    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+    def validation(self, phase: Phase, rung: Rung) -> Work:
         """Rows spread evenly over those held out."""
         return self.batches.work("validation", self.batches.fixed(self.config.eval.rows), rung.micro)
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import atomic, sizing
+from job import atomic
 from job.experiments.growth_check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
 from job.models import growth
 from job.models.blocks import any_length
 from job.models.growing import grow
 from job.spec import GrowthConfig
+from job.spec.common import Rung
 from job.train import export, metrics, optimizer
 from job.train.data import Dataset
 from job.train.experiment import Experiment, Phase, Session, Weights, Work
@@ -43,7 +44,7 @@ class TinystoriesGrowth(Experiment):
             device=session.device.torch,
         )
         self.aux_weight = self.config.optim.load_balance
-        self.sizes = sizing.phases(self.config)
+        self.sizes = self.config.phases()
         self.phases = Phase.chain(self.sizes)
         self.progress: dict[str, Any] = {"boundaries": [], "phases": {}, "capacity": {}}
         self._at: tuple[Phase, growth.Growth] | None = None  # what is trained now
@@ -110,11 +111,11 @@ class TinystoriesGrowth(Experiment):
         optimizer.set_lr(opt, now)
         return now
 
-    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
         """Windows drawn by (seed, step)."""
         return self.dataset.batch(self.config.seed, step, self.config.batch.sequences, rung.micro, self.session.world)
 
-    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+    def validation(self, phase: Phase, rung: Rung) -> Work:
         """Windows of held-out stories."""
         return self.dataset.fixed(self.config.eval.windows, rung.micro, self.session.world)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import atomic, sizing
+from job import atomic
 from job.dataset import ranking
 from job.dataset.prepare import read_manifest
 from job.experiments import two_tower_baselines as baselines
@@ -31,9 +31,8 @@ from job.experiments.two_tower_tables import spread
 from job.models.blocks import DTYPES
 from job.models.two_tower import TwoTower as Towers
 from job.models.two_tower import decays
-from job.sizing.two_tower import REFIT, parameters
-from job.spec.common import CosineAdamW
-from job.spec.two_tower import TwoTowerConfig, variants
+from job.spec.common import CosineAdamW, Rung
+from job.spec.two_tower import REFIT, TwoTowerConfig, parameters, variants
 from job.text import counted
 from job.train import export, optimizer
 from job.train.experiment import Experiment, Phase, Session, Weights, Work
@@ -56,9 +55,9 @@ class TwoTower(Experiment):
         problems = ranking.mismatches(self.config, self.tables.queries.shape, self.tables.labels.shape)
         if problems:
             raise ValueError(f"{session.data}: " + "; ".join(problems))
-        if session.device.is_cuda and sizing.products(self.config) == "tf32":
+        if session.device.is_cuda and self.config.products() == "tf32":
             torch.set_float32_matmul_precision("high")  # TF32: ranks do not need fp32's last digits
-        self.phases = Phase.chain(sizing.phases(self.config))
+        self.phases = Phase.chain(self.config.phases())
         self.progress: dict[str, Any] = {"families": {}, "refit": None}
         self._losses_K: Tensor | None = None  # of the newest step that was read back
 
@@ -103,12 +102,12 @@ class TwoTower(Experiment):
         optimizer.set_lr(opt, lr)
         return lr
 
-    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
         """Every query of every member, in chunks."""
         place = step - phase.first + (REFIT_SEEDS if phase.name == REFIT else 0)
         return self._batches.work(self._config(phase), place, rung.micro)
 
-    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+    def validation(self, phase: Phase, rung: Rung) -> Work:
         """Not used: `evaluate` ranks instead of measuring a loss."""
         return Work((), 1)
 
@@ -120,12 +119,12 @@ class TwoTower(Experiment):
             return local == epochs * self.config.steps_per_epoch
         return local % self.config.steps_per_epoch == 0
 
-    def measure(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
+    def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
         """1 - the honest members' mean nDCG@10 on the folds they watch; None for the refit, which watches none."""
         assert isinstance(module, Members)
         return None if phase.name == REFIT else 1 - fmean(self._watched(module)[: self.config.data.folds])
 
-    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: sizing.Rung) -> float | None:
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
         """The same. Keeps the record of each member, and its weights where they are its best so far."""
         assert isinstance(module, Members)
         if phase.name == REFIT:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from job.dataset.arrays import Floats, Labels, unit_rows
 from job.dataset.ranking import GAINS, Tables
 from job.experiments.two_tower_data import Indices, Member, fold_of, gains
-from job.sizing.two_tower import MOST_RANKED
+from job.spec.two_tower import MOST_RANKED
 
 NEIGHBOURS = 10  # of the neighbour feature
 PROJECTIONS = 8  # principal directions of the training queries' sentence vectors

@@ -15,8 +15,7 @@ from job.dataset.arrays import Floats
 from job.dataset.ranking import Tables
 from job.experiments import two_tower_tables as tables_of
 from job.experiments.two_tower_data import Member, fold_of, worth
-from job.sizing.two_tower import REFIT
-from job.spec.two_tower import TwoTowerConfig
+from job.spec.two_tower import REFIT, TwoTowerConfig
 from job.train import metrics
 from job.train.experiment import Phase
 

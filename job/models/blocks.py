@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from job import sizing
 from job.models.routing import Routing, grouped_experts, padded_experts
 from job.models.selective import keep_products
+from job.spec.growth import CAPACITY, Shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the names of run configs
 NORM_EPS = 1e-5
@@ -31,7 +31,7 @@ Dispatch = Literal["grouped", "padded"]
 class Block(nn.Module):
     """Pre-norm: x + attention(norm(x)), then + FFN or experts of norm of that."""
 
-    def __init__(self, s: sizing.Shape) -> None:
+    def __init__(self, s: Shape) -> None:
         super().__init__()
         self.checkpointing = False
         self.norm1 = Norm(s.width)
@@ -56,7 +56,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention; q, k, v and o are separate parameters."""
 
-    def __init__(self, s: sizing.Shape) -> None:
+    def __init__(self, s: Shape) -> None:
         super().__init__()
         self.heads = s.heads
         self.q, self.k, self.v, self.o = (Linear(s.width, s.width) for _ in range(4))
@@ -75,7 +75,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two Linear layers around GELU."""
 
-    def __init__(self, s: sizing.Shape) -> None:
+    def __init__(self, s: Shape) -> None:
         super().__init__()
         self.up, self.down = Linear(s.width, s.ffn), Linear(s.ffn, s.width)
 
@@ -86,11 +86,11 @@ class FeedForward(nn.Module):
 class Experts(nn.Module):
     """Top-k mixture: each token's FFN is the renormalised sum of its k chosen experts."""
 
-    def __init__(self, s: sizing.Shape) -> None:
+    def __init__(self, s: Shape) -> None:
         super().__init__()
         self.top_k = s.top_k
         self.dispatch: Dispatch = "grouped"
-        self.capacity = sizing.CAPACITY
+        self.capacity = CAPACITY
         self.router = Linear(s.width, s.experts, bias=False)
         self.up, self.down = Stacked(s.experts, s.width, s.ffn), Stacked(s.experts, s.ffn, s.width)
 

@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from job import sizing
 from job.models.blocks import DTYPES, Block, Dispatch, Experts, Norm, at_least_fp32, rotations
 from job.models.routing import Routing
 from job.models.selective import Checkpointed
 from job.spec import GrowthConfig
+from job.spec.growth import CAPACITY, shape
 
 INIT_STD = 0.02
 
@@ -96,7 +96,7 @@ def load(
 
 def state_dtype(config: GrowthConfig, phase_index: int) -> torch.dtype:
     """Of weights, gradients and moments."""
-    return DTYPES[sizing.state_dtype(config, phase_index)]
+    return DTYPES[config.state_dtype(phase_index)]
 
 
 def decays(name: str) -> bool:
@@ -109,8 +109,8 @@ class Growth(Checkpointed):
 
     def __init__(self, config: GrowthConfig, phase_index: int) -> None:
         super().__init__()
-        sizing.require(config)
-        self.shape = s = sizing.shape(config.model, phase_index)
+        config.require()
+        self.shape = s = shape(config.model, phase_index)
         self.compute_dtype = DTYPES[config.precision.compute]
         self.embed = nn.Embedding(s.vocab, s.width)
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.layers))
@@ -162,7 +162,7 @@ class Growth(Checkpointed):
         ffn = self.blocks[0].ffn
         return ffn.capacity if isinstance(ffn, Experts) and ffn.dispatch == "padded" else None
 
-    def set_dispatch(self, dispatch: Dispatch, capacity: float = sizing.CAPACITY) -> None:
+    def set_dispatch(self, dispatch: Dispatch, capacity: float = CAPACITY) -> None:
         """How the expert product runs: `grouped` drops nothing, `padded` drops what exceeds `capacity` in training."""
         for block in self.blocks:
             if isinstance(block.ffn, Experts):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # a target that counts nothing, as in F.cross_entropy
-CHUNK_TOKENS = 1024  # whose logits are alive at a time: 0.5 GB in fp32 for 128,256 ids (job/sizing counts with it)
+CHUNK_TOKENS = 1024  # whose logits are alive at a time: 0.5 GB in fp32 for 128,256 ids (job/spec counts with it)
 
 
 ChunkLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]

@@ -15,7 +15,7 @@ from job import atomic
 from job.dataset import characters
 from job.models.char_gpt import CharGpt, generate
 from job.serving.request import Generation
-from job.spec.pretrain import CharModel
+from job.spec.pretrain import SYMBOLS, CharModel
 from job.train.export import META, WEIGHTS
 
 EXPERIMENT = "pretrain-d64"
@@ -35,15 +35,15 @@ class Served:
         ids = generate(
             self.module,
             list(characters.encode(asked.prompt.encode())),
-            allowed=len(characters.SYMBOLS),
+            allowed=len(SYMBOLS),
             max_tokens=asked.max_tokens,
             window=self.sequence,
             temperature=asked.temperature,
             top_k=asked.top_k,
             seed=asked.seed,
-            stop=[characters.SYMBOLS.index("\n")] if asked.stop_on_newline else (),
+            stop=[SYMBOLS.index("\n")] if asked.stop_on_newline else (),
         )
-        return (characters.SYMBOLS[i] for i in ids)
+        return (SYMBOLS[i] for i in ids)
 
     def info(self) -> dict[str, Any]:
         """What `GET /info` says."""
@@ -57,7 +57,7 @@ class Served:
             "width": shape.width,
             "heads": shape.width // shape.head_dim,
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
-            "vocabulary": list(characters.SYMBOLS),
+            "vocabulary": list(SYMBOLS),
             "sequence": self.sequence,
             "device": str(self.module.embed.weight.device),
         }

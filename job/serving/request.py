@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from job.dataset import characters
+from job.spec.pretrain import SYMBOLS
 
 MAX_TOKENS, MAX_TEMPERATURE, MAX_TOP_K = 2048, 2.0, 32
 MAX_SEED = 2**63 - 1
@@ -61,12 +61,12 @@ def parse(body: bytes, *, longest: int) -> Generation:
 
 
 def _prompt(value: Any, longest: int) -> str | None:
-    allowed = f"1 to {longest} of the characters {characters.SYMBOLS!r}"
+    allowed = f"1 to {longest} of the characters {SYMBOLS!r}"
     if not isinstance(value, str):
         return f"a {_kind(value)}; allowed: a string, {allowed}"
     if not 1 <= len(value) <= longest:
         return f"{len(value)} characters; allowed: {allowed}"
-    foreign = next(((i, c) for i, c in enumerate(value) if c not in characters.SYMBOLS), None)
+    foreign = next(((i, c) for i, c in enumerate(value) if c not in SYMBOLS), None)
     return None if foreign is None else f"{foreign[1]!r} at position {foreign[0]}; allowed: {allowed}"
 
 

@@ -1,6 +1,8 @@
-"""Run configs: what an experiment trains, as frozen dataclasses. Pure: no torch, no AWS, nothing of infra.
+"""What a kind of job is before it runs. Pure: no torch, no AWS, nothing of infra, so that the bill can import it.
 
-One module per experiment; what they share is in `common`. User mistakes raise ValueError with the choice to make.
+One module per kind; what they share is in `common` and `decoder`, and `job` has the questions that each kind answers.
+A new kind needs its module, its line in EXPERIMENTS, and the trainer that it names. User mistakes raise ValueError with
+the choice to make.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 from job.spec.common import Checkpoint, Guard, Log, bounded
 from job.spec.growth import AdamW, Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
+from job.spec.job import JobConfig
 from job.spec.kernel import KernelConfig
 from job.spec.pretrain import PretrainConfig
 from job.spec.sft import SftConfig
@@ -36,11 +39,8 @@ __all__ = [
     "TextData",
     "TwoTowerConfig",
     "bounded",
-    "delivers_best",
     "from_json",
 ]
-
-JobConfig = GrowthConfig | SftConfig | PretrainConfig | KernelConfig | TwoTowerConfig
 
 EXPERIMENTS: dict[str, type[JobConfig]] = {
     "tinystories-growth": GrowthConfig,
@@ -49,11 +49,6 @@ EXPERIMENTS: dict[str, type[JobConfig]] = {
     "kernel-sft": KernelConfig,
     "two-tower": TwoTowerConfig,
 }
-
-
-def delivers_best(config: JobConfig) -> bool:
-    """Whether final/ is to hold the weights of the last phase's best evaluation, not those after the last step."""
-    return not isinstance(config, KernelConfig | TwoTowerConfig) and config.deliver == "best"
 
 
 def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:

@@ -1,11 +1,39 @@
-"""pretrain-d64's run config: a depth-parameterised character-level GPT on the GPUs of one node."""
+"""pretrain-d64: a character-level GPT, cut over the GPUs of one node. A micro-batch counts rows per rank.
+
+FLOPs are `full`: 6 x matmul parameters (head included, embedding look-up not) + 12 x layers x width x sequence, as
+nanochat and llm-foundry count them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
-from job.spec.common import BELOW_ONE, Checkpoint, Compute, Deliver, Guard, Log, bounded
+from job.spec.common import (
+    BELOW_ONE,
+    GB,
+    Checkpoint,
+    Compute,
+    Deliver,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Sizes,
+    bounded,
+    cuts,
+)
+from job.spec.job import JobConfig, remembered
+
+SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
+LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
+ADAMW_LR = 0.01  # of hidden matrices; AdamW moves every weight by about that much at each step, whatever the gradient
+# Of the host, launching a compiled block of a micro-batch: 53 launches and 6 gradients added up, counted and timed as
+# a decoder's are (decoder.py). Muon's own are left out.
+LAYER_LAUNCH_MS, LAUNCH_MS = 1.5, 3.0
+BACKWARD = 10  # tensors of the width that one block's backward pass holds besides (counted on the CPU, 2026-11-21)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +105,10 @@ class CharEval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PretrainConfig:
+class PretrainConfig(JobConfig):
     """pretrain-d64: as deep as the budget allows, stopped when validation stops improving, then served."""
+
+    several_ranks: ClassVar[bool] = True
 
     steps: int = bounded(5000, 1, 10_000_000)  # planned; the rate schedule belongs to them
     seed: int = bounded(1337, 0, 2**31 - 1)
@@ -96,3 +126,148 @@ class PretrainConfig:
     guard: Guard = Guard()
     eval: CharEval = CharEval()
     log: Log = Log()
+
+    def problems(self) -> list[tuple[str, str]]:
+        m, found = self.model, []
+        if m.width % m.head_dim:
+            found.append(("model.head_dim", f"a divisor of the width, {m.width}"))
+        if m.head_dim % 2:
+            found.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
+        if m.kv_heads is not None and heads(m) % m.kv_heads:
+            found.append(("model.kv_heads", f"a divisor of the number of heads, {heads(m)}"))
+        if self.optim.kind == "adamw" and self.optim.lr > ADAMW_LR:
+            found.append(
+                (
+                    "optim.lr",
+                    f"at most {ADAMW_LR:g} with kind: adamw, not {self.optim.lr:g}: 0.02 is Muon's, try 3e-4",
+                )
+            )
+        for name, values in (("optim.betas", self.optim.betas), ("optim.momentum", self.optim.momentum)):
+            if len(values) != 2:
+                found.append((name, f"two numbers, not {len(values)}"))
+        if not self.eval.prompts:
+            found.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
+        for prompt in self.eval.prompts:
+            if not 1 <= len(prompt) <= self.data.sequence or set(prompt) - set(SYMBOLS):
+                found.append(("eval.prompts", f"1 to {self.data.sequence} characters of {SYMBOLS!r}, not {prompt!r}"))
+        return found
+
+    @remembered
+    def phases(self) -> tuple[PhaseSize, ...]:
+        """One phase. Early stop can only shorten it."""
+        total = parameters(self.model)
+        return (
+            PhaseSize(
+                name="train",
+                params_total=total,
+                params_active=total,
+                params_trained=total,
+                flops_per_token=flops_per_token(self),
+                attention="full",
+                state_bytes_per_param=16,
+                optimizer_traffic_bytes_per_param=28,
+                steps=self.steps,
+                tokens_per_step=self.batch.rows * self.data.sequence,
+                evaluations=-(-self.steps // self.eval.every),
+                evaluation_tokens=self.eval.windows * self.data.sequence,
+                decode_steps=len(self.eval.prompts) * self.eval.sample_tokens,
+                launch_ms=LAUNCH_MS,
+                micro_launch_ms=self.model.layers * LAYER_LAUNCH_MS,
+                sharded=True,
+            ),
+        )
+
+    @remembered
+    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+        """All characters; fp32 weights, gradients and moments cut over the ranks; the gathered weights in the compute
+        dtype (all of them with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none
+        stays whole. Where the batch is one micro-batch alone the gradients come as the activations go: the peak is a
+        little lower.
+        """
+        m = self.model
+        compute = 2 if self.precision.compute == "bf16" else 4
+        total = parameters(m)
+        block = layer_matmul(m)
+        copies = total * compute
+        if ranks == 1:  # casts are part of a block's forward pass, and recomputed with it
+            copies = 0 if compute == 4 else block * compute if checkpointing else copies
+        elif self.reshard_after_forward:
+            copies = 2 * block * compute
+        weights, gradients = total * 4 / ranks + copies, total * 4 / ranks
+        moments = (self.sizes().checkpoints[phase_index] - 4 * total) / ranks
+        # on its way: one block's whole gradient, and what is reduced of it in fp32; alone only the largest matrix's
+        reduced = block * (compute + 4) if ranks > 1 else 4 * m.width * m.width * 4
+        tokens = micro_batch * self.data.sequence
+        full, kept = (_layer_bytes(m, compute, checkpointing=on) for on in (False, checkpointing))
+        activations = tokens * (m.layers * kept + full - kept + (3 + BACKWARD) * m.width * compute)
+        logits = tokens * m.vocab * LOGIT_BYTES
+        return Memory(
+            weights_gb=weights / GB,
+            gradients_gb=(gradients + reduced) / GB,
+            moments_gb=moments / GB,
+            activations_gb=activations / GB,
+            logits_gb=logits / GB,
+            total_gb=(weights + gradients + reduced + moments + activations + logits + self.sizes().dataset) / GB,
+        )
+
+    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+        """4, 2, 1 rows per rank, then activation checkpointing."""
+        whole = self.rows_per_rank(ranks)
+        most = min(whole, 4)
+        start = self.batch.micro or most
+        return cuts(whole, min(start, whole), [most, most // 2, most // 4])
+
+    def with_facts(self, facts: Mapping[str, Any]) -> PretrainConfig:
+        if "train_characters" not in facts:
+            return self
+        characters = facts["train_characters"] + facts["validation_characters"]
+        return replace(self, data=replace(self.data, characters=characters))
+
+    def rows(self) -> int:
+        return self.batch.rows
+
+    @remembered
+    def sizes(self) -> Sizes:
+        """fp32 weights and two moments, of which Muon keeps one for the hidden matrices; one byte a character."""
+        m, whole = self.model, 4 * parameters(self.model)
+        hidden, tables = m.layers * layer_matmul(m), 2 * m.vocab * m.width
+        return Sizes(
+            checkpoints=((8 if self.optim.kind == "muon" else 12) * hidden + 12 * tables,),
+            phase_ends=(whole,),
+            exports={},
+            final={"best": whole},
+            final_if_cut=(whole,),
+            dataset=self.data.characters,
+        )
+
+
+def heads(m: CharModel) -> int:
+    """Query heads."""
+    return m.width // m.head_dim
+
+
+def layer_matmul(m: CharModel) -> int:
+    """Parameters of one block: 12 x width squared with as many KV heads as heads."""
+    kv = (m.kv_heads or heads(m)) * m.head_dim
+    return 2 * m.width * m.width + 2 * m.width * kv + 8 * m.width * m.width
+
+
+def parameters(m: CharModel) -> int:
+    """All of them; norms have none."""
+    return m.layers * layer_matmul(m) + 2 * m.vocab * m.width
+
+
+def flops_per_token(config: PretrainConfig) -> int:
+    """Training FLOPs of one character, full attention."""
+    m = config.model
+    return 6 * (m.layers * layer_matmul(m) + m.vocab * m.width) + 12 * m.layers * m.width * config.data.sequence
+
+
+def _layer_bytes(m: CharModel, compute: int, *, checkpointing: bool) -> float:
+    """What autograd keeps of one token in one block. With checkpointing its input, all products and attention."""
+    kv = (m.kv_heads or heads(m)) * m.head_dim
+    products = 2 * m.width + 2 * kv + 4 * m.width  # q, attention, k, v; the FFN's up-projection
+    if checkpointing:
+        return compute * (3 * m.width + products) + 4 * heads(m)  # o's and down's are products too
+    rest = 4 * m.width + m.width + kv + 4 * m.width  # norms' inputs and outputs, q and k before their norm, ReLU^2
+    return compute * (products + rest) + 4 * heads(m)

@@ -1,11 +1,40 @@
-"""sft-h100's run config: LoRA or full fine-tuning of a Llama- or Qwen-class model on packed chat examples."""
+"""sft-h100: LoRA or all weights of a decoder on packed rows. A micro-batch counts rows of `data.row` tokens.
+
+With a frozen base a token costs 4 FLOP per base parameter (forward, and the gradient of the input), 6 per adapter
+parameter, and attention within its own example.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
-from job.spec.common import Checkpoint, Compute, CosineAdamW, Decoder, Deliver, Guard, Log, TokenBatch, bounded
+from job.dataset.rendering import TEMPLATES
+from job.spec import decoder
+from job.spec.common import (
+    Checkpoint,
+    Compute,
+    CosineAdamW,
+    Decoder,
+    Deliver,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Sizes,
+    TokenBatch,
+    bounded,
+    cuts,
+    in_gb,
+)
+from job.spec.job import JobConfig, remembered
+
+VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
+ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
+BASE_BYTES = 2  # of a frozen parameter: bf16, whatever the products are in
+FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +84,10 @@ class Measures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SftConfig:
+class SftConfig(JobConfig):
     """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
+
+    several_ranks: ClassVar[bool] = True
 
     epochs: int = bounded(3, 1, 1000)
     seed: int = bounded(1337, 0, 2**31 - 1)
@@ -76,3 +107,180 @@ class SftConfig:
     guard: Guard = Guard()
     eval: RowEval = RowEval()
     log: Log = Log()
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = decoder.problems(self.model)
+        if self.data.longest > self.data.row:
+            found.append(("data.longest", f"at most data.row, {self.data.row}: examples are packed whole"))
+        found += decoder.batch_problems(self.batch, self.data.row, self.optim.betas)
+        return found
+
+    @remembered
+    def phases(self) -> tuple[PhaseSize, ...]:
+        """`train`, then `merge`: five validation losses and the stored answers."""
+        m, rows = self.model, self.batch.tokens // self.data.row
+        train_tokens = self.epochs * self.data.examples * (1 - self.data.held_out) * example_tokens(self)
+        count = decoder.steps(train_tokens, rows * self.data.row * fill(self))
+        total = decoder.parameters(m)
+        sharded = self.method == "full"
+        adapters = 0 if sharded else trained(self)
+        evaluation = self.eval.rows * self.data.row
+        sizes = {
+            "params_total": total + adapters,
+            "params_active": total + adapters,
+            "params_trained": trained(self),
+            "flops_per_token": flops_per_token(self),
+            "state_bytes_per_param": 16,
+            "optimizer_traffic_bytes_per_param": 28,
+            "tokens_per_step": self.batch.tokens,
+            "forward_share": forward_share(self),
+            "launch_ms": decoder.LAUNCH_MS,
+            "micro_launch_ms": m.layers * (decoder.LAYER_LAUNCH_MS if sharded else decoder.LORA_LAUNCH_MS),
+            "sharded": sharded,
+        }
+        train = PhaseSize(
+            name="train",
+            steps=count,
+            evaluations=-(-count // self.eval.every),
+            evaluation_tokens=evaluation,
+            **sizes,  # type: ignore[arg-type]
+        )
+        exact = 2 * min(VALIDATION_ROWS, self.eval.rows) * FP32_COST * self.data.row
+        merge = PhaseSize(
+            name="merge",
+            steps=0,
+            forward_tokens=0
+            if sharded
+            else 3 * evaluation + exact,  # all weights: the last evaluation was the one loss
+            decode_steps=self.eval.sample_tokens * -(-self.eval.prompts // answers_at_once(self)),
+            **sizes,  # type: ignore[arg-type]
+        )
+        return (train, merge)
+
+    @remembered
+    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+        """LoRA: base in bf16, adapters with fp32 state, on every rank; products in fp32 cast the base's matrices, which
+        stays until backward (with checkpointing one layer's). Full: fp32 state cut over the ranks, and the gathered
+        weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2).
+        """
+        m = self.model
+        compute = 2 if self.precision.compute == "bf16" else 4
+        total, own = decoder.parameters(m), trained(self)
+        if self.method == "lora":
+            layers = 0 if compute == BASE_BYTES else 1 if checkpointing else m.layers
+            cast = layers * decoder.layer_matmul(m) + (m.vocab * m.width if layers else 0)
+            base = total * BASE_BYTES + own * 4
+            base += m.vocab * m.width * compute if trains_head(self) else 0  # a copy of the head with its trained rows
+            weights, gradients, moments = float(base + cast * compute), float(own * 4), float(own * 8)
+            rank = self.lora.rank
+        else:
+            weights, gradients, moments = decoder.whole_state(
+                m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=checkpointing
+            )
+            rank = 0
+        tokens = micro_batch * self.data.row if phase_index == 0 else self.data.row
+        activations = decoder.activations(m, tokens, compute, checkpointing=checkpointing, adapters=rank)
+        if phase_index == 1:
+            gradients = moments = 0.0
+            activations = tokens * decoder.layer_activation_bytes(  # of one layer at a time
+                m, compute, checkpointing=checkpointing, adapters=rank
+            )
+            weights = base if self.method == "lora" else total * compute
+        logits = decoder.loss_bytes(m, tokens, trained=trains_head(self) and phase_index == 0)
+        return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
+
+    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+        """8192 tokens, 4096, and so on: rows per rank and forward, halved."""
+        whole = self.rows_per_rank(ranks)
+        most = min(whole, max(1, 8192 // self.data.row))
+        start = self.batch.micro_tokens // self.data.row if self.batch.micro_tokens else most
+        return cuts(whole, min(start, whole), [most, most // 2, most // 4])
+
+    def with_facts(self, facts: Mapping[str, Any]) -> SftConfig:
+        if "rows" not in facts:
+            return self
+        data = replace(
+            self.data,
+            examples=facts["examples"] + facts["held_out_examples"],
+            tokens_per_example=facts["tokens"] / facts["examples"],
+            held_out=facts["held_out_examples"] / (facts["examples"] + facts["held_out_examples"]),
+            fill=facts["tokens"] / (facts["rows"] * facts["row"]),
+        )
+        rows, prompts = min(self.eval.rows, facts["held_out_rows"]), min(self.eval.prompts, facts["prompts"])
+        return replace(self, data=data, eval=replace(self.eval, rows=rows, prompts=prompts))
+
+    def rows(self) -> int:
+        """Packed rows of a step."""
+        return self.batch.tokens // self.data.row
+
+    @remembered
+    def sizes(self) -> Sizes:
+        """Final: the adapter in bf16, and the merged model in fp32 at worst, when bf16 would round too much of the
+        adapter away. Cut short, an adapter's run leaves the adapter alone. A token of the dataset has what it belongs
+        to beside it: 4 bytes, or 6 where an id needs more than two.
+        """
+        total, own = decoder.parameters(self.model), trained(self)
+        final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
+        each = 6 if self.model.vocab > 1 << 16 else 4
+        return Sizes(
+            checkpoints=(12 * own,) * 2,
+            phase_ends=(4 * own,) * 2,
+            exports={},
+            final=final,
+            final_if_cut=(next(iter(final.values())),) * 2,
+            dataset=int(self.data.examples * example_tokens(self) * each / fill(self)),
+            base_weights=2 * total,  # bf16, as they are published
+        )
+
+
+def trained(config: SftConfig) -> int:
+    """Parameters with gradients and moments."""
+    m = config.model
+    if config.method == "full":
+        return decoder.parameters(m)
+    rows = len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) if config.lora.template_tokens else 0
+    return decoder.lora_parameters(m, config.lora.rank) + rows * m.width
+
+
+def trains_head(config: SftConfig) -> bool:
+    """Whether the head's table has a gradient: all of it is made, also where a few rows are trained."""
+    return config.method == "full" or config.lora.template_tokens
+
+
+def flops_per_token(config: SftConfig) -> int:
+    """Useful training work of one token."""
+    matmul = decoder.matmul_parameters(config.model)
+    context = example_tokens(config) if config.measures.packing else config.data.row
+    attention = decoder.attention_flops(config.model, context)
+    if config.method == "full":
+        return 6 * matmul + attention
+    return 4 * matmul + 6 * trained(config) + _head_flops(config) + attention
+
+
+def _head_flops(config: SftConfig) -> int:
+    """What one token adds with adapters to the gradient of the head, where some of its rows are trained."""
+    return 2 * config.model.vocab * config.model.width if trains_head(config) else 0
+
+
+def forward_share(config: SftConfig) -> float:
+    """Of a token's work in training. Nearly half with a frozen base, whose weights get no gradients."""
+    matmul, own, whole = decoder.matmul_parameters(config.model), trained(config), flops_per_token(config)
+    if config.method == "full":
+        return 1 / 3
+    attention = whole - 4 * matmul - 6 * own - _head_flops(config)
+    return (2 * (matmul + own) + attention / 3) / whole
+
+
+def example_tokens(config: SftConfig) -> float:
+    """Of the mean example, cut where `data.longest` cuts it."""
+    return min(config.data.tokens_per_example, config.data.longest)
+
+
+def fill(config: SftConfig) -> float:
+    """Share of a row that is text, the rest being padding."""
+    return config.data.fill if config.measures.packing else example_tokens(config) / config.data.row
+
+
+def answers_at_once(config: SftConfig) -> int:
+    """Prompts and answers of one batch: its cache and first pass hold less than a step of training."""
+    return min(ANSWERS_AT_ONCE, max(1, ANSWERED_TOKENS // (config.data.longest + config.eval.sample_tokens)))

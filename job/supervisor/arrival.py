@@ -9,7 +9,7 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Any, TypeVar
 
-from job import atomic, sizing
+from job import atomic
 from job.contract.commit import BEST
 from job.supervisor import attempts, endings, machine, stages, staging
 from job.supervisor.meter import Meter
@@ -70,7 +70,7 @@ def lacking(this: Underway) -> str | None:
     config, listed = this.run_file.config, this.run_file.gpus(this.node.type)
     if config.device != "cuda" or accepts(this):
         return None
-    found, needed = len(this.world.gpus()), sizing.ranks(config, listed) if listed else 0
+    found, needed = len(this.world.gpus()), config.ranks(listed) if listed else 0
     return None if found >= needed else f"{found} working GPUs, this run uses {needed} of {this.node.type}'s"
 
 

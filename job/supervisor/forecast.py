@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from job import sizing
 from job.spec import JobConfig
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
@@ -25,7 +24,7 @@ class Forecast:
 
     def __init__(self, config: JobConfig, estimate: dict[str, Any], instance_type: str) -> None:
         self._config = config
-        self._phases = sizing.phases(config)
+        self._phases = config.phases()
         rows = estimate.get("phases", ())
         counted = {
             row["phase"]: int(row["steps"]) for row in rows if row.get("steps") is not None
@@ -51,7 +50,7 @@ class Forecast:
     def stop_s(self, step: int, step_s: float | None) -> float:
         """From the request to the published manifest, at `step`, with steps of `step_s` (None: the bill's)."""
         index = self.phase(step)
-        name, size = self._phases[index].name, sizing.checkpoint_bytes(self._config, index)
+        name, size = self._phases[index].name, self._config.sizes().checkpoints[index]
         predicted_s = self._step_s.get(name, 0.0)
         found = self._stop_s.get(name, predicted_s + LATENCY_S + size / 1e9 * GB_S)
         slower = max(0.0, (step_s or 0.0) - predicted_s)
@@ -62,7 +61,7 @@ class Forecast:
 
     def end_s(self, step: int, step_s: float | None) -> float:
         """The same where a limit ends the run: what is then exported comes on top."""
-        export = sizing.cut_bytes(self._config, self.phase(step))
+        export = self._config.sizes().final_if_cut[self.phase(step)]
         save_s = export / 1e9 * (GB_S - UPLOAD_GB_S)
         sent_s = export * max(UPLOAD_GB_S / 1e9, self._upload_s_per_byte or 0.0)
         return self.stop_s(step, step_s) + save_s + sent_s

@@ -20,7 +20,6 @@ from job.contract.commit import BEST, COMMIT, MANIFEST, Best, Manifest, manifest
 from job.contract.inputs import InputFile
 from job.contract.reading import DoubtError, Fields
 from job.run_file import Dataset, RunFile
-from job.spec import delivers_best
 from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, open_store, parent
 
 DATASET, WEIGHTS = "dataset.json", "weights.json"
@@ -137,7 +136,7 @@ def best_too(stage: Stage, newest: int) -> bool:
     """The best checkpoint beside a newer one, for a job that exports the best. False: best.json names one that cannot
     be had.
     """
-    if not delivers_best(stage.run.config):
+    if not stage.run.config.delivers_best:
         return True
     best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
     if best is None or best.step >= newest:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from job import atomic, sizing
+from job import atomic
 from job.run_file import Node, RunFile
 from job.supervisor import arrival, endings, staging
 from job.supervisor.child import FIRST_SIGN_S
@@ -100,7 +100,7 @@ class Supervisor(Underway):
                 return code
             used = atomic.read_object(self.workdir / "rung.json") or {}
             lower = used.get("lower", self.rung + 1 if not used else None)
-            if lower is None or lower >= len(sizing.ladder(self.run_file.config, self.world.ranks)):
+            if lower is None or lower >= len(self.run_file.config.ladder(self.world.ranks)):
                 detail = f"at the end of the ladder: {used or self.rung}. Choose a type with more GPU memory."
                 atomic.write_json(self.workdir / "fatal.json", {"error": "out of memory", "detail": detail})
                 return FATAL

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """One start of the trainer."""
     parser = argparse.ArgumentParser(prog="python -m job.train", description=__doc__)
     parser.add_argument("workdir", type=Path)
-    parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/sizing)")
+    parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/spec)")
     parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what is meant
@@ -206,7 +206,7 @@ def imported(name: str) -> Callable[[Session], Experiment]:
 def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
     """Everything opened and checked, the banner said, nothing trained. Raises ValueError."""
     precision, inputs = run.config.precision, workdir / "inputs"
-    bf16 = "bf16" in (precision.compute, getattr(precision, "phase3_state", ""))
+    bf16 = "bf16" in (precision.compute, *(run.config.state_dtype(i) for i in range(len(run.config.phases()))))
     found = device.choose(run.config.device, bf16=bf16, local_rank=world.local_rank)
     speak = say if world.first else _silent
     speak(found.banner() + (f" | {world.size} ranks" if world.size > 1 else ""))
@@ -216,7 +216,7 @@ def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) 
             say(f"this node is refused: {problem}")
             os._exit(leave(workdir, world, REFUSED))
 
-        preflight.run(workdir, found, world, gpus=getattr(run.config, "gpus", None), say=speak, hung=hung)
+        preflight.run(workdir, found, world, gpus=run.config.gpus, say=speak, hung=hung)
     session = Session(
         workdir=workdir,
         config=run.config,

@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from job import sizing
 from job.dataset.prepare import describe, read_manifest
-from job.spec import GrowthConfig
+from job.spec.common import PhaseSize
 from job.train.experiment import Session
 
 
 def lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
     """After the device's own line."""
     config = session.config
-    sizes = sizing.phases(config)
+    sizes = config.phases()
     yield "phases: " + ", ".join(f"{s.name} {s.params_total:,} / {s.params_active:,} active" for s in sizes)
     yield _work(sizes)
-    if isinstance(config, GrowthConfig):
-        kept = ", ".join(f"{size.name} {sizing.state_dtype(config, index)}" for index, size in enumerate(sizes))
-        kept += " (run config); loss, norms and router in fp32"
-    else:
-        kept = "fp32; loss and norms in fp32"
-    yield f"precision: products in {config.precision.compute}, state {kept}"
+    yield f"precision: products in {config.precision.compute}, state {config.state_in_words()}"
     yield f"data: {describe(read_manifest(session.data))}"
     for predicted in session.predicted:
         yield f"predicted {predicted['phase']}: {_figures(predicted)}"
@@ -30,7 +24,7 @@ def lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
         yield _against_limits(session, run)
 
 
-def _work(sizes: Sequence[sizing.PhaseSize]) -> str:
+def _work(sizes: Sequence[PhaseSize]) -> str:
     """What mfu is a share of; figures of other conventions are not comparable."""
     trained = ", ".join(f"{size.name} {size.flops_per_token / 1e6:,.1f}" for size in sizes if size.steps)
     counted = sizes[0].attention

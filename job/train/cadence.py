@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from job.contract.commit import Reason
-from job.spec import delivers_best
 from job.train.experiment import Session
 from job.train.stall import Stall
 
@@ -25,7 +24,7 @@ class Cadence:
     def __init__(self, session: Session, *, improvements: bool, event: Callable[[str], None]) -> None:
         """`improvements`: whether they are a reason at all. `event`: told what is not saved, and why."""
         self._session, self._improvements, self._event = session, improvements, event
-        self._keeps_best = delivers_best(session.config)
+        self._keeps_best = session.config.delivers_best
         self._phase = ""
         self._best = math.inf  # lowest validation loss of the phase that has a checkpoint
         self._to_beat = math.inf  # and that of earlier nodes, wherever its checkpoint is

@@ -23,7 +23,7 @@ import torch
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
 
 from job import atomic
-from job.sizing import Rung
+from job.spec.common import Rung
 from job.train.experiment import Phase, Session
 
 FOLDER = "compile_cache"

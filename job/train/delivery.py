@@ -6,7 +6,6 @@ import math
 
 from torch import nn
 
-from job.spec import delivers_best
 from job.train.experiment import Experiment, Phase, Weights
 
 
@@ -16,7 +15,7 @@ def deliver(experiment: Experiment, phase: Phase, module: nn.Module, last: Weigh
     evaluation, with a checkpoint or without.
     """
     session = experiment.session
-    checkpoints, asked = session.checkpoints, delivers_best(session.config)
+    checkpoints, asked = session.checkpoints, session.config.delivers_best
     saved = checkpoints.committed.best(phase.name) if asked and session.world.first else None
     best = session.world.agree(None if saved is None else (saved.step, saved.val_loss))
     weights = last if best is None else min(last, Weights(*best), key=val_loss)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from job import sizing
 from job.spec import JobConfig
+from job.spec.common import PhaseSize, Rung
 from job.train import optimizer
 from job.train.checkpoint import Checkpoints
 from job.train.device import Device
@@ -98,7 +98,7 @@ class Phase:
     validation: str | None = "val"  # what the console calls its validation figure; None: nothing is held out
 
     @classmethod
-    def of(cls, size: sizing.PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
+    def of(cls, size: PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
         """As it was sized, but for the steps where the data knows better."""
         return cls(
             index=index,
@@ -111,7 +111,7 @@ class Phase:
         )
 
     @classmethod
-    def chain(cls, sizes: Iterable[sizing.PhaseSize]) -> list[Phase]:
+    def chain(cls, sizes: Iterable[PhaseSize]) -> list[Phase]:
         """As they were sized, one after another."""
         found: list[Phase] = []
         for index, size in enumerate(sizes):
@@ -196,11 +196,11 @@ class Experiment(ABC):
         """Sets every group's rate for the step that follows `step` steps of the run; gives the one to log."""
 
     @abstractmethod
-    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
         """This rank's part of the global batch after `step` steps: a pure function of (seed, step, rank)."""
 
     @abstractmethod
-    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+    def validation(self, phase: Phase, rung: Rung) -> Work:
         """The same fixed batches every time, this rank's part."""
 
     def evaluated(self, phase: Phase, step: int) -> bool:
@@ -208,14 +208,14 @@ class Experiment(ABC):
         evaluation = getattr(self.session.config, "eval", None)
         return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
 
-    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: sizing.Rung) -> float | None:
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
         """What is logged as val_loss after `step` steps: `measure`, and what else the experiment finds out and keeps.
         Raises Stopped as `measure` does: the next start makes up for it.
         """
         return self.measure(phase, module, rung)
 
     @torch.no_grad()
-    def measure(self, phase: Phase, module: nn.Module, rung: sizing.Rung) -> float | None:
+    def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
         """The validation loss, lower is better, the same on every rank; nothing remembers it. Mean loss in nats per
         token. None: the phase holds nothing out. Raises Stopped, on all ranks together, where a stop comes before it is
         over.

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from job import sizing
 from job.contract.commit import Commit, Reason, Retry
 from job.dataset.prepare import read_manifest
+from job.spec.common import Rung
 from job.train import delivery, device, identity, metrics, optimizer, rungs, step
 from job.train.cadence import Cadence
 from job.train.checkpoint import Saved, State, all_finite
@@ -222,7 +222,7 @@ class Loop:
         return self.step >= phase.last or self._ended is not None
 
     def _step(
-        self, phase: Phase, module: nn.Module, opt: torch.optim.Optimizer, rung: sizing.Rung, *, first: bool
+        self, phase: Phase, module: nn.Module, opt: torch.optim.Optimizer, rung: Rung, *, first: bool
     ) -> float | None:
         """One optimizer step with its log line; the validation loss where this step is evaluated."""
         lr = self._lower(opt, self.experiment.schedule(phase, opt, self.step))
@@ -261,7 +261,7 @@ class Loop:
         self._judged = values is not None
         return val_loss
 
-    def _judge(self, phase: Phase, module: nn.Module, rung: sizing.Rung, val_loss: float | None) -> None:
+    def _judge(self, phase: Phase, module: nn.Module, rung: Rung, val_loss: float | None) -> None:
         """The losses look diverged: a look at the validation loss, where this step was not evaluated anyway. Raises
         LossSpikeError.
         """
@@ -281,7 +281,7 @@ class Loop:
                 group["lr"] *= factor
         return lr * factor
 
-    def _evaluate(self, phase: Phase, module: nn.Module, rung: sizing.Rung, known: float | None = None) -> float | None:
+    def _evaluate(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> float | None:
         """The validation loss after this step, or the `known` one. None: nothing is held out, or a stop came first."""
         try:
             val_loss = self.experiment.evaluate(phase, self.step, module, rung) if known is None else known
@@ -298,7 +298,7 @@ class Loop:
             self._journal.event(f"phase {phase.name} ends early at step {self.step}: {self._ended}", aloud=True)
         return val_loss
 
-    def _make_up(self, phase: Phase, module: nn.Module, rung: sizing.Rung, known: float | None = None) -> None:
+    def _make_up(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> None:
         """The evaluation that the start before was stopped in, if it was. Its loss goes where it would have gone: into
         the step's checkpoint, which is here, and the step's line. `known`: one that a start in between has found.
         """

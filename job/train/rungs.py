@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from job import atomic, sizing
+from job import atomic
 from job.dataset.prepare import read_manifest
+from job.spec.common import Rung
 from job.train.experiment import Phase, Session
 
 
-def choose(session: Session, phase: Phase) -> sizing.Rung:
+def choose(session: Session, phase: Phase) -> Rung:
     """The rung asked for, or the first lower one that is predicted to fit this GPU. Left in rung.json.
 
     Raises ValueError where none fits.
     """
-    config, ranks = sizing.with_facts(session.config, read_manifest(session.data).facts), session.world.size
-    ladder = sizing.ladder(config, ranks)
+    config, ranks = session.config.with_facts(read_manifest(session.data).facts), session.world.size
+    ladder = config.ladder(ranks)
     index = min(session.rung, len(ladder) - 1)
     if session.device.is_cuda:
-        fitting = sizing.choose_rung(config, session.device.room_gb, phase.index, ranks)
+        fitting = config.choose_rung(session.device.room_gb, phase.index, ranks)
         if fitting is None:
             raise ValueError(
                 f"phase {phase.name} does not fit {session.device.room_gb:.1f} GB at any micro-batch: choose an "
@@ -26,7 +27,7 @@ def choose(session: Session, phase: Phase) -> sizing.Rung:
             )
         index = max(index, ladder.index(fitting))
     rung = ladder[index]
-    lower = sizing.lower_rung(config, rung, phase.index, ranks)
+    lower = config.lower_rung(rung, phase.index, ranks)
     record = {
         "phase": phase.name,
         "rung": index,

@@ -82,7 +82,7 @@ def test_caches_tests_and_hidden_files_are_left_out(tmp_path: Path) -> None:
 def test_the_real_package_brings_its_code_and_its_requirements() -> None:
     packed = archive.build(Path(job.__file__).parent)
 
-    assert {"job/spec/growth.py", "job/sizing/sft.py", "job/requirements.txt"} <= set(names(packed.content))
+    assert {"job/spec/growth.py", "job/spec/sft.py", "job/requirements.txt"} <= set(names(packed.content))
 
 
 def test_a_folder_without_files_is_an_error(tmp_path: Path) -> None:

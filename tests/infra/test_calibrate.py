@@ -22,7 +22,7 @@ from infra.cli import main
 from infra.commands import calibrate
 from infra.errors import GpufleetError
 from infra.loader import load, project_root
-from job import measured, probe, sizing
+from job import measured, probe
 from job.spec import EXPERIMENTS, JobConfig, from_json
 from job.supervisor.machine import Gpu
 
@@ -35,8 +35,8 @@ def test_a_probe_is_the_same_job_and_reaches_every_phase(name: str) -> None:
     config: JobConfig = EXPERIMENTS[name]()
     plan = calibrate.shorten(config, 200)
     assert measured.settings(asdict(plan.config)) == measured.settings(asdict(config))
-    lasting = [size for size in sizing.phases(plan.config) if size.steps]
-    assert [size.name for size in lasting] == [size.name for size in sizing.phases(config) if size.steps]
+    lasting = [size for size in plan.config.phases() if size.steps]
+    assert [size.name for size in lasting] == [size.name for size in config.phases() if size.steps]
     if plan.stop_at is None:
         assert sum(size.steps for size in lasting) <= 201
     else:
@@ -48,7 +48,7 @@ def test_a_probe_is_the_same_job_and_reaches_every_phase(name: str) -> None:
 def test_a_checkpoint_is_asked_for_in_the_middle_of_each_phase(name: str) -> None:
     plan = calibrate.shorten(EXPERIMENTS[name](), 200)
     first = 0
-    for size in sizing.phases(plan.config):
+    for size in plan.config.phases():
         if size.steps:
             assert first < plan.save_at[size.name] < first + size.steps
             assert plan.stop_at is None or plan.save_at[size.name] < plan.stop_at
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_asked_for_in_the_middle_of_each_phase(name: str) -> Non
 
 def test_a_run_shorter_than_the_probe_stays_as_it_is() -> None:
     plan = calibrate.shorten(growth(steps_per_phase=20), 200)
-    assert sizing.total_steps(plan.config) == 60
+    assert plan.config.total_steps() == 60
 
 
 def test_the_short_config_is_one_that_the_job_accepts() -> None:
@@ -136,8 +136,8 @@ def test_a_measurement_that_cannot_be_kept_is_printed(
 def test_a_probe_of_the_whole_run_says_how_many_steps_that_is(path: Path, probed: list[dict[str, Any]]) -> None:
     config = definition(path).job.parameters
     tree = calibrate.calibrate(definition(path), project_root(path.parent), steps=100_000, gpus=A10G)
-    assert tree["source"] == f"probe of {sizing.total_steps(config)} steps"
-    assert probed[0]["parameters"]["steps_per_phase"] * 3 == sizing.total_steps(config)
+    assert tree["source"] == f"probe of {config.total_steps()} steps"
+    assert probed[0]["parameters"]["steps_per_phase"] * 3 == config.total_steps()
 
 
 def test_a_probe_that_timed_no_step_of_a_phase_promises_no_bill(

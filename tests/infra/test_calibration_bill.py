@@ -27,7 +27,7 @@ from infra.cost.estimate import price
 from infra.cost.table import render
 from infra.definition import Disk, Estimate
 from infra.plan import Previous, make
-from job import measured, sizing
+from job import measured
 from job.spec import GrowthConfig, SftConfig
 
 CATALOG = load_catalog()
@@ -48,7 +48,7 @@ def test_steps_evaluations_saves_and_boundaries_are_as_they_were_measured() -> N
     config = GrowthConfig(steps_per_phase=1000)
     found = hours(config)
     assert [phase.step_ms for phase in found.phases] == [50.0, 100.0, 150.0]
-    evaluations = sum(size.evaluations for size in sizing.phases(config)) * 0.5
+    evaluations = sum(size.evaluations for size in config.phases()) * 0.5
     assert found.evaluation_s == pytest.approx(evaluations)  # samples are in what was measured after the last step
     assert found.growth_s == pytest.approx(2 * 30.0)
     assert found.stalls_s == pytest.approx(sum(phase.saves for phase in found.phases) * 0.2)
@@ -61,8 +61,8 @@ def test_the_end_of_the_run_is_the_measured_one_with_hash_and_upload() -> None:
         hours(),
         runtime.hours(GrowthConfig(), CATALOG.instances["g5.2xlarge"], Estimate(), ROOT),
     )
-    exports = list(sizing.export_bytes(GrowthConfig()).values())
-    written = (sizing.end_bytes(GrowthConfig(), 2) + 2 * exports[-1]) / 1e9
+    exports = list(GrowthConfig().sizes().exports.values())
+    written = (GrowthConfig().sizes().phase_ends[2] + 2 * exports[-1]) / 1e9
     assert measured_end.upload_s - assumed_end.upload_s == pytest.approx(12.0 - written / runtime.NVME_WRITE_GB_S)
 
 

@@ -17,7 +17,6 @@ from infra.cost.estimate import price, problems
 from infra.cost.limits import enough
 from infra.definition import Disk, Keep, Variant
 from infra.errors import DefinitionError, GpufleetError
-from job import sizing
 from job.spec import SftConfig
 from job.spec.pretrain import CharData, CharModel, PretrainConfig, RowBatch
 
@@ -160,8 +159,8 @@ def test_few_runs_that_stop_are_said_and_a_limit_above_p90_lies_between_nothing(
 
 def test_a_scratch_disk_holds_four_checkpoints_and_a_fifth_part_and_what_is_exported() -> None:
     config = growth()
-    sizes = [sizing.checkpoint_bytes(config, index) for index in range(3)]
-    kept = sum(sizing.export_bytes(config).values()) + sum(sizing.final_bytes(config).values())
+    sizes = [config.sizes().checkpoints[index] for index in range(3)]
+    kept = sum(config.sizes().exports.values()) + sum(config.sizes().final.values())
     assert fit.scratch_gb(config) == pytest.approx((4.2 * max(sizes) + kept) / 1e9)
     root_gib = int(fit.scratch_gb(config) / 1.073741824) + 30
     for size_gib, said in ((root_gib, True), (root_gib + 1, False)):

@@ -12,7 +12,6 @@ from infra.catalog import Instance, load_catalog
 from infra.cost import runtime
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
-from job import sizing
 from job.spec import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 ROOT = Disk(size_gib=100)
@@ -101,7 +100,7 @@ def test_a_small_model_waits_for_its_host_in_each_micro_batch(
     shape = {"vocab": 8000, "layers": 24, "width": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 512}
     config = replace(config, model=replace(config.model, **shape))
     micro = replace(config.batch, micro_tokens=config.data.row)
-    for each, micros in ((config, sizing.ladder(config, 8)[0].micro), (replace(config, batch=micro), 1)):
+    for each, micros in ((config, config.ladder(8)[0].micro), (replace(config, batch=micro), 1)):
         train = runtime.hours(each, instance("p5.48xlarge"), Estimate(), ROOT)
         rows = -(-(each.batch.tokens // each.data.row) // 8)
         assert train.phases[0].step_ms == pytest.approx(3 + -(-rows // micros) * 24 * layer_ms)
@@ -134,7 +133,7 @@ def test_the_predicted_mfu_is_what_a_node_measures_at_the_predicted_speed() -> N
     for compute in ("bf16", "fp32"):
         config = growth(compute=compute)
         phase = runtime.hours(config, instance("g5.2xlarge"), Estimate(), ROOT).phases[0]
-        flop_per_s = phase.tokens_per_s * sizing.phases(config)[0].flops_per_token
+        flop_per_s = phase.tokens_per_s * config.phases()[0].flops_per_token
         assert phase.mfu == pytest.approx(flop_per_s / 70e12)  # the denominator of job/train/device.py
         several = runtime.hours(config, instance("g5.12xlarge"), Estimate(), ROOT).phases[0]
         assert several.mfu == phase.mfu  # of the GPUs used: one of four
@@ -254,7 +253,7 @@ def test_candidates_are_judged_by_the_funnels_workers_or_by_one_per_gpu(workers:
     config = KernelConfig(gpus=4)  # that train: all of the node's judge
     config = replace(config, funnel=replace(config.funnel, workers=workers))
     found = runtime.hours(config, instance("p5.48xlarge"), Estimate(), ROOT)
-    verify, compiled_s = sizing.phases(config)[-1], sizing.phases(config)[-1].cpu_core_s / 192
+    verify, compiled_s = config.phases()[-1], config.phases()[-1].cpu_core_s / 192
     assert found.phases[-1].seconds - found.upload_s == pytest.approx(compiled_s + verify.gpu_s / parallel)
 
 
@@ -262,7 +261,7 @@ def test_saves_that_are_not_asynchronous_are_waited_for_until_they_are_written()
     config = SftConfig(method="full", batch=replace(SftConfig().batch, tokens=65_536))
     plain = replace(config, measures=replace(config.measures, async_checkpoints=False))
     beside, within = (runtime.hours(each, instance("p5.48xlarge"), Estimate(), ROOT) for each in (config, plain))
-    written_s = sizing.checkpoint_bytes(config, 0) / 1e9  # 96 GB at 1 GB/s
+    written_s = config.sizes().checkpoints[0] / 1e9  # 96 GB at 1 GB/s
     assert beside.stalls_s == pytest.approx(beside.phases[0].saves * (0.1 + written_s / 8 / 4))
     assert within.stalls_s - beside.stalls_s == pytest.approx(within.phases[0].saves * written_s)
 

@@ -21,11 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from job import sizing
 from job.models.char_gpt import CharGpt
 from job.models.decoder import Decoder
-from job.sizing.common import Memory
 from job.spec import common
+from job.spec.common import Memory
 from job.spec.pretrain import PretrainConfig
 from job.spec.sft import SftConfig
 from job.train.parallel import World, shard
@@ -160,9 +159,9 @@ def main() -> None:
             reshard_after_forward=deep,
         )
         measured = many_ranks(config, 4, checkpointing=deep, ranks=8, every=29)
-        _say(f"{layers} x {width}", measured, sizing.memory(config, 0, 4, checkpointing=deep, ranks=8))
+        _say(f"{layers} x {width}", measured, config.memory(0, 4, checkpointing=deep, ranks=8))
     tuned = SftConfig(method="full", model=replace(common.Decoder(), layers=2))
-    _say("decoder, 2 layers", whole_decoder(tuned, 2, ranks=8), sizing.memory(tuned, 0, 2, ranks=8))
+    _say("decoder, 2 layers", whole_decoder(tuned, 2, ranks=8), tuned.memory(0, 2, ranks=8))
 
 
 def _say(model: str, measured: float, memory: Memory) -> None:

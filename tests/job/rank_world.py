@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from train_world import StopAt
 
-from job import atomic, sizing
+from job import atomic
 from job.dataset.prepare import publish
 from job.spec import AdamW, PretrainConfig
+from job.spec.common import Rung
 from job.train import __main__ as trainer
 from job.train import export, optimizer, parallel
 from job.train.data import draw, split
@@ -89,7 +90,7 @@ class Toy(Experiment):
         self.session = session
         assert isinstance(session.config, PretrainConfig)
         self.config = session.config
-        (self.size,) = sizing.phases(session.config)
+        (self.size,) = session.config.phases()
         self.phases = [
             Phase(
                 index=0,
@@ -123,13 +124,13 @@ class Toy(Experiment):
         optimizer.set_lr(opt, 1e-2)
         return 1e-2
 
-    def batch(self, phase: Phase, step: int, rung: sizing.Rung) -> Work:
+    def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
         return self.work(draw(self.config.seed, step, ROWS, len(self.rows)), rung)
 
-    def validation(self, phase: Phase, rung: sizing.Rung) -> Work:
+    def validation(self, phase: Phase, rung: Rung) -> Work:
         return self.work(torch.arange(self.config.eval.windows), rung)
 
-    def work(self, places: Tensor, rung: sizing.Rung) -> Work:
+    def work(self, places: Tensor, rung: Rung) -> Work:
         micros = []
         for part in split(len(places), self.session.world, rung.micro):
             assert not part.missing

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from job import sizing
 from job.models import char_gpt
 from job.models.char_gpt import Cache, CharGpt, generate, initial, norm, std
 from job.spec.pretrain import CharData, CharModel, PretrainConfig
@@ -119,7 +118,7 @@ def test_full_sizes_are_to_the_digit(layers: int, width: int, matrices: int, tot
     assert sum(counted.values()) == total
     assert sum(n for name, n in counted.items() if name.startswith("blocks.")) == matrices == 12 * layers * width**2
     config = PretrainConfig(model=shape)
-    size = sizing.phases(config)[0]
+    size = config.phases()[0]
     assert size.params_total == total
     assert f"{size.flops_per_token / 1e9:.3g}" == gflop
 
@@ -127,13 +126,13 @@ def test_full_sizes_are_to_the_digit(layers: int, width: int, matrices: int, tot
 def test_the_rehearsals_model_has_102_400_parameters() -> None:
     assert sum(parameter.numel() for parameter in model().parameters()) == 102_400
     config = PretrainConfig(model=SMALL, data=CharData(sequence=64))
-    assert sizing.phases(config)[0].params_total == 102_400
+    assert config.phases()[0].params_total == 102_400
 
 
 def test_shared_key_and_value_heads_have_the_size_that_the_bill_counts() -> None:
     shape = replace(SMALL, kv_heads=1)
     counted = sum(parameter.numel() for parameter in CharGpt(shape).parameters())
-    assert counted == sizing.phases(PretrainConfig(model=shape))[0].params_total == 102_400 - 2 * 2 * 64 * 32
+    assert counted == PretrainConfig(model=shape).phases()[0].params_total == 102_400 - 2 * 2 * 64 * 32
 
 
 @pytest.mark.parametrize(

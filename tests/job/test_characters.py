@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from job.dataset import characters
-from job.dataset.characters import SYMBOLS, Sums, encode, prepare_characters
+from job.dataset.characters import Sums, encode, prepare_characters
 from job.models.linear_loss import IGNORED
-from job.spec.pretrain import CharData
+from job.spec.pretrain import SYMBOLS, CharData
 from job.train.parallel import World
 from job.train.rows import Rows
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from job import atomic
 from job.models.selective import keep_products
-from job.sizing import Rung
+from job.spec.common import Rung
 from job.train import step
 from job.train.compile_cache import FOLDER, CompileCache, name
 from job.train.experiment import Phase, Session

@@ -12,7 +12,6 @@ from decoder_models import FAMILIES, as_arguments, examples, generator, model, p
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from job import sizing
 from job.models import decoder, lora
 from job.models.decoder import build, decays, frequencies, positions
 from job.models.generate import _choose, generate, uniform
@@ -52,13 +51,13 @@ LENGTHS = [[5, 9, 2, 8], [24], [1, 1, 20]]
 def test_full_size_decoders_hold_the_published_number_of_parameters(shape: Shape, count: int) -> None:
     module = build(shape, compute=torch.bfloat16, device="meta")
     assert sum(p.numel() for p in module.parameters()) == count
-    assert sizing.weights_bytes(replace(SftConfig(), model=shape)) == 2 * count
+    assert replace(SftConfig(), model=shape).sizes().base_weights == 2 * count
 
 
 def test_the_adapter_of_the_full_size_holds_168_million_parameters() -> None:
     module = lora.attach(build(Shape(), compute=torch.bfloat16, device="meta"), Lora())
     assert sum(p.numel() for p in module.parameters() if p.requires_grad) == 167_772_160
-    assert sizing.phases(SftConfig())[0].params_trained == 167_772_160
+    assert SftConfig().phases()[0].params_trained == 167_772_160
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ import pytest
 import runs
 from supervisor_world import Bench
 
-from job import measured, sizing
+from job import measured
 from job.contract import metrics, reading
 from job.contract.commit import Best, Commit, Manifest
 from job.dataset import prepare, weights
@@ -148,7 +148,7 @@ def dataset_json(content: bytes, folder: Path) -> None:
     (folder / prepare.MANIFEST).write_bytes(content)
     found = prepare.read_manifest(folder)
     prepare.describe(found)
-    sizing.with_facts(SftConfig(), found.facts)
+    SftConfig().with_facts(found.facts)
 
 
 def weights_json(content: bytes, folder: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from job import sizing
 from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig, from_json
 from job.supervisor.forecast import Forecast
 
 
 def test_how_long_a_stop_takes_follows_the_steps_that_the_bill_has_counted() -> None:
     config = KernelConfig()  # 16 steps by its estimate, 25 by its data
-    (first, *_), rows = sizing.phases(config), [{"phase": "sft", "steps": 25, "step_ms": 8000.0}]
+    (first, *_), rows = config.phases(), [{"phase": "sft", "steps": 25, "step_ms": 8000.0}]
     forecast = Forecast(config, {"phases": rows}, "p5.48xlarge")
     assert first.steps == 16
     assert forecast.stop_s(24, None) == forecast.stop_s(0, None)

@@ -17,7 +17,6 @@ import torch
 import train_world as world
 from train_world import StopAt
 
-from job import sizing
 from job.dataset.packing import order
 from job.experiments import kernel_stages
 from job.experiments.kernel import Kernel
@@ -260,7 +259,7 @@ def test_between_epochs_the_model_generates_outside_of_compiled_graphs(
 
 @pytest.mark.parametrize("mode", ["on", "compare"])
 def test_a_curriculum_of_one_epoch_is_refused(mode: str) -> None:
-    (problem,) = sizing.problems(from_json("kernel-sft", kernel.config(data={"curriculum": mode})))
+    (problem,) = from_json("kernel-sft", kernel.config(data={"curriculum": mode})).problems()
     assert problem[0] == "data.curriculum"
     assert "2 or more" in problem[1]
 

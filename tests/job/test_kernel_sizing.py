@@ -7,12 +7,10 @@ from dataclasses import fields, replace
 import kernel_world as world
 import pytest
 
-from job import sizing
 from job.dataset import kernel_pairs
 from job.kernels import adversarial, planted, tasks
 from job.kernels.catalog import TASKS
-from job.sizing import decoder, kernel
-from job.spec import KernelConfig
+from job.spec import KernelConfig, decoder, kernel
 from job.spec.common import Decoder
 from job.spec.kernel import Funnel, Generation
 
@@ -34,7 +32,7 @@ SMALL = replace(FULL.model, layers=28, width=2048, heads=16, kv_heads=8, ffn=614
     ("model", "total"), [(FULL.model, 8_190_735_360), (CODER, 7_615_616_512), (SMALL, 1_720_574_976)]
 )
 def test_parameters_are_to_the_digit(model: Decoder, total: int) -> None:
-    assert sizing.phases(replace(FULL, model=model))[0].params_total == total
+    assert replace(FULL, model=model).phases()[0].params_total == total
 
 
 def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
@@ -64,14 +62,14 @@ def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
 
 
 def test_sft_is_sixteen_steps_of_52_7_gflop_per_token() -> None:
-    sft = sizing.phases(FULL)[0]
+    sft = FULL.phases()[0]
     assert (sft.name, sft.steps, sft.tokens_per_step) == ("sft", 16, 64 * 8192)
     assert round(sft.flops_per_token / 1e9, 1) == 52.7
     assert sft.flops_per_token * 1000 * 8192 == pytest.approx(4.3e17, rel=0.01)
 
 
 def test_state_is_16_4_gb_per_gpu_on_eight() -> None:
-    memory = sizing.memory(FULL, 0, 1, ranks=8)
+    memory = FULL.memory(0, 1, ranks=8)
     state = 16 * 8_190_735_360 / 8 / 1e9
     gathered = memory.weights_gb - 4 * 8_190_735_360 / 8 / 1e9
     layer = 6 * decoder.layer_parameters(FULL.model) / 1e9  # its whole gradients: bf16, and the fp32 that is sent
@@ -80,7 +78,7 @@ def test_state_is_16_4_gb_per_gpu_on_eight() -> None:
 
 
 def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
-    _, generate, verify = sizing.phases(FULL)
+    _, generate, verify = FULL.phases()
     assert (generate.steps, generate.decode_steps) == (0, 2048)
     assert (generate.decode_sequences, generate.decode_at_once) == (200, 32)
     assert (verify.steps, verify.decode_steps) == (0, 0)
@@ -88,14 +86,14 @@ def test_what_follows_training_is_decode_steps_cores_and_gpus() -> None:
     assert verify.gpu_s == pytest.approx((3 * 256 + 2 * 56) * (6.0 + 0.2 * 35.0))  # the cheats alone without the rules
     assert kernel.per_candidate(FULL) == {"compile_s": 20.0, "judge_s": pytest.approx(13.0), "correct": 0.2}
     one_row = replace(FULL, funnel=replace(FULL.funnel, ablations=False))
-    assert sizing.phases(one_row)[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * 35.0))
+    assert one_row.phases()[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * 35.0))
     twice = replace(one_row, funnel=replace(one_row.funnel, inputs=5 + 14))  # stage 4 runs 28 cases instead of 14
-    assert sizing.phases(twice)[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * (35.0 + 10.0)))
+    assert twice.phases()[2].gpu_s == pytest.approx(200 * (6.0 + 0.2 * (35.0 + 10.0)))
 
 
 def test_planted_candidates_are_verified_too() -> None:
     more = replace(FULL, funnel=replace(FULL.funnel, planted=200))
-    assert sizing.phases(more)[2].gpu_s == pytest.approx(sizing.phases(FULL)[2].gpu_s + 5 * 200 * 13.0)
+    assert more.phases()[2].gpu_s == pytest.approx(FULL.phases()[2].gpu_s + 5 * 200 * 13.0)
 
 
 def test_the_tasks_and_planted_candidates_are_those_there_are() -> None:
@@ -106,40 +104,40 @@ def test_the_tasks_and_planted_candidates_are_those_there_are() -> None:
 
 
 def test_the_test_worlds_parameters_are_counted() -> None:
-    assert sizing.phases(world.typed())[0].params_total == 28_544
+    assert world.typed().phases()[0].params_total == 28_544
 
 
 def test_rows_must_divide_the_batch() -> None:
-    (problem,) = sizing.problems(replace(FULL, batch=replace(FULL.batch, tokens=10_000)))
+    (problem,) = replace(FULL, batch=replace(FULL.batch, tokens=10_000)).problems()
     assert problem[0] == "batch.tokens"
-    (problem,) = sizing.problems(replace(FULL, batch=replace(FULL.batch, micro_tokens=2 * FULL.batch.tokens)))
+    (problem,) = replace(FULL, batch=replace(FULL.batch, micro_tokens=2 * FULL.batch.tokens)).problems()
     assert problem[0] == "batch.micro_tokens"
     assert decoder.steps(2.1, 0.3) == 7  # not an eighth for what is only rounding
 
 
 def test_generation_holds_the_cache_of_a_ranks_share_and_its_logits() -> None:
     few = replace(FULL, generate=replace(FULL.generate, tasks=2, candidates=5))
-    memory = sizing.memory(few, 1, 1, ranks=4)  # ten sequences: three on a rank
+    memory = few.memory(1, 1, ranks=4)  # ten sequences: three on a rank
     m = FULL.model
     cache = 2 * m.layers * m.kv_heads * m.head_dim * 2 * (FULL.generate.max_tokens + 1024)
     assert memory.activations_gb == pytest.approx(3e-9 * cache)
     assert memory.logits_gb == pytest.approx(3e-9 * m.vocab * 8)
-    assert [rung.micro for rung in sizing.ladder(FULL, 8) if not rung.checkpointing] == [2, 1]
+    assert [rung.micro for rung in FULL.ladder(8) if not rung.checkpointing] == [2, 1]
 
 
 def test_attention_reaches_as_far_as_a_sample_and_a_curriculum_needs_two_epochs() -> None:
-    short = sizing.phases(replace(FULL, data=replace(FULL.data, tokens_per_sample=100)))[0].flops_per_token
+    short = replace(FULL, data=replace(FULL.data, tokens_per_sample=100)).phases()[0].flops_per_token
     assert short == 6 * decoder.matmul_parameters(FULL.model) + decoder.attention_flops(FULL.model, 100)
     on = replace(FULL, data=replace(FULL.data, curriculum="on"))
-    assert [path for path, _ in sizing.problems(on)] == ["data.curriculum"]
-    assert sizing.problems(replace(on, epochs=2)) == []
+    assert [path for path, _ in on.problems()] == ["data.curriculum"]
+    assert replace(on, epochs=2).problems() == []
 
 
 def test_a_comparison_trains_and_generates_twice_and_judges_the_first_in_one_row() -> None:
     once = replace(FULL, epochs=2)
     twice = replace(once, data=replace(FULL.data, curriculum="compare"))
-    plain, generate, verify = sizing.phases(once)
-    uniform, adaptive, both, judged = sizing.phases(twice)
+    plain, generate, verify = once.phases()
+    uniform, adaptive, both, judged = twice.phases()
     assert (uniform.name, adaptive.name) == ("sft-uniform", "sft-adaptive")
     assert uniform == replace(plain, name="sft-uniform")
     assert adaptive.steps == uniform.steps == 32
@@ -147,21 +145,21 @@ def test_a_comparison_trains_and_generates_twice_and_judges_the_first_in_one_row
     assert judged.cpu_core_s == verify.cpu_core_s + 200 * kernel.COMPILE_CORE_S
     assert judged.gpu_s == pytest.approx(verify.gpu_s + 200 * 13.0)
     for old, new in ((0, 0), (0, 1), (1, 2), (2, 3)):
-        assert sizing.memory(twice, new, 1, ranks=8) == sizing.memory(once, old, 1, ranks=8)
-        assert sizing.checkpoint_bytes(twice, new) == sizing.checkpoint_bytes(once, old)
-    assert sizing.export_bytes(twice) == sizing.export_bytes(once)  # one of the two is left
+        assert twice.memory(new, 1, ranks=8) == once.memory(old, 1, ranks=8)
+        assert twice.sizes().checkpoints[new] == once.sizes().checkpoints[old]
+    assert twice.sizes().exports == once.sizes().exports  # one of the two is left
 
 
 def test_each_evaluation_between_two_epochs_writes_four_candidates_per_task_and_judges_them() -> None:
     on = replace(FULL, epochs=3, data=replace(FULL.data, curriculum="on"))
-    sft = sizing.phases(on)[0]
+    sft = on.phases()[0]
     assert sft.decode_steps == 2 * FULL.generate.max_tokens
     assert sft.cpu_core_s == 2 * 20 * 4 * kernel.COMPILE_CORE_S
     assert sft.gpu_s == pytest.approx(2 * 20 * 4 * (6.0 + 0.2 * 35.0))
-    off = sizing.phases(replace(FULL, epochs=3))[0]
+    off = replace(FULL, epochs=3).phases()[0]
     assert (off.decode_steps, off.cpu_core_s, off.gpu_s) == (0, 0, 0)
 
 
 def test_the_share_held_out_is_what_is_prepared() -> None:
     assert kernel.HELD_OUT == kernel_pairs.HELD_OUT
-    assert sizing.phases(replace(FULL, epochs=2))[0].forward_tokens == int(2 * 0.02 * 1000 * 8192)
+    assert replace(FULL, epochs=2).phases()[0].forward_tokens == int(2 * 0.02 * 1000 * 8192)

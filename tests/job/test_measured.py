@@ -123,7 +123,7 @@ def test_muon_and_adamw_are_different_speeds() -> None:
 
 
 def test_the_code_that_trains_has_a_name_that_changes_with_it(tmp_path: Path) -> None:
-    for name in ("train/loop.py", "models/dense.py", "experiments/one.py", "sizing/one.py", "supervisor/meter.py"):
+    for name in ("train/loop.py", "models/dense.py", "experiments/one.py", "spec/one.py", "supervisor/meter.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("x = 1\n")
     first = measured.code_sha256(tmp_path)
@@ -132,5 +132,5 @@ def test_the_code_that_trains_has_a_name_that_changes_with_it(tmp_path: Path) ->
     (tmp_path / "models" / "dense.py").write_text("x = 2\n")
     second = measured.code_sha256(tmp_path)
     assert second != first
-    (tmp_path / "sizing" / "one.py").write_text("x = 2\n")  # it chooses the micro-batch
+    (tmp_path / "spec" / "one.py").write_text("x = 2\n")  # it chooses the micro-batch
     assert measured.code_sha256(tmp_path) != second

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from growth_models import CONFIG, PROBE, dense, generator, moe, text
 from torch import Tensor
 
-from job import sizing
 from job.models.blocks import Experts, rotate, rotations
 from job.models.growing import grow
 from job.models.growth import Growth, Output, _choose_dispatch, build, decays, load
@@ -40,7 +39,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], atol: float) -> None
 def test_full_size_modules_hold_what_sizing_counts(phase: int) -> None:
     config = GrowthConfig()
     module = build(config, phase, device="meta")
-    size = sizing.phases(config)[phase]
+    size = config.phases()[phase]
     assert sum(p.numel() for p in module.parameters()) == size.params_total
     assert {p.dtype for p in module.parameters()} == {(torch.float32, torch.float32, torch.bfloat16)[phase]}
     unused = sum(

@@ -12,14 +12,13 @@ from memory_count import Alive
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from job import sizing
 from job.models import decoder, lora
 from job.models.blocks import DTYPES, rotations
 from job.models.growth import Growth, build, load
-from job.sizing.decoder import layer_activation_bytes
 from job.spec import Precision
 from job.spec.common import Compute, TokenBatch
 from job.spec.common import Decoder as Shape
+from job.spec.decoder import layer_activation_bytes
 from job.spec.sft import Lora, SftConfig
 
 TOKENS, TARGETS = PROBE[:, :-1], PROBE[:, 1:]
@@ -95,7 +94,7 @@ def test_predicted_activations_are_what_autograd_keeps(phase: int, compute: str)
             for p in x.parameters()
         )
     config = replace(config, data=replace(config.data, sequence=63))
-    assert sizing.memory(config, phase, 8).activations_gb * 1e9 == pytest.approx(kept, rel=0.04)
+    assert config.memory(phase, 8).activations_gb * 1e9 == pytest.approx(kept, rel=0.04)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_a_steps_peak_has_the_weights_that_products_cast_to_their_own_dtype(
     with Alive(parameters) as alive:
         (module(TOKENS, TARGETS).loss_sum / TARGETS.numel()).backward()
     found = alive.peak + sum(parameter.nbytes for parameter in parameters)
-    predicted = sizing.memory(config, 2, len(TOKENS), checkpointing=checkpointing)
+    predicted = config.memory(2, len(TOKENS), checkpointing=checkpointing)
     assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.05)
 
 
@@ -175,7 +174,7 @@ def test_a_frozen_base_is_bf16_and_what_fp32_products_cast_of_it_stays_until_bac
     with Alive(parameters) as alive:
         torch.autograd.backward(module(tokens, tokens).loss_sum)
     found = alive.peak + sum(parameter.nbytes for parameter in parameters)
-    predicted = sizing.memory(config, 0, 1, checkpointing=checkpointing)
+    predicted = config.memory(0, 1, checkpointing=checkpointing)
     assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.1)
 
 
@@ -199,5 +198,5 @@ def test_all_weights_on_one_gpu_are_cast_and_with_checkpointing_layer_by_layer(c
     with Alive([*parameters, *gradients]) as alive:
         torch.autograd.backward(module(tokens, tokens).loss_sum)
     found = alive.peak + sum(tensor.nbytes for tensor in (*parameters, *gradients))
-    predicted = sizing.memory(config, 0, 1, checkpointing=checkpointing)
+    predicted = config.memory(0, 1, checkpointing=checkpointing)
     assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=0.05)

@@ -22,7 +22,6 @@ from job.dataset.rendering import (
     WordTokenizer,
     open_chat_tokenizer,
 )
-from job.sizing import problems
 from job.spec.common import Decoder
 from job.spec.sft import ChatData, RowEval, SftConfig
 
@@ -259,7 +258,7 @@ def test_what_cannot_be_prepared_says_what_to_do(change: dict[str, Any], words: 
 
 def test_examples_longer_than_a_row_are_a_mistake_of_the_config() -> None:
     config = replace(CONFIG, data=replace(CONFIG.data, longest=129))
-    assert [path for path, _ in problems(config)] == ["data.longest"]
+    assert [path for path, _ in config.problems()] == ["data.longest"]
 
 
 def slow_first_fit(lengths: list[int], row: int) -> list[int]:

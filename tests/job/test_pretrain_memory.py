@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from memory_count import SHAPES, one_rank, small
 
-from job import sizing
-
 HERE = Path(__file__).parent
 
 
@@ -23,8 +21,8 @@ HERE = Path(__file__).parent
 def test_the_peak_of_a_step_is_the_predicted_one(shape: dict[str, Any], compute: str, checkpointing: bool) -> None:
     config = small(model=shape, precision={"compute": compute})
     peak = one_rank(config, 4, checkpointing=checkpointing)
-    memory = sizing.memory(config, 0, 4, checkpointing=checkpointing)
-    held = 8e-9 * sizing.phases(config)[0].params_total  # weights and gradients, there before
+    memory = config.memory(0, 4, checkpointing=checkpointing)
+    held = 8e-9 * config.phases()[0].params_total  # weights and gradients, there before
     assert peak * 1e-9 == pytest.approx(memory.total_gb - memory.moments_gb - held, rel=0.1)
 
 

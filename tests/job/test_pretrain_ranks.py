@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from job import atomic, sizing
+from job import atomic
 from job.experiments.pretrain import Pretrain
+from job.spec.common import Rung
 from job.train import __main__ as trainer
 from job.train import muon, parallel
 from job.train.experiment import Phase
@@ -30,7 +31,7 @@ ODD: dict[str, Any] = {"batch": {"rows": 9}, "eval": {"windows": 9}}  # leave th
 class Rising(Pretrain):
     """Its validation loss rises from the first evaluation, whatever it learns."""
 
-    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: sizing.Rung) -> float:
+    def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float:
         super().evaluate(phase, step, module, rung)
         return 1 + step / 100
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import train_world as world
 
-from job import atomic, sizing
+from job import atomic
 from job.spec import EXPERIMENTS, from_json
 
 
@@ -52,7 +52,7 @@ def test_an_empty_prompt_is_refused_before_the_first_step(tmp_path: Path, prompt
     assert record is not None
     assert "job.parameters.eval.prompts: an empty prompt" in record["detail"]
     assert not (workdir / "metrics.jsonl").exists()
-    assert sizing.problems(from_json("tinystories-growth", {})) == []
+    assert from_json("tinystories-growth", {}).problems() == []
 
 
 def test_a_run_file_without_a_job_is_fatal_and_says_what_is_missing(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import StopAt
 
-from job import atomic, sizing
+from job import atomic
 from job.experiments import merge, tuning
 from job.experiments.sft import Sft
 from job.models import decoder, hf, hf_config, lora
 from job.models.decoder import build
 from job.spec import from_json
-from job.spec.common import CosineAdamW, Decoder
+from job.spec.common import CosineAdamW, Decoder, Rung
 from job.train import __main__ as trainer
 
 STEPS = 8
@@ -55,9 +55,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_rehearsal_shape_has_the_counted_parameters() -> None:
     config = from_json("sft-h100", sft.config())
-    size = sizing.phases(config)[0]
+    size = config.phases()[0]
     assert (size.params_total, size.params_trained) == (167_360, 9_344)
-    whole = sizing.phases(from_json("sft-h100", sft.config(method="full")))[0]
+    whole = from_json("sft-h100", sft.config(method="full")).phases()[0]
     assert (whole.params_total, whole.params_trained) == (158_016, 158_016)
 
 
@@ -70,7 +70,7 @@ def test_it_learns(finished: Path) -> None:
 
 def test_a_last_step_of_fewer_rows_counts_as_no_whole_one(finished: Path) -> None:
     experiment = world.experiment(finished)
-    rung = sizing.Rung(micro=1)
+    rung = Rung(micro=1)
     found = [experiment.batch(experiment.phases[0], step, rung).full for step in range(STEPS)]
     assert found == [1.0] * 7 + [0.5]  # thirty rows in steps of four
 

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from job import sizing
-from job.sizing import decoder
 from job.spec import (
     Batch,
     GrowthConfig,
@@ -17,8 +15,12 @@ from job.spec import (
     SftConfig,
     TextData,
     TwoTowerConfig,
+    decoder,
 )
+from job.spec.common import Memory, Rung
+from job.spec.growth import shape
 from job.spec.pretrain import CharModel, MuonAdamW
+from job.spec.sft import answers_at_once
 
 FULL = GrowthConfig()
 SMALL = replace(
@@ -41,38 +43,38 @@ SMALL = replace(
 def test_full_size_counts_and_flops_are_to_the_digit(
     phase: int, total: int, active: int, gflop_per_token: float
 ) -> None:
-    size = sizing.phases(FULL)[phase]
+    size = FULL.phases()[phase]
     assert (size.params_total, size.params_active) == (total, active)
     assert round(size.flops_per_token / 1e9, 3) == gflop_per_token
 
 
 def test_rehearsal_counts_are_to_the_digit() -> None:
-    assert [p.params_total for p in sizing.phases(SMALL)] == [182_848, 879_232, 5_672_192]
+    assert [p.params_total for p in SMALL.phases()] == [182_848, 879_232, 5_672_192]
 
 
 def test_phases_carry_steps_and_tokens() -> None:
-    assert [(p.name, p.steps, p.tokens_per_step) for p in sizing.phases(FULL)] == [
+    assert [(p.name, p.steps, p.tokens_per_step) for p in FULL.phases()] == [
         ("dense", 1000, 4096),
         ("moe", 1000, 4096),
         ("grown", 1000, 4096),
     ]
-    assert sizing.total_steps(FULL) == 3000
+    assert FULL.total_steps() == 3000
 
 
 def test_state_and_traffic_follow_the_phase_3_key_only() -> None:
     wide = replace(FULL, precision=Precision(phase3_state="fp32"))
-    assert [(p.state_bytes_per_param, p.optimizer_traffic_bytes_per_param) for p in sizing.phases(FULL)] == [
+    assert [(p.state_bytes_per_param, p.optimizer_traffic_bytes_per_param) for p in FULL.phases()] == [
         (16, 28),
         (16, 28),
         (8, 14),
     ]
-    assert sizing.phases(wide)[2].state_bytes_per_param == 16
-    assert round(16 * sizing.phases(wide)[2].params_total / 1e9, 1) == 34.5
+    assert wide.phases()[2].state_bytes_per_param == 16
+    assert round(16 * wide.phases()[2].params_total / 1e9, 1) == 34.5
 
 
 def test_the_host_launches_each_micro_batch() -> None:
-    whole = [size.launch_ms for size in sizing.phases(FULL)]
-    cut = [size.launch_ms for size in sizing.phases(replace(FULL, batch=replace(FULL.batch, micro=4)))]
+    whole = [size.launch_ms for size in FULL.phases()]
+    cut = [size.launch_ms for size in replace(FULL, batch=replace(FULL.batch, micro=4)).phases()]
     micros = -(-FULL.batch.sequences // 4)
     assert [b - a for a, b in zip(whole, cut, strict=True)] == pytest.approx(
         [(micros - 1) * ms for ms in (7 * 1.3, 7 * 2.2, 11 * 2.2)]
@@ -82,7 +84,7 @@ def test_the_host_launches_each_micro_batch() -> None:
 @pytest.mark.parametrize(("state", "gigabytes"), [("bf16", [1.2, 4.5, 12.9]), ("fp32", [1.2, 4.5, 25.9])])
 def test_checkpoint_sizes(state: str, gigabytes: list[float]) -> None:
     config = replace(FULL, precision=Precision(phase3_state=state))  # type: ignore[arg-type]
-    assert [round(sizing.checkpoint_bytes(config, i) / 1e9, 1) for i in range(3)] == gigabytes
+    assert [round(config.sizes().checkpoints[i] / 1e9, 1) for i in range(3)] == gigabytes
 
 
 @pytest.mark.parametrize(
@@ -95,26 +97,26 @@ def test_checkpoint_sizes(state: str, gigabytes: list[float]) -> None:
     ],
 )
 def test_a_checkpoint_at_a_phases_end_is_its_fp32_weights(config: JobConfig, whole: float, end: float) -> None:
-    assert round(sizing.checkpoint_bytes(config, 0) / 1e9, 1) == whole
-    assert round(sizing.end_bytes(config, 0) / 1e9, 1) == end
+    assert round(config.sizes().checkpoints[0] / 1e9, 1) == whole
+    assert round(config.sizes().phase_ends[0] / 1e9, 1) == end
 
 
 def test_export_sizes_start_in_fp32_and_end_in_the_state_dtype() -> None:
-    wide = sizing.export_bytes(replace(FULL, precision=Precision(phase3_state="fp32")))
+    wide = replace(FULL, precision=Precision(phase3_state="fp32")).sizes().exports
     assert [round(b / 1e9, 1) for b in wide.values()] == [0.4, 1.5, 1.5, 8.6, 8.6]
-    narrow = sizing.export_bytes(FULL)
+    narrow = FULL.sizes().exports
     assert round(narrow["phase3_start"] / 1e9, 1) == 8.6
     assert round(narrow["phase3_end"] / 1e9, 1) == 4.3
 
 
 def test_phase_3_fits_24_gb_in_bf16_and_not_in_fp32() -> None:
-    assert sizing.choose_rung(FULL, 24.0) is not None
-    assert sizing.choose_rung(replace(FULL, precision=Precision(phase3_state="fp32")), 24.0) is None
-    assert sizing.choose_rung(replace(FULL, precision=Precision(phase3_state="fp32")), 48.0) is not None
+    assert FULL.choose_rung(24.0) is not None
+    assert replace(FULL, precision=Precision(phase3_state="fp32")).choose_rung(24.0) is None
+    assert replace(FULL, precision=Precision(phase3_state="fp32")).choose_rung(48.0) is not None
 
 
 def test_the_ladder_cuts_the_batch_and_never_changes_it() -> None:
-    rungs = sizing.ladder(FULL)
+    rungs = FULL.ladder()
     assert [r.micro for r in rungs if not r.checkpointing] == [16, 12, 8, 4]
     assert [r.micro for r in rungs if r.checkpointing] == [4, 2, 1]
     assert [r.checkpointing for r in rungs] == sorted(r.checkpointing for r in rungs)
@@ -126,32 +128,32 @@ def test_the_ladder_cuts_the_batch_and_never_changes_it() -> None:
 )
 def test_ladder_starts_at_the_asked_micro_batch(sequences: int, micro: int | None, plain: list[int]) -> None:
     config = replace(FULL, batch=Batch(sequences=sequences, micro=micro))
-    assert [r.micro for r in sizing.ladder(config) if not r.checkpointing] == plain
+    assert [r.micro for r in config.ladder() if not r.checkpointing] == plain
 
 
 def test_a_smaller_gpu_takes_a_lower_rung_and_a_tiny_one_none() -> None:
-    top = sizing.choose_rung(FULL, 80.0)
-    assert top == sizing.Rung(micro=16)
-    lower = sizing.choose_rung(FULL, 20.5)
+    top = FULL.choose_rung(80.0)
+    assert top == Rung(micro=16)
+    lower = FULL.choose_rung(20.5)
     assert lower is not None
-    assert sizing.ladder(FULL).index(lower) > 0
-    assert sizing.choose_rung(FULL, 16.0) is None
-    assert sizing.choose_rung(FULL, 16.0, 0) == top  # the dense phase alone fits
+    assert FULL.ladder().index(lower) > 0
+    assert FULL.choose_rung(16.0) is None
+    assert FULL.choose_rung(16.0, 0) == top  # the dense phase alone fits
 
 
 def test_out_of_memory_goes_to_a_rung_that_needs_less() -> None:
-    config, rung = FULL, sizing.Rung(micro=16)
-    seen = [sizing.memory(config, 2, 16).total_gb]
-    while (lower := sizing.lower_rung(config, rung, 2)) is not None:
-        seen.append(sizing.memory(config, 2, lower.micro, checkpointing=lower.checkpointing).total_gb)
+    config, rung = FULL, Rung(micro=16)
+    seen = [config.memory(2, 16).total_gb]
+    while (lower := config.lower_rung(rung, 2)) is not None:
+        seen.append(config.memory(2, lower.micro, checkpointing=lower.checkpointing).total_gb)
         rung = lower
     assert seen == sorted(seen, reverse=True)
     assert len(seen) > 2
-    assert rung == sizing.Rung(micro=1, checkpointing=True)
+    assert rung == Rung(micro=1, checkpointing=True)
 
 
 def test_accumulating_keeps_gradients_beside_activations() -> None:
-    whole, cut = sizing.memory(FULL, 2, 16), sizing.memory(FULL, 2, 8)
+    whole, cut = FULL.memory(2, 16), FULL.memory(2, 8)
     assert cut.activations_gb < whole.activations_gb
     parts = cut.weights_gb + cut.gradients_gb + cut.moments_gb + cut.activations_gb + cut.logits_gb
     assert cut.total_gb == pytest.approx(parts)
@@ -163,24 +165,24 @@ def test_accumulating_keeps_gradients_beside_activations() -> None:
 )
 def test_memory_is_what_torchs_allocator_counts(micro: int, measured: tuple[float, ...]) -> None:
     """On a pretended A10G, eager (docs/decisions, cuda-without-a-gpu). Of 12 + 4 windows only the 4 meet gradients."""
-    assert [sizing.memory(FULL, phase, micro).total_gb for phase in range(3)] == pytest.approx(measured, rel=0.03)
+    assert [FULL.memory(phase, micro).total_gb for phase in range(3)] == pytest.approx(measured, rel=0.03)
 
 
 def test_checkpointing_keeps_fewer_activations() -> None:
-    assert sizing.memory(FULL, 2, 8, checkpointing=True).activations_gb < sizing.memory(FULL, 2, 8).activations_gb
+    assert FULL.memory(2, 8, checkpointing=True).activations_gb < FULL.memory(2, 8).activations_gb
 
 
 def test_only_three_phases_exist() -> None:
     with pytest.raises(ValueError, match="phase 3 does not exist"):
-        sizing.shape(FULL.model, 3)
+        shape(FULL.model, 3)
 
 
 def test_problems_name_what_ranges_cannot() -> None:
     bad = replace(
         FULL, model=GrowthModel(width=832, heads=5, experts=2, top_k=3), optim=replace(FULL.optim, lr=(1e-3,))
     )
-    assert sizing.problems(FULL) == []
-    assert [path for path, _ in sizing.problems(bad)] == ["model.heads", "model.top_k", "optim.lr"]
+    assert FULL.problems() == []
+    assert [path for path, _ in bad.problems()] == ["model.heads", "model.top_k", "optim.lr"]
 
 
 def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
@@ -196,36 +198,36 @@ def test_a_prepared_dataset_replaces_what_the_config_expected() -> None:
     base = SftConfig()
     data = replace(base.data, row=128, longest=128)
     config = replace(base, epochs=2, data=data, batch=replace(base.batch, tokens=512))
-    counted = sizing.with_facts(config, facts)
-    assert sizing.phases(counted)[0].steps == -(-2 * 159 // 4)
+    counted = config.with_facts(facts)
+    assert counted.phases()[0].steps == -(-2 * 159 // 4)
     assert isinstance(counted, SftConfig)
     assert (counted.data.examples, counted.data.held_out) == (600, 0.05)
-    train, merge = sizing.phases(counted)  # nothing is evaluated that is not there
+    train, merge = counted.phases()  # nothing is evaluated that is not there
     assert (train.evaluation_tokens, merge.forward_tokens) == (9 * 128, (3 + 2 * 15) * 9 * 128)
     assert merge.decode_steps == 2 * 128
-    whole = sizing.phases(replace(counted, method="full"))  # nothing to merge: its last evaluation is the one loss
+    whole = replace(counted, method="full").phases()  # nothing to merge: its last evaluation is the one loss
     assert (whole[1].forward_tokens, whole[0].forward_share) == (0, 1 / 3)
     kernel = KernelConfig()
     rows = {"examples": 100, "rows": 150, "row": 8192}
-    assert sizing.phases(sizing.with_facts(kernel, rows))[0].steps == -(-150 * 8192 // kernel.batch.tokens)
-    assert sizing.with_facts(config, {}) == config
-    assert sizing.with_facts(FULL, facts) == FULL
+    assert kernel.with_facts(rows).phases()[0].steps == -(-150 * 8192 // kernel.batch.tokens)
+    assert config.with_facts({}) == config
+    assert FULL.with_facts(facts) == FULL
 
 
 def test_the_characters_lie_in_each_gpus_memory() -> None:
     config = PretrainConfig()
-    large = sizing.with_facts(config, {"train_characters": 19_000_000_000, "validation_characters": 1_350_000_000})
-    more = sizing.memory(large, 0, 4, ranks=8).total_gb - sizing.memory(config, 0, 4, ranks=8).total_gb
+    large = config.with_facts({"train_characters": 19_000_000_000, "validation_characters": 1_350_000_000})
+    more = large.memory(0, 4, ranks=8).total_gb - config.memory(0, 4, ranks=8).total_gb
     assert more == pytest.approx(20.0)
-    assert (sizing.choose_rung(config, 70.0, 0, 8), sizing.choose_rung(large, 70.0, 0, 8)) == (
-        sizing.Rung(micro=4),
-        sizing.Rung(micro=2),
+    assert (config.choose_rung(70.0, 0, 8), large.choose_rung(70.0, 0, 8)) == (
+        Rung(micro=4),
+        Rung(micro=2),
     )
 
 
 def test_muons_rate_is_refused_for_adamw() -> None:
-    assert sizing.problems(PretrainConfig()) == []
-    ((path, text),) = sizing.problems(replace(PretrainConfig(), optim=MuonAdamW(kind="adamw")))
+    assert PretrainConfig().problems() == []
+    ((path, text),) = replace(PretrainConfig(), optim=MuonAdamW(kind="adamw")).problems()
     assert path == "optim.lr"
     assert "0.02 is Muon's" in text
 
@@ -241,7 +243,7 @@ def test_muons_rate_is_refused_for_adamw() -> None:
     ],
 )
 def test_how_many_processes_of_two_nodes_with_eight_gpus_share_a_step(config: JobConfig, ranks: int) -> None:
-    assert sizing.ranks(config, 8, 2) == ranks
+    assert config.ranks(8, 2) == ranks
 
 
 def test_a_token_of_a_layer_with_experts_keeps_what_is_worked_out_by_hand() -> None:
@@ -251,38 +253,38 @@ def test_a_token_of_a_layer_with_experts_keeps_what_is_worked_out_by_hand() -> N
     products = 4 * 8 + 2.5 * 16 + 2 * 8  # q, k, v, attention; up-projections; the experts' results
     rest = 6 * 8 + 2.5 * 16 + 2.5 * 8  # norms, q and k turned; after GELU; rows gathered
     layer = 2 * (products + rest) + 4 * 8 + 4 * 2 + 16 + 8 * 4  # in bf16; the router's input in fp32; its choices
-    assert 1e9 * sizing.memory(config, 1, 1).activations_gb == pytest.approx(4 * (layer + 2 * 2 * 8))
+    assert 1e9 * config.memory(1, 1).activations_gb == pytest.approx(4 * (layer + 2 * 2 * 8))
 
 
 def test_a_rung_fits_where_a_gigabyte_is_left_beside_its_peak() -> None:
-    config, rung = GrowthConfig(), sizing.Rung(micro=4)
-    peak = max(sizing.memory(config, phase, 4).total_gb for phase in range(3))
-    assert sizing.fits(config, rung, peak + 1.001)
-    assert not sizing.fits(config, rung, peak + 0.999)
+    config, rung = GrowthConfig(), Rung(micro=4)
+    peak = max(config.memory(phase, 4).total_gb for phase in range(3))
+    assert config.fits(rung, peak + 1.001)
+    assert not config.fits(rung, peak + 0.999)
 
 
 def test_what_is_left_of_the_steps_is_evaluated_too() -> None:
     growth, pretrain = GrowthConfig(), PretrainConfig()
     often = replace(growth, steps_per_phase=101, eval=replace(growth.eval, every=50))
     seldom = replace(pretrain, steps=101, eval=replace(pretrain.eval, every=50))
-    assert [phase.evaluations for each in (often, seldom) for phase in sizing.phases(each)] == [3, 3, 3, 3]
+    assert [phase.evaluations for each in (often, seldom) for phase in each.phases()] == [3, 3, 3, 3]
 
 
 def test_a_process_without_a_row_is_not_started_and_on_a_cpu_no_gpu_is_asked_for() -> None:
-    assert sizing.ranks(SftConfig(), 8) == 4
-    assert [sizing.least_gpus(SftConfig(gpus=2, device=device)) for device in ("cuda", "cpu")] == [2, 1]
+    assert SftConfig().ranks(8) == 4
+    assert [SftConfig(gpus=2, device=device).least_gpus() for device in ("cuda", "cpu")] == [2, 1]
 
 
 def test_long_prompts_are_answered_fewer_at_once_and_billed_so() -> None:
     config = SftConfig()
-    assert sizing.sft.answers_at_once(config) == 20
+    assert answers_at_once(config) == 20
     long = replace(config, data=replace(config.data, row=16384, longest=16384))
-    assert sizing.sft.answers_at_once(long) == 1
-    billed = [sizing.phases(each)[1].decode_steps for each in (config, long)]
+    assert answers_at_once(long) == 1
+    billed = [each.phases()[1].decode_steps for each in (config, long)]
     assert billed == [5 * 128, 100 * 128]
 
 
-def in_bytes(memory: sizing.Memory) -> tuple[float, ...]:
+def in_bytes(memory: Memory) -> tuple[float, ...]:
     """Weights, gradients, moments, activations, logits, all."""
     each = (memory.weights_gb, memory.gradients_gb, memory.moments_gb, memory.activations_gb, memory.logits_gb)
     return tuple(round(1e9 * gb, 3) for gb in (*each, memory.total_gb))
@@ -297,24 +299,24 @@ def test_a_small_character_models_memory_is_that_worked_out_by_hand() -> None:
     whole = 32 * (3 * kept + widths)
     weights = 4 * total + 2 * total  # fp32, and all of them in bf16
     moments = 4 * 3 * block + 8 * 320  # Muon's one, AdamW's two of both tables
-    found = in_bytes(sizing.memory(config, 0, 2))
+    found = in_bytes(config.memory(0, 2))
     assert found == (weights, 4 * total + 1024, moments, whole, 32 * 20 * 16, sum(found[:5]) + 1000)
-    again = in_bytes(sizing.memory(config, 0, 2, checkpointing=True))
+    again = in_bytes(config.memory(0, 2, checkpointing=True))
     assert (again[0], again[3]) == (4 * total + 2 * block, 32 * (2 * cut + kept + widths))
-    assert in_bytes(sizing.memory(replace(config, precision=Precision(compute="fp32")), 0, 2))[0] == 4 * total
+    assert in_bytes(replace(config, precision=Precision(compute="fp32")).memory(0, 2))[0] == 4 * total
     for three, copies in ((False, total), (True, 2 * block)):
-        halved = in_bytes(sizing.memory(replace(config, reshard_after_forward=three), 0, 2, ranks=2))
+        halved = in_bytes(replace(config, reshard_after_forward=three).memory(0, 2, ranks=2))
         assert halved[:3] == (2 * total + 2 * copies, 2 * total + 6 * block, moments / 2)
 
 
 def test_a_character_models_edges() -> None:
     base = PretrainConfig()
-    assert [sizing.phases(replace(base, steps=steps))[0].evaluations for steps in (500, 501)] == [2, 3]
-    assert [rung.micro for rung in sizing.ladder(base, 8) if not rung.checkpointing] == [4, 2, 1]
+    assert [replace(base, steps=steps).phases()[0].evaluations for steps in (500, 501)] == [2, 3]
+    assert [rung.micro for rung in base.ladder(8) if not rung.checkpointing] == [4, 2, 1]
     edge = replace(base, optim=MuonAdamW(kind="adamw", lr=0.01), eval=replace(base.eval, prompts=("1" * 2048,)))
-    assert sizing.problems(edge) == []
+    assert edge.problems() == []
     for prompt in ("1" * 2049, "1+x"):
-        ((path, _),) = sizing.problems(replace(base, eval=replace(base.eval, prompts=(prompt,))))
+        ((path, _),) = replace(base, eval=replace(base.eval, prompts=(prompt,))).problems()
         assert path == "eval.prompts"
 
 
@@ -325,21 +327,21 @@ def test_tuning_by_hand() -> None:
     matmul = decoder.matmul_parameters(base.model)
     for longest, context in ((1024, 361), (200, 200)):
         config = replace(full, data=replace(base.data, longest=longest))
-        assert sizing.phases(config)[0].flops_per_token == 6 * matmul + decoder.attention_flops(base.model, context)
-        assert sizing.phases(config)[0].steps == -(-3 * 594_000 * context // (base.batch.tokens * 0.98))  # cut there
-        assert sizing.dataset_bytes(config) == pytest.approx(600_000 * context * 6 / 0.98, abs=1)
+        assert config.phases()[0].flops_per_token == 6 * matmul + decoder.attention_flops(base.model, context)
+        assert config.phases()[0].steps == -(-3 * 594_000 * context // (base.batch.tokens * 0.98))  # cut there
+        assert config.sizes().dataset == pytest.approx(600_000 * context * 6 / 0.98, abs=1)
     padded = replace(base, measures=replace(base.measures, packing=False))  # a row holds one example
-    assert sizing.phases(padded)[0].steps == -(-3 * 594_000 // (base.batch.tokens // 4096))
-    assert sizing.dataset_bytes(padded) == pytest.approx(600_000 * 4096 * 6, abs=1)
-    assert [rung.micro for rung in sizing.ladder(base) if not rung.checkpointing] == [2, 1]
+    assert padded.phases()[0].steps == -(-3 * 594_000 // (base.batch.tokens // 4096))
+    assert padded.sizes().dataset == pytest.approx(600_000 * 4096 * 6, abs=1)
+    assert [rung.micro for rung in base.ladder() if not rung.checkpointing] == [2, 1]
     layer = 4096 * decoder.layer_activation_bytes(base.model, 2, checkpointing=False)
     adapted = 4096 * decoder.layer_activation_bytes(base.model, 2, checkpointing=False, adapters=64)
     logits = decoder.loss_bytes(base.model, 4096)
     # The merge holds a row of one layer at a time, and no gradient; all weights' training holds the head's as well.
-    assert in_bytes(sizing.memory(base, 1, 2))[:5] == pytest.approx((2 * total + 4 * own, 0, 0, adapted, logits))
-    assert in_bytes(sizing.memory(full, 1, 2))[:5] == pytest.approx((2 * total, 0, 0, layer, logits))
+    assert in_bytes(base.memory(1, 2))[:5] == pytest.approx((2 * total + 4 * own, 0, 0, adapted, logits))
+    assert in_bytes(full.memory(1, 2))[:5] == pytest.approx((2 * total, 0, 0, layer, logits))
     trained = decoder.loss_bytes(base.model, 8192, trained=True)
-    assert in_bytes(sizing.memory(full, 0, 2))[4] == pytest.approx(trained)
-    assert sizing.final_bytes(full) == {"merged": 2 * total}
-    assert (sizing.cut_bytes(base, 0), sizing.cut_bytes(full, 0)) == (2 * own, 2 * total)
-    assert sizing.problems(replace(base, data=replace(base.data, longest=4096))) == []
+    assert in_bytes(full.memory(0, 2))[4] == pytest.approx(trained)
+    assert full.sizes().final == {"merged": 2 * total}
+    assert (base.sizes().final_if_cut[0], full.sizes().final_if_cut[0]) == (2 * own, 2 * total)
+    assert replace(base, data=replace(base.data, longest=4096)).problems() == []

@@ -12,6 +12,7 @@ from supervisor_world import Bench, FaultyStore, commit, publisher, state
 
 from job.contract.commit import read as commit_of
 from job.run_file import load
+from job.spec import GrowthConfig
 from job.supervisor import staging
 from job.supervisor.store import GivenUpError, MissingError, StoreError
 
@@ -191,14 +192,14 @@ def test_a_job_that_exports_its_best_gets_the_best_checkpoint_too(
     bench.store.put_bytes(b'{"step": 3, "val_loss": 0.5}', "best.json")
     assert resume(bench) == 6
     assert not (bench.folder / "next" / "ckpt" / "step_00000003").exists()  # this one exports its last
-    monkeypatch.setattr(staging, "delivers_best", lambda config: True)
+    monkeypatch.setattr(GrowthConfig, "delivers_best", True)
     (bench.folder / "next").rename(bench.folder / "before")
     assert resume(bench) == 6
     assert (bench.folder / "next" / "ckpt" / "step_00000003" / "w.bin").read_bytes() == state(3)
 
 
 def test_a_best_checkpoint_that_is_damaged_is_missed_and_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "delivers_best", lambda config: True)
+    monkeypatch.setattr(GrowthConfig, "delivers_best", True)
     bench.store.put_bytes(b'{"step": 3, "val_loss": 0.5}', "best.json")
     bench.store.put_bytes(state(7), "ckpt/step_00000003/w.bin")
     assert resume(bench) == 6
@@ -206,7 +207,7 @@ def test_a_best_checkpoint_that_is_damaged_is_missed_and_said(bench: Bench, monk
 
 
 def test_a_best_that_is_missed_is_not_the_one_to_beat(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "delivers_best", lambda config: True)
+    monkeypatch.setattr(GrowthConfig, "delivers_best", True)
     bench.store.put_bytes(b'{"step": 3, "val_loss": 0.5}', "best.json")
     bench.store.delete(["ckpt/step_00000003/w.bin"])
     assert bench.attempt(script={7: lambda trainer: trainer.commit("best", 0.6)}).run() == 0

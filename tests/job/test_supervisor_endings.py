@@ -12,6 +12,7 @@ import pytest
 from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, interrupted, notice_at, outage, state
 
 from job import atomic
+from job.spec import GrowthConfig
 from job.supervisor import arrival
 from job.supervisor.store import StoreError
 
@@ -183,7 +184,7 @@ def test_after_a_sigterm_nothing_is_tried_longer_than_docker_waits(tmp_path: Pat
 def test_the_best_checkpoint_is_kept_when_staging_it_is_cut_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    monkeypatch.setattr("job.supervisor.staging.delivers_best", lambda config: True)
+    monkeypatch.setattr(GrowthConfig, "delivers_best", True)
     bench = Bench(tmp_path)
     script = {2: lambda t: t.commit("best", val_loss=0.5), 10: lambda t: 1}
     assert bench.attempt(script=script).run() == 1
@@ -375,7 +376,7 @@ def test_an_outage_delays_uploads_and_stops_nothing(tmp_path: Path) -> None:
 def test_a_store_that_stutters_while_a_node_arrives_costs_no_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("job.supervisor.staging.delivers_best", lambda config: True)  # best.json is read twice
+    monkeypatch.setattr(GrowthConfig, "delivers_best", True)  # best.json is read twice
     bench = interrupted(tmp_path)
     asked: Counter[str] = Counter()
 

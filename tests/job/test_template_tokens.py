@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from train_world import StopAt
 
-from job import sizing
 from job.dataset import weights
 from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.packed import prepare_sft
@@ -131,7 +130,7 @@ def test_trained_rows_are_counted_checkpointed_and_written_as_peft_writes_them(t
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     assert trained == set(lora.weights(module))
     config = typed(model={"tied": tied}, lora={"rank": 2, **TRAINED})
-    assert sizing.phases(config)[0].params_trained == sum(p.numel() for p in lora.weights(module).values())
+    assert config.phases()[0].params_trained == sum(p.numel() for p in lora.weights(module).values())
     hf.write_adapter(tmp_path, module, config.lora, None)
     tables = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
     told = json.loads((tmp_path / "adapter_config.json").read_text())["trainable_token_indices"]

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from train_world import STEPS, StopAt
 
-from job import atomic, sizing
+from job import atomic
 from job.contract.metrics import KEYS
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
@@ -376,7 +376,7 @@ def test_after_running_out_of_memory_no_phase_goes_back_to_what_is_predicted_to_
     gpu = replace(experiment.session.device, torch=torch.device("cuda", 0), memory_gb=1000.0)
     for rung in (0, 2):
         session = replace(experiment.session, device=gpu, rung=rung)
-        ladder = sizing.ladder(session.config)
+        ladder = session.config.ladder()
         assert rungs.choose(session, experiment.phases[0]) == ladder[rung]
 
 

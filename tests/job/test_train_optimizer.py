@@ -12,8 +12,8 @@ from torch import nn
 
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models.growth import build
-from job.sizing import Rung
 from job.spec import AdamW, GrowthConfig
+from job.spec.common import Rung
 from job.train import optimizer
 from job.train.device import Device
 from job.train.optimizer import NarrowAdamW, stochastic_bf16

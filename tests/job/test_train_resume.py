@@ -10,10 +10,11 @@ import train_world as world
 from torch import nn
 from train_world import STEPS, StopAt
 
-from job import atomic, sizing
+from job import atomic
 from job.dataset import prepare, sources
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growth
+from job.spec.growth import CAPACITY
 from job.train import identity
 from job.train.checkpoint import Checkpoints
 from job.train.experiment import Phase
@@ -129,7 +130,7 @@ def test_a_run_that_goes_on_where_experts_are_padded_has_the_capacity_that_its_b
     assert world.train(workdir) == 0
     report = atomic.read_object(workdir / "growth_report.json") or {}
     assert isinstance(seen[0], growth.Growth)
-    assert seen[0].capacity == report["boundaries"][0]["capacity"] > sizing.CAPACITY
+    assert seen[0].capacity == report["boundaries"][0]["capacity"] > CAPACITY
 
 
 def test_a_resume_says_which_of_its_inputs_are_others_than_before(

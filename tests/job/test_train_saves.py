@@ -18,7 +18,7 @@ import train_world as world
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import STEPS, StopAt
 
-from job import atomic, sizing
+from job import atomic
 from job.contract.commit import Commit
 from job.experiments.kernel import Kernel
 from job.experiments.pretrain import Pretrain
@@ -246,8 +246,8 @@ def test_the_end_of_a_phase_is_saved_without_moments_and_what_lies_before_it_wit
     assert kinds(workdir, STEPS + 1) == {"model", "exp_avg", "exp_avg_sq"}
     tree = atomic.read_object(workdir / "run.json") or {}
     config = from_json("tinystories-growth", tree["job"]["parameters"])
-    assert numbers(workdir, STEPS) * 4 == sizing.end_bytes(config, 0)
-    assert numbers(workdir, STEPS + 1) * 4 == sizing.checkpoint_bytes(config, 1)
+    assert numbers(workdir, STEPS) * 4 == config.sizes().phase_ends[0]
+    assert numbers(workdir, STEPS + 1) * 4 == config.sizes().checkpoints[1]
 
 
 def test_a_run_cut_after_its_last_save_trains_nothing_and_makes_no_optimizer(

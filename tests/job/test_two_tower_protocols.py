@@ -26,9 +26,8 @@ from job.experiments.two_tower import REFIT_SEEDS, TwoTower
 from job.experiments.two_tower_batches import Batches
 from job.experiments.two_tower_data import fold_of, members, rows_of, watched
 from job.experiments.two_tower_members import Members
-from job.sizing import Rung
-from job.sizing.two_tower import REFIT
-from job.spec.two_tower import variants
+from job.spec.common import Rung
+from job.spec.two_tower import REFIT, variants
 from job.student import t95
 
 CONFIG = world.config()

@@ -9,14 +9,12 @@ import torch
 import two_tower_world as world
 from memory_count import Alive
 
-from job import sizing
 from job.dataset.ranking import generate
 from job.experiments import two_tower_baselines
 from job.experiments.two_tower_data import members, refit_member, rows_of
 from job.experiments.two_tower_members import Members
 from job.models.two_tower import TwoTower, draw_noise
-from job.sizing import two_tower
-from job.spec import TwoTowerConfig
+from job.spec import TwoTowerConfig, two_tower
 from job.spec.two_tower import Variant, variant, variants
 
 FULL = TwoTowerConfig()
@@ -44,18 +42,18 @@ def test_a_fold_step_of_443_queries_is_4_9_gflop_and_one_of_all_discovery_querie
 
 
 def test_phases_are_the_folds_and_the_refit_and_one_of_folds_per_family_of_a_sweep() -> None:
-    assert [(p.name, p.steps, p.params_total) for p in sizing.phases(HONEST)] == [
+    assert [(p.name, p.steps, p.params_total) for p in HONEST.phases()] == [
         ("folds", 3500, 12_551_040),
         ("refit", 3500, 1_255_104),
     ]
-    assert sizing.phases(FULL)[0].params_total == 25_102_080
-    assert [p.name for p in sizing.phases(SWEEP)] == [
+    assert FULL.phases()[0].params_total == 25_102_080
+    assert [p.name for p in SWEEP.phases()] == [
         *(f"{name}-folds" for name, _ in variants(SWEEP)),
         "refit",
     ]
     refit, largest = len(variants(SWEEP)), 2_036_544  # of the families the second
-    assert sizing.phases(SWEEP)[refit].params_total == largest
-    assert sizing.checkpoint_bytes(SWEEP, refit) - sizing.end_bytes(SWEEP, refit) == 8 * largest  # two moments
+    assert SWEEP.phases()[refit].params_total == largest
+    assert SWEEP.sizes().checkpoints[refit] - SWEEP.sizes().phase_ends[refit] == 8 * largest  # two moments
 
 
 @pytest.mark.parametrize("optimistic", [True, False])
@@ -76,7 +74,7 @@ def test_rows_hold_as_many_queries_as_were_sized() -> None:
 
 def test_a_score_sized_tensor_of_all_folds_at_full_is_two_thirds_of_a_gigabyte() -> None:
     full = variant(HONEST, "full")
-    held = sizing.memory(full, 0, 10**6).weights_gb - 2 * 4 * 12_551_040 / 1e9
+    held = full.memory(0, 10**6).weights_gb - 2 * 4 * 12_551_040 / 1e9
     sentences = 10 * two_tower.queries(full) * 384 * 4 / 1e9
     assert round(10 * 14_950 * 1131 * 4 / 1e9, 2) == 0.68
     assert held - sentences == pytest.approx(0.68, rel=0.03)
@@ -84,11 +82,11 @@ def test_a_score_sized_tensor_of_all_folds_at_full_is_two_thirds_of_a_gigabyte()
 
 def test_a_step_of_the_sampled_objective_is_as_long_as_its_batch() -> None:
     sampled = replace(FULL, objective="sampled")
-    folds, refit = sizing.phases(sampled)
+    folds, refit = sampled.phases()
     assert (folds.tokens_per_step, refit.tokens_per_step) == (20 * 96, 96)
     assert folds.flops_per_token == two_tower.flops_per_step(FULL, 96) // 96
-    assert sizing.ladder(sampled)[0].micro == 96
-    assert sizing.memory(sampled, 0, 96).total_gb < sizing.memory(FULL, 0, 443).total_gb
+    assert sampled.ladder()[0].micro == 96
+    assert sampled.memory(0, 96).total_gb < FULL.memory(0, 443).total_gb
 
 
 def test_memory_is_predicted_within_a_tenth_where_a_large_batch_is_cut() -> None:
@@ -101,7 +99,7 @@ def test_memory_is_predicted_within_a_tenth_where_a_large_batch_is_cut() -> None
         assert noise is not None
         inputs = x[:, :64], targets[:, :64], torch.ones(count, 64), noise.query[:, :64], noise.model
         torch.autograd.backward(module(*inputs).loss_sum)
-    memory, state = sizing.memory(config, 0, 64), 4 * count * two_tower.parameters(config)
+    memory, state = config.memory(0, 64), 4 * count * two_tower.parameters(config)
     assert alive.peak == pytest.approx(memory.total_gb * 1e9 - 4 * state, rel=0.1)  # weights, best ones, two moments
 
 
@@ -116,31 +114,31 @@ def test_memory_is_what_torchs_allocator_counts(dropout: float, counted: dict[in
         towers = replace(towers, query=(256, 128, 64), model=(384, 256, 128, 64))
     config = replace(FULL, towers=towers)
     for micro, gigabytes in counted.items():
-        assert sizing.memory(config, 0, micro).total_gb == pytest.approx(gigabytes, rel=0.08)
+        assert config.memory(0, micro).total_gb == pytest.approx(gigabytes, rel=0.08)
 
 
 def test_full_fits_a_24_gb_card_at_once_with_both_protocols() -> None:
     full = variant(FULL, "full")
-    rung = sizing.choose_rung(full, 24.0)
+    rung = full.choose_rung(24.0)
     assert rung is not None
     assert rung.micro == two_tower.queries(full, refit=True)
 
 
 def test_the_ladder_cuts_queries_and_never_checkpoints() -> None:
     full = variant(FULL, "full")
-    assert [rung.micro for rung in sizing.ladder(full)][1:] == [512, 256, 128, 64]
-    assert not any(rung.checkpointing for rung in sizing.ladder(full))
-    assert [rung.micro for rung in sizing.ladder(replace(FULL, chunk=128))] == [128, 64]
-    needs = [sizing.memory(full, 0, rung.micro).total_gb for rung in sizing.ladder(full)]
+    assert [rung.micro for rung in full.ladder()][1:] == [512, 256, 128, 64]
+    assert not any(rung.checkpointing for rung in full.ladder())
+    assert [rung.micro for rung in replace(FULL, chunk=128).ladder()] == [128, 64]
+    needs = [full.memory(0, rung.micro).total_gb for rung in full.ladder()]
     assert needs == sorted(needs, reverse=True)
 
 
 def test_a_checkpoint_holds_weights_moments_best_weights_and_scores() -> None:
     scores = 10 * 342 * 1131 * 4
-    assert sizing.checkpoint_bytes(HONEST, 0) == 16 * 12_551_040 + scores
-    assert sizing.checkpoint_bytes(HONEST, 1) == 12 * 1_255_104 + scores
-    assert sizing.end_bytes(HONEST, 0) == 8 * 12_551_040 + scores
-    assert sizing.end_bytes(HONEST, 1) == 4 * 1_255_104 + scores
+    assert HONEST.sizes().checkpoints[0] == 16 * 12_551_040 + scores
+    assert HONEST.sizes().checkpoints[1] == 12 * 1_255_104 + scores
+    assert HONEST.sizes().phase_ends[0] == 8 * 12_551_040 + scores
+    assert HONEST.sizes().phase_ends[1] == 4 * 1_255_104 + scores
 
 
 @pytest.mark.parametrize(
@@ -155,7 +153,7 @@ def test_a_checkpoint_holds_weights_moments_best_weights_and_scores() -> None:
     ],
 )
 def test_what_cannot_be_trained_is_named(config: TwoTowerConfig, path: str) -> None:
-    assert [found for found, _ in sizing.problems(config)] == [path]
+    assert [found for found, _ in config.problems()] == [path]
 
 
 def test_an_unknown_variant_lists_those_there_are() -> None:
@@ -183,6 +181,6 @@ def test_a_variant_of_a_sweep_is_the_scenario_of_its_name() -> None:
 )
 def test_lambdarank_is_billed_by_queries_models_and_folds_where_it_runs(data: dict[str, int], core_s: float) -> None:
     config = replace(FULL, data=replace(FULL.data, **data))
-    assert [phase.cpu_core_s for phase in sizing.phases(config)] == [0.0, pytest.approx(core_s, rel=1e-12)]
+    assert [phase.cpu_core_s for phase in config.phases()] == [0.0, pytest.approx(core_s, rel=1e-12)]
     missing = two_tower_baselines.lambdarank_missing(config.data.models) or ""
     assert ("models per query" in missing) == (core_s == 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from job import atomic, sizing
+from job import atomic
 from job.dataset import prepare, sources
 from job.train import __main__ as trainer
 from job.train.experiment import Experiment
@@ -97,7 +97,7 @@ def left(workdir: Path) -> tuple[int, int]:
     paths = [path for name in ("exports", "final") for path in (workdir / name).rglob("*.safetensors")]
     found = sum(tensor.nbytes for path in paths for tensor in load_file(path).values())
     config = trainer.Run.read(workdir).config
-    return found, sum((*sizing.export_bytes(config).values(), *sizing.final_bytes(config).values()))
+    return found, sum((*config.sizes().exports.values(), *config.sizes().final.values()))
 
 
 def committed(workdir: Path) -> list[int]:

@@ -1,0 +1,164 @@
+"""One kind of job before it runs: what its parameters are, and all that follows from them. Pure: no torch, no AWS.
+
+A kind is a frozen dataclass with the base `JobConfig`, which answers what it does not answer itself. Speed is not
+decided here: throughput comes from a peak and an efficiency, or from a calibration, and those belong to the bill.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import Field
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+from job.spec.common import (
+    DEVICE_RESERVE_GB,
+    Checkpoint,
+    Compute,
+    Deliver,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Sizes,
+    processes,
+)
+
+Self = TypeVar("Self", bound="JobConfig")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def remembered(function: F) -> F:
+    """The same function, its answers kept: of frozen parameters, which a comparison asks thousands of times."""
+    return cast(F, lru_cache(maxsize=4096)(function))
+
+
+class JobConfig(ABC):
+    """The parameters of a job, as job.parameters of a definition and of run.json gives them."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    seed: int
+    device: Literal["cuda", "cpu"]
+    gpus: int | None = None  # of the node; None: all of them
+    data: Any
+    precision: Compute
+    checkpoint: Checkpoint
+    guard: Guard
+    log: Log
+    deliver: Deliver = "last"  # the weights of final/
+
+    several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
+
+    @property
+    def delivers_best(self) -> bool:
+        """Whether final/ is to hold the weights of the last phase's best evaluation, not those after the last step."""
+        return self.deliver == "best"
+
+    @abstractmethod
+    def phases(self) -> tuple[PhaseSize, ...]:
+        """Every phase in order. The last one may have no optimizer steps: what is done after training."""
+
+    @abstractmethod
+    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+        """Predicted bytes on one GPU. Assumes that gradients are freed between optimizer steps and that every
+        activation which eager autograd keeps is kept: compile can only keep fewer.
+        """
+
+    @abstractmethod
+    def sizes(self) -> Sizes:
+        """Bytes of its checkpoints, exports and data."""
+
+    @abstractmethod
+    def rows(self) -> int:
+        """Of a step, over all ranks: windows, packed rows or queries, whatever a micro-batch counts."""
+
+    @abstractmethod
+    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+        """Ways to cut the batch, largest first, then activation checkpointing. The global batch, and with it the
+        result, never changes. A micro-batch set in the parameters starts it lower.
+        """
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What no field's own range can say, as (path under job.parameters, sentence)."""
+        return []
+
+    def with_facts(self: Self, facts: Mapping[str, Any]) -> Self:
+        """The same as its prepared dataset is: counts that `data` and `eval` could only expect, from the facts of its
+        manifest.
+        """
+        return self
+
+    def products(self) -> str:
+        """What a GPU's matrix products are in: `bf16`, `fp32` or `tf32`."""
+        return self.precision.compute
+
+    def state_dtype(self, phase_index: int) -> str:
+        """fp32 or bf16: weights, gradients and moments alike."""
+        return "fp32"
+
+    def state_in_words(self) -> str:
+        """What weights, gradients and moments are kept in, and what is in fp32 besides."""
+        return "fp32; loss and norms in fp32"
+
+    def require(self) -> None:
+        """Raises ValueError with every problem, for who is about to build the model."""
+        if found := self.problems():
+            raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in found))
+
+    def ranks(self, gpu_count: int, nodes: int = 1) -> int:
+        """Processes on a node with `gpu_count` GPUs, one per GPU used; on a CPU run as many as the parameters ask for.
+        On several `nodes` as many on each, together never more than a step has rows.
+        """
+        if not self.several_ranks:
+            return 1
+        each = processes(self.device, self.gpus, gpu_count, self.rows())
+        return each if nodes == 1 else min(each * nodes, self.rows())
+
+    def least_gpus(self) -> int:
+        """Of a node: with fewer than the parameters ask for it would be refused."""
+        return 1 if self.gpus is None or self.device == "cpu" else self.gpus
+
+    def rows_per_rank(self, ranks: int) -> int:
+        """Of a step. Each rank takes as many as the others."""
+        return -(-self.rows() // ranks)
+
+    def empty_rows(self, ranks: int) -> int:
+        """Of a step, over all ranks: what is taken where its rows run out."""
+        return self.rows_per_rank(ranks) * ranks - self.rows()
+
+    def total_steps(self) -> int:
+        """Optimizer steps of all phases together."""
+        return sum(phase.steps for phase in self.phases())
+
+    def micro_batches(self, rung: Rung, ranks: int) -> int:
+        """That one rank runs in an optimizer step."""
+        return -(-self.rows_per_rank(ranks) // rung.micro)
+
+    def fits(self, rung: Rung, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> bool:
+        """Whether the predicted peak and the reserve fit, in one phase or in all of them."""
+        chosen = range(len(self.phases())) if phase_index is None else (phase_index,)
+        return all(
+            self.memory(i, rung.micro, checkpointing=rung.checkpointing, ranks=ranks).total_gb + DEVICE_RESERVE_GB
+            <= gpu_memory_gb
+            for i in chosen
+        )
+
+    @remembered
+    def choose_rung(self, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
+        """The highest rung predicted to fit (in every phase when `phase_index` is None). None: nothing fits."""
+        return next((rung for rung in self.ladder(ranks) if self.fits(rung, gpu_memory_gb, phase_index, ranks)), None)
+
+    def lower_rung(self, rung: Rung, phase_index: int, ranks: int = 1) -> Rung | None:
+        """Where to go after a real out-of-memory: the next rung that is predicted to need less, so that a cut which
+        starts to accumulate, and therefore keeps gradients beside activations, is passed over. None: the end.
+        """
+        rungs = self.ladder(ranks)
+        now = self.memory(phase_index, rung.micro, checkpointing=rung.checkpointing, ranks=ranks).total_gb
+        for lower in rungs[rungs.index(rung) + 1 :]:
+            if self.memory(phase_index, lower.micro, checkpointing=lower.checkpointing, ranks=ranks).total_gb < now:
+                return lower
+        return None
