@@ -120,7 +120,7 @@ def test_status_names_a_fleet_that_goes_on_after_its_run(cloud: Cloud, stack: St
     put(cloud, bucket, "heartbeat/i-1.jsonl", b'{"ts":"2026-11-21T12:00:00Z"}\n')
     put(cloud, bucket, "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
     told = stated(stack).get("needless", "")
-    assert told.endswith(f"--fleet-ids {fleet}") is bool(capacity)
+    assert told.endswith(f"--fleet-ids {fleet} --region us-east-2") is bool(capacity)
     assert ("each billed until it finds that the run is over" in told) is bool(capacity)
 
 
