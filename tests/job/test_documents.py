@@ -115,6 +115,28 @@ def test_no_name_leads_out_of_its_folder(name: Any, place: str, tmp_path: Path) 
         PLACES[place](name, tmp_path)
 
 
+def test_a_run_goes_on_where_another_node_left_what_cannot_be(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    record = {"type": "g5.2xlarge", "launched_at": "2027-01-15T07:00:00Z", "floor": "high", "started_s": [], "exit": 7}
+    bench.store.put_bytes(json.dumps(record).encode(), "attempts/i-odd.json")
+    beats = [
+        {"step": 3, "attempt_s": "600", "compute_usd": "0.06"},
+        {"step": 4, "attempt_s": "six", "compute_usd": "0.07"},
+    ]
+    bench.store.put_bytes("\n".join(map(json.dumps, beats)).encode(), "heartbeat/i-odd.jsonl")
+    bench.store.put_bytes(b"[7]", "attempts/i-none.json")
+    assert bench.attempt().run() == 0
+    for said in (
+        "attempts/i-odd.json: set aside: floor is 'high', not a whole number",
+        "attempts/i-odd.json: set aside: started_s is a list, not an amount",
+        "heartbeat/i-odd.jsonl: set aside: a line: attempt_s is 'six', not an amount",
+        "attempts/i-none.json: set aside: it is a list",
+    ):
+        assert said in bench.said
+    odd = next(each for each in bench.json("receipt.json")["attempts"] if each["instance"] == "i-odd")
+    assert (odd["seconds"], odd["last_step"]) == ("600.000", 3)  # by its last heartbeat that can be believed
+
+
 # Whatever a document says: it is read, set aside, or refused in a sentence, and ends no process with a traceback.
 
 
