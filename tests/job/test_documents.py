@@ -144,7 +144,7 @@ def committed(content: bytes, folder: Path) -> None:
     (folder / "ckpt" / "step_00000003").mkdir(parents=True)
     (folder / "ckpt" / "step_00000003" / "commit.json").write_bytes(content)
     commits(folder)
-    Committed(folder / "ckpt", "c").best()
+    Committed(folder / "ckpt", "c").best("dense")
 
 
 def published(content: bytes, folder: Path) -> None:
