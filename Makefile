@@ -6,8 +6,11 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup rehearse rehearse-all test test-slow lint
-setup: .venv/ready
+.PHONY: help setup rehearse rehearse-all test test-slow lint fix
+help: ## list these targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: .venv/ready ## make .venv, as every other target does the first time
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gpufleet needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 ..."; exit 1; }
@@ -18,20 +21,24 @@ setup: .venv/ready
 	@touch $@
 	@echo "Set up: $$($(BIN)/python --version), $$($(BIN)/python -c 'import importlib.metadata as m; print(", ".join(p + " " + m.version(p) for p in ("pulumi", "pulumi-aws", "torch")))')"
 
-rehearse: .venv/ready
+rehearse: .venv/ready ## run one experiment against an embedded AWS: STACK=tinystories-growth
 	@$(BIN)/gpufleet rehearse $(STACK)
 
-rehearse-all: .venv/ready
+rehearse-all: .venv/ready ## rehearse every stack in turn, and print one table
 	@$(BIN)/gpufleet rehearse --all
 
 # One worker more than cores: a fifth of the tests' time is waiting for processes of theirs.
-test: .venv/ready
+test: .venv/ready ## run the tests that CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder
 
-test-slow: .venv/ready
+test-slow: .venv/ready ## run the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
 
-lint: .venv/ready
+lint: .venv/ready ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fix: .venv/ready ## mend what ruff can mend, and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
