@@ -185,6 +185,12 @@ def test_every_file_and_command_a_page_names_exists(page: Path) -> None:
             assert match[1] in COMMANDS, f"{page.name}: `{code}`"
 
 
+def test_make_help_lists_every_target() -> None:
+    (targets,) = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == targets.split()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_and_option_is_explained_somewhere(command: str) -> None:
     shows = re.compile(rf"gpufleet {command}\b|^## ([a-z]+ and )?{command}\b", re.MULTILINE)
