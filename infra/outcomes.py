@@ -13,6 +13,7 @@ from infra.cost import compare
 from infra.cost.compare_rows import Outcome, Row
 from job.contract import metrics, reading
 from job.contract.reading import Fields
+from job.contract.workdir import METRICS, RECEIPT, RUN
 from job.spec import from_json
 
 FOLDER = "results"
@@ -20,7 +21,7 @@ FOLDER = "results"
 
 def read(root: Path, stack: str) -> list[Outcome]:
     """Of every finished run under `root` (the project), oldest first; what is damaged or unfinished is left out."""
-    found = [_outcome(path.parent) for path in (root / FOLDER / stack).glob("*/receipt.json")]
+    found = [_outcome(path.parent) for path in (root / FOLDER / stack).glob(f"*/{RECEIPT}")]
     return sorted((outcome for outcome in found if outcome is not None), key=lambda outcome: outcome.at)
 
 
@@ -32,10 +33,10 @@ def of(row: Row, outcomes: Sequence[Outcome]) -> Outcome | None:
 
 def _outcome(folder: Path) -> Outcome | None:
     try:
-        run, receipt = (Fields(reading.parse((folder / name).read_bytes())) for name in ("run.json", "receipt.json"))
+        run, receipt = (Fields(reading.parse((folder / name).read_bytes())) for name in (RUN, RECEIPT))
         if receipt.need("reason", reading.text) != "finished":
             return None
-        records = metrics.records((folder / "metrics.jsonl").read_bytes().split(b"\n"))
+        records = metrics.records((folder / METRICS).read_bytes().split(b"\n"))
         last = [record for record in records if None not in (record["val_loss"], record["tokens"])][-1]
         job = run.section("job")
         parameters = from_json(job.need("experiment", reading.text), job.section("parameters").tree)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from infra.definition import StackDefinition
+from job.contract.inputs import DATASET
 
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
@@ -55,7 +56,7 @@ def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
     """Why the folder is not the prepared dataset that the file asks for, or nothing. Its files are hashed by whoever
     uploads them, not here.
     """
-    if not (folder / "dataset.json").is_file():
+    if not (folder / DATASET).is_file():
         return "is not prepared"
     from infra.prepared import dataset_differs  # here: most callers never have a local dataset
     from job.dataset.prepare import read_manifest

@@ -22,13 +22,13 @@ from typing import Any
 
 from infra.definition import Account, Limits, StackDefinition
 from infra.errors import DefinitionError, Problem
+from job.contract.bucket import input_key
 from job.text import stamp
 
 # Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
 WAITING_TIME = timedelta(hours=24)
 # Timer per boot: longer than the run's own limit, so that the job's meter, which ends cleanly, always comes first.
 TIMER_MARGIN = timedelta(minutes=30)
-INPUTS_PREFIX = "inputs"  # of the bucket, beside one prefix per run id; no run may be called that
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +190,7 @@ def _stays(definition: StackDefinition, previous: Previous) -> None:
 
 def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
     """Whether an object is not the run's own: its nodes read the others at every boot."""
-    inputs = [f"{INPUTS_PREFIX}/{sha256}/" for sha256 in (recorded.code, recorded.dataset, recorded.weights)]
+    inputs = [input_key(sha256) for sha256 in (recorded.code, recorded.dataset, recorded.weights)]
     return any(not key.startswith((f"{recorded.id}/", *inputs)) for key in objects)
 
 

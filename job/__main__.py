@@ -28,6 +28,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from job.contract.codes import AttemptExit
+from job.contract.workdir import ENDED, LOG, PACKAGES, START
 from job.run_file import Node, RunFile, load
 from job.supervisor import bootstrap
 
@@ -40,27 +42,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_json", metavar="RUN_JSON", type=Path, help="the run config, as the program declares it")
     run_json: Path = parser.parse_args(argv).run_json.resolve()
     try:
-        bootstrap.ensure(run_json.parent / "packages")
+        bootstrap.ensure(run_json.parent / PACKAGES)
     except RuntimeError as error:
         sys.stderr.write(f"{error}\n")
-        return 1
+        return AttemptExit.CRASHED
     return supervise(run_json)
 
 
 def supervise(run_json: Path) -> int:
-    from job.supervisor.endings import CRASHED, FAILED
-
     try:
         run, node = load(run_json), Node.of(os.environ, time.time())
     except ValueError as error:  # the same on every node: the run ends here, and nothing is written beside the file
         sys.stdout.write(f"fatal: {error}\n")
-        return FAILED
+        return AttemptExit.FAILED
     with run_json.open("rb") as held:  # an attempt begins by emptying the folder, which must not be another's at work
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             sys.stdout.write(f"{run_json} is being run already: wait for that attempt, or end it\n")
-            return CRASHED
+            return AttemptExit.CRASHED
         return attempt(run, node, run_json.parent)
 
 
@@ -74,15 +74,14 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     from job.supervisor.store import open_store, parent
     from job.supervisor.supervisor import Supervisor
     from job.supervisor.world import World
-    from job.train.requests import START
 
     terminated: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: terminated.append(time.time()))
     environment = os.environ
-    log = Log(workdir / "job.log")
+    log = Log(workdir / LOG)
     gpus = machine.gpus() if run.config.device == "cuda" else ()
     ranks = run.config.ranks(len(gpus))
-    ended = workdir / "ended.json" if ranks > 1 else None
+    ended = workdir / ENDED if ranks > 1 else None
     child_environment = {**environment, "PYTHONUNBUFFERED": "1"}
 
     def begin() -> Child:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from job import atomic, measured
+from job.contract.codes import TrainerExit
+from job.contract.commit import COMMIT
+from job.contract.workdir import CHECKPOINTS, ENDED, FATAL, LOG, METRICS, RUNG, SAVE, STOP
 from job.supervisor.child import Child, Log, trainer
 from job.supervisor.world import Trainer
 
-FINISHED, FATAL, OUT_OF_MEMORY, STOPPED = 0, 65, 69, 75  # the trainer's
 TICK_S = 0.02  # a save's duration is known to within this
 
 
@@ -87,16 +89,16 @@ def _run(
             child.kill()
         ended = clock()
         _look(workdir, seen, ended, None, {})
-        if code != OUT_OF_MEMORY:
+        if code != TrainerExit.OUT_OF_MEMORY:
             break
-        used = atomic.read_object(workdir / "rung.json") or {}
+        used = atomic.read_object(workdir / RUNG) or {}
         if used.get("lower") is None:
             raise ProbeFailedError(f"out of memory at the end of the ladder: {used}")
         rung = int(used["lower"])
-        (workdir / "metrics.jsonl").unlink(missing_ok=True)
+        (workdir / METRICS).unlink(missing_ok=True)
     records = _records(workdir)
     phases = measured.phases(records)
-    if code not in (FINISHED, STOPPED) or not phases:
+    if code not in (TrainerExit.FINISHED, TrainerExit.STOPPED) or not phases:
         raise ProbeFailedError(_why(workdir, code))
     for phase in phases:
         own = [record["step"] for record in records if record["phase"] == phase["name"]]
@@ -108,7 +110,7 @@ def _run(
     return Outcome(
         phases=phases,
         start_s=round(max(0.0, records[0]["ts"] - began - first_s), 3),
-        finish_s=round(ended - records[-1]["ts"], 3) if code == FINISHED else None,
+        finish_s=round(ended - records[-1]["ts"], 3) if code == TrainerExit.FINISHED else None,
         seconds=round(ended - began, 3),
         cpu_s=round(_cpu_s() - cpu_s, 2),
     )
@@ -116,19 +118,19 @@ def _run(
 
 def _starter(workdir: Path, ranks: int, nowhere: IO[bytes]) -> Callable[[int], Trainer]:
     """As job/__main__.py starts it; its output goes to job.log alone."""
-    log = Log(workdir / "job.log", stream=nowhere)
+    log = Log(workdir / LOG, stream=nowhere)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    ended = workdir / "ended.json" if ranks > 1 else None
+    ended = workdir / ENDED if ranks > 1 else None
     return lambda rung: Child(trainer(workdir, rung, ranks), environment, log, time.time, ended)
 
 
 def _look(workdir: Path, seen: _Seen, now: float, stop_at: int | None, save_at: Mapping[str, int]) -> None:
-    for path in (workdir / "ckpt").glob("step_????????"):
+    for path in (workdir / CHECKPOINTS).glob("step_????????"):
         step = int(path.name[5:])
         seen.began.setdefault(step, now)
-        if step not in seen.written and (path / "commit.json").exists():
+        if step not in seen.written and (path / COMMIT).exists():
             seen.written[step] = now - seen.began[step]
-    rung = atomic.read_object(workdir / "rung.json")
+    rung = atomic.read_object(workdir / RUNG)
     if rung is not None and "phase" in rung:
         seen.rungs[rung["phase"]] = rung
     record = _last(workdir)
@@ -137,15 +139,15 @@ def _look(workdir: Path, seen: _Seen, now: float, stop_at: int | None, save_at: 
     phase, step = record["phase"], record["step"]
     if phase in save_at and phase not in seen.asked and step >= save_at[phase]:
         seen.asked.add(phase)
-        atomic.write_json(workdir / "save.json", {"reason": "probe"})
-    if stop_at is not None and step >= stop_at and not (workdir / "stop.json").exists():
-        atomic.write_json(workdir / "stop.json", {"reason": "probe", "save": True})
+        atomic.write_json(workdir / SAVE, {"reason": "probe"})
+    if stop_at is not None and step >= stop_at and not (workdir / STOP).exists():
+        atomic.write_json(workdir / STOP, {"reason": "probe", "save": True})
 
 
 def _last(workdir: Path) -> dict[str, Any] | None:
     """The newest whole line, without reading the file from its start."""
     try:
-        with (workdir / "metrics.jsonl").open("rb") as file:
+        with (workdir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
             lines = file.read().split(b"\n")[:-1]
     except OSError:
@@ -156,19 +158,19 @@ def _last(workdir: Path) -> dict[str, Any] | None:
 
 def _records(workdir: Path) -> list[dict[str, Any]]:
     try:
-        return atomic.objects((workdir / "metrics.jsonl").read_bytes())
+        return atomic.objects((workdir / METRICS).read_bytes())
     except OSError:
         return []
 
 
 def _why(workdir: Path, code: int) -> str:
-    fatal = atomic.read_object(workdir / "fatal.json")
+    fatal = atomic.read_object(workdir / FATAL)
     if fatal is not None:
         return f"{fatal.get('error')}: {fatal.get('detail')}"
-    if code in (FINISHED, STOPPED):
+    if code in (TrainerExit.FINISHED, TrainerExit.STOPPED):
         return "no step was timed, the first 10 never are: ask for more --steps; a run that short cannot be measured"
     try:
-        lines = (workdir / "job.log").read_text(errors="replace").splitlines()[-15:]
+        lines = (workdir / LOG).read_text(errors="replace").splitlines()[-15:]
     except OSError:
         lines = []
     return "\n".join([f"the trainer ended with {code}; the end of its log:", *lines])

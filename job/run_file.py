@@ -16,7 +16,6 @@ from job.contract.reading import DoubtError, Fields, epoch
 from job.spec import JobConfig, from_json
 
 LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill
-ASKED = "stop.json"  # beside run.json in the bucket: `gpufleet stop` asks the run to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,8 @@ from typing import Any
 from infra.errors import GpufleetError
 from infra.pricing import as_prepared
 from job import ledger
+from job.contract import bucket
+from job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
 from job.spec import PretrainConfig, TwoTowerConfig
 from job.spec.common import PhaseSize
 from rehearsal.account import Resource
@@ -56,13 +58,13 @@ class Evidence:
         folder = rehearsal.folder / "results"
         self.rehearsal = rehearsal
         self.folder = folder
-        self.receipt = _document(folder / "receipt.json")
-        self.done = _document(folder / "done.json")
-        _document(folder / "results.json")  # raises without one
+        self.receipt = _document(folder / RECEIPT)
+        self.done = _document(folder / bucket.DONE)
+        _document(folder / RESULTS)  # raises without one
         report = folder / "growth_report.json"
         self.growths: list[dict[str, Any]] = _document(report).get("boundaries", []) if report.exists() else []
-        self.stages = {path.name: _lines(path) for path in sorted((folder / "stages").glob("*.jsonl"))}
-        self.metrics = _lines(folder / "metrics.jsonl")
+        self.stages = {path.name: _lines(path) for path in sorted((folder / STAGES).glob("*.jsonl"))}
+        self.metrics = _lines(folder / METRICS)
         config = as_prepared(rehearsal.definition, rehearsal.project).job.parameters
         self.phases = config.phases()
         self.total_steps = config.total_steps()
@@ -92,7 +94,7 @@ class Evidence:
             if before.interrupted is None:
                 continue
             left, taken = (by_instance[view.node.instance.id] for view in (before, after))
-            started = _document(self.folder / "attempts" / f"{after.node.instance.id}.json").get("started_s")
+            started = _document(self.folder / bucket.attempt_key(after.node.instance.id)).get("started_s")
             found.append(
                 Resumption(
                     kind=before.interrupted.kind,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from job.contract.workdir import RECEIPT
 from job.supervisor import receipt as receipts
 from job.text import counted
 from rehearsal import picture
@@ -29,7 +30,7 @@ def write(
 ) -> None:
     """Writes receipt.json, loss.png and summary.json beside the results, and prints the report."""
     rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
-    (folder / "receipt.json").write_bytes((folder / "results" / "receipt.json").read_bytes())
+    (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())
     draw(evidence, folder / "loss.png")
     out(f"\n== {rehearsal.name}, run {rehearsal.definition.run.id}, rehearsed with {rehearsal.engine.name}\n")
     for moment in rehearsal.timeline.of(*TOLD):

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import GpufleetError
+from job.contract import bucket
+from job.contract.workdir import CHECKPOINTS, METRICS, STAGES
 from rehearsal.cloud import Cloud
 from rehearsal.imds import NOTICE_PATHS
 from rehearsal.interruptions import Planned
@@ -155,12 +157,14 @@ class Watch:
 
     def _saving(self, view: NodeView) -> bool:
         """A checkpoint is being written, or is written and on its way to the bucket."""
-        local = {int(path.name.rpartition("_")[2]) for path in _found(view, "ckpt/step_*")}
-        return bool(local - self.manifests) or any(_found(view, "ckpt/.step_*"))
+        local = {int(path.name.rpartition("_")[2]) for path in _found(view, f"{CHECKPOINTS}/step_*")}
+        return bool(local - self.manifests) or any(_found(view, f"{CHECKPOINTS}/.step_*"))
 
     def _written(self, view: NodeView) -> int:
         """Lines that the stages after training have added on this node."""
-        after = (path for path in _found(view, "stages/*.jsonl") if "tried" not in path.name)  # a curriculum's: within
+        after = (
+            path for path in _found(view, f"{STAGES}/*.jsonl") if "tried" not in path.name
+        )  # a curriculum's: within
         lines = sum(len(_new(path, 0)) for path in after)
         if lines != view.results:
             view.results, self._news = lines, time.monotonic()
@@ -235,7 +239,7 @@ class Watch:
                 self._tell("step", line, quiet=False, node=view.node.instance.id)
 
     def _metrics(self, view: NodeView) -> None:
-        for path in _found(view, "metrics.jsonl"):
+        for path in _found(view, METRICS):
             for line in _new(path, 0):  # from the start: a resume cuts the file
                 try:
                     entry: dict[str, Any] = json.loads(line)
@@ -258,9 +262,11 @@ class Watch:
         if not at_once and time.monotonic() - self._bucket_at < BUCKET_S:
             return
         self._bucket_at = time.monotonic()
-        listed = self._s3.list_objects_v2(Bucket=self.bucket, Prefix=f"{self.run_id}/ckpt/").get("Contents", [])
+        listed = self._s3.list_objects_v2(Bucket=self.bucket, Prefix=f"{self.run_id}/{bucket.CHECKPOINTS}").get(
+            "Contents", []
+        )
         for entry in listed:
-            match = re.search(r"/step_(\d+)/manifest\.json$", entry["Key"])
+            match = bucket.MANIFEST_KEY.fullmatch(entry["Key"].removeprefix(f"{self.run_id}/"))
             if match and int(match[1]) not in self.manifests:
                 self.manifests.add(int(match[1]))
                 self._tell(

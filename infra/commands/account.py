@@ -13,7 +13,7 @@ from infra import iam_policy
 from infra.boot.user_data import ROOT_DEVICE
 from infra.commands import aws
 from infra.definition import StackDefinition
-from job.supervisor.staging import DATASET, WEIGHTS
+from job.contract.inputs import DATASET, WEIGHTS
 
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
 GRANT_OPERATIONS = (

@@ -21,14 +21,13 @@ from infra.commands import removal
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from infra.resources.tags import OWNER_TAG, RUN_TAG, STACK_TAG
-from infra.run_guard import INPUTS_PREFIX
 from job import atomic
-from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
+from job.contract.bucket import GRAPHS, INPUTS
 from job.text import stamp
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
 ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try
-NO_RUN = (INPUTS_PREFIX, COMPILE_CACHE)  # folders of a stack's bucket that are no run's
+NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that are no run's
 _CONFIG = Config(
     connect_timeout=5,
     read_timeout=60,

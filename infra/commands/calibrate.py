@@ -23,6 +23,7 @@ from infra.errors import GpufleetError
 from infra.loader import load, project_root
 from infra.readiness import command
 from job import atomic, measured, probe
+from job.contract.workdir import DATA, INPUTS, RUN
 from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 from job.supervisor import machine
 from job.text import stamp
@@ -206,8 +207,8 @@ def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Pat
     storage = definition.storage
     prepare = command(definition)
     for name, setting, place, first in (
-        ("data", "dataset", storage.dataset, f"run `{prepare}`, with --rehearsal where the probe has it"),
-        ("inputs", "base_weights", storage.base_weights, "download the weights into such a folder"),
+        (DATA, "dataset", storage.dataset, f"run `{prepare}`, with --rehearsal where the probe has it"),
+        (INPUTS, "base_weights", storage.base_weights, "download the weights into such a folder"),
     ):
         if place is None:
             continue
@@ -219,7 +220,7 @@ def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Pat
             )
         (workdir / name).symlink_to(folder.resolve(), target_is_directory=True)
     job = {"experiment": definition.job.experiment, "parameters": asdict(plan.config)}
-    atomic.write_json(workdir / "run.json", {"schema": 1, "job": job, "predicted": []})
+    atomic.write_json(workdir / RUN, {"schema": 1, "job": job, "predicted": []})
 
 
 def name_of(gpus: Sequence[machine.Gpu], config: JobConfig) -> str:

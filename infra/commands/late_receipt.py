@@ -16,15 +16,16 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.commands import aws
 from infra.definition import StackDefinition
-from job.contract import reading
+from job.contract import bucket, reading
 from job.contract.reading import DoubtError, Fields
+from job.contract.workdir import RUN
 from job.run_file import load
 from job.supervisor import attempts, fleet, receipt
 from job.supervisor.store import S3Store
 from job.text import stamp
 
 CUT_OFF = "fleet-gone"
-SIGNS = ("attempts/", "heartbeat/")  # what a node writes of itself while it lives
+SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # what a node writes of itself while it lives
 
 
 def cut_off(
@@ -62,7 +63,7 @@ def make(
     from being made.
     """
     try:
-        run, store = load(target / "run.json"), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
+        run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
         found = attempts.read(store, run, done=done, say=print)
         if not found:
             raise ValueError("no node has left a record")

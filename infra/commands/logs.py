@@ -12,6 +12,8 @@ from typing import Any
 from infra.commands import aws, late_receipt, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
+from job.contract import bucket
+from job.contract.workdir import LOG
 
 POLL_S = 3.0
 GONE_POLLS = 20  # between two looks whether the run still has a fleet: S3 charges for listings
@@ -50,7 +52,7 @@ class Reader:
 
     def once(self) -> int:
         """Everything there is, oldest first. Raises AwsRefused when there is nothing."""
-        if self._cloudwatch(self._group()) or self._bucket("job.log"):
+        if self._cloudwatch(self._group()) or self._bucket(LOG):
             return 0
         raise AwsRefused(self._silence())
 
@@ -62,14 +64,14 @@ class Reader:
         while True:
             folder = folder or self._folder()  # not each time: S3 charges for the listings
             group = self._group()
-            over = folder.document("done.json") if folder else None
+            over = folder.document(bucket.DONE) if folder else None
             self._cloudwatch(group)
             if over:
                 if polls:  # the last lines, the receipt among them, are still on their way
                     self.sleep(LAST_S)
                     self._cloudwatch(group)
                 if not self.seen:
-                    self._bucket("job.log")
+                    self._bucket(LOG)
                 self.say(f"-- the run is done: {over.get('reason')}")
                 return 0
             if group is None or not (self.seen or folder):
@@ -109,7 +111,7 @@ class Reader:
         folder = self._folder()
         if folder is None:
             raise aws.no_run(self.s3, self.definition)
-        names = [each.name for each in folder.objects("boot/")]
+        names = [each.name for each in folder.objects(bucket.BOOT_LOGS)]
         if not names:
             raise AwsRefused(
                 f"no node of run {self.definition.run.id} has left a boot log yet; it does so when it ends."

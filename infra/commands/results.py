@@ -24,12 +24,11 @@ from infra.errors import AwsRefused
 from infra.loader import project_root
 from job import atomic
 from job.contract import reading
+from job.contract.bucket import CHECKPOINTS, DONE, EXPORTS, FINAL
+from job.contract.workdir import RECEIPT, RESULTS
 from job.supervisor.receipt import text as receipt_text
 from job.text import counted
 
-CHECKPOINTS = "ckpt/"  # optimizer states: of use to the run alone
-RECEIPT = "receipt.json"
-EXPORTS, FINAL = "exports/", "final/"  # models: at each phase's start and end, and the last one
 # Ends before the plan's that are no failure.
 EARLY = ("max_usd", "max_hours", "deadline", "expiry", "stopped", late_receipt.CUT_OFF)
 SCRIPTS = ("boot-loop", "timer")  # ends that the node's script writes
@@ -95,14 +94,14 @@ def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light
         _download(folder, each, target / each.name)
         print(f"  {each.name}  {_readable(each.bytes)}")
     names = {each.name for each in wanted}
-    lacking = [name for name in ("results.json", RECEIPT) if name not in names]
-    done = folder.document("done.json") if lacking else {}
+    lacking = [name for name in (RESULTS, RECEIPT) if name not in names]
+    done = folder.document(DONE) if lacking else {}
     if RECEIPT in lacking:
         done, made = _late(definition, folder, objects, ec2, target, done)
         if made:
             lacking.remove(RECEIPT)
     reason, detail = ((done or {}).get(key) for key in ("reason", "detail"))
-    if lacking == ["results.json"] and reason in EARLY:
+    if lacking == [RESULTS] and reason in EARLY:
         sizes = definition.job.parameters.sizes()
         if sizes.final_if_cut[0] and not any(each.name.startswith(FINAL) for each in objects):
             kept = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"

@@ -9,10 +9,9 @@ from typing import Any
 
 from infra.commands import aws, stack
 from infra.definition import StackDefinition
-from job.contract import attempt
-from job.contract.commit import BEST, MANIFEST, Best
+from job.contract import attempt, bucket
+from job.contract.commit import BEST, Best
 from job.contract.reading import epoch
-from job.run_file import ASKED
 
 STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
 GONE = ("shutting-down", "terminated")  # states of an instance
@@ -59,8 +58,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     ended = not fleets or aws.over(fleets[0], now)
     yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
-    done = folder.document("done.json")
-    asked = folder.document(ASKED)
+    done = folder.document(bucket.DONE)
+    asked = folder.document(bucket.ASKED)
     if asked and not done:
         yield f"asked       to end, by {asked.get('by')} at {asked.get('at')}"
     resting = not ended and not aws.wants(fleets[0])
@@ -105,8 +104,8 @@ def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:
 def _attempts(folder: aws.RunFolder, alive: set[str]) -> Iterator[str]:
     odd: list[str] = []
     found = {}
-    for each in folder.objects("attempts/"):
-        name = each.name.removeprefix("attempts/").removesuffix(".json")
+    for each in folder.objects(bucket.ATTEMPTS):
+        name = bucket.node_of(each.name) or each.name
         found[name] = attempt.record(folder.read(each.name), _set_aside(each, odd))
     for name, record in sorted(found.items(), key=lambda pair: pair[1].booted_at):
         how = "running" if name in alive else "gone without notice"
@@ -123,7 +122,9 @@ def _set_aside(each: aws.Stored, odd: list[str]) -> attempt.Aside:
 
 def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime, ended: bool) -> Iterator[str]:
     odd: list[str] = []
-    ends = [(each, folder.read(each.name, last_bytes=4096)) for each in folder.objects("heartbeat/")]  # files that grow
+    ends = [
+        (each, folder.read(each.name, last_bytes=4096)) for each in folder.objects(bucket.HEARTBEATS)
+    ]  # files that grow
     found = [attempt.last_beat(end, _set_aside(each, odd)) for each, end in ends]
     yield from odd
     beats = [beat for beat in found if beat is not None]
@@ -134,7 +135,7 @@ def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime,
     written = epoch(beat.ts)
     age = None if written is None else now.timestamp() - written
     yield f"heartbeat   {beat.ts}{f', {age:.0f} s ago' if age is not None else ''}"
-    over = folder.document("done.json") is not None
+    over = folder.document(bucket.DONE) is not None
     interval = definition.job.parameters.checkpoint.heartbeat_s
     if age is not None and age > STALE_HEARTBEATS * interval and not over:
         late = f"that is more than {STALE_HEARTBEATS} intervals of {interval:g} s"
@@ -152,7 +153,11 @@ def _progress(folder: aws.RunFolder, definition: StackDefinition, now: datetime,
 
 
 def _checkpoints(folder: aws.RunFolder) -> Iterator[str]:
-    steps = sorted(int(found[1]) for each in folder.objects("ckpt/") if (found := MANIFEST.fullmatch(each.name)))
+    steps = sorted(
+        int(found[1])
+        for each in folder.objects(bucket.CHECKPOINTS)
+        if (found := bucket.MANIFEST_KEY.fullmatch(each.name))
+    )
     if not steps:
         yield "checkpoint  none published yet"
         return

@@ -10,7 +10,7 @@ from infra.commands import aws, stack
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from job import atomic
-from job.run_file import ASKED
+from job.contract.bucket import ASKED, DONE
 from job.text import stamp
 
 
@@ -29,7 +29,7 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> int:
     name, run, owner = definition.name, definition.run.id, definition.run.owner
     again = stack.again(definition)
     folder = aws.run_folder(s3, definition)
-    done = folder.document("done.json") if folder and folder.is_of(owner) else None
+    done = folder.document(DONE) if folder and folder.is_of(owner) else None
     if done:
         print(f"run {run} of {name} is over already: {done.get('reason')}, {done.get('at')}")
         return 0

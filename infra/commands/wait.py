@@ -19,6 +19,7 @@ from infra.commands.explain import ENDS_OF_RUNNING, Reason, describe, explain
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused, GpufleetError
 from infra.resources.tags import RUN_TAG
+from job.contract.bucket import DONE
 from job.text import counted
 
 POLL_S = 10.0
@@ -124,7 +125,7 @@ class Watch:
 
     def _done(self, owner: str) -> dict[str, Any] | None:
         folder = aws.run_folder(self.s3, self.definition)
-        return folder.document("done.json") if folder and folder.is_of(owner) else None
+        return folder.document(DONE) if folder and folder.is_of(owner) else None
 
     def _node(self, fleet: dict[str, Any]) -> bool:
         active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]

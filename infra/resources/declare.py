@@ -12,7 +12,9 @@ from infra.plan import Plan
 from infra.resources.fleet import Fleet
 from infra.resources.identity import Identity
 from infra.resources.network import Network
-from infra.resources.storage import Storage, Upload, input_key
+from infra.resources.storage import Storage, Upload
+from job.contract.bucket import ARCHIVE, input_key
+from job.contract.workdir import RUN
 
 
 def declare(plan: Plan, root: Path) -> dict[str, Any]:
@@ -54,10 +56,10 @@ def uploads(plan: Plan, root: Path) -> list[Upload]:
     files = [
         Upload(
             name="job-archive",
-            key=input_key(plan.archive.sha256, "job.tar.gz"),
+            key=input_key(plan.archive.sha256, ARCHIVE),
             file=plan.archive.file(root),
         ),
-        Upload(name="run-config", key=f"{run}/run.json", text=plan.run_config, belongs_to_run=True),
+        Upload(name="run-config", key=f"{run}/{RUN}", text=plan.run_config, belongs_to_run=True),
     ]
     for what, manifest, folder in (
         ("dataset", plan.dataset, plan.dataset_folder),

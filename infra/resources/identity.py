@@ -20,8 +20,8 @@ import pulumi_aws as aws
 from infra import ecr
 from infra.definition import StackDefinition
 from infra.resources.tags import own_tags, tags
-from infra.run_guard import INPUTS_PREFIX
-from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
+from job.contract import bucket
+from job.contract.workdir import RUN
 
 EC2_MAY_ASSUME = json.dumps(
     {
@@ -98,32 +98,32 @@ def node_statements(definition: StackDefinition, bucket_arn: str, log_group_arn:
             "Sid": "OldCheckpoints",
             "Effect": "Allow",
             "Action": "s3:DeleteObject",
-            "Resource": f"{bucket_arn}/{run}/ckpt/*",
+            "Resource": f"{bucket_arn}/{run}/{bucket.CHECKPOINTS}*",
         },
         {
             "Sid": "LimitsStay",
             "Effect": "Deny",
             "Action": "s3:PutObject",
-            "Resource": f"{bucket_arn}/{run}/run.json",
+            "Resource": f"{bucket_arn}/{run}/{RUN}",
         },
         {
             "Sid": "OwnListing",
             "Effect": "Allow",
             "Action": "s3:ListBucket",
             "Resource": bucket_arn,
-            "Condition": {"StringLike": {"s3:prefix": [f"{run}/*", f"{COMPILE_CACHE}/*"]}},
+            "Condition": {"StringLike": {"s3:prefix": [f"{run}/*", f"{bucket.GRAPHS}/*"]}},
         },
         {
             "Sid": "CompiledGraphs",
             "Effect": "Allow",
             "Action": ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"],
-            "Resource": f"{bucket_arn}/{COMPILE_CACHE}/*",
+            "Resource": f"{bucket_arn}/{bucket.GRAPHS}/*",
         },
         {
             "Sid": "Inputs",
             "Effect": "Allow",
             "Action": "s3:GetObject",
-            "Resource": f"{bucket_arn}/{INPUTS_PREFIX}/*",
+            "Resource": f"{bucket_arn}/{bucket.INPUTS}/*",
         },
         *_private_image(ecr.repository(definition.job.image)),
         *(statement for sid, uri in _foreign_inputs(definition) for statement in _foreign_prefix(sid, uri)),

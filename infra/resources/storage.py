@@ -15,8 +15,7 @@ import pulumi_aws as aws
 
 from infra.definition import StackDefinition
 from infra.resources.tags import tags
-from infra.run_guard import INPUTS_PREFIX
-from job.supervisor.compile_cache import FOLDER as COMPILE_CACHE
+from job.contract import bucket
 
 # Parts of an upload that died are invisible in listings and billed like objects.
 ABORT_UPLOADS_AFTER_DAYS = 1
@@ -31,11 +30,6 @@ class Upload:
     file: Path | None = None
     text: str | None = None
     belongs_to_run: bool = False  # a record of the run: stays in a kept bucket, expires with the run's own objects
-
-
-def input_key(sha256: str, file: str) -> str:
-    """Where an input lies: by its content, so that the same dataset is one object for every run."""
-    return f"{INPUTS_PREFIX}/{sha256}/{file}"
 
 
 class Storage(pulumi.ComponentResource):
@@ -99,7 +93,7 @@ class Storage(pulumi.ComponentResource):
         lifecycle = aws.s3.BucketLifecycleConfiguration(
             f"{name}-expiry",
             bucket=self.bucket.bucket,
-            rules=[_abort_uploads(), *(_expire(folder, keep.days) for folder in (*runs, COMPILE_CACHE))],
+            rules=[_abort_uploads(), *(_expire(folder, keep.days) for folder in (*runs, bucket.GRAPHS))],
             opts=follows,
         )
         objects = [self._upload(upload, labels, frozen=frozen) for upload in uploads]

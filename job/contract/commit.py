@@ -6,13 +6,13 @@ manifest.json, and makes commit.json of a manifest where it stages one.
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from job import atomic
 from job.contract import inputs, reading
+from job.contract.bucket import manifest_key
 from job.contract.inputs import InputFile
 from job.contract.reading import DoubtError, Fields
 
@@ -20,12 +20,6 @@ Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
 HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder that it is sending: the trainer leaves it alone
 SCHEMA = 1
-MANIFEST = re.compile(r"ckpt/step_(\d{8})/manifest\.json")  # in the bucket, as manifest_key makes it
-
-
-def manifest_key(step: int) -> str:
-    """Of a checkpoint, in the store."""
-    return f"ckpt/step_{step:08d}/manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,8 @@ from job import atomic
 from job.contract import reading
 from job.contract.reading import DoubtError, Fields
 
+DATASET, WEIGHTS = "dataset.json", "weights.json"  # the list of the files, beside them
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:

@@ -33,8 +33,8 @@ from job.dataset.shards import write_shard
 from job.dataset.sources import Source
 from job.dataset.tokenizer import Gpt2, Tokenizer, Words
 
+MANIFEST = inputs.DATASET
 Kind = Literal["windows", "packed", "characters", "ranking"]
-MANIFEST = "dataset.json"
 HELD_OUT = 0.01  # the last stories of a text, for validation
 SHARD_TOKENS = 1 << 25
 # What somebody relies on: a dataset.json must say it, in this way. Other facts are for people.

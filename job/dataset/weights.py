@@ -25,7 +25,7 @@ from job.contract import inputs, reading
 from job.contract.inputs import InputFile
 from job.contract.reading import DoubtError, Fields
 
-MANIFEST = "weights.json"
+MANIFEST = inputs.WEIGHTS
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ENDINGS, _NAMES = (".json", ".jinja"), ("tokenizer.model", "merges.txt", "vocab.txt")  # settings, tokenizer, template
 _PUBLISHED = {  # by the folder that a file of stacks/ names

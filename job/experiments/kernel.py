@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from job import atomic
+from job.contract.workdir import FINAL
 from job.dataset.packing import order
 from job.dataset.prepare import read_manifest
 from job.experiments import kernel_results, kernel_stages, tuning
@@ -136,7 +137,7 @@ class Kernel(Experiment):
 
     def cut(self, step: int, weights: Weights) -> None:
         """Weights as the last step left them, unless `finish` has written them."""
-        written = (atomic.read_object(self.session.workdir / "final" / META) or {}).get("step") == step
+        written = (atomic.read_object(self.session.workdir / FINAL / META) or {}).get("step") == step
         if self.module is not None and not self.session.world.agree(written):
             name = next(phase.name for phase in self.phases if step <= phase.last)
             meta = {"experiment": "kernel-sft", "phase": name, **weights._asdict(), **self.outcome}

@@ -8,6 +8,7 @@ from statistics import fmean
 import torch
 
 from job import atomic
+from job.contract.workdir import RESULTS
 from job.experiments.kernel_stages import KernelRun
 from job.kernels import ablation
 from job.kernels.verdict import STAGES, Verdict
@@ -61,7 +62,7 @@ def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> No
         **kernel.outcome,
         "weights_sha256": digest,
     }
-    atomic.write_json(session.workdir / "results.json", results)
+    atomic.write_json(session.workdir / RESULTS, results)
     session.say(statement)
     for text in (*ablation.text(table), *ablation.text(compared)):
         session.say(text)

@@ -27,6 +27,7 @@ import torch
 
 from job.contract import reading
 from job.contract.reading import DoubtError, Fields
+from job.contract.workdir import STAGES
 from job.dataset.chat import Turn
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import Renderer
@@ -96,7 +97,7 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
     written = _written(kernel, module, "tried", prefix, weights, TRIED, salt=prefix)
 
     def judged() -> dict[str, float]:
-        ledger = Ledger(session.workdir / "stages" / "verdicts-tried.jsonl")
+        ledger = Ledger(session.workdir / STAGES / "verdicts-tried.jsonl")
         look = partial(_look, kernel)
         with _judge(kernel) as judge:
             found = ablation.verify(judge, written, ledger, rows=[ablation.FULL], check=look, say=session.say)
@@ -113,7 +114,7 @@ def _written(
     the missing ones are written now. Their names begin with `prefix`. Raises as `candidates` does.
     """
     session, config = kernel.session, kernel.config.generate
-    folder, rank = session.workdir / "stages", session.world.rank
+    folder, rank = session.workdir / STAGES, session.world.rank
     wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(each)]
     ledger = Ledger(folder / (f"{file}.jsonl" if rank == 0 else f"{file}-{rank}.jsonl"))
     session.world.barrier()  # nobody's last line is half written now
@@ -251,7 +252,7 @@ def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, 
     if funnel.ablations:
         judged += adversarial.candidates(gpus=session.device.is_cuda)
     rows = list(ablation.ROWS) if funnel.ablations else [ablation.FULL]
-    ledger = Ledger(session.workdir / "stages" / "verdicts.jsonl")
+    ledger = Ledger(session.workdir / STAGES / "verdicts.jsonl")
     with _judge(kernel) as judge:
         session.say(
             f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "

@@ -28,6 +28,7 @@ import torch
 from job import ledger
 from job.contract import reading
 from job.contract.reading import Fields
+from job.contract.workdir import FINAL, STAGES
 from job.dataset import weights as base_weights
 from job.dataset.packed import PROMPTS
 from job.dataset.prepare import DatasetManifest
@@ -44,7 +45,7 @@ from job.train.packed_rows import PackedBatches
 
 MATCH = 1e-5  # nats: the fp32 merge against the adapter
 CLOSE = 0.002  # nats: the bf16 merge against the adapter (the same)
-STAGES = Path("stages") / "sft.jsonl"
+DONE = Path(STAGES) / "sft.jsonl"
 
 
 class SftRun(Protocol):
@@ -114,7 +115,7 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
     """
     session, adapter = sft.session, sft.config.method == "lora"
     trained = tuning.of_weights(*sft.trained)
-    done = Done(session.workdir / STAGES, session, trained)
+    done = Done(session.workdir / DONE, session, trained)
     module.eval()
     if adapter:  # first of all: whatever comes later, what was trained is there
         keep_adapter(sft, module)
@@ -144,7 +145,7 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
 def keep_adapter(sft: SftRun, module: Decoder) -> None:
     if sft.session.world.first:
         base = base_weights.name_of(sft.session.inputs)
-        hf.write_adapter(sft.session.workdir / "final" / "adapter", module, sft.config.lora, base)
+        hf.write_adapter(sft.session.workdir / FINAL / "adapter", module, sft.config.lora, base)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import atomic
+from job.contract.workdir import FINAL, RESULTS
 from job.dataset import characters
 from job.dataset.prepare import read_manifest
 from job.models.blocks import DTYPES
@@ -133,7 +134,7 @@ class Pretrain(Experiment):
         tensors = parallel.gather(module.state_dict(), self.session.world)
         if self.session.world.first:
             self._export(tensors, weights)
-            atomic.write_json(self.session.workdir / "results.json", self._results(weights, samples, steps))
+            atomic.write_json(self.session.workdir / RESULTS, self._results(weights, samples, steps))
 
     def _export(self, tensors: dict[str, Tensor], weights: Weights) -> None:
         with torch.device("meta"):
@@ -152,7 +153,7 @@ class Pretrain(Experiment):
             "dataset_sha256": self.manifest.sha256,
             "config_sha256": self.session.config_sha256,
         }
-        export.export(self.session.workdir / "final", whole, meta)
+        export.export(self.session.workdir / FINAL, whole, meta)
 
     def _continue(self, module: CharGpt, prompt: str) -> str:
         """The prompt and `eval.sample_tokens` greedy characters. All ranks: each holds a part of the weights."""
@@ -168,7 +169,7 @@ class Pretrain(Experiment):
 
     def _results(self, weights: Weights, samples: dict[str, str], steps: int) -> dict[str, Any]:
         session, evaluations = self.session, self.progress["evaluations"]
-        final = atomic.read_object(session.workdir / "final" / export.META) or {}
+        final = atomic.read_object(session.workdir / FINAL / export.META) or {}
 
         return {
             "schema": 1,

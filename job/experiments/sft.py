@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import atomic
+from job.contract.workdir import RESULTS
 from job.dataset.prepare import read_manifest
 from job.experiments import merge, tuning
 from job.models import decoder, lora
@@ -98,7 +99,7 @@ class Sft(Experiment):
         assert self.module is not None
         found = merge.finish(self, self.module)
         if self.session.world.first:
-            atomic.write_json(self.session.workdir / "results.json", self._results(found))
+            atomic.write_json(self.session.workdir / RESULTS, self._results(found))
         report = found.get("merge")  # None: nothing was merged, or another rank has it
         refused = self.session.world.agree(report and not report["fp32_matches"] and report["fp32_difference"])
         if refused:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import atomic
+from job.contract.workdir import EXPORTS, FINAL, RESULTS
 from job.experiments.growth_check import GrowthCheckFailed, check_boundary, expert_load, halves_difference
 from job.models import growth
 from job.models.blocks import any_length
@@ -131,7 +132,7 @@ class TinystoriesGrowth(Experiment):
 
     def requires(self, phase: Phase) -> tuple[str, ...]:
         """The exports of every boundary behind: a resume makes only those at the end of its own phase again."""
-        done = [(f"exports/phase{n}_end", f"exports/phase{n + 1}_start") for n in range(1, phase.index + 1)]
+        done = [(f"{EXPORTS}/phase{n}_end", f"{EXPORTS}/phase{n + 1}_start") for n in range(1, phase.index + 1)]
         return tuple(name for pair in done for name in pair)
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
@@ -154,13 +155,13 @@ class TinystoriesGrowth(Experiment):
     def finish(self) -> None:
         """The model, the report, the result table and the curve."""
         workdir = self.session.workdir
-        export.copy(self._export(f"phase{len(self.phases)}_end"), workdir / "final")
+        export.copy(self._export(f"phase{len(self.phases)}_end"), workdir / FINAL)
         self._write_report(self.progress["boundaries"])
         records = self.session.metrics.records()
         self._write_curve(workdir / "loss.csv", records)
-        final = atomic.read_object(workdir / "final" / export.META) or {}
+        final = atomic.read_object(workdir / FINAL / export.META) or {}
         atomic.write_json(
-            workdir / "results.json",
+            workdir / RESULTS,
             {
                 "schema": 1,
                 "experiment": "tinystories-growth",
@@ -179,7 +180,7 @@ class TinystoriesGrowth(Experiment):
         """final/ with the model, whatever its phase."""
         if self._at is not None:
             phase, module = self._at
-            export.export(self.session.workdir / "final", module, self._meta(phase, module, weights))
+            export.export(self.session.workdir / FINAL, module, self._meta(phase, module, weights))
 
     def _result(self, phase: Phase, records: list[dict[str, Any]]) -> dict[str, Any]:
         """One phase: sizes, what was predicted, what was measured."""
@@ -247,7 +248,7 @@ class TinystoriesGrowth(Experiment):
         }
 
     def _export(self, name: str) -> Path:
-        return self.session.workdir / "exports" / name
+        return self.session.workdir / EXPORTS / name
 
     def _write_report(self, boundaries: list[dict[str, Any]]) -> None:
         atomic.write_json(self.session.workdir / "growth_report.json", {"schema": 1, "boundaries": boundaries})

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from job import atomic
+from job.contract.workdir import FINAL
 from job.dataset import packed
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import (
@@ -168,7 +169,7 @@ def deliver(
         for _ in tensors:  # sharded ones are gathered by all ranks together
             pass
         return ""
-    folder = session.workdir / "final"
+    folder = session.workdir / FINAL
     export.begin(folder)
     paths = hf.write(folder, tensors, config.model, dtype)
     hf.complete(folder, session.inputs, dtype, int(manifest.facts["stop"]))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from job import atomic
+from job.contract.workdir import FINAL
 from job.dataset import ranking
 from job.dataset.prepare import read_manifest
 from job.experiments import two_tower_baselines as baselines
@@ -203,7 +204,7 @@ class TwoTower(Experiment):
                 "random": results.by_query(own, tables, lambda m: baselines.random_order(m, tables, config.seed)),
             },
         )
-        session, meta = self.session, atomic.read_object(self.session.workdir / "final" / export.META) or {}
+        session, meta = self.session, atomic.read_object(self.session.workdir / FINAL / export.META) or {}
         results.write(
             outcome,
             session.workdir,
@@ -292,7 +293,7 @@ class TwoTower(Experiment):
         alone = Towers(config.towers, config.data.models)
         alone.load_state_dict({name: p[0].detach().cpu() for name, p in module.stack.members.named_parameters()})
         export.export(
-            self.session.workdir / "final",
+            self.session.workdir / FINAL,
             alone,
             {
                 "experiment": "two-tower",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from job import atomic
+from job.contract.workdir import EXPORTS, RESULTS
 from job.dataset.arrays import Floats
 from job.dataset.ranking import Tables
 from job.experiments import two_tower_tables as tables_of
@@ -93,9 +94,9 @@ def write(outcome: Outcome, workdir: Path, about: dict[str, Any], *, say: Callab
     verdicts = {name: tables_of.verdict(comparisons, name, list(missing)) for name in outcome.families}
     atomic.write_json(workdir / "fold_table.json", {"schema": 1, "tables": tables})
     atomic.write_bytes(workdir / "fold_table.md", tables_of.text(tables).encode())
-    _write_scores(workdir / "exports" / "scores.npz", outcome, fold_Q)
+    _write_scores(workdir / EXPORTS / "scores.npz", outcome, fold_Q)
     atomic.write_json(
-        workdir / "results.json",
+        workdir / RESULTS,
         {
             "schema": 1,
             "experiment": "two-tower",
@@ -106,7 +107,7 @@ def write(outcome: Outcome, workdir: Path, about: dict[str, Any], *, say: Callab
             ],
             "families": outcome.progress["families"],
             REFIT: outcome.progress["refit"],
-            "scores": "exports/scores.npz",
+            "scores": f"{EXPORTS}/scores.npz",
             **about,
         },
     )

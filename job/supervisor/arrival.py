@@ -10,8 +10,11 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from job import atomic
+from job.contract import bucket
+from job.contract.codes import AttemptExit
 from job.contract.commit import BEST
-from job.supervisor import attempts, endings, machine, stages, staging
+from job.contract.workdir import CHECKPOINTS, LOG, METRICS, STAGES
+from job.supervisor import attempts, endings, machine, staging
 from job.supervisor.meter import Meter
 from job.supervisor.store import StoreError
 from job.supervisor.underway import Underway, iso
@@ -27,7 +30,7 @@ class InterruptedEarlyError(Exception):
 
 def over(this: Underway) -> dict[str, Any] | None:
     """done.json, where the run has ended already. Raises StoreError."""
-    return atomic.parse_object(_patiently(this, lambda: this.store.get_bytes("done.json"), "done.json"))
+    return atomic.parse_object(_patiently(this, lambda: this.store.get_bytes(bucket.DONE), bucket.DONE))
 
 
 def register(this: Underway) -> None:
@@ -38,7 +41,7 @@ def register(this: Underway) -> None:
 
 def _register(this: Underway) -> None:
     staging.clear(this.workdir)
-    log = this.store.get_bytes("job.log")
+    log = this.store.get_bytes(LOG)
     if log:
         atomic.write_bytes(this.world.log.path, log)
     this.record = attempts.Record(this.store, this.node.instance)
@@ -77,7 +80,7 @@ def lacking(this: Underway) -> str | None:
 def accepts(this: Underway) -> bool:
     """Enough nodes were refused for what they are since one trained: whatever this one is, it trains."""
     since = list(itertools.takewhile(lambda attempt: attempt.started_s is None, reversed(this.earlier)))
-    refused = [attempt for attempt in since if (attempt.exit or {}).get("code") == endings.REFUSED]
+    refused = [attempt for attempt in since if (attempt.exit or {}).get("code") == AttemptExit.REFUSED]
     return sum(not _reason(attempt).startswith(WRONG) for attempt in refused) >= REFUSALS
 
 
@@ -97,7 +100,7 @@ def stage(this: Underway) -> None:
     """
     staging.inputs(_staging(this))
     _resume(this)
-    if lines := _patiently(this, this.publisher.stages.restore, stages.FOLDER):
+    if lines := _patiently(this, this.publisher.stages.restore, STAGES):
         this.say(f"{lines} results of its stages are there already")
     this.graphs.restore(lambda: _check(this))
     _check(this)
@@ -108,7 +111,7 @@ def fall_back(this: Underway, unreadable: dict[str, Any]) -> bool:
     if not staging.set_aside(_staging(this), unreadable.get("step"), str(unreadable.get("problem"))):
         return False
     endings.drain(this, this.clock() + endings.CRASH_S)
-    shutil.rmtree(this.workdir / "ckpt", ignore_errors=True)
+    shutil.rmtree(this.workdir / CHECKPOINTS, ignore_errors=True)
     _resume(this)
     return True
 
@@ -122,9 +125,9 @@ def _resume(this: Underway) -> None:
         _patiently(this, lambda: this.publisher.resumed(manifest), BEST)
         if not staging.best_too(_staging(this), manifest.commit.step):
             this.publisher.forget_best(manifest)
-        metrics = _patiently(this, lambda: this.store.get_bytes("metrics.jsonl"), "metrics.jsonl")
+        metrics = _patiently(this, lambda: this.store.get_bytes(METRICS), METRICS)
         if metrics:
-            atomic.write_bytes(this.workdir / "metrics.jsonl", metrics)
+            atomic.write_bytes(this.workdir / METRICS, metrics)
     this.progress.skip(this.resumed_step)
     this.record.update(resumed_step=this.resumed_step)
     if manifest is not None:

@@ -7,7 +7,6 @@ is billed until the next node's launch, LOST_BOOT_S at most. A node that was tol
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from job import atomic
-from job.contract import attempt, reading
+from job.contract import attempt, bucket, reading
 from job.contract.attempt import Aside, Beat
 from job.contract.reading import epoch
 from job.run_file import Node, RunFile
@@ -24,7 +23,6 @@ from job.supervisor import fleet
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 from job.supervisor.store import Store, StoreError
 
-KEY = re.compile(r"attempts/([\w.-]+)\.json|heartbeat/([\w.-]+)\.jsonl")
 LOST_BOOT_S = 480.0  # what the bills take for a small node's set-up, about half of a large one's
 FREE_S = 3600  # AWS does not charge compute when it takes a spot instance back in its first hour (EC2 User Guide)
 
@@ -72,7 +70,7 @@ class Record:
 
     def __init__(self, store: Store, instance: str) -> None:
         self._store = store
-        self._key = f"attempts/{instance}.json"
+        self._key = bucket.attempt_key(instance)
         self.fields: dict[str, Any] = {"instance": instance, **(atomic.parse_object(store.get_bytes(self._key)) or {})}
         self._changed = False
         self._sending, self._noting = threading.Lock(), threading.Lock()
@@ -106,8 +104,8 @@ def read(
     """Every attempt, oldest first, except that of the node `but`, which came after them; or all of a run that is over,
     `done.json` given: its node was there until then. `say` is told what is set aside of what nodes have written.
     """
-    keys = [entry.key for prefix in ("attempts/", "heartbeat/") for entry in store.entries(prefix)]
-    named = {key: match[1] or match[2] for key in keys if (match := KEY.fullmatch(key))}
+    keys = [entry.key for prefix in (bucket.ATTEMPTS, bucket.HEARTBEATS) for entry in store.entries(prefix)]
+    named = {key: node for key in keys if (node := bucket.node_of(key))}
     for key in set(keys) - set(named):
         say(f"{reading.show(key)} is set aside: no node is called so")
     with ThreadPoolExecutor(8) as pool:
@@ -117,11 +115,11 @@ def read(
         return lambda why: say(f"{key}: set aside: {why}")
 
     def recorded(name: str) -> attempt.Record:
-        key = f"attempts/{name}.json"
+        key = bucket.attempt_key(name)
         return attempt.record(texts.get(key), aside(key))
 
     def beat(name: str) -> Beat | None:
-        key = f"heartbeat/{name}.jsonl"
+        key = bucket.heartbeat_key(name)
         return attempt.last_beat(texts.get(key), aside(key))
 
     records = {name: recorded(name) for name in set(named.values()) - {but.instance if but else ""}}

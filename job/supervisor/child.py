@@ -17,13 +17,13 @@ from typing import IO, Any
 
 from job import atomic
 from job.contract import metrics
+from job.contract.codes import TrainerExit
 from job.text import printable
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
 SHUTDOWN = "--shutdown-timeout"  # torchrun's
 KILL_S = 5.0  # for a killed process to be gone
-UNEXPLAINED = 1  # torchrun says all is well, and no rank has said how the run ended
 
 
 class Log:
@@ -101,7 +101,7 @@ class Child:
         if code is not None:
             self.kill()
             if self._ended is not None and code >= 0:
-                code = (atomic.read_object(self._ended) or {}).get("code", code or UNEXPLAINED)
+                code = (atomic.read_object(self._ended) or {}).get("code", code or TrainerExit.CRASHED)
         return code
 
     def kill(self) -> None:

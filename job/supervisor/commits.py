@@ -9,12 +9,13 @@ from pathlib import Path
 
 from job.contract import commit
 from job.contract.commit import HELD, Commit
+from job.contract.workdir import CHECKPOINTS
 from job.supervisor.store import StoreError
 
 
 def commits(workdir: Path) -> list[Commit]:
     """Complete checkpoints on disk, lowest step first. What has no valid commit.json is none."""
-    found = [(path, commit.read(path)) for path in sorted((workdir / "ckpt").glob("step_*"))]
+    found = [(path, commit.read(path)) for path in sorted((workdir / CHECKPOINTS).glob("step_*"))]
     return [each for path, each in found if each is not None and each.folder == path.name]
 
 

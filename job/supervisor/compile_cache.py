@@ -18,10 +18,11 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 
 from job import measured
+from job.contract import bucket
+from job.contract.workdir import GRAPHS
 from job.run_file import RunFile
 from job.supervisor.store import GivenUpError, Store, open_store, parent
 
-FOLDER = "compile_cache"  # in the bucket too: with an underscore, so that no run is called that
 MOST_BYTES = 512 * 1024 * 1024  # of one node, in and out: a damaged or foreign folder must not cost minutes
 
 
@@ -31,7 +32,7 @@ def place(run: RunFile, uri: str) -> str:
     """
     job = run.tree["job"]
     shapes = json.dumps([job["experiment"], measured.settings(job["parameters"])], sort_keys=True)
-    return f"{parent(uri)}/{FOLDER}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
+    return f"{parent(uri)}/{bucket.GRAPHS}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 
 class CompileCache:
@@ -45,7 +46,7 @@ class CompileCache:
         say: Callable[[str], None],
         opened: Callable[[str], Store] = open_store,
     ) -> None:
-        self._store, self._folder, self._say = opened(place(run, store.uri)), workdir / FOLDER, say
+        self._store, self._folder, self._say = opened(place(run, store.uri)), workdir / GRAPHS, say
         self._sent: dict[str, int] = {}  # names, with their time of writing
         self._running: Future[None] | None = None
 

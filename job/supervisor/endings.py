@@ -7,12 +7,14 @@ from contextlib import suppress
 from typing import Any
 
 from job import atomic
+from job.contract import bucket
 from job.contract.attempt import Record
+from job.contract.codes import AttemptExit
+from job.contract.workdir import LOG, RECEIPT
 from job.supervisor import attempts, receipt
 from job.supervisor.store import StoreError
-from job.supervisor.underway import INTERRUPTED, Underway, interruption, iso
+from job.supervisor.underway import Underway, interruption, iso
 
-FINISHED, FAILED, REFUSED, CRASHED = 0, 70, 71, 1  # exit codes, for the node script
 TICK_S = 0.25
 FINISH_S = 900.0  # to upload everything; then the attempt counts as crashed and the next one does it
 CRASH_S = 120.0  # to publish what the trainer had committed
@@ -21,10 +23,13 @@ LATE_S = 60.0  # AWS may take the machine later than it said
 
 def finish(this: Underway, reason: str, detail: str = "") -> int:
     """Everything uploaded, receipt, then done.json. 0, 70 for `failed`, or 1 when the store does not take it."""
-    code = FAILED if reason == "failed" else FINISHED
+    code = AttemptExit.FAILED if reason == "failed" else AttemptExit.FINISHED
     this.say(f"the run ends: {reason} {detail}".rstrip())
     until = this.clock() + FINISH_S
-    if not drain(this, until if code == FINISHED else this.clock() + CRASH_S) and code == FINISHED:
+    if (
+        not drain(this, until if code == AttemptExit.FINISHED else this.clock() + CRASH_S)
+        and code == AttemptExit.FINISHED
+    ):
         return crashed(this, "the last checkpoints could not be uploaded")
     try:
         _insist(this, until, lambda: _beside(this, this.publisher.outputs))
@@ -33,9 +38,9 @@ def finish(this: Underway, reason: str, detail: str = "") -> int:
         _insist(this, until, lambda: this.pulse.last(this.heartbeat()))
         _insist(this, until, lambda: _receipt(this, reason, detail, at))
         _insist(this, until, this.record.flush)
-        _insist(this, until, lambda: this.store.put_bytes(this.world.log.path.read_bytes(), "job.log"))
+        _insist(this, until, lambda: this.store.put_bytes(this.world.log.path.read_bytes(), LOG))
         done = {"schema": 1, "reason": reason, "detail": detail, "instance": this.node.instance, "at": at}
-        _insist(this, until, lambda: this.store.put_bytes(atomic.json_bytes(done), "done.json"))
+        _insist(this, until, lambda: this.store.put_bytes(atomic.json_bytes(done), bucket.DONE))
     except OSError as error:
         return crashed(this, f"the end of the run could not be written: {error}")
     return code
@@ -53,10 +58,10 @@ def interrupted(this: Underway) -> int:
         + ("" if published else "; more was committed, and is lost")
     )
     _leave(this, interruption(cause, this.clock()))
-    return INTERRUPTED
+    return AttemptExit.INTERRUPTED
 
 
-def crashed(this: Underway, why: str, code: int = CRASHED) -> int:
+def crashed(this: Underway, why: str, code: int = AttemptExit.CRASHED) -> int:
     """Publishes what the trainer had committed. The node script counts such ends and shuts down without a done marker,
     so that the fleet brings another node. `code` REFUSED: this node is a bad one.
     """
@@ -126,7 +131,7 @@ def _receipt(this: Underway, reason: str, detail: str, at: str) -> None:
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         this.say(f"no receipt: {type(error).__name__}: {error}")
         return
-    this.store.put_bytes(atomic.json_bytes(made), "receipt.json")
+    this.store.put_bytes(atomic.json_bytes(made), RECEIPT)
     with suppress(OSError):
-        atomic.write_json(this.workdir / "receipt.json", made)
+        atomic.write_json(this.workdir / RECEIPT, made)
     this.world.log.write((text + "\n").encode())

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from job import atomic
-from job.contract.commit import BEST, MANIFEST, Best, Commit, Manifest, manifest_key
+from job.contract import bucket
+from job.contract.bucket import manifest_key
+from job.contract.commit import BEST, Best, Commit, Manifest
 from job.contract.inputs import InputFile
+from job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS
 from job.supervisor.commits import commits, held, step_of
 from job.supervisor.stages import Mirror, whole_lines
 from job.supervisor.store import GivenUpError, Store, StoreError
 
 PARALLEL = 8
 FREE_FACTOR = 1.2  # of the predicted size must be free before a save
-OWN = {  # no results
-    "run.json", "start.json", "stop.json", "save.json", "spent.json", "receipt.json", "rung.json", "compiled.json",
-    "ended.json", "accept.json", "unreadable.json",
-}  # fmt: skip
 
 
 class Publisher:
@@ -95,7 +94,7 @@ class Publisher:
             self._publish(commit)
 
     def _publish(self, commit: Commit) -> None:
-        folder = f"ckpt/{commit.folder}"
+        folder = f"{bucket.CHECKPOINTS}{commit.folder}"
         for name, size in commit.files:
             if (path := self._path(commit) / name).stat().st_size != size:
                 raise FileNotFoundError(f"{path} is not {size} bytes long")
@@ -109,7 +108,7 @@ class Publisher:
             self._say(f"metrics not sent: {error}")
         files = [{"name": name, "bytes": size, "sha256": digests[name]} for name, size in commit.files]
         manifest = {**commit.to_json(), **self._stamp(), "files": files, "required_files": required}
-        self._store.put_bytes(atomic.json_bytes(manifest), f"{folder}/manifest.json")
+        self._store.put_bytes(atomic.json_bytes(manifest), manifest_key(commit.step))
         self._offer(commit)
         if commit.step >= self.newest:
             self.newest, self._told = commit.step, commit.changing
@@ -129,7 +128,7 @@ class Publisher:
         self._arrived = {key: kept for key, kept in same.items() if key in there}
         whole = not self._arrived
         if len(self._arrived) < len(paths):  # never new files under an old manifest: a node that went late has left one
-            self._store.delete([f"{folder}/manifest.json"])
+            self._store.delete([manifest_key(commit.step)])
         with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
             waiting = [
                 (key, pool.submit(atomic.sha256, path), pool.submit(self._send, path, key))
@@ -146,11 +145,11 @@ class Publisher:
         return {name: self._arrived[f"{folder}/{name}"][1] for name, _ in commit.files}, whole
 
     def _path(self, commit: Commit) -> Path:
-        return self._workdir / "ckpt" / commit.folder
+        return self._workdir / CHECKPOINTS / commit.folder
 
     def _staged(self, step: int, files: Iterable[InputFile]) -> dict[str, tuple[int, str]]:
         """Of a manifest's files those that are here, which were downloaded and verified."""
-        folder, found = manifest_key(step).removesuffix("manifest.json"), {}
+        folder, found = manifest_key(step).removesuffix(bucket.MANIFEST), {}
         for file in files:
             path = self._workdir / folder / file.name
             if path.is_file():
@@ -159,8 +158,8 @@ class Publisher:
 
     def prune(self) -> None:
         """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last."""
-        entries = self._store.entries("ckpt/")
-        steps = sorted(int(match[1]) for entry in entries if (match := MANIFEST.fullmatch(entry.key)))
+        entries = self._store.entries(bucket.CHECKPOINTS)
+        steps = sorted(int(match[1]) for entry in entries if (match := bucket.MANIFEST_KEY.fullmatch(entry.key)))
         keep = self._kept(steps)
         old = [
             entry.key
@@ -182,21 +181,21 @@ class Publisher:
         if not self._reading.acquire(timeout=patience_s):
             return
         try:  # the pulse and the uploads call this: an older reading must not be put last
-            path = self._workdir / "metrics.jsonl"
+            path = self._workdir / METRICS
             content = whole_lines(path.read_bytes()) if path.exists() else b""
             if content:
-                self._store.put_bytes(content, "metrics.jsonl")
-            for path in _files(self._workdir / "tb"):  # they grow: what is there now, not the file
+                self._store.put_bytes(content, METRICS)
+            for path in _files(self._workdir / SCALARS):  # they grow: what is there now, not the file
                 content = path.read_bytes()
                 if len(content) != self._scalars.get(path.name):
-                    self._store.put_bytes(content, f"tb/{path.name}")
+                    self._store.put_bytes(content, f"{bucket.SCALARS}{path.name}")
                     self._scalars[path.name] = len(content)
         finally:
             self._reading.release()
 
     def exported(self) -> list[Path]:
         """Files of complete exports (their meta.json is written last) that are not in the store as they are here."""
-        folders = [meta.parent for meta in sorted((self._workdir / "exports").glob("*/meta.json"))]
+        folders = [meta.parent for meta in sorted((self._workdir / EXPORTS).glob("*/meta.json"))]
         return [path for folder in folders for path in _files(folder) if not self._is_sent(path)]
 
     def send_exports(self) -> None:
@@ -207,7 +206,7 @@ class Publisher:
 
     def outputs(self) -> None:
         """Everything the trainer leaves besides checkpoints."""
-        for name in ("exports", "final"):
+        for name in (EXPORTS, FINAL):
             for path in _files(self._workdir / name):
                 self._export(path)
         for path in sorted(self._workdir.glob("*")):
@@ -272,7 +271,7 @@ class Publisher:
         return {*steps[-2:], *([self._best.step] if self._best else []), self.newest}
 
     def _prune_disk(self, keep: set[int]) -> None:
-        for path in (self._workdir / "ckpt").glob("step_*"):
+        for path in (self._workdir / CHECKPOINTS).glob("step_*"):
             if (step := step_of(path.name)) < self.newest and step not in keep:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from job import measured
 from job.contract import metrics
+from job.contract.workdir import METRICS
 from job.run_file import RunFile
 from job.supervisor.attempts import FREE_S, Attempt
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
@@ -87,7 +88,7 @@ def measure(
     None where they say nothing, or were written on more than one type of node.
     """
     try:
-        lines = (workdir / "metrics.jsonl").read_bytes()
+        lines = (workdir / METRICS).read_bytes()
     except OSError:
         return None
     phases = measured.phases(metrics.records(lines.split(b"\n")))

@@ -11,16 +11,16 @@ import threading
 from pathlib import Path
 
 from job import atomic
+from job.contract import bucket
+from job.contract.workdir import STAGES
 from job.supervisor.store import Store, StoreError
-
-FOLDER = "stages"
 
 
 class Mirror:
     """One per attempt: `restore` first, then sends what grew."""
 
     def __init__(self, store: Store, workdir: Path) -> None:
-        self._store, self._folder = store, workdir / FOLDER
+        self._store, self._folder = store, workdir / STAGES
         self._sent: dict[str, int] = {}  # bytes
         self._sending = threading.Lock()
         self.added = 0  # lines of this attempt that are in the store
@@ -30,8 +30,8 @@ class Mirror:
         lines = 0
         with self._sending:
             shutil.rmtree(self._folder, ignore_errors=True)
-            for entry in self._store.entries(f"{FOLDER}/"):
-                name = entry.key.removeprefix(f"{FOLDER}/")
+            for entry in self._store.entries(bucket.STAGES):
+                name = entry.key.removeprefix(bucket.STAGES)
                 if "/" in name or not name.endswith(".jsonl"):
                     continue
                 content = whole_lines(self._store.get_bytes(entry.key) or b"")
@@ -52,7 +52,7 @@ class Mirror:
                     raise StoreError(f"{path.name} cannot be read: {error}") from error
                 sent = self._sent.get(path.name, 0)
                 if len(content) != sent:
-                    self._store.put_bytes(content, f"{FOLDER}/{path.name}")
+                    self._store.put_bytes(content, f"{bucket.STAGES}{path.name}")
                     self._sent[path.name] = len(content)
                     self.added += content[sent:].count(b"\n")
 

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from job import atomic
+from job.contract import bucket, reading
 from job.contract import inputs as listing
-from job.contract import reading
-from job.contract.commit import BEST, COMMIT, MANIFEST, Best, Manifest, manifest_key
-from job.contract.inputs import InputFile
+from job.contract.bucket import manifest_key
+from job.contract.commit import BEST, COMMIT, Best, Manifest
+from job.contract.inputs import DATASET, WEIGHTS, InputFile
 from job.contract.reading import DoubtError, Fields
+from job.contract.workdir import CHECKPOINTS, DATA, EXPORTS, FINAL, INPUTS, RUN
 from job.run_file import Dataset, RunFile
 from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, open_store, parent
 
-DATASET, WEIGHTS = "dataset.json", "weights.json"
 UNFIT = (DoubtError, MissingError)  # a checkpoint that must not be resumed from
 T = TypeVar("T")
 PARALLEL = 8
@@ -53,10 +54,10 @@ class MismatchError(Exception):
 
 def clear(workdir: Path) -> None:
     """Empties a used work folder: what counts is in the store, a node's disk is no memory."""
-    for name in ("ckpt", "exports", "final"):
+    for name in (CHECKPOINTS, EXPORTS, FINAL):
         shutil.rmtree(workdir / name, ignore_errors=True)
     for path in workdir.glob("*"):
-        if path.suffix in (".json", ".jsonl", ".log", ".csv") and path.name != "run.json":
+        if path.suffix in (".json", ".jsonl", ".log", ".csv") and path.name != RUN:
             path.unlink()
 
 
@@ -65,15 +66,15 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
 
     Raises ValueError when they are not what the run names, MismatchError when bytes arrive wrong.
     """
-    _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / "data", opened)
+    _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / DATA, opened)
     if stage.run.weights is not None:
-        _fill(stage, "base weights", stage.run.weights, WEIGHTS, stage.workdir / "inputs", opened)
+        _fill(stage, "base weights", stage.run.weights, WEIGHTS, stage.workdir / INPUTS, opened)
 
 
 def _fill(
     stage: Stage, what: str, wanted: Dataset, manifest: str, folder: Path, opened: Callable[[str], Store]
 ) -> None:
-    place = opened(wanted.uri or f"{parent(stage.store.uri)}/inputs/{wanted.sha256}")
+    place = opened(wanted.uri or f"{parent(stage.store.uri)}/{bucket.INPUTS}/{wanted.sha256}")
     files = wanted.files
     try:
         if not files:
@@ -100,7 +101,7 @@ def checkpoint(stage: Stage) -> Manifest | None:
     Raises MismatchError where bytes arrive wrong and the stage doubts this node.
     """
     sizes = _sizes(stage)
-    for key in sorted((key for key in sizes if MANIFEST.fullmatch(key)), reverse=True):
+    for key in sorted((key for key in sizes if bucket.MANIFEST_KEY.fullmatch(key)), reverse=True):
         try:
             return _restored(stage, key, sizes, "resuming from")
         except UNFIT as error:
@@ -113,7 +114,7 @@ def set_aside(stage: Stage, step: Any, why: str) -> bool:
     """Rejects a step that verifies but cannot be read. False: there is no other that is fit, and nothing is done."""
     sizes = _sizes(stage)
     key = manifest_key(step) if isinstance(step, int) else None
-    others = [other for other in sizes if MANIFEST.fullmatch(other) and other != key]
+    others = [other for other in sizes if bucket.MANIFEST_KEY.fullmatch(other) and other != key]
     if key is None or not any(_is_fit(stage, other, sizes) for other in others):
         return False
     if key in sizes:
@@ -126,7 +127,7 @@ def _reject(stage: Stage, key: str, why: str) -> None:
     """Out of the way, but kept to look at: the node script counts progress by the newest manifest."""
 
     def act() -> None:
-        stage.store.put_bytes(f"{why}\n".encode(), key.replace("manifest.json", "rejected.txt"))
+        stage.store.put_bytes(f"{why}\n".encode(), key.replace(bucket.MANIFEST, bucket.REJECTED))
         stage.store.delete([key])
 
     retried(stage, act, key)
@@ -153,7 +154,10 @@ def best_too(stage: Stage, newest: int) -> bool:
 
 
 def _sizes(stage: Stage) -> dict[str, int]:
-    return {entry.key: entry.bytes for entry in retried(stage, lambda: stage.store.entries("ckpt/"), "ckpt/")}
+    return {
+        entry.key: entry.bytes
+        for entry in retried(stage, lambda: stage.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
+    }
 
 
 def _fit(stage: Stage, key: str, sizes: dict[str, int]) -> Manifest:
@@ -169,7 +173,7 @@ def _fit(stage: Stage, key: str, sizes: dict[str, int]) -> Manifest:
     if found.commit.config_sha256 != stage.run.config_sha256:
         raise DoubtError("it is of another config")
     for file in found.files:
-        if (there := sizes.get(key.replace("manifest.json", file.name))) != file.bytes:
+        if (there := sizes.get(key.replace(bucket.MANIFEST, file.name))) != file.bytes:
             raise DoubtError(f"{file.name} has {there} bytes, not {file.bytes}")
     return found
 
@@ -186,11 +190,11 @@ def _restored(stage: Stage, key: str, sizes: dict[str, int], what: str) -> Manif
     """The manifest at `key`, its checkpoint in <workdir>/ckpt. Raises UNFIT, and MismatchError on a doubted node."""
     manifest = _fit(stage, key, sizes)
     commit = manifest.commit
-    unfinished = stage.workdir / "ckpt" / f".{commit.folder}"
+    unfinished = stage.workdir / CHECKPOINTS / f".{commit.folder}"
     shutil.rmtree(unfinished, ignore_errors=True)
     stage.say(f"{what} step {commit.step}: {commit.bytes / 1e6:.1f} MB")
     try:
-        _download(stage, stage.store, key.removesuffix("manifest.json"), manifest.files, unfinished)
+        _download(stage, stage.store, key.removesuffix(bucket.MANIFEST), manifest.files, unfinished)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, MismatchError) and not stage.doubts(error.key):

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from job import atomic
+from job.contract.codes import AttemptExit, TrainerExit
+from job.contract.workdir import ACCEPT, FATAL, RUNG, SAVE, SPENT, STOP, UNREADABLE
 from job.run_file import Node, RunFile
 from job.supervisor import arrival, endings, staging
 from job.supervisor.child import FIRST_SIGN_S
-from job.supervisor.endings import FAILED, FINISHED, TICK_S
+from job.supervisor.endings import TICK_S
 from job.supervisor.forecast import RESERVE_S
 from job.supervisor.store import StoreError
 from job.supervisor.underway import Underway
 from job.supervisor.world import Cause, Trainer, World
 
-DONE, FATAL, OUT_OF_MEMORY, REFUSED, UNREADABLE, STOPPED = 0, 65, 69, 71, 72, 75  # the trainer's
 STOPPED_BY_HAND = "stopped"
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
@@ -46,11 +47,11 @@ class Supervisor(Underway):
         try:
             if (over := arrival.over(self)) is not None:
                 self.say(f"the run is over already: {over.get('reason')}")
-                return FAILED if over.get("reason") in ("failed", "boot-loop") else FINISHED
+                return AttemptExit.FAILED if over.get("reason") in ("failed", "boot-loop") else AttemptExit.FINISHED
             arrival.register(self)
             self.beat()
             if lacking := arrival.lacking(self):
-                return endings.crashed(self, f"node refused: {lacking}", code=endings.REFUSED)
+                return endings.crashed(self, f"node refused: {lacking}", code=AttemptExit.REFUSED)
             try:
                 arrival.stage(self)
             except ValueError as error:  # wrong on every node
@@ -62,7 +63,7 @@ class Supervisor(Underway):
             return endings.interrupted(self)
         except staging.MismatchError as error:  # memory or disk of this node, until others have said the same
             if arrival.doubts(self, error.key):
-                return endings.crashed(self, f"{arrival.WRONG}: {error}", code=endings.REFUSED)
+                return endings.crashed(self, f"{arrival.WRONG}: {error}", code=AttemptExit.REFUSED)
             return endings.finish(self, "failed", str(error))
         except StoreError as error:
             return endings.crashed(self, f"the store: {error}")
@@ -82,11 +83,11 @@ class Supervisor(Underway):
     def _train(self) -> int:
         """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
         if arrival.accepts(self):
-            self._tell("accept.json", {})
+            self._tell(ACCEPT, {})
         while self.cause is None or self._owes_model():
             self.record.update(floor=self.rung)
             with suppress(OSError):  # what an earlier start left says nothing of this one
-                (self.workdir / "rung.json").unlink(missing_ok=True)
+                (self.workdir / RUNG).unlink(missing_ok=True)
             self._child = self.world.start(self.rung)
             self.progress.grew_at = self.clock()
             while (code := self._child.poll()) is None:
@@ -94,19 +95,19 @@ class Supervisor(Underway):
                 self.world.sleep(TICK_S)
             self.progress.poll()
             self.take_notes()
-            if code == UNREADABLE and self.cause is None and arrival.fall_back(self, self._unreadable):
+            if code == TrainerExit.UNREADABLE and self.cause is None and arrival.fall_back(self, self._unreadable):
                 continue
-            if code != OUT_OF_MEMORY or self.cause is not None:
+            if code != TrainerExit.OUT_OF_MEMORY or self.cause is not None:
                 return code
-            used = atomic.read_object(self.workdir / "rung.json") or {}
+            used = atomic.read_object(self.workdir / RUNG) or {}
             lower = used.get("lower", self.rung + 1 if not used else None)
             if lower is None or lower >= len(self.run_file.config.ladder(self.world.ranks)):
                 detail = f"at the end of the ladder: {used or self.rung}. Choose a type with more GPU memory."
-                atomic.write_json(self.workdir / "fatal.json", {"error": "out of memory", "detail": detail})
-                return FATAL
+                atomic.write_json(self.workdir / FATAL, {"error": "out of memory", "detail": detail})
+                return TrainerExit.FATAL
             self.say(f"out of memory on rung {used.get('rung', self.rung)}: again on rung {lower}")
             self.rung = lower
-        return STOPPED
+        return TrainerExit.STOPPED
 
     def _owes_model(self) -> bool:
         """Stopped by hand before this node trained: the trainer starts to leave what the checkpoint holds. At a limit
@@ -120,7 +121,7 @@ class Supervisor(Underway):
 
     @property
     def _unreadable(self) -> dict[str, Any]:
-        return atomic.read_object(self.workdir / "unreadable.json") or {}
+        return atomic.read_object(self.workdir / UNREADABLE) or {}
 
     def _tick(self) -> None:
         now = self.clock()
@@ -133,13 +134,13 @@ class Supervisor(Underway):
         self.forecast.learn(self.publisher.measured)
         if now >= self._spent_at + SPENT_S:
             self._spent_at = now
-            self._tell("spent.json", {"spent_usd": str(self.meter.spent(now).usd), "at": now})
+            self._tell(SPENT, {"spent_usd": str(self.meter.spent(now).usd), "at": now})
         self._look()
         self.between()
         advice = self.world.metadata.save_wanted
         if advice is not None and advice != self._advised:
             self._advised = advice
-            self._tell("save.json", {"reason": advice})
+            self._tell(SAVE, {"reason": advice})
         self._end_if_stuck(now)
 
     def _look(self) -> None:
@@ -182,7 +183,7 @@ class Supervisor(Underway):
         # By hand nothing presses, and it may still be starting, compiling or growing: only then does it look.
         patience = max(FIRST_SIGN_S if self._by_hand else PATIENCE_S, 3 * needed)
         self._kill_at = now + patience if cause.deadline is None else cause.deadline
-        if not self._tell("stop.json", {"reason": cause.reason, "deadline": cause.deadline, "save": save}):
+        if not self._tell(STOP, {"reason": cause.reason, "deadline": cause.deadline, "save": save}):
             self._kill_at = now  # it cannot be asked
 
     def _end_if_stuck(self, now: float) -> None:
@@ -200,21 +201,21 @@ class Supervisor(Underway):
 
     def _conclude(self, code: int) -> int:
         """What the trainer's end makes of the attempt."""
-        if code == DONE:
+        if code == TrainerExit.FINISHED:
             return endings.finish(self, "finished")
-        if code == FATAL:
-            fatal = atomic.read_object(self.workdir / "fatal.json")
+        if code == TrainerExit.FATAL:
+            fatal = atomic.read_object(self.workdir / FATAL)
             lost = "the reason is in job.log; no disk took fatal.json"
             return endings.finish(self, "failed", f"{fatal.get('error')}: {fatal.get('detail')}" if fatal else lost)
-        if code == REFUSED and (self.cause is None or self._by_hand):  # another node may do
+        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may do
             problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
-            return endings.crashed(self, f"node refused: {'; '.join(problems)}", code=endings.REFUSED)
+            return endings.crashed(self, f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.deadline is None:
-            detail = "" if code == STOPPED else self.killed or f"the trainer ended with {code}"
+            detail = "" if code == TrainerExit.STOPPED else self.killed or f"the trainer ended with {code}"
             return endings.finish(self, self.cause.reason, detail)
         if self.cause is not None:
             return endings.interrupted(self)
-        if code == UNREADABLE and self._unreadable:
+        if code == TrainerExit.UNREADABLE and self._unreadable:
             return endings.crashed(self, f"{self._unreadable.get('problem')}, and there is none before it")
         return endings.crashed(self, self.killed or f"the trainer ended with {code}")
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from job import atomic
+from job.contract import bucket
 from job.contract.attempt import Beat
-from job.run_file import ASKED, Node, RunFile
+from job.contract.codes import AttemptExit
+from job.contract.workdir import COMPILED, METRICS, PREFLIGHT, RUNG
+from job.run_file import Node, RunFile
 from job.supervisor import attempts
 from job.supervisor.child import Progress
 from job.supervisor.compile_cache import CompileCache
@@ -18,8 +21,6 @@ from job.supervisor.meter import Meter
 from job.supervisor.publish import Publisher
 from job.supervisor.uploads import Pulse, Uploader
 from job.supervisor.world import Cause, World
-
-INTERRUPTED = 75  # exit code, for the node script
 
 
 class Underway:
@@ -47,7 +48,7 @@ class Underway:
             also=self._refresh,
             say=self.say,
         )
-        self.progress = Progress(workdir / "metrics.jsonl", self.clock)
+        self.progress = Progress(workdir / METRICS, self.clock)
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # to end the run
@@ -101,11 +102,11 @@ class Underway:
         taken = attempts.reclaimed(self.earlier)
         if taken != self.record.fields.get("reclaimed", {}):
             self.record.update(reclaimed=taken)
-        used = (atomic.read_object(self.workdir / "rung.json") or {}).get("rung")
+        used = (atomic.read_object(self.workdir / RUNG) or {}).get("rung")
         if used is not None and used != self.record.fields.get("rung"):
             self.record.update(rung=used)
-        for name in ("preflight", "compiled"):
-            noted = atomic.read_object(self.workdir / f"{name}.json")
+        for name, file in (("preflight", PREFLIGHT), ("compiled", COMPILED)):
+            noted = atomic.read_object(self.workdir / file)
             if noted is not None and noted != self.record.fields.get(name):
                 self.record.update(**{name: noted})
 
@@ -115,7 +116,7 @@ class Underway:
         self.record.flush()
         self.ask_price()
         self.earlier = attempts.judged(self.earlier, self.world.fleet_changes, self.clock())
-        self.asked = self.asked or self.store.get_bytes(ASKED) is not None
+        self.asked = self.asked or self.store.get_bytes(bucket.ASKED) is not None
 
     def ask_price(self) -> None:
         """The spot price, where it is not known; its ceiling stands in, and the log says so."""
@@ -145,8 +146,9 @@ class Underway:
 
 def interruption(cause: Cause, at: float) -> dict[str, Any]:
     """The `exit` of an attempt whose machine goes away."""
-    ending = {"code": INTERRUPTED, "reason": cause.reason, "notice": cause.reason == "notice", "at": iso(at)}
-    if cause.reason == "notice" and cause.deadline is not None:
+    noticed = cause.reason == "notice"
+    ending = {"code": AttemptExit.INTERRUPTED, "reason": cause.reason, "notice": noticed, "at": iso(at)}
+    if noticed and cause.deadline is not None:
         ending["ends_at"] = iso(cause.deadline)
     return ending
 

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
+from job.contract import bucket
 from job.contract.attempt import Beat
 from job.contract.commit import Commit
+from job.contract.workdir import LOG
 from job.supervisor.publish import Publisher
 from job.supervisor.store import GivenUpError, Store, StoreError
 
@@ -138,7 +140,7 @@ class Pulse:
         self._send()
 
     def _send(self) -> None:
-        self._store.put_bytes(("\n".join(self._beats) + "\n").encode(), f"heartbeat/{self._instance}.jsonl")
+        self._store.put_bytes(("\n".join(self._beats) + "\n").encode(), bucket.heartbeat_key(self._instance))
         self._publisher.metrics()
-        self._store.put_bytes(self._log.read_bytes() if self._log.exists() else b"", "job.log")
+        self._store.put_bytes(self._log.read_bytes() if self._log.exists() else b"", LOG)
         self._also()

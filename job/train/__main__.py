@@ -27,6 +27,21 @@ import torch
 from safetensors import SafetensorError
 
 from job import atomic
+from job.contract.codes import TrainerExit
+from job.contract.workdir import (
+    ACCEPT,
+    CHECKPOINTS,
+    DATA,
+    ENDED,
+    FATAL,
+    INPUTS,
+    LOCK,
+    METRICS,
+    PREFLIGHT,
+    RUN,
+    START,
+    UNREADABLE,
+)
 from job.run_file import config_digest
 from job.spec import JobConfig, from_json
 from job.text import printable
@@ -36,9 +51,8 @@ from job.train.experiment import Experiment, Session, Stopped
 from job.train.loop import Loop
 from job.train.metrics import MetricsFile
 from job.train.parallel import World
-from job.train.requests import START, Requests, await_start
+from job.train.requests import Requests, await_start
 
-FINISHED, BUSY, FATAL, OUT_OF_MEMORY, REFUSED, UNREADABLE, STOPPED = 0, 1, 65, 69, 71, 72, 75
 EXPERIMENTS = {  # module:class, imported when the run asks for it
     "tinystories-growth": "job.experiments.tinystories_growth:TinystoriesGrowth",
     "sft-h100": "job.experiments.sft:Sft",
@@ -86,40 +100,40 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
             while not Loop(session, experiment).run():
                 del experiment  # and its weights, before there are others
                 session.device.tidy()
-                checkpoints = Checkpoints(workdir / "ckpt", config_sha256=run.digest, world=world)
+                checkpoints = Checkpoints(workdir / CHECKPOINTS, config_sha256=run.digest, world=world)
                 session = dataclasses.replace(session, checkpoints=checkpoints)
                 experiment = imported(run.name)(session)
     except Stopped:
-        code = STOPPED
+        code = TrainerExit.STOPPED
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
         say(f"out of memory: {str(error).splitlines()[0]}")
-        code = OUT_OF_MEMORY
+        code = TrainerExit.OUT_OF_MEMORY
     except WorkdirBusyError as error:
         say(str(error))
-        return BUSY  # nothing is written: the folder is somebody else's
+        return TrainerExit.CRASHED  # nothing is written: the folder is somebody else's
     except (device.NodeRefusedError, OSError) as error:  # the latter: its disk, as good as always
         if not isinstance(error, device.NodeRefusedError):
             say(traceback.format_exc())
         say(f"this node is refused: {error}")
-        code = REFUSED
-        if (workdir / preflight.ACCEPT).exists():  # others were refused before it: it is not the node
-            note(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
-            code = FATAL
-        elif not (atomic.read_object(workdir / preflight.RESULT) or {}).get("problems"):
-            note(workdir / preflight.RESULT, {"ranks": [], "problems": [str(error)]})
+        code = TrainerExit.REFUSED
+        if (workdir / ACCEPT).exists():  # others were refused before it: it is not the node
+            note(workdir / FATAL, {"error": type(error).__name__, "detail": str(error)})
+            code = TrainerExit.FATAL
+        elif not (atomic.read_object(workdir / PREFLIGHT) or {}).get("problems"):
+            note(workdir / PREFLIGHT, {"ranks": [], "problems": [str(error)]})
     except CheckpointDamagedError as error:
-        note(workdir / "unreadable.json", {"step": error.step, "problem": str(error)})
+        note(workdir / UNREADABLE, {"step": error.step, "problem": str(error)})
         say(f"{error}; another start takes the one before it, if there is one")
-        code = UNREADABLE
+        code = TrainerExit.UNREADABLE
     except (ValueError, SafetensorError) as error:  # what a library will not read or write, it will not on another node
         say(f"fatal: {error}")
         if workdir.is_dir():
-            note(workdir / "fatal.json", {"error": type(error).__name__, "detail": str(error)})
-        code = FATAL
+            note(workdir / FATAL, {"error": type(error).__name__, "detail": str(error)})
+        code = TrainerExit.FATAL
     else:
-        code = FINISHED
+        code = TrainerExit.FINISHED
         if world.first:
             say("finished")
     return leave(workdir, world, code)
@@ -135,7 +149,7 @@ def alone(workdir: Path) -> Iterator[None]:
     if os.environ.get("RANK", "0") != "0":
         yield
         return
-    with (workdir / "lock").open("w") as file:
+    with (workdir / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -151,9 +165,9 @@ def leave(workdir: Path, world: World, code: int) -> int:
     """
     if world.size == 1:
         return code
-    together = code in (FINISHED, STOPPED)
+    together = code in (TrainerExit.FINISHED, TrainerExit.STOPPED)
     if world.first or not together:
-        note(workdir / "ended.json", {"code": code, "rank": world.rank})
+        note(workdir / ENDED, {"code": code, "rank": world.rank})
     if together:
         world.close()
     return 0 if together else code
@@ -186,13 +200,13 @@ class Run:
     @classmethod
     def read(cls, workdir: Path) -> Run:
         """Raises ValueError."""
-        tree = atomic.read_object(workdir / "run.json")
+        tree = atomic.read_object(workdir / RUN)
         if tree is None:
-            raise ValueError(f"{workdir / 'run.json'}: missing or not JSON")
+            raise ValueError(f"{workdir / RUN}: missing or not JSON")
         try:
             name, parameters = tree["job"]["experiment"], tree["job"]["parameters"]
         except (KeyError, TypeError):
-            raise ValueError(f"{workdir / 'run.json'}: job.experiment and job.parameters are needed") from None
+            raise ValueError(f"{workdir / RUN}: job.experiment and job.parameters are needed") from None
         return cls(name=name, config=from_json(name, parameters), digest=config_digest(name, parameters), tree=tree)
 
 
@@ -205,7 +219,7 @@ def imported(name: str) -> Callable[[Session], Experiment]:
 
 def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
     """Everything opened and checked, the banner said, nothing trained. Raises ValueError."""
-    precision, inputs = run.config.precision, workdir / "inputs"
+    precision, inputs = run.config.precision, workdir / INPUTS
     bf16 = "bf16" in (precision.compute, *(run.config.state_dtype(i) for i in range(len(run.config.phases()))))
     found = device.choose(run.config.device, bf16=bf16, local_rank=world.local_rank)
     speak = say if world.first else _silent
@@ -214,7 +228,7 @@ def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) 
 
         def hung(problem: str) -> None:
             say(f"this node is refused: {problem}")
-            os._exit(leave(workdir, world, REFUSED))
+            os._exit(leave(workdir, world, TrainerExit.REFUSED))
 
         preflight.run(workdir, found, world, gpus=run.config.gpus, say=speak, hung=hung)
     session = Session(
@@ -223,10 +237,10 @@ def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) 
         config_sha256=run.digest,
         device=found,
         world=world,
-        data=workdir / "data",
+        data=workdir / DATA,
         inputs=inputs if inputs.is_dir() else None,
-        checkpoints=Checkpoints(workdir / "ckpt", config_sha256=run.digest, world=world),
-        metrics=MetricsFile(workdir / "metrics.jsonl"),
+        checkpoints=Checkpoints(workdir / CHECKPOINTS, config_sha256=run.digest, world=world),
+        metrics=MetricsFile(workdir / METRICS),
         requests=requests,
         rung=rung,
         predicted=run.tree.get("predicted") or [],

@@ -23,10 +23,10 @@ import torch
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
 
 from job import atomic
+from job.contract.workdir import COMPILED, GRAPHS
 from job.spec.common import Rung
 from job.train.experiment import Phase, Session
 
-FOLDER = "compile_cache"
 SHA256_BYTES = 32
 HIT, MISS, UNCACHEABLE = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass"
 
@@ -36,7 +36,7 @@ class CompileCache:
 
     def __init__(self, session: Session, phase: Phase, rung: Rung) -> None:
         self._session, self._phase = session, phase
-        self._path = session.workdir / FOLDER / name(session, phase, rung)
+        self._path = session.workdir / GRAPHS / name(session, phase, rung)
         self._held: set[tuple[str, str]] = set()  # what the file holds, by torch's kinds and keys
         self._graphs, self._cached, self._total_s = 0, 0, 0.0
         CacheArtifactManager.clear()  # other phases' graphs; torch has no public way to forget them
@@ -97,7 +97,7 @@ class CompileCache:
         """compiled.json: per phase of this start, what compiling took and how many graphs the cache had."""
         if not self._session.world.first:
             return
-        path = self._session.workdir / "compiled.json"
+        path = self._session.workdir / COMPILED
         own = {"seconds": round(self._total_s, 3), "graphs": self._graphs, "cached": self._cached}
         atomic.write_json(path, {**(atomic.read_object(path) or {}), self._phase.name: own})
 

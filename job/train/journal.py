@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from job import atomic
+from job.contract.workdir import METRICS, SPENT
 from job.train import metrics
 from job.train.device import Utilization
 from job.train.experiment import Phase, Session
@@ -38,7 +39,7 @@ class Journal:
         """Goes on after `step`; what is there beyond it will be repeated. Raises ValueError."""
         if not self._session.world.first:
             return
-        with self._on_any_disk("metrics.jsonl"):
+        with self._on_any_disk(METRICS):
             self._session.metrics.resume(step)
         if self._session.config.log.tensorboard:
             with self._on_any_disk("TensorBoard's"):
@@ -84,7 +85,7 @@ class Journal:
             return
         peak = session.device.peak_tflops
         mfu = tok_s * phase.flops_per_token / (peak * 1e12 * session.world.size) if tok_s and peak else None
-        spent = (atomic.read_object(session.workdir / "spent.json") or {}).get("spent_usd")
+        spent = (atomic.read_object(session.workdir / SPENT) or {}).get("spent_usd")
         line = metrics.Line(
             step=step,
             steps=self._phases[-1].last,
@@ -124,7 +125,7 @@ class Journal:
             **values,
         }
         self._events.clear()
-        with self._on_any_disk("metrics.jsonl"):
+        with self._on_any_disk(METRICS):
             session.metrics.write(record)
         if self._scalars is not None:
             with self._on_any_disk("TensorBoard's"):
@@ -135,7 +136,7 @@ class Journal:
         self._session.say(f"evaluated at {step}, where a stop had come first: {val_loss:.4f}")
         if not self._session.world.first:
             return
-        with self._on_any_disk("metrics.jsonl"):
+        with self._on_any_disk(METRICS):
             self._session.metrics.evaluated(step, val_loss)
         if self._scalars is not None:
             with self._on_any_disk("TensorBoard's"):

@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 
 from job import atomic
+from job.contract.workdir import ACCEPT, PREFLIGHT
 from job.train.device import Device, NodeRefusedError, bandwidth_gb_s
 from job.train.parallel import World
-
-RESULT, ACCEPT = "preflight.json", "accept.json"
 
 # Refused below these. A sound GPU reaches 60 to 90 % of either data sheet figure in a plain product or copy; one that
 # has lost its clocks or a memory stack stays far below. Estimates, 2026-11. An L4 at its 72 W falls to its base clock,
@@ -70,14 +69,14 @@ def run(
     Leaves preflight.json. Raises NodeRefusedError on every rank when one of them is refused, unless the supervisor has
     left accept.json.
     """
-    if (workdir / RESULT).exists():  # a restart on a lower rung
+    if (workdir / PREFLIGHT).exists():  # a restart on a lower rung
         return
     began = time.perf_counter()
 
     def give_up() -> None:
         problem = f"rank {world.rank}: no answer from {device.name} within {LIMIT_S:.0f} s: it hangs"
         with suppress(OSError):  # said all the same
-            atomic.write_json(workdir / RESULT, {"ranks": [], "problems": [problem]})
+            atomic.write_json(workdir / PREFLIGHT, {"ranks": [], "problems": [problem]})
         hung(problem)
 
     watchdog = threading.Timer(LIMIT_S, give_up)
@@ -99,7 +98,7 @@ def run(
             f"{own.memory_gb_s:.0f} GB/s, to host {own.to_host_gb_s or 0:.1f} GB/s"
         )
     if world.first:
-        atomic.write_json(workdir / RESULT, {"ranks": [figures for figures, _ in found], "problems": problems})
+        atomic.write_json(workdir / PREFLIGHT, {"ranks": [figures for figures, _ in found], "problems": problems})
     if not problems:
         return
     if world.agree((workdir / ACCEPT).exists()):

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 from job import atomic
+from job.contract.workdir import SAVE, START, STOP
 
-START = "start.json"  # the rung that a trainer which waits begins at
-LOOK_S = 0.05  # between two looks for it
+LOOK_S = 0.05  # between two looks for start.json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Requests:
     """stop.json and save.json of a work folder, and SIGTERM or Ctrl-C for a trainer that somebody started by hand."""
 
     def __init__(self, workdir: Path) -> None:
-        self._stop, self._save = workdir / "stop.json", workdir / "save.json"
+        self._stop, self._save = workdir / STOP, workdir / SAVE
         self._signal: str | None = None
 
     def heed_signals(self) -> None:

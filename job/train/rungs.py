@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from job import atomic
+from job.contract.workdir import RUNG
 from job.dataset.prepare import read_manifest
 from job.spec.common import Rung
 from job.train.experiment import Phase, Session
@@ -37,9 +38,9 @@ def choose(session: Session, phase: Phase) -> Rung:
     }
     if session.world.first:
         try:
-            atomic.write_json(session.workdir / "rung.json", record)
+            atomic.write_json(session.workdir / RUNG, record)
         except OSError as error:
             with suppress(OSError):
-                (session.workdir / "rung.json").unlink(missing_ok=True)  # not another phase's
+                (session.workdir / RUNG).unlink(missing_ok=True)  # not another phase's
             session.say(f"warning: rung.json is not written; an out-of-memory goes one rung down: {error}")
     return rung

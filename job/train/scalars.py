@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-FOLDER = "tb"
+from job.contract.workdir import SCALARS
+
 FLUSH_S = 30
 LEFT_OUT = {"ts", "step"}  # each scalar has them already
 
@@ -22,7 +23,7 @@ class Scalars:
             raise ValueError(
                 f"log.tensorboard is set and a package is missing ({error}): install tensorboard, or set it to false"
             ) from error
-        self._writer: Any = SummaryWriter(str(workdir / FOLDER), purge_step=step + 1, flush_secs=FLUSH_S)
+        self._writer: Any = SummaryWriter(str(workdir / SCALARS), purge_step=step + 1, flush_secs=FLUSH_S)
 
     def write(self, record: dict[str, Any]) -> None:
         """One record of metrics.jsonl: a scalar for each number, one for each entry of a list of numbers."""

@@ -12,7 +12,7 @@ import pytest
 import runs
 
 from job.__main__ import main, supervise
-from job.supervisor import endings
+from job.contract.codes import AttemptExit
 
 NODE_SCRIPT = Path(__file__).parents[2] / "infra" / "boot" / "node.sh"
 
@@ -34,7 +34,7 @@ def test_help_names_what_it_reads(said: str) -> None:
 
 def test_help_explains_every_exit_code_that_the_node_script_is_given(said: str) -> None:
     explained = set(map(int, re.findall(r"^  (\d+) +\S", said, re.MULTILINE)))
-    assert explained == {endings.FINISHED, endings.FAILED, endings.REFUSED, endings.INTERRUPTED}
+    assert explained == {AttemptExit.FINISHED, AttemptExit.FAILED, AttemptExit.REFUSED, AttemptExit.INTERRUPTED}
     assert "any other: a crash" in said
 
 
@@ -58,7 +58,7 @@ def test_what_is_no_run_config_is_told_apart_and_leaves_nothing(
     elif content is not None:
         path.write_text(content)
     before = list(tmp_path.iterdir())
-    assert supervise(path) == endings.FAILED
+    assert supervise(path) == AttemptExit.FAILED
     assert re.search(f"fatal: {re.escape(str(path))}: {reason}", capsys.readouterr().out)
     assert list(tmp_path.iterdir()) == before
 
@@ -70,7 +70,7 @@ def test_a_second_attempt_in_the_same_folder_ends_and_touches_nothing(
     (tmp_path / "metrics.jsonl").write_text("of the one at work")
     with path.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert supervise(path) == endings.CRASHED
+        assert supervise(path) == AttemptExit.CRASHED
     assert "is being run already" in capsys.readouterr().out
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
 

@@ -18,8 +18,8 @@ import train_world as world
 from supervisor_world import Bench, FakeTrainer
 
 from job import atomic
+from job.contract.codes import AttemptExit
 from job.spec import from_json
-from job.supervisor import endings
 from job.supervisor.machine import Gpu
 from job.train import preflight
 from job.train.device import Device, choose
@@ -257,7 +257,7 @@ def refuse(trainer: FakeTrainer) -> int | None:
 def test_refused_nodes_end_their_attempt_and_the_third_trains(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for instance in ("i-1", "i-2"):
-        assert bench.attempt(instance, script={0: refuse}).run() == endings.REFUSED
+        assert bench.attempt(instance, script={0: refuse}).run() == AttemptExit.REFUSED
         record = bench.json(f"attempts/{instance}.json")
         assert record["exit"]["reason"] == "node refused: rank 0: slow"
         assert (record["exit"]["code"], record["exit"]["notice"]) == (71, False)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from job import atomic
+from job.contract.codes import TrainerExit
 from job.experiments.pretrain import Pretrain
 from job.spec.common import Rung
 from job.train import __main__ as trainer
@@ -90,7 +91,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert rank_world.launched(rank, 2, works, limit_s=200) == [0, 0]
     for kind, optim in OPTIM.items():
         two[f"{kind} on one"] = pretrain.make(root / f"{kind}-one", optim=optim, **ODD)
-        assert world.train(two[f"{kind} on one"]) == trainer.FINISHED
+        assert world.train(two[f"{kind} on one"]) == TrainerExit.FINISHED
     return two
 
 
@@ -134,9 +135,9 @@ def test_two_ranks_export_the_weights_of_the_best_evaluation(folders: dict[str, 
 
 
 def test_a_checkpoint_of_two_ranks_continues_on_one(folders: dict[str, Path]) -> None:
-    assert (atomic.read_object(folders["cut"] / "ended.json") or {})["code"] == trainer.STOPPED
+    assert (atomic.read_object(folders["cut"] / "ended.json") or {})["code"] == TrainerExit.STOPPED
     assert world.committed(folders["cut"]) == [4]  # in its evaluation, on both
-    assert world.train(folders["cut"]) == trainer.FINISHED
+    assert world.train(folders["cut"]) == TrainerExit.FINISHED
     evaluations = [
         (atomic.read_object(folders[name] / "results.json") or {})["evaluations"] for name in ("cut", "adamw")
     ]

@@ -16,12 +16,12 @@ import train_world as world
 from safetensors.torch import load_file
 
 from job import atomic
+from job.contract.codes import TrainerExit
 from job.experiments.pretrain import Pretrain, make_optimizer, momentum, plateau, rate
 from job.models.char_gpt import CharGpt
 from job.serving.model import open_model
 from job.serving.request import Generation
 from job.spec.pretrain import EarlyStop, MuonAdamW
-from job.train import __main__ as trainer
 from job.train.checkpoint import Checkpoints
 from job.train.committed import Committed
 from job.train.experiment import Phase
@@ -41,7 +41,7 @@ def results(workdir: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = pretrain.make(tmp_path_factory.mktemp("run"), steps=60)
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     return workdir
 
 
@@ -79,8 +79,8 @@ def test_the_exported_weights_have_the_validation_loss_they_are_said_to_have(fin
 
 
 def stopped_and_resumed(workdir: Path, look: int) -> Path:
-    assert world.train(workdir, world.StopAt(workdir, look)) == trainer.STOPPED
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir, world.StopAt(workdir, look)) == TrainerExit.STOPPED
+    assert world.train(workdir) == TrainerExit.FINISHED
     return workdir
 
 
@@ -90,7 +90,7 @@ def stopped_and_resumed(workdir: Path, look: int) -> Path:
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, kind: str, lr: float, looks: tuple[int, ...]) -> None:
     optim = {"kind": kind, "lr": lr, "momentum_steps": 10}
     whole = pretrain.make(tmp_path / "whole", optim=optim)
-    assert world.train(whole) == trainer.FINISHED
+    assert world.train(whole) == TrainerExit.FINISHED
     for look in looks:
         cut = stopped_and_resumed(pretrain.make(tmp_path / str(look), optim=optim), look)
         assert world.final_hash(cut) == world.final_hash(whole)
@@ -102,7 +102,7 @@ def test_micro_batches_do_not_change_the_result(tmp_path: Path) -> None:
     found = []
     for micro in (8, 3):
         workdir = pretrain.make(tmp_path / str(micro), batch={"micro": micro}, optim={"kind": "adamw", "lr": 0.003})
-        assert world.train(workdir) == trainer.FINISHED
+        assert world.train(workdir) == TrainerExit.FINISHED
         found.append(losses(workdir))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
@@ -129,7 +129,7 @@ def test_a_rising_validation_ends_the_run_and_the_best_weights_are_kept(
         return schedule(self, phase, opt, step)
 
     monkeypatch.setattr(Rising, "schedule", remember)
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     table = results(workdir)
     assert (table["steps"], table["best_step"]) == (28, 12)
     assert "4 evaluations in a row" in table["early_stop"]
@@ -169,7 +169,7 @@ def test_a_best_that_could_not_be_saved_is_not_what_the_next_must_beat(
     full_at(monkeypatch, 8)
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.05, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     assert world.committed(workdir) == [12, 16]
     assert results(workdir)["best_step"] == 12
 
@@ -180,7 +180,7 @@ def test_the_last_weights_are_exported_where_they_are_the_best_and_could_not_be_
     full_at(monkeypatch, 12)
     planted(monkeypatch, {4: 1.2, 8: 1.1, 12: 1.0})
     workdir = pretrain.make(tmp_path)
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     assert world.committed(workdir) == [4, 8]
     assert results(workdir)["best_step"] == 12
 
@@ -188,10 +188,10 @@ def test_the_last_weights_are_exported_where_they_are_the_best_and_could_not_be_
 def test_a_torn_checkpoint_is_never_the_best_that_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(9))) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(9))) == TrainerExit.STOPPED
     data = workdir / "ckpt" / "step_00000008" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     assert results(workdir)["best_step"] == 12
 
 
@@ -200,10 +200,10 @@ def test_a_best_that_did_not_reach_the_next_node_is_not_what_it_must_beat(
 ) -> None:
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(9))) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(9))) == TrainerExit.STOPPED
     assert world.committed(workdir) == [8, 9]
     shutil.rmtree(workdir / "ckpt" / "step_00000008")
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     assert world.committed(workdir) == [12, 16]
     assert results(workdir)["best_step"] == 12
 
@@ -213,13 +213,13 @@ def test_an_evaluation_that_is_stopped_is_made_up_for_by_the_next_start_or_the_o
 ) -> None:
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1})
     workdir = pretrain.make(tmp_path)
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(7) + 1)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(7) + 1)) == TrainerExit.STOPPED
     assert "stopped after step 8: test" in capsys.readouterr().out
     (line,) = (record for record in world.records(workdir) if record["step"] == 8)
     assert line["val_loss"] is None
-    assert world.train(workdir, world.StopAt(workdir, 2)) == trainer.STOPPED  # in it again
+    assert world.train(workdir, world.StopAt(workdir, 2)) == TrainerExit.STOPPED  # in it again
     assert world.committed(workdir) == [4, 8]
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     (again,) = (record for record in world.records(workdir) if record["step"] == 8)
     assert again == {**line, "val_loss": 1.0, "event": again["event"]}
     assert again["event"].endswith("evaluated once resumed")
@@ -236,17 +236,17 @@ def test_where_the_disk_has_no_room_for_the_loss_of_an_evaluation_made_up_for_th
 
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(7) + 1)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(7) + 1)) == TrainerExit.STOPPED
     monkeypatch.setattr(Committed, "evaluated", full)
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     assert results(workdir)["best_step"] == 12
 
 
 def test_an_evaluation_made_up_for_can_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(27) + 1)) == trainer.STOPPED
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(27) + 1)) == TrainerExit.STOPPED
+    assert world.train(workdir) == TrainerExit.FINISHED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (28, 12)
 
 
@@ -255,9 +255,9 @@ def test_an_end_by_early_stop_is_repeated_without_a_step_when_it_is_cut(
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(28) + 2)) == trainer.STOPPED  # behind it
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(28) + 2)) == TrainerExit.STOPPED  # behind it
     assert max(world.committed(workdir)) == 28
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (28, 12)
 
 
@@ -266,9 +266,9 @@ def test_where_the_best_checkpoint_is_gone_what_is_exported_is_said_to_be_what_i
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(22))) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(22))) == TrainerExit.STOPPED
     shutil.rmtree(workdir / "ckpt" / "step_00000012")  # as on another node, which has the newest alone
-    assert world.train(workdir) == trainer.FINISHED
+    assert world.train(workdir) == TrainerExit.FINISHED
     said, table = capsys.readouterr().out, results(workdir)
     assert "the best evaluation, 1.0000 at step 12, has no checkpoint on this disk" in said
     meta = atomic.read_object(workdir / "final" / "meta.json") or {}
@@ -281,13 +281,13 @@ def test_a_run_that_a_limit_ends_leaves_its_best_checkpoint_to_be_served(
 ) -> None:
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=40, optim={"kind": "adamw", "lr": 0.003})  # the quicker one
-    assert world.train(workdir, world.StopAt(workdir, 3, ends=True)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, 3, ends=True)) == TrainerExit.STOPPED
     assert not (workdir / "final").exists()  # nothing was evaluated yet
     assert (
-        world.train(workdir, world.StopAt(workdir, pretrain.after(14, begun=3))) == trainer.STOPPED
+        world.train(workdir, world.StopAt(workdir, pretrain.after(14, begun=3))) == TrainerExit.STOPPED
     )  # another start goes on
     assert not (workdir / "final").exists()
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(16, begun=14), ends=True)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(16, begun=14), ends=True)) == TrainerExit.STOPPED
     table, meta = results(workdir), atomic.read_object(workdir / "final" / "meta.json") or {}
     assert (table["steps"], table["steps_planned"], table["best_step"]) == (max(world.committed(workdir)), 40, 8)
     assert (meta["step"], meta["val_loss"]) == (8, 1.0)
@@ -296,29 +296,31 @@ def test_a_run_that_a_limit_ends_leaves_its_best_checkpoint_to_be_served(
 
 def test_a_limit_met_by_a_node_before_its_first_step_counts_the_steps_of_those_before(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(6))) == trainer.STOPPED  # evaluated after step 4
-    assert world.train(workdir, world.StopAt(workdir, 0, ends=True)) == trainer.STOPPED
+    assert (
+        world.train(workdir, world.StopAt(workdir, pretrain.after(6))) == TrainerExit.STOPPED
+    )  # evaluated after step 4
+    assert world.train(workdir, world.StopAt(workdir, 0, ends=True)) == TrainerExit.STOPPED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (6, 4)
 
 
 def test_a_limit_met_after_the_only_evaluation_was_made_up_for_exports_its_checkpoint(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(3) + 1)) == trainer.STOPPED  # in it
-    assert world.train(workdir, world.StopAt(workdir, 1 + 4)) == trainer.STOPPED  # after it, and before a step
-    assert world.train(workdir, world.StopAt(workdir, 0, ends=True)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(3) + 1)) == TrainerExit.STOPPED  # in it
+    assert world.train(workdir, world.StopAt(workdir, 1 + 4)) == TrainerExit.STOPPED  # after it, and before a step
+    assert world.train(workdir, world.StopAt(workdir, 0, ends=True)) == TrainerExit.STOPPED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (4, 4)
 
 
 def test_a_limit_met_after_the_last_step_costs_no_export(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(12) + 2, ends=True)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(12) + 2, ends=True)) == TrainerExit.STOPPED
     assert (results(workdir)["steps"], results(workdir)["samples"]) == (12, {})
     assert (workdir / "final" / "meta.json").is_file()
 
 
 def test_a_stop_is_heeded_between_two_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003}, eval={"prompts": ["1+2", "3"]})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(12) + 3)) == trainer.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.after(12) + 3)) == TrainerExit.STOPPED
     said = capsys.readouterr().out
     assert "'1+2' -> " in said
     assert "'3' -> " not in said
@@ -432,7 +434,7 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step(
     tree = json.loads((workdir / "run.json").read_text())
     tree["job"]["parameters"] = pretrain.parameters(**changed)
     (workdir / "run.json").write_text(json.dumps(tree))
-    assert world.train(workdir) == trainer.FATAL
+    assert world.train(workdir) == TrainerExit.FATAL
     problem = atomic.read_object(workdir / "fatal.json")
     assert problem is not None
     assert re.search(said, problem["detail"])
@@ -443,7 +445,7 @@ def test_a_dataset_of_another_kind_is_refused(tmp_path: Path) -> None:
     stories = world.make(tmp_path / "b")
     (workdir / "data").rename(tmp_path / "old")
     (stories / "data").rename(workdir / "data")
-    assert world.train(workdir) == trainer.FATAL
+    assert world.train(workdir) == TrainerExit.FATAL
     problem = atomic.read_object(workdir / "fatal.json")
     assert problem is not None
     assert "trains on characters" in problem["detail"]

@@ -12,6 +12,7 @@ import pytest
 import train_world
 
 from job import atomic, probe
+from job.contract.codes import TrainerExit
 from job.train.requests import Requests
 
 
@@ -46,7 +47,7 @@ class Fake:
         if self.code:
             return self.code
         if (self.workdir / "stop.json").exists():
-            return probe.STOPPED
+            return TrainerExit.STOPPED
         return 0 if self.step == self.steps and self.now > 1003.0 + self.steps * 0.1 + 2.0 else None
 
     def kill(self) -> None:
@@ -95,7 +96,7 @@ def test_a_job_that_cannot_be_shortened_is_asked_to_stop_with_a_save(tmp_path: P
 def test_out_of_memory_goes_down_the_ladder_as_a_run_does(tmp_path: Path) -> None:
     atomic.write_json(tmp_path / "rung.json", {"phase": "all", "rung": 0, "micro": 8, "lower": 2})
     started = []
-    fakes = {0: Fake(tmp_path, 40, code=probe.OUT_OF_MEMORY), 2: Fake(tmp_path, 40, rung=2)}
+    fakes = {0: Fake(tmp_path, 40, code=TrainerExit.OUT_OF_MEMORY), 2: Fake(tmp_path, 40, rung=2)}
 
     def start(rung: int) -> Fake:
         started.append(rung)

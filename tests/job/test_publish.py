@@ -14,10 +14,10 @@ from supervisor_world import STEPS, Bench, Clock, Death, FaultyStore, commit, pu
 
 from job import atomic
 from job.contract.commit import Manifest
+from job.contract.workdir import START
 from job.supervisor.commits import commits
 from job.supervisor.store import GivenUpError, StoreError
 from job.train.checkpoint import Checkpoints
-from job.train.requests import START
 
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
 

@@ -15,6 +15,7 @@ import train_world as world
 from sft_world import CHATML, bpe, jsonl
 
 from job import atomic, ledger
+from job.contract.codes import TrainerExit
 from job.dataset import weights
 from job.dataset.packed import PROMPTS, prepare_sft
 from job.dataset.rendering import TEMPLATES, jinja
@@ -24,7 +25,6 @@ from job.models.decoder import build
 from job.models.generate import generate
 from job.spec import from_json
 from job.spec.sft import SftConfig
-from job.train import __main__ as trainer
 
 ROOT = Path(__file__).parents[2]
 FAMILY = {"family": "qwen3", "tied": True, "norm_eps": 1e-6, "rope_theta": 1e6}
@@ -84,7 +84,7 @@ def test_a_dataset_of_another_tokenizer_than_the_base_weights_own_is_refused(tun
     config = from_json("sft-h100", sft.config(**CHANGED))
     assert isinstance(config, SftConfig)
     prepare_sft(tmp_path / "data", config, text=jsonl(tmp_path, *PAIRS), tokenizer=small)
-    assert world.train(tmp_path) == trainer.FATAL
+    assert world.train(tmp_path) == TrainerExit.FATAL
     assert "is the tokenizer beside the base weights" in (tmp_path / "fatal.json").read_text()
 
 

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_world import StopAt
 
 from job import atomic
+from job.contract.codes import TrainerExit
 from job.experiments import merge, tuning
 from job.experiments.sft import Sft
 from job.models import decoder, hf, hf_config, lora
 from job.models.decoder import build
 from job.spec import from_json
 from job.spec.common import CosineAdamW, Decoder, Rung
-from job.train import __main__ as trainer
 
 STEPS = 8
 TRAINED = STEPS + 2  # looks at the stop request: after each step, and within each of two evaluations
@@ -148,7 +148,7 @@ def test_what_follows_training_says_how_far_it_is(
 
 def test_an_adapter_that_a_limit_cuts_short_is_left_as_its_last_step_made_it(tmp_path: Path, finished: Path) -> None:
     workdir = sft.make(tmp_path)
-    assert world.train(workdir, StopAt(workdir, 5, ends=True)) == trainer.STOPPED
+    assert world.train(workdir, StopAt(workdir, 5, ends=True)) == TrainerExit.STOPPED
     folder = workdir / "final" / "adapter"
     found, whole = (load_file(each / hf.ADAPTER) for each in (folder, finished / "final" / "adapter"))
     assert found.keys() == whole.keys()
@@ -158,7 +158,7 @@ def test_an_adapter_that_a_limit_cuts_short_is_left_as_its_last_step_made_it(tmp
 
 def test_weights_that_a_limit_cuts_short_are_left_as_their_last_step_made_them(tmp_path: Path) -> None:
     workdir = sft.make(tmp_path, method="full")
-    assert world.train(workdir, StopAt(workdir, 5, ends=True)) == trainer.STOPPED
+    assert world.train(workdir, StopAt(workdir, 5, ends=True)) == TrainerExit.STOPPED
     step = atomic.read_object(workdir / "final" / "meta.json") or {}
     assert step["step"] == max(world.committed(workdir)) < STEPS
     module = build(hf_config.read_shape(workdir / "final"), compute=torch.float32)
@@ -226,7 +226,7 @@ def test_a_run_stopped_anywhere_ends_with_the_same_adapter_and_results(
     look: int, finished: Path, tmp_path: Path
 ) -> None:
     workdir = sft.make(tmp_path)
-    assert world.train(workdir, StopAt(workdir, look)) == trainer.STOPPED
+    assert world.train(workdir, StopAt(workdir, look)) == TrainerExit.STOPPED
     assert not (workdir / "results.json").exists()
     assert world.train(workdir) == 0
     assert sft.hashes(workdir) == sft.hashes(finished)
@@ -241,7 +241,7 @@ def test_a_restart_after_the_merge_validates_nothing_again(
 ) -> None:
     workdir = sft.make(tmp_path)
     looks = TRAINED + 2 + 2 * 2  # two validations are done
-    assert world.train(workdir, StopAt(workdir, looks)) == trainer.STOPPED
+    assert world.train(workdir, StopAt(workdir, looks)) == TrainerExit.STOPPED
     before = stages(workdir)
     assert before == ["loss base", "loss adapter"]
     made: list[str] = []
@@ -256,8 +256,8 @@ def test_a_loss_that_was_made_up_for_stays_what_it_is_on_a_node_that_rounds_othe
 ) -> None:
     """What was validated is kept under it."""
     workdir = sft.make(tmp_path)
-    assert world.train(workdir, StopAt(workdir, TRAINED - 1)) == trainer.STOPPED  # in the last evaluation
-    assert world.train(workdir, StopAt(workdir, 2 + 1 + 2 * 2)) == trainer.STOPPED
+    assert world.train(workdir, StopAt(workdir, TRAINED - 1)) == TrainerExit.STOPPED  # in the last evaluation
+    assert world.train(workdir, StopAt(workdir, 2 + 1 + 2 * 2)) == TrainerExit.STOPPED
     assert stages(workdir) == ["loss base", "loss adapter"]
     real: Callable[..., float] = Sft.evaluate
     monkeypatch.setattr(Sft, "evaluate", lambda *given: real(*given) + 1e-9)
@@ -301,7 +301,7 @@ def test_a_run_whose_merge_does_not_match_fails_with_its_adapter_and_evidence_ke
     workdir = sft.make(tmp_path)
     merged = lora.LoraLinear.merged
     monkeypatch.setattr(lora.LoraLinear, "merged", lambda self: merged(self) * 1.05)
-    assert world.train(workdir) == trainer.FATAL
+    assert world.train(workdir) == TrainerExit.FATAL
     fatal = atomic.read_object(workdir / "fatal.json")
     assert fatal is not None
     assert fatal["error"] == "MergeDiffersError"
@@ -387,7 +387,7 @@ def test_a_run_that_cannot_succeed_says_what_to_do(changed: dict[str, Any], word
     assert tree is not None
     tree["job"]["parameters"] = sft.config(**changed)
     (workdir / "run.json").write_text(json.dumps(tree))
-    assert world.train(workdir) == trainer.FATAL
+    assert world.train(workdir) == TrainerExit.FATAL
     fatal = atomic.read_object(workdir / "fatal.json")
     assert fatal is not None
     with pytest.raises(ValueError, match=words):

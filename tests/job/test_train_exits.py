@@ -20,15 +20,17 @@ from safetensors.torch import load_file
 from train_world import STEPS, StopAt
 
 from job import atomic
+from job.contract.codes import TrainerExit
 from job.contract.metrics import KEYS
+from job.contract.workdir import ACCEPT, PREFLIGHT, START
 from job.experiments.tinystories_growth import TinystoriesGrowth
 from job.models import growing
 from job.spec import from_json
 from job.train import __main__ as trainer
-from job.train import export, preflight, rungs, step
+from job.train import export, rungs, step
 from job.train.experiment import LossNotFiniteError, Stopped
 from job.train.loop import Loop
-from job.train.requests import START, Requests, Stop, await_start
+from job.train.requests import Requests, Stop, await_start
 
 
 def fatal(workdir: Path) -> str:
@@ -276,9 +278,9 @@ def test_what_a_library_or_disk_refuses_at_an_export_is_no_crash_that_every_node
     monkeypatch.setattr(export, "save_file", refused)
     workdir = world.make(tmp_path)
     if again:
-        (workdir / preflight.ACCEPT).touch()
+        (workdir / ACCEPT).touch()
     assert world.train(workdir) == code
-    told = workdir / ("fatal.json" if code == 65 else preflight.RESULT)
+    told = workdir / ("fatal.json" if code == 65 else PREFLIGHT)
     assert str(error) in told.read_text()
 
 
@@ -477,7 +479,7 @@ def test_a_second_trainer_in_the_same_folder_ends_and_touches_nothing(
     workdir = world.make(tmp_path)
     with trainer.alone(workdir):
         before = sorted(workdir.rglob("*"))
-        assert world.train(workdir) == trainer.BUSY
+        assert world.train(workdir) == TrainerExit.CRASHED
         assert "belongs to another trainer that is still running" in capsys.readouterr().out
         assert sorted(workdir.rglob("*")) == before
     assert world.train(workdir, StopAt(workdir, 1)) == 75

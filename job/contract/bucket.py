@@ -1,0 +1,58 @@
+"""Keys in a stack's bucket: a run's objects lie below <run>/, what runs share beside that.
+
+Names that the work folder has too are workdir.py's, those of a checkpoint's parts commit.py's.
+"""
+
+from __future__ import annotations
+
+import re
+
+from job.contract import workdir
+
+# Below the run's prefix.
+DONE = "done.json"  # written last of all: the run is over
+ASKED = workdir.STOP  # `gpufleet stop` asks the run to end
+MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint, and of one that does not verify
+ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
+CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
+    f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)
+)
+MANIFEST_KEY = re.compile(rf"{CHECKPOINTS}step_(\d{{8}})/{re.escape(MANIFEST)}")
+_NODE_KEY = re.compile(rf"{ATTEMPTS}([\w.-]+)\.json|{HEARTBEATS}([\w.-]+)\.jsonl")
+
+# Beside the runs: no run may be called so.
+INPUTS, GRAPHS = workdir.INPUTS, workdir.GRAPHS
+ARCHIVE = "job.tar.gz"  # the job's code, below inputs/<its sha256>/
+
+
+def attempt_key(instance: str) -> str:
+    """Of the record of a node."""
+    return f"{ATTEMPTS}{instance}.json"
+
+
+def heartbeat_key(instance: str) -> str:
+    """Of the heartbeats of a node."""
+    return f"{HEARTBEATS}{instance}.jsonl"
+
+
+def boot_log_key(instance: str) -> str:
+    """Of the boot log that a node leaves when it ends."""
+    return f"{BOOT_LOGS}{instance}.log"
+
+
+def node_of(key: str) -> str | None:
+    """The instance whose record or heartbeats lie at `key`; None: no node is called so."""
+    found = _NODE_KEY.fullmatch(key)
+    return found and (found[1] or found[2])
+
+
+def manifest_key(step: int) -> str:
+    """Of a published checkpoint."""
+    return f"{CHECKPOINTS}step_{step:08d}/{MANIFEST}"
+
+
+def input_key(sha256: str, file: str = "") -> str:
+    """In the bucket: where an input lies, by its content, so that the same one is one object for every run. Without
+    `file`: the prefix of all its files.
+    """
+    return f"{INPUTS}/{sha256}/{file}"

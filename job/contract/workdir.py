@@ -1,0 +1,43 @@
+"""Names in the work folder of a run: what supervisor and trainer tell each other, and what they leave.
+
+What is sent to the bucket has the same name there, below the run's prefix (bucket.py).
+"""
+
+from __future__ import annotations
+
+RUN = "run.json"
+
+# From the supervisor to the trainer.
+START = "start.json"  # the rung at which a trainer that waits begins
+STOP = "stop.json"
+SAVE = "save.json"
+SPENT = "spent.json"  # for the log
+ACCEPT = "accept.json"  # enough nodes were refused: this one trains
+
+# From the trainer to the supervisor.
+FATAL = "fatal.json"
+RUNG = "rung.json"
+ENDED = "ended.json"  # several ranks leave here the exit code that torchrun cannot pass on
+UNREADABLE = "unreadable.json"
+PREFLIGHT = "preflight.json"
+COMPILED = "compiled.json"
+LOCK = "lock"  # held by the trainer that is at work
+
+# What the run leaves.
+METRICS = "metrics.jsonl"
+LOG = "job.log"
+RESULTS = "results.json"
+RECEIPT = "receipt.json"
+
+# Folders.
+DATA = "data"  # the dataset
+INPUTS = "inputs"  # base weights
+CHECKPOINTS = "ckpt"
+STAGES = "stages"  # *.jsonl, a line per finished piece of work
+EXPORTS, FINAL = "exports", "final"  # models: at each phase's start and end, and the last one
+SCALARS = "tb"  # TensorBoard's
+GRAPHS = "compile_cache"
+PACKAGES = "packages"  # what the image lacks
+
+# Files at the top of the folder that are no results of the run.
+OWN = frozenset({RUN, START, STOP, SAVE, SPENT, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT})
