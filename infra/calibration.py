@@ -212,7 +212,7 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
     config = definition.job.parameters
     if tree["experiment"] != definition.job.experiment:
         return f"job.experiment was {tree['experiment']}, is {definition.job.experiment}"
-    was, now = tree["settings"], json.loads(json.dumps(measured.settings(asdict(config))))
+    was, now = tree["settings"], json.loads(json.dumps(measured.settings(definition.job.experiment, asdict(config))))
     changed = [
         f"job.parameters.{path} was {was.get(path, 'absent')}, is {now.get(path, 'absent')}"
         for path in dict.fromkeys([*now, *was])

@@ -16,42 +16,12 @@ from statistics import median
 from typing import Any
 
 import job
+from job.spec import EXPERIMENTS
 
 SCHEMA = 1
 # Settings that leave the time of a step, an evaluation or a save as it is: how much is done, from which seed, at which
-# rate, how often. Everything else counts, a new setting too.
-_FREE = (
-    "seed",
-    "gpus",  # the processes really used are compared instead
-    "steps",
-    "steps_per_phase",
-    "steps_per_epoch",
-    "epochs",
-    "patience",
-    "first_stop",
-    "early_stop",
-    "checkpoint",
-    "deliver",
-    "guard",
-    "log",
-    "eval.every",
-    "generate",
-    "funnel",
-    "weak.similarity",
-    "weak.confidence",
-    "weak.neighbours",
-    "data.source",
-    "data.stories",
-    "data.examples",
-    "data.characters",
-    "data.samples",
-    "data.held_out",
-    "data.curriculum",
-    "model.router_std",
-    "model.symmetry_noise",
-    "lora.alpha",
-    "optim",
-)
+# rate, how often; of each kind of job its own `leaves_speed` besides. Everything else counts, a new setting too.
+SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.every", "data.source", "optim")
 _COUNTS = ("optim.kind",)  # although its section is free
 _CODE = ("train", "models", "experiments", "spec")  # folders of job/ that decide how long a step takes
 NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
@@ -59,9 +29,10 @@ NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
 _SAVED = re.compile(r"saved (\d+) \((?:timed|best|stop), ([0-9.]+) MB, blocked ([0-9.]+) s\)")
 
 
-def settings(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that change speed, by dotted path, of a config as in run.json's job.parameters."""
-    return {path: value for path, value in _flat(parameters, "") if path in _COUNTS or not _under(path, _FREE)}
+def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that change speed, by dotted path, of `parameters` as in run.json's job.parameters."""
+    free = (*SPEED_LEFT, *EXPERIMENTS[experiment].leaves_speed)
+    return {path: value for path, value in _flat(parameters, "") if path in _COUNTS or not _under(path, free)}
 
 
 def code_sha256(folder: Path | None = None) -> str:
@@ -142,7 +113,7 @@ def document(
         "experiment": experiment,
         "device": dict(device),
         "versions": dict(versions),
-        "settings": settings(parameters),
+        "settings": settings(experiment, parameters),
         "code_sha256": code_sha256(),
         "start_s": start_s,
         "setup_s": setup_s,

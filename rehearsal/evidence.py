@@ -17,7 +17,6 @@ from infra.pricing import as_prepared
 from job import ledger
 from job.contract import bucket
 from job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
-from job.spec import PretrainConfig, TwoTowerConfig
 from job.spec.common import PhaseSize
 from rehearsal.account import Resource
 from rehearsal.state import Rehearsal
@@ -183,7 +182,7 @@ def _steps(evidence: Evidence, last: int) -> Check:
     """All of them; where a run may stop early, no more than those, and the last one published."""
     watch, total = evidence.rehearsal.watch, evidence.total_steps
     assert watch is not None
-    if isinstance(evidence.rehearsal.definition.job.parameters, PretrainConfig | TwoTowerConfig):
+    if evidence.rehearsal.definition.job.parameters.may_stop_early:
         held = last == max(watch.manifests, default=0) <= total
         done = sum(evidence.steps_done().values())
         return Check(name="steps", figure=f"{done} of at most {total}, it may stop early", held=held)

@@ -266,11 +266,9 @@ pull() { # not again where that cannot help
   return 1
 }
 run_container() { # CODE
-  local name options=()
+  local name options=($CONTAINER_OPTIONS)
   # The image brings the CUDA it wants; some toolkits refuse it.
   [[ $DEVICE == cpu ]] || options+=(--gpus all -e NVIDIA_DISABLE_REQUIRE=true)
-  # Untrusted candidates run in namespaces, which docker's default profile forbids.
-  [[ $EXPERIMENT != kernel-sft ]] || options+=(--security-opt seccomp=unconfined)
   [[ -z $DATA_VOLUME ]] || options+=(-v "$ROOT/data:/data")
   for name in AWS_ENDPOINT_URL AWS_EC2_METADATA_SERVICE_ENDPOINT AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY; do
     [[ -z ${!name:-} ]] || options+=(-e "$name")
@@ -333,9 +331,8 @@ mkdir -p "$SCRATCH/run"
 wait "$FIRST" && cp "$DIR/run.json" "$SCRATCH/run/" || crash "run.json cannot be had as declared"
 wait "$SECOND" || crash "the job archive cannot be had as declared"
 tar -xzf "$DIR/job.tar.gz" -C "$DIR/app" || crash "the job archive cannot be unpacked"
-read -r EXPERIMENT DEVICE < <(python3 -c 'import json, sys
-job = json.load(open(sys.argv[1]))["job"]
-print(job["experiment"], job["parameters"]["device"])' "$SCRATCH/run/run.json") || crash "run.json names no device"
+DEVICE=$(python3 -c 'import json, sys
+print(json.load(open(sys.argv[1]))["job"]["parameters"]["device"])' "$SCRATCH/run/run.json") || crash "run.json names no device"
 [[ $DEVICE == cpu ]] ||
   retry 3 heard bounded 120 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
   crash "no working GPU"

@@ -38,6 +38,7 @@ def known(definition: StackDefinition) -> dict[str, Any]:
         "region": definition.fleet.region,
         "image": definition.job.image,
         "timer_seconds": timer_seconds(definition),
+        "container_options": definition.job.parameters.container_options,
         "data_volume": None if disk is None else "snapshot" if disk.snapshot else "blank",
     }
 
@@ -53,11 +54,13 @@ def render(
     archive_sha256: str,
     run_config_sha256: str,
     timer_seconds: int,
+    container_options: str,
     data_volume: str | None,
 ) -> str:
     """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do.
 
-    `data_volume`: None, "blank" (formatted when nothing is on it) or "snapshot" (never formatted).
+    `container_options`: words for `docker run`. `data_volume`: None, "blank" (formatted when nothing is on it) or
+    "snapshot" (never formatted).
     """
     if data_volume not in (None, "blank", "snapshot"):
         raise ValueError(f"data_volume: {data_volume!r} is not one of None, 'blank', 'snapshot'")
@@ -71,6 +74,7 @@ def render(
         "ARCHIVE_SHA256": archive_sha256,
         "RUN_CONFIG_SHA256": run_config_sha256,
         "TIMER_SECONDS": str(timer_seconds),
+        "CONTAINER_OPTIONS": container_options,
         "DATA_VOLUME": data_volume or "",
         "DATA_DEVICE": DATA_DEVICE,
     }

@@ -24,13 +24,13 @@ from infra.loader import load, project_root
 from infra.readiness import command
 from job import atomic, measured, probe
 from job.contract.workdir import DATA, INPUTS, RUN
-from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec import JobConfig
+from job.spec.common import EVALUATIONS_PROBED
 from job.supervisor import machine
 from job.text import stamp
 from job.train.metrics import WARM_UP
 
 LINES = 10  # of metrics.jsonl per phase, at least: each is one figure of the spread
-EVALUATIONS = 3  # per phase, where the run evaluates at all
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -157,27 +157,15 @@ class Shortened:
 
 def shorten(config: JobConfig, steps: int) -> Shortened:
     """A config of about `steps` optimizer steps that reaches every phase which has any. Raises nothing."""
-    stop_at: int | None = None
-    if isinstance(config, GrowthConfig):
-        short: JobConfig = replace(config, steps_per_phase=min(config.steps_per_phase, -(-steps // 3)))
-    elif isinstance(config, PretrainConfig):
-        stop = replace(config.early_stop, after=max(config.early_stop.after, steps))
-        short = replace(config, steps=min(config.steps, steps), early_stop=stop)
-    elif isinstance(config, TwoTowerConfig):
-        share = steps // len(config.phases())
-        per_epoch = max(1, min(config.steps_per_epoch, share // EVALUATIONS))  # each epoch is evaluated
-        short = replace(config, epochs=min(config.epochs, EVALUATIONS), steps_per_epoch=per_epoch)
-    else:  # as long as the prepared data; what follows training is not measured, so it is not waited for
-        assert isinstance(config, SftConfig | KernelConfig)
-        short, stop_at = config, min(steps, config.total_steps())
+    short = config.shortened(steps)
+    stop_at = min(steps, config.total_steps()) if short is config else None
     sizes = short.phases()
     length = min([steps, *(size.steps for size in sizes if size.steps)])
     log = replace(config.log, every=max(1, min(config.log.every, length // LINES)), tensorboard=False)
-    short = replace(short, log=log, checkpoint=replace(config.checkpoint, interval_s=86400.0))
-    if not isinstance(short, KernelConfig | TwoTowerConfig):
-        evaluation: Any = short.eval  # type: ignore[attr-defined]
-        every = max(1, min(evaluation.every, length // EVALUATIONS))
-        short = replace(short, eval=replace(evaluation, every=every))
+    short = short.changed(log=log, checkpoint=replace(config.checkpoint, interval_s=86400.0))
+    if short.eval is not None:
+        every = max(1, min(short.eval.every, length // EVALUATIONS_PROBED))
+        short = short.changed(eval=replace(short.eval, every=every))
     first, save_at = 0, {}
     for size in sizes:
         save_at[size.name] = first + min(size.steps, steps) // 2

@@ -18,6 +18,7 @@ from pathlib import Path
 from infra.catalog import load_catalog
 from infra.errors import GpufleetError
 from infra.loader import names_of, project_root
+from job.spec import EXPERIMENTS
 from rehearsal import environment
 
 
@@ -70,7 +71,7 @@ def example(names: list[str]) -> str:
     """What to do in the other shell, with a stack that is there."""
     if not names:
         return "There is no stack: run this inside a project, or put definition files into the folder's stacks/."
-    first = "tinystories-growth" if "tinystories-growth" in names else names[0]
+    first = next((name for name in EXPERIMENTS if name in names), names[0])
     return f"For example: pulumi stack init {first} && pulumi preview"
 
 

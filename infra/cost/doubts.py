@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from decimal import Decimal
@@ -15,8 +14,7 @@ from infra.cost.limits import AS_COUNTED
 from infra.cost.options import Calibrations
 from infra.cost.runtime import Runtime, hours
 from infra.definition import StackDefinition
-from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
-from job.spec.common import CosineAdamW
+from job.spec import JobConfig
 from job.text import counted
 
 _IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
@@ -86,33 +84,8 @@ def _limits(bill: Bill) -> Iterator[str]:
 
 
 def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
-    """What of the learning rate makes a paid run worthless."""
-    if long := _warmup(config, runtime):
-        yield long
-    if isinstance(config, SftConfig) and config.method == "full" and config.optim.lr == CosineAdamW().lr:
-        yield f"method: full at an adapter's optim.lr, {_rate(config.optim.lr)}, the default: set it, 1e-5 for instance"
-
-
-def _warmup(config: Any, runtime: Runtime) -> str:
-    """A warm-up longer than what it warms up for, or nothing."""
-    steps = max(phase.steps for phase in runtime.phases)
-    key, whole, instead = "warmup", "the whole run", "raise steps"
-    if isinstance(config, TwoTowerConfig):
-        return ""
-    if isinstance(config, GrowthConfig):
-        key, whole, instead = "warmup_after_growth", "each grown phase", "raise steps_per_phase"
-        rate = config.optim.lr[-1]
-    else:
-        rate = config.optim.lr
-        if isinstance(config, SftConfig | KernelConfig):
-            instead = "batch.tokens"
-    length = getattr(config.optim, key)
-    if length <= steps or not steps:
-        return ""
-    return (
-        f"optim.{key} is {counted(length, 'step')}, {whole} {steps}: the learning rate never reaches {_rate(rate)}."
-        f" Lower optim.{key}, or {instead}"
-    )
+    """What of the job's own settings makes a paid run worthless."""
+    yield from config.doubts(max(phase.steps for phase in runtime.phases))
 
 
 def _micro(definition: StackDefinition, bill: Bill) -> Iterator[str]:
@@ -121,9 +94,10 @@ def _micro(definition: StackDefinition, bill: Bill) -> Iterator[str]:
     """
     runtime = bill.chosen.runtime
     config: Any = definition.job.parameters
-    if runtime.measured or not isinstance(config, PretrainConfig | SftConfig | KernelConfig):
+    setting = config.micro_setting()
+    if runtime.measured or setting is None:
         return
-    key, row = ("micro", 1) if isinstance(config, PretrainConfig) else ("micro_tokens", config.data.row)
+    key, row = setting
     instance = next(option.instance for option in bill.types if option.type == bill.chosen.type)
     if getattr(config.batch, key) is not None or bill.chosen.exposure.nodes > 1:
         return
@@ -146,11 +120,6 @@ def _micro(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             f"batch.{key} is not set: a micro-batch is so small that its GPU waits for the host. batch.{key}: {best}"
             f" fits {instance.type} and takes {shortest:.1f} ms a step instead of {now:.1f}"
         )
-
-
-def _rate(value: float) -> str:
-    """As it is written in a definition file: 2e-4, 0.02."""
-    return f"{value:g}" if value >= 1e-3 else re.sub(r"e-0?", "e-", re.sub(r"\.?0+e", "e", f"{value:.3e}"))
 
 
 def _free_hours(bill: Bill) -> Iterator[str]:

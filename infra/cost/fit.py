@@ -6,12 +6,12 @@ Says the nearest change that would fit; never changes anything itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from infra.catalog import Catalog, Instance
 from infra.cost.runtime import SHA256_GB_S, Runtime, scratch_rate, upload_rate
 from infra.definition import Disk, Estimate
-from job.spec import GrowthConfig, JobConfig
+from job.spec import JobConfig
 from job.spec.common import DEVICE_RESERVE_GB, Memory, Rung
 
 NOTICE_S = 120.0  # AWS: two minutes, best effort
@@ -136,11 +136,8 @@ def _why(config: JobConfig, instance: Instance, index: int, rung: Rung | None, n
 
 def _narrower(config: JobConfig, instance: Instance) -> str:
     """The narrow state, where that is enough."""
-    if isinstance(config, GrowthConfig) and config.precision.phase3_state == "fp32":
-        narrow = replace(config, precision=replace(config.precision, phase3_state="bf16"))
-        if _holds(narrow, instance):
-            return "job.parameters.precision.phase3_state: bf16"
-    return ""
+    narrow = config.narrower()
+    return narrow[1] if narrow is not None and _holds(narrow[0], instance) else ""
 
 
 def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:

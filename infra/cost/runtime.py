@@ -19,21 +19,10 @@ from infra.calibration import Calibration, PhaseSpeed
 from infra.catalog import Instance
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
-from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
+from job.spec import JobConfig
 from job.spec.common import PhaseSize
 
-# Share of the roofline a step reaches. Anchors: llm-foundry 7B on 8 H100 46.4 % MFU, 13B 39.8 to 44.3 %; nanochat d24
-# 50.0 %; torchtitan 8B eager 5,762 tok/s per H100. Growth's own targets are 0.52 to 0.56 of its limit.
-EFFICIENCY: dict[type[JobConfig], float] = {
-    GrowthConfig: 0.5,
-    SftConfig: 0.45,
-    PretrainConfig: 0.45,
-    KernelConfig: 0.4,
-    TwoTowerConfig: 0.5,
-}
 SETUP_MINUTES = {"g": 8.0, "p": 15.0}  # launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
-COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
-GROWTH_PASSES = 5  # over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
 SAVE_BLOCKS_S = 0.1  # per save, beside the copy; a 1.2 GB save on CPU blocked 0.35 s in all (measured, 2 cores)
 HOST_COPY_GB_S = 4.0  # device to host, PCIe 4.0 x8 shared with the step
 NVME_WRITE_GB_S = 1.0
@@ -135,7 +124,7 @@ def hours(
         if size.steps and step_ms == launch_ms:
             launched.append(size.name)
         beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
-        growth = _growth_s(config, size, seen) if index else 0.0
+        growth = size.growth_s if seen is None or seen.boundary_s is None or not index else seen.boundary_s
         training_s = size.steps * step_ms / 1e3
         saves = (training_s + beside) / config.checkpoint.interval_s + size.evaluations + 1 if size.steps else 0.0
         blocked_s = saves * _save_s(config, size, index, ranks, scratch_rate(instance, root), seen)
@@ -197,7 +186,7 @@ def scratch_rate(instance: Instance, root: Disk) -> float:
 
 def efficiency(config: JobConfig, estimate: Estimate) -> float:
     """Share of the roofline: the definition's figure, else the experiment's."""
-    return EFFICIENCY[type(config)] if estimate.efficiency is None else float(estimate.efficiency)
+    return config.efficiency if estimate.efficiency is None else float(estimate.efficiency)
 
 
 def _limit_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float | None:
@@ -257,8 +246,7 @@ def _save_s(
     if seen is not None:
         copied_s = copied_s if seen.save_blocks_s is None else seen.save_blocks_s
         written_s = written_s if seen.save_write_s is None else seen.save_write_s
-    waits = isinstance(config, SftConfig) and not config.measures.async_checkpoints
-    return copied_s + (written_s if waits else 0.0)
+    return copied_s + (written_s if config.waits_for_saves() else 0.0)
 
 
 def _beside_s(
@@ -289,15 +277,6 @@ def _beside_s(
     beside_s = size.cpu_core_s / instance.vcpu + size.gpu_s / workers
     rounds = math.ceil(math.ceil(size.decode_sequences / ranks) / size.decode_at_once)
     return forward_s + rounds * size.decode_steps * decode_s + beside_s
-
-
-def _growth_s(config: JobConfig, size: PhaseSize, seen: PhaseSpeed | None) -> float:
-    """Between two phases: as measured, or the growth of tinystories-growth, whose model changes shape there."""
-    if seen is not None and seen.boundary_s is not None:
-        return seen.boundary_s
-    if not isinstance(config, GrowthConfig):
-        return 0.0
-    return GROWTH_PASSES * size.params_total * 4 / 1e9 + (COMPILE_S if config.device == "cuda" else 0.0)
 
 
 def _setup_s(instance: Instance, estimate: Estimate, calibration: Calibration | None) -> float:

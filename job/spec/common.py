@@ -7,14 +7,19 @@ job check the same bounds.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from job.text import counted
 
 GB = 1e9
 PART_BYTES = 64 * 1024 * 1024  # of an upload to S3: each part is a billed request
 DEVICE_RESERVE_GB = 1.0  # CUDA context, cuBLAS workspace, fragmentation: an estimate, on top of what torch allocates
 # Whose weights final/ holds: of the last phase's best evaluation, or those after the last step.
 Deliver = Literal["best", "last"]
+EVALUATIONS_PROBED = 3  # per phase of a job that is shortened to be measured, where it evaluates at all
 BELOW_ONE = 0.99999  # the largest that a share of what was before may be: at 1 it would never change
 
 
@@ -149,6 +154,7 @@ class PhaseSize:
     workers: int | None = None
     launch_ms: float = 0.0  # of the host, launching a step's kernels beside the GPU: a step takes the longer of both
     micro_launch_ms: float = 0.0  # more of it for each micro-batch, where the node decides how many of these there are
+    growth_s: float = 0.0  # before its first step: a model that changes shape there is made and checked
     sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each
     attention: Literal["causal", "full"] | None = "causal"  # as flops_per_token counts it; None: there is none
     validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
@@ -227,3 +233,17 @@ def cuts(whole: int, start: int | None, plain: list[int]) -> tuple[Rung, ...]:
         checkpointed.append(micro)
         micro //= 2
     return tuple([Rung(micro=m) for m in kept] + [Rung(micro=m, checkpointing=True) for m in checkpointed])
+
+
+def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, instead: str) -> Iterator[str]:
+    """That optim.`key`, a warm-up of `length` steps, is longer than the `steps` of `whole` for which it warms up."""
+    if length > steps > 0:
+        yield (
+            f"optim.{key} is {counted(length, 'step')}, {whole} {steps}: the learning rate never reaches"
+            f" {rate_in_words(rate)}. Lower optim.{key}, or {instead}"
+        )
+
+
+def rate_in_words(value: float) -> str:
+    """As it is written in a definition file: 2e-4, 0.02."""
+    return f"{value:g}" if value >= 1e-3 else re.sub(r"e-0?", "e-", re.sub(r"\.?0+e", "e", f"{value:.3e}"))

@@ -5,8 +5,9 @@ FLOPs are `causal`: 6 x matmul parameters (head included, embedding look-up not)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from job.spec.common import (
     BELOW_ONE,
@@ -22,6 +23,7 @@ from job.spec.common import (
     Sizes,
     bounded,
     cuts,
+    warmup_doubts,
 )
 from job.spec.job import JobConfig, remembered
 
@@ -31,6 +33,8 @@ LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabi
 # and AdamW. Kernels that do nothing, torch 2.13.0, 2 shared cores of a Xeon at 2.8 GHz, 2026-11-23: 9 to 20, 14 to 29
 # and 20 to 32 ms in the three phases of 7, 7 and 11 layers, as the neighbours let it; nearer the lower ends.
 LAYER_LAUNCH_MS, LAUNCH_MS = (1.3, 2.2), 3.0
+GROWTH_PASSES = 5  # over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
+COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
 BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
 _PHASES = ("dense", "moe", "grown")
 
@@ -102,6 +106,15 @@ class Eval:
 class GrowthConfig(JobConfig):
     """tinystories-growth: train dense, upcycle to experts, grow width and depth; verified at each boundary."""
 
+    trainer: ClassVar[str] = "job.experiments.tinystories_growth:TinystoriesGrowth"
+    efficiency: ClassVar[float] = 0.5  # its own targets are 0.52 to 0.56 of its limit
+    leaves_speed: ClassVar[tuple[str, ...]] = (
+        "steps_per_phase",
+        "data.stories",
+        "model.router_std",
+        "model.symmetry_noise",
+    )
+
     steps_per_phase: int = bounded(1000, 1, 10_000_000)
     seed: int = bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"  # cuda without a CUDA device is an error, never a silent CPU run
@@ -163,6 +176,7 @@ class GrowthConfig(JobConfig):
                     evaluation_tokens=self.eval.windows * self.data.sequence,
                     decode_steps=len(self.eval.prompts) * self.eval.sample_tokens,
                     launch_ms=_launch_ms(self, s),
+                    growth_s=_growth_s(self, total) if index else 0.0,
                 )
             )
         return tuple(sizes)
@@ -213,6 +227,19 @@ class GrowthConfig(JobConfig):
     def state_in_words(self) -> str:
         kept = ", ".join(f"{name} {self.state_dtype(index)}" for index, name in enumerate(_PHASES))
         return f"{kept} (run config); loss, norms and router in fp32"
+
+    def narrower(self) -> tuple[GrowthConfig, str] | None:
+        if self.precision.phase3_state == "bf16":
+            return None
+        narrow = replace(self, precision=replace(self.precision, phase3_state="bf16"))
+        return narrow, "job.parameters.precision.phase3_state: bf16"
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        key, whole, instead = "warmup_after_growth", "each grown phase", "raise steps_per_phase"
+        yield from warmup_doubts(key, self.optim.warmup_after_growth, steps, self.optim.lr[-1], whole, instead)
+
+    def shortened(self, steps: int) -> GrowthConfig:
+        return replace(self, steps_per_phase=min(self.steps_per_phase, -(-steps // len(_PHASES))))
 
     def rows(self) -> int:
         """Windows of a step."""
@@ -296,6 +323,11 @@ def _launch_ms(config: GrowthConfig, s: Shape) -> float:
     """Milliseconds of the host for one step; with `batch.micro` unset the whole batch is one micro-batch."""
     micros = -(-config.batch.sequences // (config.batch.micro or config.batch.sequences))
     return micros * s.layers * LAYER_LAUNCH_MS[1 if s.experts else 0] + LAUNCH_MS
+
+
+def _growth_s(config: GrowthConfig, parameters: int) -> float:
+    """Seconds from the end of a phase to the first step of the grown one, whose `parameters` these are."""
+    return GROWTH_PASSES * parameters * 4 / 1e9 + (COMPILE_S if config.device == "cuda" else 0.0)
 
 
 def _layer_bytes(s: Shape, compute: int, *, checkpointing: bool) -> float:

@@ -7,8 +7,8 @@ decided here: throughput comes from a peak and an efficiency, or from a calibrat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import Field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -45,12 +45,22 @@ class JobConfig(ABC):
     device: Literal["cuda", "cpu"]
     gpus: int | None = None  # of the node; None: all of them
     data: Any
+    optim: Any
+    eval: Any = None  # None: it evaluates in a way of its own
     precision: Compute
     checkpoint: Checkpoint
     guard: Guard
     log: Log
     deliver: Deliver = "last"  # the weights of final/
 
+    trainer: ClassVar[str]  # module:class, imported when a run asks for it
+    # Share of the roofline that a step reaches. Anchors: llm-foundry 7B on 8 H100 46.4 % MFU, 13B 39.8 to 44.3 %;
+    # nanochat d24 50.0 %; torchtitan 8B eager 5,762 tok/s per H100. None of ours is fitted.
+    efficiency: ClassVar[float]
+    # Settings of its own that leave the time of a step, an evaluation or a save as it is (SPEED_LEFT has the others').
+    leaves_speed: ClassVar[tuple[str, ...]] = ()
+    container_options: ClassVar[str] = ""  # words for `docker run`
+    may_stop_early: ClassVar[bool] = False
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
 
     @property
@@ -103,6 +113,38 @@ class JobConfig(ABC):
     def state_in_words(self) -> str:
         """What weights, gradients and moments are kept in, and what is in fp32 besides."""
         return "fp32; loss and norms in fp32"
+
+    def waits_for_saves(self) -> bool:
+        """Whether training stands still until a save is written."""
+        return False
+
+    def compiles(self) -> bool:
+        """Whether blocks and loss are compiled on a GPU."""
+        return True
+
+    def narrower(self: Self) -> tuple[Self, str] | None:
+        """The same with a state of half the bytes, and the setting that asks for it. None: there is none."""
+        return None
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        """Settings that make a paid run worthless, a sentence each. `steps`: of its longest phase, as prepared."""
+        yield from ()
+
+    def micro_setting(self) -> tuple[str, int] | None:
+        """The key under `batch` that sets the micro-batch, and its value for one row. None: a step is one of all rows
+        that fit.
+        """
+        return None
+
+    def shortened(self: Self, steps: int) -> Self:
+        """About `steps` optimizer steps of the same work, reaching every phase that has any. The job itself where its
+        data says how long it is: that one is stopped.
+        """
+        return self
+
+    def changed(self: Self, **sections: Any) -> Self:
+        """The same with other values."""
+        return cast(Self, replace(cast(Any, self), **sections))
 
     def require(self) -> None:
         """Raises ValueError with every problem, for who is about to build the model."""

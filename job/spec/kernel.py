@@ -8,7 +8,7 @@ of that time the GPU waits, and is paid for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -30,6 +30,7 @@ from job.spec.common import (
     bounded,
     cuts,
     in_gb,
+    warmup_doubts,
 )
 from job.spec.job import JobConfig, remembered
 
@@ -93,6 +94,11 @@ class Funnel:
 class KernelConfig(JobConfig):
     """kernel-sft: all weights of a 7-8 B code model, 20 tasks x 10 candidates, judged on the node's GPUs and CPUs."""
 
+    trainer: ClassVar[str] = "job.experiments.kernel:Kernel"
+    efficiency: ClassVar[float] = 0.4
+    leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
+    # Untrusted candidates run in namespaces, which docker's default profile forbids.
+    container_options: ClassVar[str] = "--security-opt seccomp=unconfined"
     several_ranks: ClassVar[bool] = True
 
     epochs: int = bounded(1, 1, 1000)
@@ -219,6 +225,12 @@ class KernelConfig(JobConfig):
             return self
         each = facts["rows"] * facts["row"] / facts["examples"]  # with what its rows leave empty
         return replace(self, data=replace(self.data, samples=facts["examples"], tokens_per_sample=each))
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
+
+    def micro_setting(self) -> tuple[str, int]:
+        return "micro_tokens", self.data.row
 
     def rows(self) -> int:
         """Packed rows of a step of training."""

@@ -6,7 +6,7 @@ nanochat and llm-foundry count them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +24,7 @@ from job.spec.common import (
     Sizes,
     bounded,
     cuts,
+    warmup_doubts,
 )
 from job.spec.job import JobConfig, remembered
 
@@ -108,6 +109,10 @@ class CharEval:
 class PretrainConfig(JobConfig):
     """pretrain-d64: as deep as the budget allows, stopped when validation stops improving, then served."""
 
+    trainer: ClassVar[str] = "job.experiments.pretrain:Pretrain"
+    efficiency: ClassVar[float] = 0.45
+    leaves_speed: ClassVar[tuple[str, ...]] = ("steps", "early_stop", "data.characters", "data.held_out")
+    may_stop_early: ClassVar[bool] = True
     several_ranks: ClassVar[bool] = True
 
     steps: int = bounded(5000, 1, 10_000_000)  # planned; the rate schedule belongs to them
@@ -222,6 +227,16 @@ class PretrainConfig(JobConfig):
             return self
         characters = facts["train_characters"] + facts["validation_characters"]
         return replace(self, data=replace(self.data, characters=characters))
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "raise steps")
+
+    def micro_setting(self) -> tuple[str, int]:
+        return "micro", 1
+
+    def shortened(self, steps: int) -> PretrainConfig:
+        stop = replace(self.early_stop, after=max(self.early_stop.after, steps))
+        return replace(self, steps=min(self.steps, steps), early_stop=stop)
 
     def rows(self) -> int:
         return self.batch.rows

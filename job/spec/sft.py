@@ -6,7 +6,7 @@ parameter, and attention within its own example.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,8 @@ from job.spec.common import (
     bounded,
     cuts,
     in_gb,
+    rate_in_words,
+    warmup_doubts,
 )
 from job.spec.job import JobConfig, remembered
 
@@ -87,6 +89,9 @@ class Measures:
 class SftConfig(JobConfig):
     """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
 
+    trainer: ClassVar[str] = "job.experiments.sft:Sft"
+    efficiency: ClassVar[float] = 0.45
+    leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "data.examples", "data.held_out", "lora.alpha")
     several_ranks: ClassVar[bool] = True
 
     epochs: int = bounded(3, 1, 1000)
@@ -208,6 +213,21 @@ class SftConfig(JobConfig):
         )
         rows, prompts = min(self.eval.rows, facts["held_out_rows"]), min(self.eval.prompts, facts["prompts"])
         return replace(self, data=data, eval=replace(self.eval, rows=rows, prompts=prompts))
+
+    def waits_for_saves(self) -> bool:
+        return not self.measures.async_checkpoints
+
+    def compiles(self) -> bool:
+        return self.measures.compile
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        lr = self.optim.lr
+        yield from warmup_doubts("warmup", self.optim.warmup, steps, lr, "the whole run", "batch.tokens")
+        if self.method == "full" and lr == CosineAdamW().lr:
+            yield f"method: full at an adapter's optim.lr, {rate_in_words(lr)}, the default: set it, 1e-5 for instance"
+
+    def micro_setting(self) -> tuple[str, int]:
+        return "micro_tokens", self.data.row
 
     def rows(self) -> int:
         """Packed rows of a step."""

@@ -10,9 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
-from job.spec.common import GB, Checkpoint, Compute, Guard, Log, Memory, PhaseSize, Rung, Sizes, bounded, cuts
+from job.spec.common import (
+    EVALUATIONS_PROBED,
+    GB,
+    Checkpoint,
+    Compute,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Sizes,
+    bounded,
+    cuts,
+)
 from job.spec.job import JobConfig, remembered
 
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
@@ -91,6 +104,19 @@ class Sampled:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwoTowerConfig(JobConfig):
     """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
+
+    trainer: ClassVar[str] = "job.experiments.two_tower:TwoTower"
+    efficiency: ClassVar[float] = 0.5
+    leaves_speed: ClassVar[tuple[str, ...]] = (
+        "steps_per_epoch",
+        "epochs",
+        "patience",
+        "first_stop",
+        "weak.similarity",
+        "weak.confidence",
+        "weak.neighbours",
+    )
+    may_stop_early: ClassVar[bool] = True
 
     sweep: tuple[Variant, ...] = ()  # variants of this config, trained one after another; none = this config itself
     optimistic: bool = True  # also train the original plan's way, for a second table: it doubles the work
@@ -181,6 +207,10 @@ class TwoTowerConfig(JobConfig):
 
     def products(self) -> str:
         return "tf32" if self.precision.compute == "fp32" else self.precision.compute
+
+    def shortened(self, steps: int) -> TwoTowerConfig:
+        each = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // EVALUATIONS_PROBED))
+        return replace(self, epochs=min(self.epochs, EVALUATIONS_PROBED), steps_per_epoch=each)  # each is evaluated
 
     def rows(self) -> int:
         """Queries of a step, in the phase that has most of them."""

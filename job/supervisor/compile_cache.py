@@ -31,7 +31,7 @@ def place(run: RunFile, uri: str) -> str:
     more than shape a graph. torch itself tells one graph from another.
     """
     job = run.tree["job"]
-    shapes = json.dumps([job["experiment"], measured.settings(job["parameters"])], sort_keys=True)
+    shapes = json.dumps([job["experiment"], measured.settings(job["experiment"], job["parameters"])], sort_keys=True)
     return f"{parent(uri)}/{bucket.GRAPHS}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 

@@ -43,7 +43,7 @@ from job.contract.workdir import (
     UNREADABLE,
 )
 from job.run_file import config_digest
-from job.spec import JobConfig, from_json
+from job.spec import EXPERIMENTS, JobConfig, from_json
 from job.text import printable
 from job.train import banner, device, parallel, preflight
 from job.train.checkpoint import CheckpointDamagedError, Checkpoints
@@ -53,13 +53,6 @@ from job.train.metrics import MetricsFile
 from job.train.parallel import World
 from job.train.requests import Requests, await_start
 
-EXPERIMENTS = {  # module:class, imported when the run asks for it
-    "tinystories-growth": "job.experiments.tinystories_growth:TinystoriesGrowth",
-    "sft-h100": "job.experiments.sft:Sft",
-    "pretrain-d64": "job.experiments.pretrain:Pretrain",
-    "kernel-sft": "job.experiments.kernel:Kernel",
-    "two-tower": "job.experiments.two_tower:TwoTower",
-}
 SHORT_OF_MEMORY = (  # parts of what others say, in small letters
     ("cuda", "out of memory"),  # the driver, Triton
     ("cublas_status_alloc_failed",),
@@ -212,7 +205,7 @@ class Run:
 
 def imported(name: str) -> Callable[[Session], Experiment]:
     """The class of an experiment."""
-    module, _, kind = EXPERIMENTS[name].partition(":")
+    module, _, kind = EXPERIMENTS[name].trainer.partition(":")
     found: Callable[[Session], Experiment] = getattr(importlib.import_module(module), kind)
     return found
 

@@ -205,7 +205,7 @@ class Experiment(ABC):
 
     def evaluated(self, phase: Phase, step: int) -> bool:
         """Whether the loop evaluates after `step` steps: every config.eval.every steps, and at the end of a phase."""
-        evaluation = getattr(self.session.config, "eval", None)
+        evaluation = self.session.config.eval
         return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
@@ -230,7 +230,7 @@ class Experiment(ABC):
 
     def clip(self, opt: Optimizer) -> Tensor:
         """Scales the gradients of its next step down where need be; the global norm before, a scalar on the device."""
-        limit: float = getattr(getattr(self.session.config, "optim", None), "clip", 0.0)
+        limit: float = getattr(self.session.config.optim, "clip", 0.0)
         return optimizer.clip(opt, limit)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:

@@ -194,9 +194,7 @@ class Loop:
             setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
         started = self.step
         self._heed(phase, state, self.world.agree(self._stop()))
-        measures = getattr(self.config, "measures", None)  # a run may switch them off to measure what they are worth
-        wanted = measures is None or measures.compile
-        with step.compiled(module, self.session.device.torch, wanted=wanted) as compiling:
+        with step.compiled(module, self.session.device.torch, wanted=self.config.compiles()) as compiling:
             self._graphs = CompileCache(self.session, phase, rung) if compiling else None
             self._make_up(phase, module, rung)
             while not self._over(phase):
@@ -209,7 +207,7 @@ class Loop:
                     self._clock.settle()  # what the steps before it left the device to do is not the save's
                     with self._cadence.saving():
                         self._save(phase, state, due, val_loss if due == "best" else None)
-                        if measures is not None and not measures.async_checkpoints:
+                        if self.config.waits_for_saves():
                             self._note(self.session.checkpoints.wait())
                 self._heed(phase, state, stop, val_loss)
                 if self.step == started + 1:

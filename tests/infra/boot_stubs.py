@@ -148,7 +148,7 @@ class Node:
             (self.bin / name).chmod(0o755)
         self.data_volume: str | None = None
         self.device = "cuda"
-        self.experiment = "tinystories-growth"
+        self.container_options = ""
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
         self.launched(minutes_ago=90)
         self.imds("meta-data/tags/instance/aws:ec2:fleet-id", FLEET)
@@ -212,7 +212,7 @@ class Node:
         inputs = self.s3 / "inputs" / archive_sha256
         inputs.mkdir(parents=True)
         (inputs / "job.tar.gz").write_bytes(packed.getvalue())
-        run_config = json.dumps({"job": {"experiment": self.experiment, "parameters": {"device": self.device}}})
+        run_config = json.dumps({"job": {"parameters": {"device": self.device}}})
         self.put("run.json", run_config)
         rendered = user_data.render(
             stack="tinystories-growth",
@@ -224,6 +224,7 @@ class Node:
             archive_sha256=archive_sha256,
             run_config_sha256=hashlib.sha256(run_config.encode()).hexdigest(),
             timer_seconds=TIMER_S,
+            container_options=self.container_options,
             data_volume=self.data_volume,
         )
         path = self.world / "user-data.sh"

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, Node
 
+from job.spec import EXPERIMENTS
+
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
@@ -284,7 +286,7 @@ def test_only_the_job_that_runs_untrusted_programs_may_make_namespaces(node: Nod
 
 
 def test_a_job_that_runs_untrusted_programs_can_lock_them_in(node: Node) -> None:
-    node.experiment = "kernel-sft"
+    node.container_options = EXPERIMENTS["kernel-sft"].container_options
     (call,) = [call for call in node.boot().calls if call.startswith(RUN)]
     assert "--security-opt seccomp=unconfined" in call
 

@@ -17,6 +17,7 @@ KNOWN: dict[str, Any] = {
     "region": "us-east-2",
     "image": "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023@sha256:" + "1" * 64,
     "timer_seconds": 9000,
+    "container_options": "",
     "data_volume": None,
 }
 VALUES = KNOWN | {

@@ -34,7 +34,7 @@ STEP = {"median": 50.0, "q1": 49.0, "q3": 51.0}
 def test_a_probe_is_the_same_job_and_reaches_every_phase(name: str) -> None:
     config: JobConfig = EXPERIMENTS[name]()
     plan = calibrate.shorten(config, 200)
-    assert measured.settings(asdict(plan.config)) == measured.settings(asdict(config))
+    assert measured.settings(name, asdict(plan.config)) == measured.settings(name, asdict(config))
     lasting = [size for size in plan.config.phases() if size.steps]
     assert [size.name for size in lasting] == [size.name for size in config.phases() if size.steps]
     if plan.stop_at is None:

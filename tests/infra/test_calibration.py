@@ -37,7 +37,7 @@ def measurement(config: GrowthConfig | None = None, **changes: Any) -> dict[str,
         for index, name in enumerate(PHASES)
     ]
     tree = measured.document(
-        experiment="tinystories-growth",
+        experiment=changes.get("experiment", "tinystories-growth"),
         parameters=asdict(config or GrowthConfig()),
         device={"kind": "cuda", "name": "NVIDIA A10G", "count": 1, "ranks": 1, "memory_gb": 24.1},
         versions={"torch": "2.13.0"},

@@ -237,7 +237,7 @@ def one(
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    trainer.EXPERIMENTS["pretrain-d64"] = "rank_world:Toy"
+    trainer.EXPERIMENTS["pretrain-d64"].trainer = "rank_world:Toy"
     if broken == "disk of rank 1" and rank == 1:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -281,5 +281,5 @@ def alone(workdir: Path) -> None:
 
 
 if __name__ == "__main__":  # under torchrun
-    trainer.EXPERIMENTS["pretrain-d64"] = "rank_world:Toy"
+    trainer.EXPERIMENTS["pretrain-d64"].trainer = "rank_world:Toy"
     sys.exit(trainer.main())

@@ -17,6 +17,7 @@ def line(phase: str, step: int, ts: float, step_ms: float | None, **more: Any) -
 
 
 # 100 ms a step and an evaluation of 2 s at 20; a save of 0.5 s after step 10; 7 s between the phases; 200 ms a step.
+GROWTH = "tinystories-growth"
 RECORDS = [
     line("dense", 1, 1000.1, None),
     line("dense", 10, 1001.0, None),
@@ -92,7 +93,7 @@ def test_what_changes_speed_counts(change: dict[str, Any], path: str) -> None:
     changed = {
         key: {**value, **change.get(key, {})} if isinstance(value, dict) else value for key, value in plain.items()
     }
-    before, after = measured.settings(plain), measured.settings(changed)
+    before, after = measured.settings(GROWTH, plain), measured.settings(GROWTH, changed)
     assert [key for key in before if before[key] != after[key]] == [path]
 
 
@@ -107,19 +108,19 @@ def test_steps_seed_rates_and_cadence_do_not_count() -> None:
         eval=replace(config.eval, every=3),
         log=replace(config.log, every=1),
     )
-    assert measured.settings(asdict(config)) == measured.settings(asdict(other))
+    assert measured.settings(GROWTH, asdict(config)) == measured.settings(GROWTH, asdict(other))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_of_every_experiment_model_device_and_precision_count(name: str) -> None:
-    found = measured.settings(asdict(EXPERIMENTS[name]()))
+    found = measured.settings(name, asdict(EXPERIMENTS[name]()))
     assert {"device", "precision.compute"} <= found.keys()
     assert any(key.startswith(("model.", "towers.")) for key in found)
     assert not {"seed", "checkpoint.interval_s", "optim.lr", "log.every"} & found.keys()
 
 
 def test_muon_and_adamw_are_different_speeds() -> None:
-    assert "optim.kind" in measured.settings(asdict(EXPERIMENTS["pretrain-d64"]()))
+    assert "optim.kind" in measured.settings("pretrain-d64", asdict(EXPERIMENTS["pretrain-d64"]()))
 
 
 def test_the_code_that_trains_has_a_name_that_changes_with_it(tmp_path: Path) -> None:

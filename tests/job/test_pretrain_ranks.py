@@ -44,7 +44,7 @@ def rank(number: int, size: int, port: int, works: list[tuple[Path, int | None]]
     for place, (folder, look) in enumerate(works):
         rank_world.environment(number, size, port + place)
         if folder.name == "rising":
-            trainer.EXPERIMENTS["pretrain-d64"] = "test_pretrain_ranks:Rising"
+            trainer.EXPERIMENTS["pretrain-d64"].trainer = "test_pretrain_ranks:Rising"
         code = trainer.train(folder, 0, world.StopAt(folder, look))
         assert code == 0, code
 

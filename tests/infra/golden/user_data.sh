@@ -8,6 +8,7 @@ LOG_GROUP=gpufleet-tinystories-growth-5d6e7f8
 ARCHIVE_SHA256=2222222222222222222222222222222222222222222222222222222222222222
 RUN_CONFIG_SHA256=3333333333333333333333333333333333333333333333333333333333333333
 TIMER_SECONDS=9000
+CONTAINER_OPTIONS=''
 DATA_VOLUME=''
 DATA_DEVICE=/dev/sdf
 # The node of one run: user-data, rendered by infra/boot/user_data.py under a header of variables. See docs/node.md.
@@ -277,9 +278,8 @@ pull() {
   return 1
 }
 run_container() {
-  local name options=()
+  local name options=($CONTAINER_OPTIONS)
   [[ $DEVICE == cpu ]] || options+=(--gpus all -e NVIDIA_DISABLE_REQUIRE=true)
-  [[ $EXPERIMENT != kernel-sft ]] || options+=(--security-opt seccomp=unconfined)
   [[ -z $DATA_VOLUME ]] || options+=(-v "$ROOT/data:/data")
   for name in AWS_ENDPOINT_URL AWS_EC2_METADATA_SERVICE_ENDPOINT AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY; do
     [[ -z ${!name:-} ]] || options+=(-e "$name")
@@ -342,9 +342,8 @@ mkdir -p "$SCRATCH/run"
 wait "$FIRST" && cp "$DIR/run.json" "$SCRATCH/run/" || crash "run.json cannot be had as declared"
 wait "$SECOND" || crash "the job archive cannot be had as declared"
 tar -xzf "$DIR/job.tar.gz" -C "$DIR/app" || crash "the job archive cannot be unpacked"
-read -r EXPERIMENT DEVICE < <(python3 -c 'import json, sys
-job = json.load(open(sys.argv[1]))["job"]
-print(job["experiment"], job["parameters"]["device"])' "$SCRATCH/run/run.json") || crash "run.json names no device"
+DEVICE=$(python3 -c 'import json, sys
+print(json.load(open(sys.argv[1]))["job"]["parameters"]["device"])' "$SCRATCH/run/run.json") || crash "run.json names no device"
 [[ $DEVICE == cpu ]] ||
   retry 3 heard bounded 120 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
   crash "no working GPU"
