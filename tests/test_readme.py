@@ -28,6 +28,8 @@ from job.spec import EXPERIMENTS
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+LOOSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 BLOCK = re.compile(r"^```(sh|console)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)\s]*\)")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -165,14 +167,14 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {f"docs/workflows/{path.name}" for path in (ROOT / "docs" / "workflows").iterdir()} <= linked
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))])
+@pytest.mark.parametrize("page", [*LOOSE, *PAGES, *DECISIONS], ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in LINK.findall(page.read_text()):
         if "://" not in link:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*LOOSE, *PAGES], ids=lambda page: page.name)
 def test_every_file_and_command_a_page_names_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for code in CODE.findall(page.read_text()):
