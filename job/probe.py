@@ -16,7 +16,8 @@ from typing import IO, Any
 from job import atomic, measured
 from job.contract.codes import TrainerExit
 from job.contract.commit import COMMIT
-from job.contract.workdir import CHECKPOINTS, ENDED, FATAL, LOG, METRICS, RUNG, SAVE, STOP
+from job.contract.messages import Fatal, Save, Stop, UsedRung
+from job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STOP
 from job.supervisor.child import Child, Log, trainer
 from job.supervisor.world import Trainer
 
@@ -46,7 +47,7 @@ class _Seen:
 
     began: dict[int, float] = field(default_factory=dict)  # by step: when its checkpoint's folder appeared
     written: dict[int, float] = field(default_factory=dict)  # by step: seconds until it was committed
-    rungs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by phase: rung.json
+    rungs: dict[str, UsedRung] = field(default_factory=dict)  # by phase: rung.json
     asked: set[str] = field(default_factory=set)  # phases in which a save was asked for
 
 
@@ -91,10 +92,10 @@ def _run(
         _look(workdir, seen, ended, None, {})
         if code != TrainerExit.OUT_OF_MEMORY:
             break
-        used = atomic.read_object(workdir / RUNG) or {}
-        if used.get("lower") is None:
+        used = UsedRung.read(workdir)
+        if used is None or used.lower is None:
             raise ProbeFailedError(f"out of memory at the end of the ladder: {used}")
-        rung = int(used["lower"])
+        rung = used.lower
         (workdir / METRICS).unlink(missing_ok=True)
     records = _records(workdir)
     phases = measured.phases(records)
@@ -105,7 +106,8 @@ def _run(
         took = [s for step, s in seen.written.items() if own[0] <= step <= own[-1]]
         if phase["save"] is not None:
             phase["save"]["write_s"] = round(max(took), 3) if took else None
-        phase["rung"] = {key: seen.rungs.get(phase["name"], {}).get(key) for key in ("rung", "micro", "checkpointing")}
+        used = seen.rungs.get(phase["name"])
+        phase["rung"] = {key: getattr(used, key, None) for key in ("rung", "micro", "checkpointing")}
     first_s = records[0]["step"] * phases[0]["step_ms"]["median"] / 1e3
     return Outcome(
         phases=phases,
@@ -130,18 +132,17 @@ def _look(workdir: Path, seen: _Seen, now: float, stop_at: int | None, save_at: 
         seen.began.setdefault(step, now)
         if step not in seen.written and (path / COMMIT).exists():
             seen.written[step] = now - seen.began[step]
-    rung = atomic.read_object(workdir / RUNG)
-    if rung is not None and "phase" in rung:
-        seen.rungs[rung["phase"]] = rung
+    if (used := UsedRung.read(workdir)) is not None:
+        seen.rungs[used.phase] = used
     record = _last(workdir)
     if record is None:
         return
     phase, step = record["phase"], record["step"]
     if phase in save_at and phase not in seen.asked and step >= save_at[phase]:
         seen.asked.add(phase)
-        atomic.write_json(workdir / SAVE, {"reason": "probe"})
+        Save(reason="probe").write(workdir)
     if stop_at is not None and step >= stop_at and not (workdir / STOP).exists():
-        atomic.write_json(workdir / STOP, {"reason": "probe", "save": True})
+        Stop(reason="probe").write(workdir)
 
 
 def _last(workdir: Path) -> dict[str, Any] | None:
@@ -164,9 +165,8 @@ def _records(workdir: Path) -> list[dict[str, Any]]:
 
 
 def _why(workdir: Path, code: int) -> str:
-    fatal = atomic.read_object(workdir / FATAL)
-    if fatal is not None:
-        return f"{fatal.get('error')}: {fatal.get('detail')}"
+    if (fatal := Fatal.read(workdir)) is not None:
+        return f"{fatal.error}: {fatal.detail}"
     if code in (TrainerExit.FINISHED, TrainerExit.STOPPED):
         return "no step was timed, the first 10 never are: ask for more --steps; a run that short cannot be measured"
     try:

@@ -13,6 +13,7 @@ from job import atomic
 from job.contract import bucket
 from job.contract.codes import AttemptExit
 from job.contract.commit import BEST
+from job.contract.messages import Unreadable
 from job.contract.workdir import CHECKPOINTS, LOG, METRICS, STAGES
 from job.supervisor import attempts, endings, machine, staging
 from job.supervisor.meter import Meter
@@ -106,9 +107,9 @@ def stage(this: Underway) -> None:
     _check(this)
 
 
-def fall_back(this: Underway, unreadable: dict[str, Any]) -> bool:
+def fall_back(this: Underway, unreadable: Unreadable) -> bool:
     """A checkpoint whose bytes are right cannot be read: the store's one before it. False: there is none."""
-    if not staging.set_aside(_staging(this), unreadable.get("step"), str(unreadable.get("problem"))):
+    if not staging.set_aside(_staging(this), unreadable.step, unreadable.problem):
         return False
     endings.drain(this, this.clock() + endings.CRASH_S)
     shutil.rmtree(this.workdir / CHECKPOINTS, ignore_errors=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
-from job import atomic
 from job.contract import metrics
 from job.contract.codes import TrainerExit
+from job.contract.messages import Ended, Start
 from job.text import printable
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
@@ -91,7 +91,7 @@ class Child:
         assert self._waits is not None
         self.output_at = self._clock()
         self._reader.start()
-        atomic.write_json(self._waits, {"rung": rung})
+        Start(rung=rung).write(self._waits.parent)
 
     def poll(self) -> int | None:
         """Exit code, negative for a signal; None while it runs. Nothing of its group is left when it has one."""
@@ -101,7 +101,8 @@ class Child:
         if code is not None:
             self.kill()
             if self._ended is not None and code >= 0:
-                code = (atomic.read_object(self._ended) or {}).get("code", code or TrainerExit.CRASHED)
+                ended = Ended.read(self._ended.parent)
+                code = (code or TrainerExit.CRASHED) if ended is None else ended.code
         return code
 
     def kill(self) -> None:

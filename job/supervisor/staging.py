@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from job import atomic
 from job.contract import bucket, reading
@@ -110,12 +110,12 @@ def checkpoint(stage: Stage) -> Manifest | None:
     return None
 
 
-def set_aside(stage: Stage, step: Any, why: str) -> bool:
+def set_aside(stage: Stage, step: int, why: str) -> bool:
     """Rejects a step that verifies but cannot be read. False: there is no other that is fit, and nothing is done."""
     sizes = _sizes(stage)
-    key = manifest_key(step) if isinstance(step, int) else None
+    key = manifest_key(step)
     others = [other for other in sizes if bucket.MANIFEST_KEY.fullmatch(other) and other != key]
-    if key is None or not any(_is_fit(stage, other, sizes) for other in others):
+    if not any(_is_fit(stage, other, sizes) for other in others):
         return False
     if key in sizes:
         stage.say(f"{key} verifies but cannot be used: {why}")

@@ -9,11 +9,10 @@ from __future__ import annotations
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from job import atomic
 from job.contract.codes import AttemptExit, TrainerExit
-from job.contract.workdir import ACCEPT, FATAL, RUNG, SAVE, SPENT, STOP, UNREADABLE
+from job.contract.messages import Accept, Fatal, Message, Save, Spent, Stop, Unreadable, UsedRung
+from job.contract.workdir import RUNG
 from job.run_file import Node, RunFile
 from job.supervisor import arrival, endings, staging
 from job.supervisor.child import FIRST_SIGN_S
@@ -83,7 +82,7 @@ class Supervisor(Underway):
     def _train(self) -> int:
         """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
         if arrival.accepts(self):
-            self._tell(ACCEPT, {})
+            self._tell(Accept())
         while self.cause is None or self._owes_model():
             self.record.update(floor=self.rung)
             with suppress(OSError):  # what an earlier start left says nothing of this one
@@ -95,17 +94,18 @@ class Supervisor(Underway):
                 self.world.sleep(TICK_S)
             self.progress.poll()
             self.take_notes()
-            if code == TrainerExit.UNREADABLE and self.cause is None and arrival.fall_back(self, self._unreadable):
+            unreadable = self._unreadable(code)
+            if unreadable is not None and self.cause is None and arrival.fall_back(self, unreadable):
                 continue
             if code != TrainerExit.OUT_OF_MEMORY or self.cause is not None:
                 return code
-            used = atomic.read_object(self.workdir / RUNG) or {}
-            lower = used.get("lower", self.rung + 1 if not used else None)
+            used = UsedRung.read(self.workdir)
+            at, lower = (self.rung, self.rung + 1) if used is None else (used.rung, used.lower)
             if lower is None or lower >= len(self.run_file.config.ladder(self.world.ranks)):
-                detail = f"at the end of the ladder: {used or self.rung}. Choose a type with more GPU memory."
-                atomic.write_json(self.workdir / FATAL, {"error": "out of memory", "detail": detail})
+                detail = f"at the end of the ladder, rung {at}. Choose a type with more GPU memory."
+                Fatal(error="out of memory", detail=detail).write(self.workdir)
                 return TrainerExit.FATAL
-            self.say(f"out of memory on rung {used.get('rung', self.rung)}: again on rung {lower}")
+            self.say(f"out of memory on rung {at}: again on rung {lower}")
             self.rung = lower
         return TrainerExit.STOPPED
 
@@ -119,9 +119,8 @@ class Supervisor(Underway):
     def _by_hand(self) -> bool:
         return self.cause is not None and self.cause.reason == STOPPED_BY_HAND
 
-    @property
-    def _unreadable(self) -> dict[str, Any]:
-        return atomic.read_object(self.workdir / UNREADABLE) or {}
+    def _unreadable(self, code: int) -> Unreadable | None:
+        return Unreadable.read(self.workdir) if code == TrainerExit.UNREADABLE else None
 
     def _tick(self) -> None:
         now = self.clock()
@@ -134,13 +133,13 @@ class Supervisor(Underway):
         self.forecast.learn(self.publisher.measured)
         if now >= self._spent_at + SPENT_S:
             self._spent_at = now
-            self._tell(SPENT, {"spent_usd": str(self.meter.spent(now).usd), "at": now})
+            self._tell(Spent(spent_usd=str(self.meter.spent(now).usd), at=now))
         self._look()
         self.between()
         advice = self.world.metadata.save_wanted
         if advice is not None and advice != self._advised:
             self._advised = advice
-            self._tell(SAVE, {"reason": advice})
+            self._tell(Save(reason=advice))
         self._end_if_stuck(now)
 
     def _look(self) -> None:
@@ -183,7 +182,7 @@ class Supervisor(Underway):
         # By hand nothing presses, and it may still be starting, compiling or growing: only then does it look.
         patience = max(FIRST_SIGN_S if self._by_hand else PATIENCE_S, 3 * needed)
         self._kill_at = now + patience if cause.deadline is None else cause.deadline
-        if not self._tell(STOP, {"reason": cause.reason, "deadline": cause.deadline, "save": save}):
+        if not self._tell(Stop(reason=cause.reason, save=save, ends=cause.ends, deadline=cause.deadline)):
             self._kill_at = now  # it cannot be asked
 
     def _end_if_stuck(self, now: float) -> None:
@@ -204,26 +203,26 @@ class Supervisor(Underway):
         if code == TrainerExit.FINISHED:
             return endings.finish(self, "finished")
         if code == TrainerExit.FATAL:
-            fatal = atomic.read_object(self.workdir / FATAL)
+            fatal = Fatal.read(self.workdir)
             lost = "the reason is in job.log; no disk took fatal.json"
-            return endings.finish(self, "failed", f"{fatal.get('error')}: {fatal.get('detail')}" if fatal else lost)
+            return endings.finish(self, "failed", f"{fatal.error}: {fatal.detail}" if fatal else lost)
         if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may do
             problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
             return endings.crashed(self, f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
-        if self.cause is not None and self.cause.deadline is None:
+        if self.cause is not None and self.cause.ends:
             detail = "" if code == TrainerExit.STOPPED else self.killed or f"the trainer ended with {code}"
             return endings.finish(self, self.cause.reason, detail)
         if self.cause is not None:
             return endings.interrupted(self)
-        if code == TrainerExit.UNREADABLE and self._unreadable:
-            return endings.crashed(self, f"{self._unreadable.get('problem')}, and there is none before it")
+        if (unreadable := self._unreadable(code)) is not None:
+            return endings.crashed(self, f"{unreadable.problem}, and there is none before it")
         return endings.crashed(self, self.killed or f"the trainer ended with {code}")
 
-    def _tell(self, name: str, words: dict[str, Any]) -> bool:
-        """Writes a file that the trainer reads. False when the disk refuses."""
+    def _tell(self, message: Message) -> bool:
+        """Writes what the trainer reads. False when the disk refuses."""
         try:
-            atomic.write_json(self.workdir / name, words)
+            message.write(self.workdir)
         except OSError as error:
-            self.say(f"{name} cannot be written: {error}")
+            self.say(f"{message.FILE} cannot be written: {error}")
             return False
         return True

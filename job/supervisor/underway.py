@@ -11,7 +11,8 @@ from job import atomic
 from job.contract import bucket
 from job.contract.attempt import Beat
 from job.contract.codes import AttemptExit
-from job.contract.workdir import COMPILED, METRICS, PREFLIGHT, RUNG
+from job.contract.messages import UsedRung
+from job.contract.workdir import COMPILED, METRICS, PREFLIGHT
 from job.run_file import Node, RunFile
 from job.supervisor import attempts
 from job.supervisor.child import Progress
@@ -102,9 +103,9 @@ class Underway:
         taken = attempts.reclaimed(self.earlier)
         if taken != self.record.fields.get("reclaimed", {}):
             self.record.update(reclaimed=taken)
-        used = (atomic.read_object(self.workdir / RUNG) or {}).get("rung")
-        if used is not None and used != self.record.fields.get("rung"):
-            self.record.update(rung=used)
+        used = UsedRung.read(self.workdir)
+        if used is not None and used.rung != self.record.fields.get("rung"):
+            self.record.update(rung=used.rung)
         for name, file in (("preflight", PREFLIGHT), ("compiled", COMPILED)):
             noted = atomic.read_object(self.workdir / file)
             if noted is not None and noted != self.record.fields.get(name):

@@ -50,3 +50,8 @@ class Cause:
 
     reason: str  # notice, sigterm, max_usd, max_hours, deadline, expiry, stopped
     deadline: float | None = None
+
+    @property
+    def ends(self) -> bool:
+        """The run ends with it, not this attempt alone."""
+        return self.deadline is None

@@ -28,19 +28,16 @@ from safetensors import SafetensorError
 
 from job import atomic
 from job.contract.codes import TrainerExit
+from job.contract.messages import Ended, Fatal, Message, Preflight, Unreadable
 from job.contract.workdir import (
     ACCEPT,
     CHECKPOINTS,
     DATA,
-    ENDED,
-    FATAL,
     INPUTS,
     LOCK,
     METRICS,
-    PREFLIGHT,
     RUN,
     START,
-    UNREADABLE,
 )
 from job.run_file import config_digest
 from job.spec import EXPERIMENTS, JobConfig, from_json
@@ -112,18 +109,18 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         say(f"this node is refused: {error}")
         code = TrainerExit.REFUSED
         if (workdir / ACCEPT).exists():  # others were refused before it: it is not the node
-            note(workdir / FATAL, {"error": type(error).__name__, "detail": str(error)})
+            note(workdir, Fatal(error=type(error).__name__, detail=str(error)))
             code = TrainerExit.FATAL
-        elif not (atomic.read_object(workdir / PREFLIGHT) or {}).get("problems"):
-            note(workdir / PREFLIGHT, {"ranks": [], "problems": [str(error)]})
+        elif not (Preflight.read(workdir) or Preflight()).problems:
+            note(workdir, Preflight(problems=(str(error),)))
     except CheckpointDamagedError as error:
-        note(workdir / UNREADABLE, {"step": error.step, "problem": str(error)})
+        note(workdir, Unreadable(step=error.step, problem=str(error)))
         say(f"{error}; another start takes the one before it, if there is one")
         code = TrainerExit.UNREADABLE
     except (ValueError, SafetensorError) as error:  # what a library will not read or write, it will not on another node
         say(f"fatal: {error}")
         if workdir.is_dir():
-            note(workdir / FATAL, {"error": type(error).__name__, "detail": str(error)})
+            note(workdir, Fatal(error=type(error).__name__, detail=str(error)))
         code = TrainerExit.FATAL
     else:
         code = TrainerExit.FINISHED
@@ -160,18 +157,18 @@ def leave(workdir: Path, world: World, code: int) -> int:
         return code
     together = code in (TrainerExit.FINISHED, TrainerExit.STOPPED)
     if world.first or not together:
-        note(workdir / ENDED, {"code": code, "rank": world.rank})
+        note(workdir, Ended(code=code, rank=world.rank))
     if together:
         world.close()
     return 0 if together else code
 
 
-def note(path: Path, words: dict[str, Any]) -> None:
+def note(workdir: Path, message: Message) -> None:
     """A file for whoever started this process. A disk too full for it changes nothing about how the run ends."""
     try:
-        atomic.write_json(path, words)
+        message.write(workdir)
     except OSError as error:
-        say(f"warning: {path.name} is not written: {error}")
+        say(f"warning: {message.FILE} is not written: {error}")
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from job import atomic
-from job.contract.workdir import METRICS, SPENT
+from job.contract.messages import Spent
+from job.contract.workdir import METRICS
 from job.train import metrics
 from job.train.device import Utilization
 from job.train.experiment import Phase, Session
@@ -85,7 +85,7 @@ class Journal:
             return
         peak = session.device.peak_tflops
         mfu = tok_s * phase.flops_per_token / (peak * 1e12 * session.world.size) if tok_s and peak else None
-        spent = (atomic.read_object(session.workdir / SPENT) or {}).get("spent_usd")
+        spent = Spent.read(session.workdir)
         line = metrics.Line(
             step=step,
             steps=self._phases[-1].last,
@@ -98,7 +98,7 @@ class Journal:
             memory_gb=memory_gb,
             memory_total_gb=session.device.memory_gb,
             gpu_util=self._utilization.percent,
-            spent_usd=None if spent is None else float(spent),
+            spent_usd=None if spent is None else float(spent.spent_usd),
             eta_s=None if step_s is None else self._eta_s(phase, 0 if over else phase.last - step, step_s),
             validation=phase.validation or "val",
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from job import atomic
+from job.contract.messages import Preflight
 from job.contract.workdir import ACCEPT, PREFLIGHT
 from job.train.device import Device, NodeRefusedError, bandwidth_gb_s
 from job.train.parallel import World
@@ -76,7 +76,7 @@ def run(
     def give_up() -> None:
         problem = f"rank {world.rank}: no answer from {device.name} within {LIMIT_S:.0f} s: it hangs"
         with suppress(OSError):  # said all the same
-            atomic.write_json(workdir / PREFLIGHT, {"ranks": [], "problems": [problem]})
+            Preflight(problems=(problem,)).write(workdir)
         hung(problem)
 
     watchdog = threading.Timer(LIMIT_S, give_up)
@@ -98,7 +98,7 @@ def run(
             f"{own.memory_gb_s:.0f} GB/s, to host {own.to_host_gb_s or 0:.1f} GB/s"
         )
     if world.first:
-        atomic.write_json(workdir / PREFLIGHT, {"ranks": [figures for figures, _ in found], "problems": problems})
+        Preflight(ranks=tuple(figures for figures, _ in found), problems=tuple(problems)).write(workdir)
     if not problems:
         return
     if world.agree((workdir / ACCEPT).exists()):

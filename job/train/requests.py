@@ -8,40 +8,30 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from job import atomic
-from job.contract.workdir import SAVE, START, STOP
+from job.contract.messages import Start, Stop
+from job.contract.workdir import SAVE, STOP
 
 LOOK_S = 0.05  # between two looks for start.json
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """End after the step that is under way; `save` it first. `ends`: a limit of the run is met, no start follows."""
-
-    reason: str
-    save: bool
-    ends: bool = False
 
 
 def await_start(workdir: Path) -> int:
     """The rung of start.json, once it is there. Raises SystemExit when whoever started this process is gone."""
     parent = os.getppid()
-    while (start := atomic.read_object(workdir / START)) is None:
+    while (start := Start.read(workdir)) is None:
         if os.getppid() != parent:
             sys.exit("nobody is left to say when to begin")
         time.sleep(LOOK_S)
-    return int(start["rung"])
+    return start.rung
 
 
 class Requests:
     """stop.json and save.json of a work folder, and SIGTERM or Ctrl-C for a trainer that somebody started by hand."""
 
     def __init__(self, workdir: Path) -> None:
-        self._stop, self._save = workdir / STOP, workdir / SAVE
+        self._workdir = workdir
         self._signal: str | None = None
 
     def heed_signals(self) -> None:
@@ -51,17 +41,15 @@ class Requests:
 
     def stop(self) -> Stop | None:
         """The stop request, if there is one."""
-        if self._stop.exists():
-            request = atomic.read_object(self._stop) or {}
-            ends = request.get("deadline", ...) is None  # the machine stays: the supervisor's word for a limit
-            return Stop(reason=str(request.get("reason", "asked to")), save=bool(request.get("save", True)), ends=ends)
+        if (self._workdir / STOP).exists():
+            return Stop.read(self._workdir) or Stop()  # whatever it says, somebody wants a stop
         return None if self._signal is None else Stop(reason=self._signal, save=True)
 
     def save(self) -> bool:
         """Whether an asynchronous save was asked for since the last look."""
-        if not self._save.exists():
+        if not (self._workdir / SAVE).exists():
             return False
-        self._save.unlink(missing_ok=True)
+        (self._workdir / SAVE).unlink(missing_ok=True)
         return True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

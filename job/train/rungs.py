@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from job import atomic
+from job.contract.messages import UsedRung
 from job.contract.workdir import RUNG
 from job.dataset.prepare import read_manifest
 from job.spec.common import Rung
@@ -29,16 +29,16 @@ def choose(session: Session, phase: Phase) -> Rung:
         index = max(index, ladder.index(fitting))
     rung = ladder[index]
     lower = config.lower_rung(rung, phase.index, ranks)
-    record = {
-        "phase": phase.name,
-        "rung": index,
-        "micro": rung.micro,
-        "checkpointing": rung.checkpointing,
-        "lower": None if lower is None else ladder.index(lower),  # where to go after an out-of-memory
-    }
+    used = UsedRung(
+        phase=phase.name,
+        rung=index,
+        micro=rung.micro,
+        checkpointing=rung.checkpointing,
+        lower=None if lower is None else ladder.index(lower),
+    )
     if session.world.first:
         try:
-            atomic.write_json(session.workdir / RUNG, record)
+            used.write(session.workdir)
         except OSError as error:
             with suppress(OSError):
                 (session.workdir / RUNG).unlink(missing_ok=True)  # not another phase's

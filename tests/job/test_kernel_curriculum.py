@@ -17,6 +17,7 @@ import torch
 import train_world as world
 from train_world import StopAt
 
+from job.contract.messages import Stop
 from job.dataset.packing import order
 from job.experiments import kernel_stages
 from job.experiments.kernel import Kernel
@@ -29,7 +30,7 @@ from job.ledger import Ledger
 from job.spec import from_json
 from job.train import step
 from job.train.parallel import World
-from job.train.requests import Requests, Stop
+from job.train.requests import Requests
 
 pytestmark = pytest.mark.usefixtures("one_judge")
 

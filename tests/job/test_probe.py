@@ -13,6 +13,7 @@ import train_world
 
 from job import atomic, probe
 from job.contract.codes import TrainerExit
+from job.contract.messages import Stop
 from job.train.requests import Requests
 
 
@@ -89,8 +90,8 @@ def test_a_job_that_cannot_be_shortened_is_asked_to_stop_with_a_save(tmp_path: P
     found = run(fake, stop_at=30)
     assert fake.step < 40
     assert found.finish_s is None  # its end was not reached
-    stop = json.loads((tmp_path / "stop.json").read_text())
-    assert stop == {"reason": "probe", "save": True}
+    stop = Stop.read(tmp_path)
+    assert stop == Stop(reason="probe", save=True, ends=False)
 
 
 def test_out_of_memory_goes_down_the_ladder_as_a_run_does(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_a_notice_too_short_to_save_saves_nothing_and_keeps_the_last_manifest(tm
         "reason": "notice",
         "deadline": bench.metadata.notice,
         "save": False,
+        "ends": False,
     }
     assert bench.manifests() == [3]
 

@@ -21,6 +21,7 @@ from train_world import STEPS, StopAt
 
 from job import atomic
 from job.contract.codes import TrainerExit
+from job.contract.messages import Stop
 from job.contract.metrics import KEYS
 from job.contract.workdir import ACCEPT, PREFLIGHT, START
 from job.experiments.tinystories_growth import TinystoriesGrowth
@@ -30,7 +31,7 @@ from job.train import __main__ as trainer
 from job.train import export, rungs, step
 from job.train.experiment import LossNotFiniteError, Stopped
 from job.train.loop import Loop
-from job.train.requests import Requests, Stop, await_start
+from job.train.requests import Requests, await_start
 
 
 def fatal(workdir: Path) -> str:
@@ -156,15 +157,15 @@ def test_the_supervisors_save_file_is_taken_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "wanted"),
     [
-        ({"reason": "max_usd", "deadline": None, "save": True}, Stop(reason="max_usd", save=True, ends=True)),
-        ({"reason": "notice", "deadline": 1.0, "save": False}, Stop(reason="notice", save=False)),
-        ({}, Stop(reason="asked to", save=True)),
+        (b'{"reason": "max_usd", "save": true, "ends": true}', Stop(reason="max_usd", save=True, ends=True)),
+        (b'{"reason": "notice", "deadline": 1.0, "save": false}', Stop(reason="notice", save=False, deadline=1.0)),
+        (b'{"reason": "max_usd", "deadline": null}', Stop(reason="max_usd", ends=False)),  # said, not inferred
+        (b"{}", Stop(reason="asked to", save=True, ends=False)),
+        (b"stop", Stop(reason="asked to", save=True, ends=False)),  # whatever it says, somebody wants a stop
     ],
 )
-def test_a_stop_without_a_deadline_is_a_limits_and_without_time_for_a_save_saves_nothing(
-    tmp_path: Path, written: dict[str, Any], wanted: Stop
-) -> None:
-    atomic.write_json(tmp_path / "stop.json", written)
+def test_a_stop_says_whether_to_save_and_whether_the_run_ends(tmp_path: Path, written: bytes, wanted: Stop) -> None:
+    (tmp_path / "stop.json").write_bytes(written)
     assert Requests(tmp_path).stop() == wanted
 
 

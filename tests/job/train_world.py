@@ -9,11 +9,12 @@ from typing import Any
 from safetensors.torch import load_file
 
 from job import atomic
+from job.contract.messages import Stop
 from job.dataset import prepare, sources
 from job.train import __main__ as trainer
 from job.train.experiment import Experiment
 from job.train.parallel import World
-from job.train.requests import Requests, Stop
+from job.train.requests import Requests
 
 STEPS = 4  # per phase
 PARAMETERS: dict[str, Any] = {

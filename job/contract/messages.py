@@ -1,0 +1,181 @@
+"""What supervisor and trainer tell each other in small files of the work folder, each kind a class.
+
+A message is written whole or not at all. One that cannot be read counts as not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from job import atomic
+from job.contract import reading, workdir
+from job.contract.reading import DoubtError, Fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One file of a work folder."""
+
+    FILE: ClassVar[str]
+
+    def write(self, folder: Path) -> None:
+        """Replaces the one that is there. Raises OSError."""
+        atomic.write_json(folder / self.FILE, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """None: there is none that can be believed."""
+        tree = atomic.read_object(folder / cls.FILE)
+        try:
+            return None if tree is None else cls._from(Fields(tree))
+        except DoubtError:
+            return None
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Self:
+        return cls()
+
+
+# From the supervisor to the trainer.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Message):
+    """A trainer that waits begins, at this rung of the ladder."""
+
+    FILE = workdir.START
+    rung: int
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Self:
+        return cls(rung=fields.need("rung", reading.whole))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop(Message):
+    """End after the step that is under way; `save` it first. `ends`: the run ends with it, no other start follows."""
+
+    FILE = workdir.STOP
+    reason: str = "asked to"
+    save: bool = True
+    ends: bool = False
+    deadline: float | None = None  # epoch seconds, when the machine goes away
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Self:
+        return cls(
+            reason=fields.take("reason", reading.text, "asked to"),
+            save=fields.take("save", reading.flag, True),
+            ends=fields.take("ends", reading.flag, False),
+            deadline=fields.take("deadline", reading.number, None),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(Message):
+    """A checkpoint is wanted now. The trainer removes the file."""
+
+    FILE = workdir.SAVE
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent(Message):
+    """What the run has cost by `at`, for the log."""
+
+    FILE = workdir.SPENT
+    spent_usd: str
+    at: float
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Self:
+        return cls(spent_usd=str(fields.need("spent_usd", reading.unsigned)), at=fields.need("at", reading.number))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accept(Message):
+    """Enough nodes were refused for what they are: this one trains, whatever it is."""
+
+    FILE = workdir.ACCEPT
+
+
+# From the trainer to the supervisor.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fatal(Message):
+    """The run cannot succeed on any node."""
+
+    FILE = workdir.FATAL
+    error: str
+    detail: str
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Self:
+        return cls(error=fields.need("error", reading.text), detail=fields.need("detail", reading.text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsedRung(Message):
+    """The rung that a phase runs at, and the one to take where memory runs out there; None: there is none lower."""
+
+    FILE = workdir.RUNG
+    phase: str = ""
+    rung: int
+    micro: int | None = None
+    checkpointing: bool | None = None
+    lower: int | None = None
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Self:
+        return cls(
+            phase=fields.take("phase", reading.text, ""),
+            rung=fields.need("rung", reading.whole),
+            micro=fields.take("micro", reading.whole, None),
+            checkpointing=fields.take("checkpointing", reading.flag, None),
+            lower=fields.take("lower", reading.whole, None),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Message):
+    """The exit code of several ranks, which torchrun does not pass on."""
+
+    FILE = workdir.ENDED
+    code: int
+    rank: int = 0
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Self:
+        return cls(code=fields.need("code", reading.whole))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unreadable(Message):
+    """The newest checkpoint cannot be read."""
+
+    FILE = workdir.UNREADABLE
+    step: int
+    problem: str
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Self:
+        return cls(step=fields.need("step", reading.step), problem=fields.need("problem", reading.text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight(Message):
+    """What the checks before training have measured on each rank, and why this node is refused, if it is."""
+
+    FILE = workdir.PREFLIGHT
+    ranks: tuple[Any, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def _from(cls, fields: Fields) -> Self:
+        return cls(
+            ranks=fields.take("ranks", reading.listed(reading.anything), ()),
+            problems=fields.take("problems", reading.listed(reading.text), ()),
+        )

@@ -1,0 +1,44 @@
+"""Messages in the work folder: what is written is read, and what cannot be is nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from job.contract import messages
+from job.contract.messages import Message
+
+WRITTEN = [
+    messages.Start(rung=2),
+    messages.Stop(reason="max_usd", save=True, ends=True),
+    messages.Stop(reason="notice", save=False, deadline=1.5),
+    messages.Spent(spent_usd="1.25", at=3.0),
+    messages.Accept(),
+    messages.Fatal(error="ValueError", detail="no dataset"),
+    messages.UsedRung(phase="dense", rung=1, micro=8, checkpointing=True, lower=2),
+    messages.Ended(code=75),
+    messages.Unreadable(step=5, problem="torn"),
+    messages.Preflight(ranks=({"matmul_tflops": 1.0},), problems=("rank 0: slow",)),
+]
+
+
+@pytest.mark.parametrize("message", WRITTEN, ids=lambda message: message.FILE)
+def test_a_message_is_read_as_it_was_written(tmp_path: Path, message: Message) -> None:
+    assert type(message).read(tmp_path) is None
+    message.write(tmp_path)
+    assert type(message).read(tmp_path) == message
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"rung": "two", "code": -1, "step": 1.5, "spent_usd": "much"}'])
+def test_what_says_nothing_counts_as_not_there(tmp_path: Path, content: bytes) -> None:
+    for kind in (
+        messages.Start,
+        messages.Spent,
+        messages.Fatal,
+        messages.UsedRung,
+        messages.Ended,
+        messages.Unreadable,
+    ):
+        (tmp_path / kind.FILE).write_bytes(content)
+        assert kind.read(tmp_path) is None
