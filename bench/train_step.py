@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from infra.loader import find, load
+from job.contract import metrics
 from job.dataset import prepare, sources
 from job.models.growth import build
 from job.spec import GrowthConfig
@@ -82,7 +82,7 @@ def rehearsal_size(scratch: Path) -> None:
         own = [r for r in records if r["phase"] == size.name]
         step_ms, tok_s = (median(r[key] for r in own if r[key]) for key in ("step_ms", "tok_s"))
         say(f"| {size.name} | {size.params_total:,} | {step_ms:.1f} | {tok_s:,.0f} | {own[-1]['loss']:.3f} |")
-    saves = [float(s) for r in records for s in re.findall(r"blocked ([\d.]+) s", r["event"] or "")]
+    saves = [save.blocked_s for record in records for save in metrics.saves(record)]
     say(f"\n{len(saves)} saves beside training blocked {median(saves) * 1000:.1f} ms (median).\n")
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import job
+from job.contract import metrics
 from job.spec import EXPERIMENTS
 
 SCHEMA = 1
@@ -25,8 +25,7 @@ SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.eve
 _COUNTS = ("optim.kind",)  # although its section is free
 _CODE = ("train", "models", "experiments", "spec")  # folders of job/ that decide how long a step takes
 NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
-# One beside the steps, as most are: that at a phase's end has no moments and keeps no step waiting.
-_SAVED = re.compile(r"saved (\d+) \((?:timed|best|stop), ([0-9.]+) MB, blocked ([0-9.]+) s\)")
+_BESIDE = ("timed", "best", "stop")  # saves beside the steps: that at a phase's end has no moments and delays none
 
 
 def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     phase to its first, less that step; `memory_gb`, the peak. A phase without a timed step is left out.
     """
     names = list(dict.fromkeys(str(record["phase"]) for record in records))
-    saves = {int(step): (float(mb) * 1e6, float(s)) for r in records for step, mb, s in _SAVED.findall(_event(r))}
+    saves = {save.step: save for record in records for save in metrics.saves(record) if save.reason in _BESIDE}
     found = []
     for name in names:
         own = [record for record in records if record["phase"] == name]
@@ -63,7 +62,7 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         middle = _quantile(timed, 0.5)
         intervals = list(_intervals(own, middle, saves))
         evaluations = [rest for record, rest in intervals if record.get("val_loss") is not None]
-        saved = [size_s for step, size_s in saves.items() if own[0]["step"] <= step <= own[-1]["step"]]
+        saved = [save for step, save in saves.items() if own[0]["step"] <= step <= own[-1]["step"]]
         found.append(
             {
                 "name": name,
@@ -71,7 +70,7 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "step_ms": {"median": middle, "q1": _quantile(timed, 0.25), "q3": _quantile(timed, 0.75)},
                 "memory_gb": max(float(record.get("mem_gb") or 0.0) for record in own),
                 "evaluation_s": round(max(0.0, median(evaluations)), 4) if evaluations else None,
-                "save": {"bytes": round(saved[-1][0]), "blocks_s": median(s for _, s in saved)} if saved else None,
+                "save": {"bytes": saved[-1].bytes, "blocks_s": median(s.blocked_s for s in saved)} if saved else None,
                 "boundary_s": _boundary_s(records, own, middle),
             }
         )
@@ -135,10 +134,6 @@ def _under(path: str, names: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
-def _event(record: Mapping[str, Any]) -> str:
-    return str(record.get("event") or "")
-
-
 def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
     """How much of their rows a line's steps had. The last step of all epochs may have fewer: `tok_s` knows, `tokens`
     counts it as a whole one.
@@ -151,14 +146,14 @@ def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
 
 
 def _intervals(
-    own: Sequence[Mapping[str, Any]], middle_ms: float, saves: Mapping[int, tuple[float, float]]
+    own: Sequence[Mapping[str, Any]], middle_ms: float, saves: Mapping[int, metrics.Save]
 ) -> Iterator[tuple[Mapping[str, Any], float]]:
     """Each line with the seconds since the one before that neither steps nor a save's blocking explain."""
     for before, record in itertools.pairwise(own):
-        if "resumed" in _event(record):  # since the line before, or of its evaluation
+        if record.get("resumed") is not None:
             continue
         step_s = float(record["step_ms"] if record.get("step_ms") is not None else middle_ms) / 1e3
-        blocked = sum(s for step, (_, s) in saves.items() if before["step"] <= step < record["step"])
+        blocked = sum(save.blocked_s for step, save in saves.items() if before["step"] <= step < record["step"])
         yield record, record["ts"] - before["ts"] - (record["step"] - before["step"]) * step_s - blocked
 
 
@@ -167,7 +162,7 @@ def _boundary_s(records: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str,
     step has a line, as the last one has of the phase before, which may have ended before the last that was planned.
     """
     index = next(index for index, record in enumerate(records) if record is own[0])
-    if index == 0 or "resumed" in _event(own[0]):
+    if index == 0 or own[0].get("resumed") is not None:
         return None
     between: float = own[0]["ts"] - records[index - 1]["ts"]
     return round(max(0.0, between - step_ms / 1e3), 4)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from job import atomic, measured
+from job import measured
+from job.contract import metrics
 from job.contract.codes import TrainerExit
 from job.contract.commit import COMMIT
 from job.contract.messages import Fatal, Save, Stop, UsedRung
@@ -153,13 +154,12 @@ def _last(workdir: Path) -> dict[str, Any] | None:
             lines = file.read().split(b"\n")[:-1]
     except OSError:
         return None
-    record = atomic.parse_object(lines[-1]) if lines else None
-    return record if record is not None and isinstance(record.get("step"), int) else None
+    return next(iter(metrics.records(lines[-1:])), None)
 
 
 def _records(workdir: Path) -> list[dict[str, Any]]:
     try:
-        return atomic.objects((workdir / METRICS).read_bytes())
+        return metrics.records((workdir / METRICS).read_bytes().split(b"\n"))
     except OSError:
         return []
 

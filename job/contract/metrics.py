@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 from job.contract import reading
+from job.contract.commit import Reason
 from job.contract.reading import DoubtError, Fields
 
 # The order of the keys; None where a figure does not exist. Experiments add figures of their own.
 KEYS = (
     "ts", "phase", "step", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util",
-    "spent_usd", "grad_norm", "router_load", "router_entropy", "event",
+    "spent_usd", "grad_norm", "router_load", "router_entropy", "resumed", "saves", "event",
 )  # fmt: skip
 _NUMBERS = ("ts", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util", "grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Save:
+    """A checkpoint that is on the disk, in the `saves` of the line after it."""
+
+    step: int
+    reason: Reason
+    bytes: int
+    blocked_s: float  # how long it kept training waiting
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> Save:
+        """Raises DoubtError."""
+        return cls(
+            step=fields.need("step", reading.step),
+            reason=fields.need("reason", reading.choice(*get_args(Reason))),
+            bytes=fields.need("bytes", reading.whole),
+            blocked_s=fields.need("blocked_s", reading.seconds),
+        )
+
+
+def saves(record: Mapping[str, Any]) -> list[Save]:
+    """Those of a line. Raises DoubtError."""
+    fields = Fields(dict(record))
+    return [Save.from_json(each) for each in fields.sections("saves")] if record.get("saves") is not None else []
 
 
 def write(record: Mapping[str, Any]) -> bytes:
@@ -31,6 +59,8 @@ def line(content: bytes) -> dict[str, Any] | None:
             fields.take(key, reading.number, None)
         for key in ("phase", "event"):
             fields.take(key, reading.text, None)
+        fields.take("resumed", reading.step, None)  # the step that training went on from since the line before
+        saves(fields.tree)
     except DoubtError:
         return None
     return {**dict.fromkeys(KEYS), **fields.tree}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from job.contract.messages import Spent
+from job.contract.metrics import Save
 from job.contract.workdir import METRICS
 from job.train import metrics
 from job.train.device import Utilization
@@ -30,7 +32,9 @@ class Journal:
         self._session, self._phases = session, phases
         self.left_out = 0  # tokens of the steps that phases which ended early did not take
         self._utilization = Utilization(session.device, gpus=session.world.size, wanted=session.world.first)
-        self._events: list[str] = []  # for the next line
+        self._events: list[str] = []  # these three for the next line
+        self._saves: list[Save] = []
+        self._resumed: int | None = None
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None
         self._lost: set[str] = set()  # whose lines could not be written, and it was said
@@ -58,6 +62,17 @@ class Journal:
             self._session.say(text)
         self._events.append(text)
 
+    def saved(self, save: Save) -> None:
+        """Goes into the next line of metrics.jsonl."""
+        self._saves.append(save)
+
+    def resumed(self, step: int) -> None:
+        """Goes into the next line of metrics.jsonl: the time since the line before is not training's."""
+        self._resumed = step
+
+    def _clear(self) -> None:
+        self._events, self._saves, self._resumed = [], [], None
+
     def tokens(self, step: int) -> int:
         """Trained on when `step` is reached."""
         planned = sum(max(0, min(step, phase.last) - phase.first) * phase.tokens_per_step for phase in self._phases)
@@ -81,7 +96,7 @@ class Journal:
         session = self._session
         memory_gb = session.device.used_gb()
         if not session.world.first:
-            self._events.clear()
+            self._clear()
             return
         peak = session.device.peak_tflops
         mfu = tok_s * phase.flops_per_token / (peak * 1e12 * session.world.size) if tok_s and peak else None
@@ -121,10 +136,12 @@ class Journal:
             "mem_gb": round(memory_gb, 3),
             "gpu_util": line.gpu_util,
             "spent_usd": line.spent_usd,
+            "resumed": self._resumed,
+            "saves": [asdict(save) for save in self._saves] or None,
             "event": "; ".join(self._events) or None,
             **values,
         }
-        self._events.clear()
+        self._clear()
         with self._on_any_disk(METRICS):
             session.metrics.write(record)
         if self._scalars is not None:

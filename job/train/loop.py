@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from job.contract.commit import Commit, Reason, Retry
+from job.contract.metrics import Save
 from job.dataset.prepare import read_manifest
 from job.spec.common import Rung
 from job.train import delivery, device, identity, metrics, optimizer, rungs, step
@@ -166,7 +167,7 @@ class Loop:
         ):
             if self.world.first and was not in (None, given):
                 self._journal.event(f"warning: {what}: was {was}, is {given}; another run from here", aloud=True)
-        self._journal.event(f"resumed at {self.step}")
+        self._journal.resumed(self.step)
         first = next(phase.index for phase in self.experiment.phases if phase.name == found.commit.phase)
         return list(self.experiment.phases[first:])
 
@@ -373,10 +374,11 @@ class Loop:
     def _note(self, ended: list[Saved]) -> None:
         """Says what became of a save. One that failed costs a checkpoint, never the run."""
         for saved in ended:
-            size = f"{saved.bytes / 1e6:.1f} MB"
             if saved.problem is None:
-                self._journal.event(f"saved {saved.step} ({saved.reason}, {size}, blocked {saved.blocking_s:.3f} s)")
+                blocked_s = round(saved.blocking_s, 3)
+                self._journal.saved(Save(step=saved.step, reason=saved.reason, bytes=saved.bytes, blocked_s=blocked_s))
             else:
+                size = f"{saved.bytes / 1e6:.1f} MB"
                 self._journal.event(f"NOT saved {saved.step} ({saved.reason}, {size}): {saved.problem}", aloud=True)
                 self._cadence.recall()
 

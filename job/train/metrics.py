@@ -100,8 +100,7 @@ class MetricsFile:
         records = self.records()
         for record in records:
             if record["step"] == step and record["val_loss"] != val_loss:  # another start may have said it already
-                event = "; ".join(filter(None, (record["event"], "evaluated once resumed")))
-                record.update(val_loss=val_loss, event=event)
+                record.update(val_loss=val_loss, resumed=step)
         atomic.write_bytes(self.path, b"".join(map(lines_of.write, records)))
 
     def records(self, phase: str | None = None) -> list[dict[str, Any]]:

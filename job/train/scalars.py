@@ -8,7 +8,7 @@ from typing import Any
 from job.contract.workdir import SCALARS
 
 FLUSH_S = 30
-LEFT_OUT = {"ts", "step"}  # each scalar has them already
+LEFT_OUT = {"ts", "step", "resumed"}  # each scalar has time and step already
 
 
 class Scalars:

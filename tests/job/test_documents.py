@@ -244,7 +244,8 @@ BEAT = {
 }  # fmt: skip
 LINE = {
     "ts": 1.5, "phase": "dense", "step": 7, "tokens": 70, "loss": 0.5, "val_loss": 0.4, "step_ms": 100.0, "tok_s": 9.0,
-    "mem_gb": 0.1, "event": "saved 5 (timed, 12.0 MB, blocked 0.500 s)",
+    "mem_gb": 0.1, "event": "a save is on its way already", "resumed": 5,
+    "saves": [{"step": 5, "reason": "timed", "bytes": 12_000_000, "blocked_s": 0.5}],
 }  # fmt: skip
 WINDOWS = {
     "schema": 1, "kind": "windows", "source": "tales", "tokenizer": {"kind": "bytes", "vocab": 257, "id": "bytes"},

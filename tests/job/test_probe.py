@@ -56,10 +56,10 @@ class Fake:
 
     def _line(self) -> dict[str, Any]:
         saved = [step for step, _ in self._saving if step == self.step - 1]
-        event = f"saved {saved[0]} (timed, 4.0 MB, blocked 0.000 s)" if saved else None
+        saves = [{"step": step, "reason": "timed", "bytes": 4_000_000, "blocked_s": 0.0} for step in saved]
         timed = 100.0 if self.step > 10 else None
         at = round(1003.0 + self.step * 0.1, 3)
-        return {"phase": "all", "step": self.step, "ts": at, "step_ms": timed, "mem_gb": 1.0, "event": event}
+        return {"phase": "all", "step": self.step, "ts": at, "step_ms": timed, "mem_gb": 1.0, "saves": saves}
 
 
 def run(fake: Fake, **more: Any) -> probe.Outcome:
