@@ -29,7 +29,7 @@ TAIL = 15  # lines of a failed container's log that are shown
 BUCKET_S = 0.5
 HELD_S = 6.0  # longer than a notice may take to be seen
 STALLED_S = 150.0  # nothing new for so long: something hangs
-WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # infra/boot/node.sh, local_nvme
+WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # job/node/disks.py
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* deleted|starting the container|timer:")
 _STEP = re.compile(r"^step \d+/\d+ \|")
 

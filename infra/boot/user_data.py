@@ -1,4 +1,4 @@
-"""User-data of a node: a header of shell variables, then `node.sh` without most of its comments.
+"""User-data of a node: a header of variables for job/node, then `node.sh`, which starts it, without most comments.
 
 Pure, so that a preview can check the size before AWS has named the bucket. No secrets: every process on a node can read
 its user-data. Nothing is interpolated into the body of the script; values appear in the header only, quoted.
@@ -38,6 +38,7 @@ def known(definition: StackDefinition) -> dict[str, Any]:
         "region": definition.fleet.region,
         "image": definition.job.image,
         "timer_seconds": timer_seconds(definition),
+        "device": definition.job.parameters.device,
         "container_options": definition.job.parameters.container_options,
         "data_volume": None if disk is None else "snapshot" if disk.snapshot else "blank",
     }
@@ -54,13 +55,14 @@ def render(
     archive_sha256: str,
     run_config_sha256: str,
     timer_seconds: int,
+    device: str,
     container_options: str,
     data_volume: str | None,
 ) -> str:
     """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do.
 
-    `container_options`: words for `docker run`. `data_volume`: None, "blank" (formatted when nothing is on it) or
-    "snapshot" (never formatted).
+    `device`: "cuda" or "cpu". `container_options`: words for `docker run`. `data_volume`: None, "blank" (formatted when
+    nothing is on it) or "snapshot" (never formatted).
     """
     if data_volume not in (None, "blank", "snapshot"):
         raise ValueError(f"data_volume: {data_volume!r} is not one of None, 'blank', 'snapshot'")
@@ -74,6 +76,7 @@ def render(
         "ARCHIVE_SHA256": archive_sha256,
         "RUN_CONFIG_SHA256": run_config_sha256,
         "TIMER_SECONDS": str(timer_seconds),
+        "DEVICE": device,
         "CONTAINER_OPTIONS": container_options,
         "DATA_VOLUME": data_volume or "",
         "DATA_DEVICE": DATA_DEVICE,
@@ -81,7 +84,7 @@ def render(
     if any("\0" in value for value in values.values()):
         raise ValueError("a value for the node script holds a NUL character, which no shell variable can")
     header = "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
-    return f"#!/bin/bash\n{header}{_body()}"
+    return f"#!/bin/bash\nset -a\n{header}{_body()}"
 
 
 def too_long(header: Mapping[str, Any]) -> Problem | None:
@@ -99,5 +102,5 @@ def too_long(header: Mapping[str, Any]) -> Problem | None:
 
 
 def _body() -> str:
-    """node.sh without the comments beside its commands: they are for its readers, and the limit is near."""
+    """node.sh without the comments beside its commands: they are for its readers."""
     return re.sub(r"^ +# .*\n| +# .*$", "", (Path(__file__).parent / "node.sh").read_text("utf-8"), flags=re.MULTILINE)

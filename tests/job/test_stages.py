@@ -60,7 +60,7 @@ def test_the_next_attempt_finds_the_lines_of_one_that_crashed(tmp_path: Path) ->
     assert bench.attempt("i-1", script={5: work}).run() == 1
     assert bench.attempt("i-2", script={5: work}).run() == 0
     assert found == ["", '{"of": "i-1"}\n']
-    assert bench.json("attempts/i-1.json")["results"] is True  # else three lost nodes would end the run: node.sh
+    assert bench.json("attempts/i-1.json")["results"] is True  # else three lost nodes would end the run
     assert bench.store.get_bytes("stages/verdicts.jsonl") == b'{"of": "i-1"}\n{"of": "i-2"}\n'
 
 

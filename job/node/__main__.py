@@ -1,0 +1,342 @@
+"""The attempt of one machine at the run, from boot to shutdown.
+
+The end is always: everything uploaded, done marker, fleet deleted, shutdown. Every other way out is a failed attempt:
+recorded, counted, and shut down too. Nothing here leaves a machine running: whatever else breaks, this process ends
+with another code than 0, and the script that started it deletes the fleet and shuts down.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any, NoReturn
+
+from job import atomic
+from job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
+from job.contract.codes import AttemptExit
+from job.contract.workdir import RUN
+from job.node import attempts, container, disks
+from job.node.outside import Metadata, Objects, aws, bounded, call, complaint, last_line, log, now, retry, say, tries
+from job.node.settings import Machine, Settings
+
+NOTICE = "meta-data/spot/instance-action"
+FLEET = "aws:ec2:fleet-id"  # the tag that AWS gives a fleet's instances
+FREE_S = 3600  # AWS charges a first hour that we end, not one that it interrupts
+LOG_LINES = 200  # of a job that crashed, in the boot log
+TIMER_STOP_S = 180  # a docker that hangs must not keep the machine
+
+
+class TerminatedError(BaseException):
+    """SIGTERM came while no job was running."""
+
+
+class Node:
+    """One machine. `run` does not return: it ends the process."""
+
+    def __init__(self, settings: Settings, machine: Machine) -> None:
+        self.settings, self.machine = settings, machine
+        self.folder, self.booted_at = settings.folder, now()
+        self.metadata = Metadata(settings.metadata)
+        self.objects = Objects(settings.bucket, settings.run)
+        self.manifest: str | None = None
+        self.keys: list[str] = []
+        self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
+        self.fired = threading.Event()
+        self.job: subprocess.Popen[bytes] | None = None
+        self._recording = threading.Lock()
+        self._ended = self._job_looks = self._run_file_is_here = False
+
+    def run(self) -> NoReturn:
+        """From boot to shutdown. The timer comes before all that may hang."""
+        self.timer.start()
+        signal.signal(signal.SIGTERM, self._terminated)
+        try:
+            say(f"gpufleet node of stack {self.settings.stack}, run {self.settings.run}")
+            here = self.machine
+            say(f"{here.instance} {here.type} {here.zone}, launched {here.launched_at}")
+            self._conclude(self._attempt())
+        except TerminatedError:
+            say("terminated before or after the job")
+            self._record_exit(AttemptExit.TERMINATED, "terminated")
+            self._leave("terminated")
+        except Exception:  # noqa: BLE001 - whatever it is, it is recorded and counted
+            say(traceback.format_exc())
+            self._crash("the node script stopped unexpectedly")
+
+    # The way to the job ---------------------------------------------------------------------------------------------
+
+    def _attempt(self) -> int:
+        """Everything up to the end of the job: its exit code."""
+        if not self._list():
+            self._crash("the bucket cannot be listed")
+        if DONE in self.keys:
+            self._ended = True
+            self._upload_log()
+            self._stop_fleet()
+            self._leave("the run was over before this boot")
+        if (self.folder / "booted").exists():
+            self._crash("the machine was rebooted")
+        (self.folder / "booted").touch()
+        fetch = threading.Thread(target=self._fetch_run_file, name="run file", daemon=True)
+        fetch.start()
+        self._begin_record()
+        threading.Thread(target=self._watch_notice, name="notice", daemon=True).start()
+        scratch = disks.scratch(self.settings.root, self.folder)
+        if volume := self.settings.data_volume:
+            problem = disks.mount_data(self.settings.root, self.settings.data_device, blank=volume == "blank")
+            if problem is not None:
+                self._crash(problem)
+        fetch.join()
+        if not self._run_file_is_here:
+            self._crash(f"{RUN} cannot be had as declared")
+        (scratch / "run").mkdir(parents=True, exist_ok=True)
+        shutil.copy(self.folder / RUN, scratch / "run" / RUN)
+        self._check_gpu()
+        self._pull()
+        self._yield_to_timer()
+        say("starting the container")
+        self._job_looks = True
+        return self._run_job(container.command(self.settings, self.machine, scratch))
+
+    def _list(self) -> bool:
+        """One listing answers: is the run over, which manifest is the newest, were there attempts."""
+        for _ in tries(6):  # a fresh role may be refused for half a minute
+            if (keys := self.objects.keys()) is not None:
+                self.keys = keys
+                newest = attempts.newest_manifest(keys)
+                self.manifest = None if newest is None else f"{self.settings.run}/{newest}"
+                return True
+        return False
+
+    def _begin_record(self) -> None:
+        """Ends the run instead, where boots before this one led nowhere."""
+        if any(key.startswith(ATTEMPTS) for key in self.keys):
+            boots = self._futile_boots()
+            if boots is None:
+                self._crash("the attempts cannot be read")
+            if boots >= attempts.MOST_FUTILE:
+                self._over("boot-loop", f"{boots} boots in a row without progress")
+        machine = {"type": self.machine.type, "zone": self.machine.zone, "launched_at": self.machine.launched_at}
+        if not self._record({**machine, "manifest_at_boot": self.manifest}):
+            self._crash("the attempt cannot be recorded")
+
+    def _futile_boots(self) -> int | None:
+        """With this one, where it has its record. None: they cannot be read, and what cannot be counted must not be
+        repeated.
+        """
+        folder = self.folder / ATTEMPTS
+        if not self.objects.get_folder(ATTEMPTS, folder):
+            return None
+        found = [record for path in folder.glob("*.json") if (record := atomic.read_object(path)) is not None]
+        return attempts.futile_boots(found, self.manifest)
+
+    def _watch_notice(self) -> None:
+        """Until the job looks itself: a boot that AWS interrupts is no failed attempt."""
+        while not self._job_looks:
+            if self._noticed() and not self._job_looks:
+                self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
+                return
+            time.sleep(4)
+
+    def _fetch_run_file(self) -> None:
+        declared = self.settings.run_config_sha256
+        self._run_file_is_here = retry(4, lambda: self.objects.get(RUN, self.folder / RUN, declared))
+
+    def _check_gpu(self) -> None:
+        if self.settings.device == "cpu":
+            return
+        why = ""
+        for _ in tries(3):
+            query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+            if (said := complaint(120, *query)) is None:
+                return
+            why = said
+        self._crash("no working GPU", why=why)
+
+    def _pull(self) -> None:
+        login = self.folder / "docker"
+        os.environ["DOCKER_CONFIG"] = str(login)
+        why = ""
+        for _ in tries(5):
+            if (said := container.pull(self.settings.image, login)) is None:
+                return
+            why = said
+            if container.HOPELESS.search(why):
+                break
+        self._crash("the image cannot be pulled", why=why)
+
+    def _run_job(self, command: list[str]) -> int:
+        """Its exit code, as a shell has it."""
+        with (self.folder / "container.log").open("wb") as printed:
+            self.job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT)
+            code = self.job.wait()
+        self.job = None
+        code = code if code >= 0 else 128 - code
+        say(f"the container ended with {code}")
+        return code
+
+    # The ends -------------------------------------------------------------------------------------------------------
+
+    def _conclude(self, code: int) -> NoReturn:
+        """What the job's exit code makes of the attempt."""
+        self._yield_to_timer()
+        if code == AttemptExit.FINISHED:
+            self._record_exit(code, "finished")
+            self._over("finished")
+        if code == AttemptExit.FAILED:
+            self._record_exit(code, "failed")
+            self._over("failed", "the job failed for good")
+        if code == AttemptExit.INTERRUPTED:
+            self._interrupted()
+        dockers_own = 125 <= code <= 127  # the job never began
+        why = last_line((self.folder / "container.log").read_text(errors="replace")) if dockers_own else ""
+        self._crash(f"the container ended with {code}", code, why=why)
+
+    def _over(self, reason: str, detail: str = "") -> NoReturn:
+        """The run has ended."""
+        self._ended = True
+        say(f"the run is over: {reason}{detail and ': '}{detail}")
+        self._upload_log()
+        if not self._mark_done(reason, detail):
+            say("the done marker cannot be written")
+        self._stop_fleet()
+        self._leave(reason)
+
+    def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:
+        """The fleet makes the next node, unless three in a row led nowhere."""
+        self._yield_to_timer()
+        self._ended = True
+        reason = f"{reason}: {why}" if why else reason
+        say(f"attempt failed: {reason}")
+        printed = self.folder / "container.log"
+        if printed.exists():
+            log("".join(printed.read_text(errors="replace").splitlines(keepends=True)[-LOG_LINES:]))
+        self._upload_log()
+        boots = self._futile_boots() if self._record_exit(code, reason) and self._list() else None
+        if boots is None:
+            say("the attempt cannot be counted")
+            self._stop_fleet()
+        elif boots >= attempts.MOST_FUTILE:
+            self._over("boot-loop", f"{boots} boots in a row without progress; the last: {reason}")
+        self._leave(reason)
+
+    def _interrupted(self) -> NoReturn:
+        self._ended = True
+        self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
+        self._upload_log()
+        ending = (atomic.read_object(self.folder / "attempt.json") or {}).get("exit")
+        launched = datetime.strptime(self.machine.launched_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+        age = (datetime.now(timezone.utc) - launched).total_seconds()
+        if isinstance(ending, dict) and ending.get("notice") is True and age < FREE_S:
+            say(f"interrupted {age:.0f} s after launch: waiting for AWS to end this machine")
+            for _ in range(180):
+                time.sleep(5)
+        self._leave("interrupted")
+
+    def _leave(self, why: str) -> NoReturn:
+        """The only way out."""
+        self._ended = True
+        say(f"shutting down: {why}")
+        if retry(5, lambda: call("shutdown", "-h", "now")):
+            os._exit(0)
+        if threading.current_thread() is not self.timer:
+            self.timer.join()
+        os._exit(1)
+
+    def _end_by_timer(self) -> None:
+        """This machine's own stop, whatever job and supervisor do."""
+        time.sleep(self.settings.timer_s)
+        self._ended = True
+        self.fired.set()
+        try:
+            (self.folder / "timer").touch()
+            call(*bounded(TIMER_STOP_S, *container.stop(self.machine)))
+            self._over("timer", f"{self.settings.timer_s} s after boot")
+        finally:
+            os._exit(1)
+
+    def _yield_to_timer(self) -> None:
+        """Once it has fired, it ends the run."""
+        if self.fired.is_set() and threading.current_thread() is not self.timer:
+            self.timer.join()
+
+    def _terminated(self, *_: object) -> None:
+        if self.job is not None:  # its exit code decides
+            subprocess.Popen(container.stop(self.machine), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        elif not self._ended:
+            self._ended = True
+            raise TerminatedError
+
+    # What stays of it -----------------------------------------------------------------------------------------------
+
+    def _noticed(self) -> bool:
+        return '"action"' in (self.metadata.get(NOTICE) or "")
+
+    def _record(self, facts: Mapping[str, Any]) -> bool:
+        """Adds to this machine's record what it lacks. False: the bucket does not take it."""
+        file = self.folder / "attempt.json"
+        own = {"instance": self.machine.instance, "booted_at": self.booted_at, **facts}
+        atomic.write_json(file, {**own, **(atomic.read_object(file) or {})})
+        return retry(3, lambda: self.objects.put(file, attempt_key(self.machine.instance)))
+
+    def _record_exit(self, code: int, reason: str) -> bool:
+        """What the supervisor wrote stays."""
+        with self._recording:
+            retry(3, lambda: self.objects.get(attempt_key(self.machine.instance), self.folder / "attempt.json"))
+            ending = {"code": int(code), "reason": reason, "notice": self._noticed(), "at": now()}
+            return self._record({"exit": ending})
+
+    def _mark_done(self, reason: str, detail: str) -> bool:
+        """done.json, unless the supervisor has said it."""
+        if self._list() and DONE in self.keys:
+            return True
+        marker = {"schema": 1, "reason": reason, "detail": detail, "instance": self.machine.instance, "at": now()}
+        atomic.write_json(self.folder / DONE, marker)
+        return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
+
+    def _upload_log(self) -> None:
+        retry(2, lambda: self.objects.put(self.folder / "boot.log", boot_log_key(self.machine.instance)))
+
+    # The fleet ------------------------------------------------------------------------------------------------------
+
+    def _stop_fleet(self) -> None:
+        """A deleted fleet has no expiry that would end a machine which hangs while it shuts down: AWS ends this one
+        from outside.
+        """
+        fleet = next((found for _ in tries(3) if (found := self._find_fleet())), None)
+        if fleet is None:
+            say("no fleet id: nothing to delete")
+        elif retry(3, lambda: self._delete(fleet)):
+            say(f"fleet {fleet} is deleted")
+            if not call(
+                "aws", "ec2", "terminate-instances", "--instance-ids", self.machine.instance, "--output", "text"
+            ):
+                say("left to shutdown alone")
+        else:
+            say(f"fleet {fleet} cannot be deleted: its expiry ends it")
+            self._upload_log()
+
+    def _find_fleet(self) -> str | None:
+        tag = f"Reservations[0].Instances[0].Tags[?Key=='{FLEET}']|[0].Value"
+        described = ("ec2", "describe-instances", "--instance-ids", self.machine.instance, "--output", "text")
+        found = self.metadata.get(f"meta-data/tags/instance/{FLEET}") or aws(*described, "--query", tag)
+        return found if found is not None and found.startswith("fleet-") else None
+
+    def _delete(self, fleet: str) -> bool:
+        """Keeps this machine. A refusal is in the answer, not in the status."""
+        refused = aws(
+            *("ec2", "delete-fleets", "--fleet-ids", fleet, "--no-terminate-instances", "--output", "text"),
+            *("--query", "UnsuccessfulFleetDeletions[].Error.Message"),
+        )
+        return refused in ("", "None")
+
+
+if __name__ == "__main__":
+    Node(Settings.of(os.environ), Machine.of(os.environ["IDENTITY"])).run()

@@ -1,0 +1,88 @@
+"""The job's container: its image, and how docker is told to run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from job.contract.workdir import RUN
+from job.node.outside import NOT_REACHED, ask, complaint
+from job.node.settings import Machine, Settings
+
+STOP_S = 115  # for the job to save and upload; EC2 gives 120
+PULL_S = 1800
+HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")  # pulling again cannot help
+_ECR = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.")
+_PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+
+def name(machine: Machine) -> str:
+    """The container's."""
+    return f"gpufleet-{machine.instance}"
+
+
+def stop(machine: Machine) -> tuple[str, ...]:
+    """The command that asks the job to leave."""
+    return ("docker", "stop", "-t", str(STOP_S), name(machine))
+
+
+def pull(image: str, login: Path) -> str | None:
+    """None when the image is there, else why not. `login`: the folder where docker keeps its own."""
+    refused = _log_in(image.partition("/")[0], login)
+    return complaint(PULL_S, "docker", "pull", "-q", image) if refused is None else refused
+
+
+def _log_in(host: str, login: Path) -> str | None:
+    """To a private ECR, by this node's role; what it answers is what docker keeps of a login. None, or why not."""
+    private = _ECR.search(host)
+    if private is None:
+        return None
+    said = ask(
+        *("aws", "ecr", "get-authorization-token", "--region", private[1], "--output", "text"),
+        *("--query", "authorizationData[0].authorizationToken", *NOT_REACHED),
+    )
+    if said.code != 0:
+        return said.why
+    login.mkdir(parents=True, exist_ok=True)
+    (login / "config.json").write_text(json.dumps({"auths": {host: {"auth": said.out}}}))
+    return None
+
+
+def command(settings: Settings, machine: Machine, scratch: Path) -> list[str]:
+    """The command that runs the job; `scratch` holds its work folder."""
+    options = settings.container_options.split()
+    if settings.device != "cpu":  # the image brings the CUDA it wants; some toolkits refuse it
+        options += ["--gpus", "all", "-e", "NVIDIA_DISABLE_REQUIRE=true"]
+    if settings.data_volume:
+        options += ["-v", f"{settings.root / 'data'}:/data"]
+    for passed in _PASSED_ON:
+        if os.environ.get(passed):
+            options += ["-e", passed]
+    logs = {
+        "mode": "non-blocking",
+        "max-buffer-size": "25m",
+        "awslogs-region": settings.region,
+        "awslogs-group": settings.log_group,
+        "awslogs-stream": f"{settings.run}/{machine.instance}",
+    }
+    told = {
+        "PYTHONPATH": "/gpufleet/app",
+        "GPUFLEET_RUN_URI": f"s3://{settings.bucket}/{settings.run}",
+        "GPUFLEET_INSTANCE_ID": machine.instance,
+        "GPUFLEET_INSTANCE_TYPE": machine.type,
+        "GPUFLEET_ZONE": machine.zone,
+        "GPUFLEET_LAUNCHED_AT": machine.launched_at,
+    }
+    return [
+        *("docker", "run", "--name", name(machine), "--stop-timeout", str(STOP_S)),
+        *("--ipc", "host", "--ulimit", "memlock=-1", "--log-driver", "awslogs"),
+        *(word for key, value in logs.items() for word in ("--log-opt", f"{key}={value}")),
+        *("-v", f"{settings.folder / 'app'}:/gpufleet/app:ro", "-v", f"{scratch / 'run'}:/gpufleet/run"),
+        *("-w", "/gpufleet/app"),
+        *(word for key, value in told.items() for word in ("-e", f"{key}={value}")),
+        *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION", "-e", "AWS_METADATA_SERVICE_NUM_ATTEMPTS"),
+        *options,
+        *(settings.image, "python", "-m", "job", f"/gpufleet/run/{RUN}"),
+    ]

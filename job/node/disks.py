@@ -1,0 +1,65 @@
+"""The node's disks: the fastest for the work folder and docker's images, and the data volume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from job import atomic
+from job.node.outside import answer, bounded, call, code, retry, say
+
+INSTANCE_STORE = "Amazon EC2 NVMe Instance Storage"  # the model by which it is told from EBS, which is /dev/nvme* too
+NOTHING_THERE = 2  # exit code of blkid
+
+
+def scratch(root: Path, own: Path) -> Path:
+    """The folder for what the job writes: on instance store where there is some, which docker then uses too, else
+    `own`, on the root disk.
+    """
+    disks = [
+        line.split()[0]
+        for line in (answer("lsblk", "-dnp", "-o", "NAME,MODEL") or "").splitlines()
+        if INSTANCE_STORE in line and line.startswith(f"{root / 'dev'}/")
+    ]
+    if not disks:
+        return own
+    made, folder = root / "opt/dlami/nvme", root / "scratch"
+    call(*bounded(120, "systemctl", "start", "dlami-nvme"))  # the AMI's own service makes one mount of them
+    if call("findmnt", "-n", str(made)):
+        folder = made / "gpufleet"
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (call("mkfs.xfs", "-q", "-f", disks[0]) and call("mount", disks[0], str(folder))):
+            say("instance store cannot be used: checkpoints go to the root disk")
+            return own
+    _docker_on(folder / "docker", root / "etc/docker/daemon.json")
+    return folder
+
+
+def _docker_on(folder: Path, config: Path) -> None:
+    """15 to 20 GB of image unpack faster there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config.parent.mkdir(parents=True, exist_ok=True)
+    if not config.exists():
+        config.write_text("{}\n")
+    before = config.with_name(f"{config.name}.before")
+    shutil.copy2(config, before)
+    settings = {"data-root": str(folder), **(atomic.read_object(config) or {})}
+    config.write_text(json.dumps(settings, sort_keys=True))
+    if not call(*bounded(120, "systemctl", "restart", "docker")):
+        say("docker stays on the root disk")
+        shutil.copy2(before, config)
+        call(*bounded(120, "systemctl", "restart", "docker"))
+
+
+def mount_data(root: Path, name: str, *, blank: bool) -> str | None:
+    """Mounts the data volume, formatted first where it is `blank` and nothing is on it. None, or why it cannot be."""
+    device, folder = root / name.lstrip("/"), root / "data"
+    if not retry(10, device.exists):
+        return f"{name} did not appear"
+    nothing_there = blank and code("blkid", "-p", str(device)) == NOTHING_THERE
+    if nothing_there and not call("mkfs.xfs", "-q", str(device)):
+        return f"{name} cannot be formatted"
+    folder.mkdir(parents=True, exist_ok=True)
+    return None if call("mount", str(device), str(folder)) else f"{name} cannot be mounted"

@@ -1,0 +1,168 @@
+"""What the node asks of its machine and of AWS: other programs, the metadata service, the run's objects."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
+_DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
+
+
+def now() -> str:
+    """UTC, whole seconds, Z."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def log(words: str) -> None:
+    """Into the boot log, as it is."""
+    with suppress(OSError):  # whoever kept it may be gone, amid a shutdown
+        sys.stdout.write(words)
+        sys.stdout.flush()
+
+
+def say(words: str) -> None:
+    """A line of the boot log."""
+    log(f"{now()} {words}\n")
+
+
+def tries(times: int) -> Iterator[int]:
+    """1 to `times`, with waits of 3, 6, 9 ... s between."""
+    for number in range(1, times + 1):
+        yield number
+        if number < times:
+            time.sleep(3 * number)
+
+
+def retry(times: int, act: Callable[[], bool]) -> bool:
+    """Whether `act` said so, at the latest at the last of `tries`."""
+    return any(act() for _ in tries(times))
+
+
+def bounded(seconds: int, *command: str) -> tuple[str, ...]:
+    """The command, ended after so long (124). Unbounded on a system without `timeout`; nodes have it."""
+    return ("timeout", "-k", "10", str(seconds), *command) if shutil.which("timeout") else command
+
+
+def call(*command: str) -> bool:
+    """Whether it succeeds. What it says goes to the boot log."""
+    return code(*command) == 0
+
+
+def code(*command: str) -> int:
+    """Its exit code; 127 where there is no such command, as a shell has it."""
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    except OSError as error:
+        say(f"{command[0]}: {error.strerror}")
+        return 127
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a program answered: exit code, standard output, and the last words of a failure, maybe none."""
+
+    code: int
+    out: str
+    why: str
+
+
+def ask(*command: str) -> Said:
+    """Its errors go to the boot log too, its standard output may be a secret."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    except OSError as error:
+        say(f"{command[0]}: {error.strerror}")
+        return Said(127, "", f"{command[0]}: {error.strerror}")
+    out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    log(err)
+    return Said(done.returncode, out.strip(), last_line(f"{out}\n{err}") if done.returncode else "")
+
+
+def answer(*command: str) -> str | None:
+    """What it prints; None when it fails."""
+    said = ask(*command)
+    return said.out if said.code == 0 else None
+
+
+def complaint(seconds: int, *command: str) -> str | None:
+    """None when it succeeds within `seconds`, else why not, maybe empty. All it says goes to the boot log."""
+    said = ask(*bounded(seconds, *command))
+    log(f"{said.out}\n" if said.out else "")
+    if said.code == 0:
+        return None
+    return f"no answer in {seconds} s" if said.code == 124 else said.why
+
+
+def last_line(said: str) -> str:
+    """Of what a program says, as a reason: docker's ends with where to read more."""
+    lines = [line for line in said.splitlines() if not _DOCKERS_ADVICE.match(line)]
+    return re.sub(r'[\x00-\x1f"\\]', "", lines[-1])[:300] if lines else ""
+
+
+def aws(*words: str) -> str | None:
+    """What the AWS CLI prints; None when it fails."""
+    return answer("aws", *words, *NOT_REACHED)
+
+
+class Metadata:
+    """The instance metadata service, version 2."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._base = f"{(endpoint or 'http://169.254.169.254').rstrip('/')}/latest"
+
+    def get(self, path: str) -> str | None:
+        """What it has there; None: nothing, or no answer in 5 s."""
+        curl = ("curl", "-sf", "-m", "5")
+        lived = "X-aws-ec2-metadata-token-ttl-seconds: 300"
+        token = answer(*curl, "-X", "PUT", "-H", lived, f"{self._base}/api/token")
+        if token is None:
+            return None
+        return answer(*curl, "-H", f"X-aws-ec2-metadata-token: {token}", f"{self._base}/{path}")
+
+
+class Objects:
+    """The objects of the run, below its prefix of the bucket."""
+
+    def __init__(self, bucket: str, run: str) -> None:
+        self.uri = f"s3://{bucket}/{run}"
+        self._bucket, self._prefix = bucket, f"{run}/"
+
+    def keys(self) -> list[str] | None:
+        """All of them, below the prefix; None when they cannot be listed."""
+        listed = aws(
+            *("s3api", "list-objects-v2", "--bucket", self._bucket, "--prefix", self._prefix),
+            *("--query", "Contents[].[Key]", "--output", "text"),
+        )
+        if listed is None:
+            return None
+        return [key[len(self._prefix) :] for key in listed.split("\n") if key.startswith(self._prefix)]
+
+    def put(self, file: Path, key: str) -> bool:
+        """Whether the file is there now."""
+        return aws("s3", "cp", str(file), f"{self.uri}/{key}", "--only-show-errors") is not None
+
+    def get(self, key: str, file: Path, sha256: str = "") -> bool:
+        """Whether it has come, and is the declared one."""
+        if aws("s3", "cp", f"{self.uri}/{key}", str(file), "--only-show-errors") is None:
+            return False
+        found = hashlib.sha256(file.read_bytes()).hexdigest()
+        if sha256 and found != sha256:
+            say(f"{file}: sha256 is {found}, expected {sha256}")
+        return found == (sha256 or found)
+
+    def get_folder(self, prefix: str, folder: Path) -> bool:
+        """Whether all objects of the prefix are the folder's files now, and nothing else is."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        copied = aws("s3", "cp", f"{self.uri}/{prefix}", f"{folder}/", "--recursive", "--only-show-errors")
+        return copied is not None

@@ -1,0 +1,74 @@
+"""What the node is told: by the header of its user-data, and by the metadata service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The header of infra/boot/user_data.py, and where this machine's files are."""
+
+    stack: str
+    run: str
+    region: str
+    image: str
+    bucket: str
+    log_group: str
+    run_config_sha256: str
+    timer_s: int
+    device: str  # cuda or cpu
+    container_options: str  # words for docker run, of this kind of job
+    data_volume: str  # blank, snapshot, or empty: none
+    data_device: str
+    root: Path  # / on EC2
+    metadata: str  # where the metadata service is, when it is the embedded one
+
+    @property
+    def folder(self) -> Path:
+        """Of gpufleet's own files on the machine."""
+        return self.root / "opt/gpufleet"
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Settings:
+        """Raises KeyError, ValueError."""
+        return cls(
+            stack=environment["STACK"],
+            run=environment["RUN_ID"],
+            region=environment["REGION"],
+            image=environment["IMAGE"],
+            bucket=environment["BUCKET"],
+            log_group=environment["LOG_GROUP"],
+            run_config_sha256=environment["RUN_CONFIG_SHA256"],
+            timer_s=int(environment["TIMER_SECONDS"]),
+            device=environment["DEVICE"],
+            container_options=environment["CONTAINER_OPTIONS"],
+            data_volume=environment["DATA_VOLUME"],
+            data_device=environment["DATA_DEVICE"],
+            root=Path(environment.get("GPUFLEET_ROOT") or "/"),
+            metadata=environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", ""),
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This instance, as its identity document has it."""
+
+    instance: str
+    type: str
+    zone: str
+    launched_at: str  # UTC, whole seconds, Z
+
+    @classmethod
+    def of(cls, document: str) -> Machine:
+        """Raises KeyError, TypeError, ValueError."""
+        told = json.loads(document)
+        return cls(
+            instance=told["instanceId"],
+            type=told["instanceType"],
+            zone=told["availabilityZone"],
+            launched_at=told["pendingTime"],
+        )

@@ -1,0 +1,86 @@
+"""The script before and around job/node: it fetches and starts it, and ends a machine that cannot run it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from boot_stubs import BUCKET, DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, Node
+
+BROKEN = {
+    "a syntax error": (")", 1),
+    "killed": ("os.kill(os.getpid(), 9)", 137),
+    "gone without a word": ("os._exit(3)", 3),
+}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_the_archive_comes_from_the_address_that_its_hash_names(node: Node) -> None:
+    node.boot()
+
+    (fetch,) = (node.world / "fetched").read_text().splitlines()
+    sha256 = next((node.s3 / "inputs").iterdir()).name
+    assert fetch.startswith(f"aws s3 cp s3://{BUCKET}/inputs/{sha256}/job.tar.gz {node.root}/opt/gpufleet/job.tar.gz ")
+
+
+@pytest.mark.parametrize(("by", "code"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_machine_on_which_the_node_breaks_deletes_the_fleet_and_shuts_down(node: Node, by: str, code: int) -> None:
+    node.breaks(at="signal.signal(signal.SIGTERM, self._terminated)", by=by)
+
+    outcome = node.boot()
+
+    assert outcome.told(RUN, DELETE, TERMINATE, SHUTDOWN) == [DELETE, TERMINATE, SHUTDOWN]
+    exit_ = node.stored(f"attempts/{INSTANCE}.json")["exit"]
+    assert (exit_["code"], exit_["reason"], exit_["notice"]) == (1, f"job/node ended with {code}", False)
+    assert f"job/node ended with {code}" in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
+
+
+def test_a_node_that_breaks_amid_its_attempt_keeps_what_it_recorded(node: Node) -> None:
+    node.breaks(at='say("starting the container")', by="os._exit(3)")
+
+    outcome = node.boot()
+
+    assert outcome.told(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+    assert node.stored(f"attempts/{INSTANCE}.json")["type"] == "g5.2xlarge"
+
+
+def test_without_the_archive_no_other_machine_follows(node: Node) -> None:
+    node.fails("read")
+
+    outcome = node.boot()
+
+    assert outcome.told(DELETE, TERMINATE, SHUTDOWN) == [DELETE, TERMINATE, SHUTDOWN]
+    reason = node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
+    assert reason == "the job archive cannot be had as declared"
+
+
+def test_a_shutdown_that_the_system_refuses_is_asked_for_until_the_timer_ends_the_run(node: Node) -> None:
+    node.fails("shutdown")
+    (node.world / "timer-fires").write_text(f"s3/{BUCKET}/r1/boot/{INSTANCE}.log")
+    node.job_ends_with(1)
+
+    outcome = node.boot()
+
+    assert node.stored("done.json")["reason"] == "timer"
+    assert outcome.told(DELETE) == [DELETE] * 2  # by the timer, then by the script
+    assert outcome.told(SHUTDOWN) == [SHUTDOWN] * 15
+
+
+def test_sigterm_while_the_archive_is_fetched_shuts_down_and_leaves_the_fleet(node: Node) -> None:
+    aws = node.bin / "aws"
+    aws.write_text(aws.read_text().replace("case ", 'touch "$WORLD/fetching"; /bin/sleep 0.5\ncase ', 1))
+    process = node.start()
+    deadline = time.monotonic() + 10
+    while not (node.world / "fetching").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    process.send_signal(signal.SIGTERM)
+
+    assert node.outcome(process).calls == [SHUTDOWN]
