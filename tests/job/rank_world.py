@@ -32,7 +32,7 @@ from job.spec.common import Rung
 from job.train import __main__ as trainer
 from job.train import export, optimizer, parallel
 from job.train.data import draw, split
-from job.train.experiment import Experiment, Micro, Phase, Session, Work
+from job.train.experiment import Experiment, Micro, Phase, Session, Weights, Work
 
 STEPS, ROWS, LENGTH, VOCAB = 12, 16, 9, 37
 WORLDS = 8  # that the processes of one launch form, one after another, at most
@@ -141,7 +141,7 @@ class Toy(Experiment):
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
         return {"seen": int(aux["seen"].sum())}
 
-    def end(self, phase: Phase, module: nn.Module, *, val_loss: float | None) -> None:
+    def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
         whole = parallel.gather(module.state_dict(), self.session.world)
         if self.session.world.first:
             model = Model()
@@ -161,7 +161,13 @@ def make(workdir: Path, *, sharded: bool) -> Path:
     def write(folder: Path) -> None:
         (folder / "rows.bin").write_bytes(rows.numpy().tobytes())
 
-    publish(workdir / "data", kind="characters", source="random", facts={"rows": 64}, write=write)
+    publish(
+        workdir / "data",
+        kind="characters",
+        source="random",
+        facts=dict.fromkeys(("train_characters", "validation_characters", "vocab"), 64),
+        write=write,
+    )
     tree = {"schema": 1, "job": {"experiment": "pretrain-d64", "parameters": parameters}}
     (workdir / "run.json").write_text(json.dumps(tree))
     return workdir

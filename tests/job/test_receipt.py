@@ -242,7 +242,7 @@ def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp
     assert [phase["step_ms"]["median"] for phase in found["phases"]] == [500.0, 500.0, 500.0]
     assert found["setup_s"] == 350.0  # launch to first step, the median of both nodes
     assert [found["device"][key] for key in ("name", "count", "ranks")] == ["NVIDIA A10G", 4, 2]
-    assert found["settings"] == json.loads(json.dumps(measured.settings(asdict(runs.TINY))))
+    assert found["settings"] == json.loads(json.dumps(measured.settings("tinystories-growth", asdict(runs.TINY))))
     made = receipt.build(run, attempts, reason="finished", at="2027-01-15T09:00:00Z", measurement=found)
     assert json.loads(json.dumps(made))["measured"] == found
 

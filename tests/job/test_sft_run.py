@@ -36,7 +36,7 @@ def losses(workdir: Path) -> list[tuple[float, float | None]]:
 
 
 def stages(workdir: Path) -> list[str]:
-    return [json.loads(line)["name"] for line in (workdir / merge.STAGES).read_text().splitlines()]
+    return [json.loads(line)["name"] for line in (workdir / merge.DONE).read_text().splitlines()]
 
 
 def base_of(workdir: Path, dtype: torch.dtype) -> decoder.Decoder:
@@ -270,7 +270,7 @@ def test_stages_of_other_weights_are_not_believed(finished: Path, tmp_path: Path
     workdir = sft.make(tmp_path)
     (workdir / "stages").mkdir()
     wrong = {"name": "loss base", "weights": "others", "value": {"loss": 0.0, "rows": 1, "compute": "bfloat16"}}
-    (workdir / merge.STAGES).write_text(json.dumps(wrong) + "\n")
+    (workdir / merge.DONE).write_text(json.dumps(wrong) + "\n")
     assert world.train(workdir) == 0
     assert sft.results(workdir)["losses"] == sft.results(finished)["losses"]
 
