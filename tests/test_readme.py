@@ -161,6 +161,16 @@ def test_commands_that_need_aws_name_commands_that_exist() -> None:
     assert used <= set(COMMANDS)
 
 
+def words(text: str) -> int:
+    """Without what only draws a table."""
+    return sum(any(letter.isalnum() for letter in word) for word in text.split())
+
+
+def test_the_readme_and_all_pages_together_stay_short() -> None:
+    assert words(README) < 1_800
+    assert sum(words(page.read_text()) for page in (*PAGES, *DECISIONS)) < 27_000
+
+
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = set(LINK.findall(README))
     assert {f"docs/{page.name}" for page in PAGES} <= linked
