@@ -68,11 +68,11 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
     from job.supervisor import fleet, machine
+    from job.supervisor.attempt import Supervisor
     from job.supervisor.child import Child, Log, trainer
     from job.supervisor.metadata import Metadata, Watch, http_fetch
     from job.supervisor.meter import spot_history
     from job.supervisor.store import open_store, parent
-    from job.supervisor.supervisor import Supervisor
     from job.supervisor.world import World
 
     terminated: list[float] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
 
@@ -237,6 +237,11 @@ def epoch(value: Any) -> float | None:
         return time.timestamp() if time.tzinfo else None
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def iso(at: float) -> str:
+    """The text that `epoch` reads: UTC, milliseconds, Z."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _is_exact(found: Decimal) -> bool:

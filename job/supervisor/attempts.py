@@ -6,6 +6,7 @@ is billed until the next node's launch, LOST_BOOT_S at most. A node that was tol
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,13 +18,17 @@ from typing import Any
 from job import atomic
 from job.contract import attempt, bucket, reading
 from job.contract.attempt import Aside, Beat
-from job.contract.reading import epoch
+from job.contract.codes import AttemptExit
+from job.contract.reading import epoch, iso
 from job.run_file import Node, RunFile
 from job.supervisor import fleet
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 from job.supervisor.store import Store, StoreError
+from job.supervisor.world import Cause
 
 LOST_BOOT_S = 480.0  # what the bills take for a small node's set-up, about half of a large one's
+REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
+WRONG = "node refused, bytes arrived wrong"
 FREE_S = 3600  # AWS does not charge compute when it takes a spot instance back in its first hour (EC2 User Guide)
 
 
@@ -63,6 +68,31 @@ class Attempt:
     def interrupted(self) -> bool:
         """With a notice, and not by the owner's own hand as far as anybody knows."""
         return self.noticed and self.reclaimed is not False
+
+
+def interruption(cause: Cause, at: float) -> dict[str, Any]:
+    """The `exit` of an attempt whose machine goes away."""
+    noticed = cause.reason == "notice"
+    ending = {"code": AttemptExit.INTERRUPTED, "reason": cause.reason, "notice": noticed, "at": iso(at)}
+    if noticed and cause.deadline is not None:
+        ending["ends_at"] = iso(cause.deadline)
+    return ending
+
+
+def accepts(earlier: Sequence[Attempt]) -> bool:
+    """Enough nodes were refused for what they are since one trained: whatever this one is, it trains."""
+    since = itertools.takewhile(lambda attempt: attempt.started_s is None, reversed(earlier))
+    refused = [attempt for attempt in since if (attempt.exit or {}).get("code") == AttemptExit.REFUSED]
+    return sum(not _reason(attempt).startswith(WRONG) for attempt in refused) >= REFUSALS
+
+
+def doubts(earlier: Sequence[Attempt], key: str) -> bool:
+    """Bytes of `key` that arrive wrong are this node's fault, and not yet the store's."""
+    return sum(_reason(attempt).startswith(f"{WRONG}: {key}: ") for attempt in earlier) < REFUSALS
+
+
+def _reason(attempt: Attempt) -> str:
+    return str((attempt.exit or {}).get("reason"))
 
 
 class Record:

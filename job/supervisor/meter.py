@@ -38,7 +38,7 @@ class Spent:
 
 
 class Meter:
-    """Counts from launch. `refresh` asks AWS for prices and may take seconds; everything else is arithmetic."""
+    """Counts from launch. `refresh` and `news` ask AWS, which may take seconds; everything else is arithmetic."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Meter:
         self._spot_price = spot_price
         self._prices: dict[int, Decimal] = {}
         self._asked_at: float | None = None
+        self._at_ceiling = False
 
     def refresh(self, now: float) -> None:
         """Looks up the price of each hour begun and not yet known, at most once a minute."""
@@ -69,6 +70,18 @@ class Meter:
                     self._asked_at = now
                     return
                 self._prices[hour] = price
+
+    def news(self, now: float) -> str | None:
+        """Refreshed: the words for the log where a price has become known, or its ceiling stands in for it."""
+        self.refresh(now)
+        spent = self.spent(now)
+        was, self._at_ceiling = self._at_ceiling, spent.ceiling_s > 0
+        if self._at_ceiling == was:
+            return None
+        price = f"${spent.usd_per_hour} an hour"
+        if self._at_ceiling:
+            return f"AWS tells no spot price: compute counts at its ceiling, {price}, until it does"
+        return f"AWS tells the spot price, {price}: counted from the launch on"
 
     def spent(self, now: float) -> Spent:
         """Up to `now`, to a ten-thousandth of a dollar."""

@@ -15,15 +15,15 @@ from typing import Any
 import runs
 
 from job import atomic
+from job.contract.reading import iso
 from job.run_file import Node, config_digest, load
 from job.spec import Checkpoint
+from job.supervisor.attempt import Supervisor
 from job.supervisor.child import Log
 from job.supervisor.commits import commits
 from job.supervisor.metadata import Metadata
 from job.supervisor.publish import Publisher
 from job.supervisor.store import FolderStore, Store, StoreError
-from job.supervisor.supervisor import Supervisor
-from job.supervisor.underway import iso
 from job.supervisor.world import World
 
 STEPS = 12  # of runs.TINY

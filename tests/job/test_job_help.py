@@ -115,7 +115,7 @@ def test_a_trainer_that_died_while_it_waited_is_started_anew_and_one_not_needed_
         return SimpleNamespace(run=lambda: 0 if trains and world.start(2) else 75)
 
     monkeypatch.setattr("job.supervisor.child.Child", Waiting)
-    monkeypatch.setattr("job.supervisor.supervisor.Supervisor", attempt)
+    monkeypatch.setattr("job.supervisor.attempt.Supervisor", attempt)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
     assert supervise(runs.place(tmp_path, runs.tree())) == (0 if trains else 75)

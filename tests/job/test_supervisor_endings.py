@@ -13,7 +13,7 @@ from supervisor_world import STEPS, Bench, Death, FakeTrainer, FaultyStore, inte
 
 from job import atomic
 from job.spec import GrowthConfig
-from job.supervisor import arrival
+from job.supervisor import attempts
 from job.supervisor.store import StoreError
 
 
@@ -293,7 +293,7 @@ def test_a_crash_publishes_what_was_committed_and_leaves_the_run_open(tmp_path: 
 def test_a_silent_trainer_is_killed_as_a_crash_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], step: int, patience_s: int
 ) -> None:
-    monkeypatch.setattr("job.supervisor.supervisor.TICK_S", 10.0)
+    monkeypatch.setattr("job.supervisor.attempt.TICK_S", 10.0)
     bench = Bench(tmp_path)
     for section, changed in settings.items():
         bench.tree["job"]["parameters"][section].update(changed)
@@ -354,17 +354,17 @@ def test_a_dataset_that_arrives_damaged_on_three_nodes_fails_for_good(tmp_path: 
     assert [bench.attempt(f"i-{number}").run() for number in (1, 2)] == [71, 71]  # it may be the node's fault
     last = bench.attempt("i-3")
     assert last.run() == 70
-    assert not arrival.accepts(
-        last
+    assert not attempts.accepts(
+        last.earlier
     )  # what arrives wrong uses up none of the nodes that may be refused for what they are
     assert "sha256 is" in bench.json("done.json")["detail"]
     assert bench.trainers == []
 
 
 def test_a_node_is_doubted_for_what_not_two_others_have_received_wrong() -> None:
-    wrong = [{"reason": f"{arrival.WRONG}: {key}: sha256 is 0"} for key in ("w.bin", "w.bin", "v.bin")]
-    this: Any = SimpleNamespace(earlier=[SimpleNamespace(exit=each) for each in wrong])
-    assert [arrival.doubts(this, key) for key in ("w.bin", "v.bin", "u.bin")] == [False, True, True]
+    wrong = [{"reason": f"{attempts.WRONG}: {key}: sha256 is 0"} for key in ("w.bin", "w.bin", "v.bin")]
+    earlier: Any = [SimpleNamespace(exit=each) for each in wrong]
+    assert [attempts.doubts(earlier, key) for key in ("w.bin", "v.bin", "u.bin")] == [False, True, True]
 
 
 def test_an_outage_delays_uploads_and_stops_nothing(tmp_path: Path) -> None:

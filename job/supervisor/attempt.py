@@ -1,0 +1,567 @@
+"""One attempt at the run on this node, from its arrival to its end: the parent of the trainer.
+
+It arrives (record, meter, what training needs on this disk), trains (starts, watches, publishes), and ends in one of
+five ways: finished (or at a limit of the run), failed for good, interrupted, crashed, or over before it began. Only the
+first two write done.json, last of all. See docs/interruptions.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeVar
+
+from job import atomic
+from job.contract import bucket
+from job.contract.attempt import Beat, Record
+from job.contract.codes import AttemptExit, TrainerExit
+from job.contract.commit import BEST
+from job.contract.messages import Accept, Fatal, Message, Save, Spent, Stop, Unreadable, UsedRung
+from job.contract.reading import iso
+from job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
+from job.run_file import Node, RunFile
+from job.supervisor import attempts, machine, receipt, staging
+from job.supervisor.child import FIRST_SIGN_S, Progress
+from job.supervisor.compile_cache import CompileCache
+from job.supervisor.forecast import RESERVE_S, Forecast
+from job.supervisor.meter import Meter
+from job.supervisor.publish import Publisher
+from job.supervisor.store import StoreError
+from job.supervisor.uploads import Pulse, Uploader
+from job.supervisor.world import Cause, Trainer, World
+
+TICK_S = 0.25
+STOPPED_BY_HAND = "stopped"
+SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
+MARGIN_S = 5.0  # between a predicted publication and the end of the machine
+SIGTERM_S = 105.0  # docker stop waits 115 s
+PATIENCE_S = 120.0  # at least, for a trainer asked to stop at a limit
+LINES = 3  # that must be missing before a trainer told to write few is taken for stuck
+FINISH_S = 900.0  # to upload everything; then the attempt counts as crashed and the next one does it
+CRASH_S = 120.0  # to publish what the trainer had committed
+LATE_S = 60.0  # AWS may take the machine later than it said
+T = TypeVar("T")
+
+
+class InterruptedEarlyError(Exception):
+    """The machine goes away before training began."""
+
+
+class Supervisor:
+    """One attempt. `run` gives the exit code for the node."""
+
+    record: attempts.Record  # these three once it is registered
+    earlier: list[attempts.Attempt]  # replaced as a whole, by the pulse's thread
+    meter: Meter
+
+    def __init__(self, run: RunFile, node: Node, workdir: Path, world: World) -> None:
+        self.run_file, self.node, self.workdir, self.world = run, node, workdir, world
+        self.cause: Cause | None = None
+        self.say = world.log.say
+        self.store, self.clock = world.store, world.clock
+        self.forecast = Forecast(run.config, run.estimate, node.type)
+        self.publisher = Publisher(store=self.store, workdir=workdir, stamp=self._stamp, say=self.say)
+        self.uploader = Uploader(self.publisher, world.uploads, self.clock, self.say, self.forecast.upload_s)
+        self.graphs = CompileCache(run, self.store, workdir, self.say)
+        self.pulse = Pulse(
+            store=self.store,
+            instance=node.instance,
+            log=world.log.path,
+            publisher=self.publisher,
+            executor=world.pulse,
+            also=self._refresh,
+            say=self.say,
+        )
+        self.staging = staging.Stage(
+            store=self.store,
+            run=run,
+            workdir=workdir,
+            say=self.say,
+            check=self._check,
+            pause=world.sleep,
+            doubts=lambda key: attempts.doubts(self.earlier, key),
+        )
+        self.progress = Progress(workdir / METRICS, self.clock)
+        self.resumed_step = 0
+        self.rung = 0
+        self.asked = False  # to end the run
+        self._beat_at = float("-inf")
+        self._metered = False
+        self.killed = ""  # why
+        self._child: Trainer | None = None
+        self._kill_at: float | None = None
+        self._advised: str | None = None
+        self._spent_at = float("-inf")
+
+    def run(self) -> int:
+        """Until the attempt has ended, whatever way."""
+        try:
+            if (over := self._over()) is not None:
+                self.say(f"the run is over already: {over.get('reason')}")
+                return AttemptExit.FAILED if over.get("reason") in ("failed", "boot-loop") else AttemptExit.FINISHED
+            self._patiently(self._register, "what earlier attempts left")
+            self._ask_price()  # before any limit is judged
+            self._beat()
+            if lacking := self._lacking():
+                return self._crashed(f"node refused: {lacking}", code=AttemptExit.REFUSED)
+            try:
+                self._stage()
+            except ValueError as error:  # wrong on every node
+                return self._finish("failed", str(error))
+            self._look()
+            return self._conclude(self._train())
+        except InterruptedEarlyError:
+            self._look()
+            return self._interrupted()
+        except staging.MismatchError as error:  # memory or disk of this node, until others have said the same
+            if attempts.doubts(self.earlier, error.key):
+                return self._crashed(f"{attempts.WRONG}: {error}", code=AttemptExit.REFUSED)
+            return self._finish("failed", str(error))
+        except StoreError as error:
+            return self._crashed(f"the store: {error}")
+        except OSError as error:
+            return self._crashed(f"this node's disk: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it leaves a record and what was committed
+            self.say(traceback.format_exc())
+            return self._crashed(f"{type(error).__name__}: {error}")
+        finally:
+            if self._child is not None:
+                self._child.kill()
+            self.publisher.cancel()  # nothing under way keeps this process
+            self.graphs.cancel()
+
+    # Arriving ---------------------------------------------------------------------------------------------------------
+
+    def _over(self) -> dict[str, Any] | None:
+        """done.json, where the run has ended already. Raises StoreError."""
+        return atomic.parse_object(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
+
+    def _register(self) -> None:
+        """Earlier attempts and their cost, and this one's record beside theirs. Raises StoreError, OSError."""
+        staging.clear(self.workdir)
+        log = self.store.get_bytes(LOG)
+        if log:
+            atomic.write_bytes(self.world.log.path, log)
+        self.record = attempts.Record(self.store, self.node.instance)
+        self.earlier = attempts.read(self.store, self.run_file, but=self.node, say=self.say)
+        self.meter = Meter(
+            rates=self.run_file.rates(self.node.type, self.node.zone),
+            launched_at=self.node.launched_at,
+            fixed_usd=self.run_file.fixed_usd,
+            prior_usd=sum((attempt.usd for attempt in self.earlier), Decimal(0)),
+            prior_s=sum((attempt.seconds for attempt in self.earlier), Decimal(0)),
+            spot_price=self.world.spot_price,
+        )
+        self._metered = True
+        # Where memory really ran out. A phase that is predicted not to fit, the trainer takes lower by itself.
+        self.rung = max([attempt.floor for attempt in self.earlier if attempt.type == self.node.type], default=0)
+        self.say(f"attempt {len(self.earlier) + 1} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
+        self.record.update(
+            type=self.node.type,
+            zone=self.node.zone,
+            launched_at=iso(self.node.launched_at),
+            attempt=len(self.earlier) + 1,
+            supervised_at=iso(self.clock()),
+            ranks=self.world.ranks,
+            **machine.record(self.world.gpus() if self.run_file.config.device == "cuda" else ()),
+        )
+
+    def _lacking(self) -> str | None:
+        """Why this node is refused before anything is staged: the trainer would make do with the GPUs it finds."""
+        config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
+        if config.device != "cuda" or attempts.accepts(self.earlier):
+            return None
+        found, needed = len(self.world.gpus()), config.ranks(listed) if listed else 0
+        return None if found >= needed else f"{found} working GPUs, this run uses {needed} of {self.node.type}'s"
+
+    def _stage(self) -> None:
+        """Dataset, base weights, checkpoint, results of later stages, compiled graphs.
+
+        Raises InterruptedEarlyError, StoreError, MismatchError, OSError; ValueError when no other node could do better.
+        """
+        staging.inputs(self.staging)
+        self._resume()
+        if lines := self._patiently(self.publisher.stages.restore, STAGES):
+            self.say(f"{lines} results of its stages are there already")
+        self.graphs.restore(self._check)
+        self._check()
+
+    def _fall_back(self, unreadable: Unreadable) -> bool:
+        """A checkpoint whose bytes are right cannot be read: the store's one before it. False: there is none."""
+        if not staging.set_aside(self.staging, unreadable.step, unreadable.problem):
+            return False
+        self._drain(self.clock() + CRASH_S)
+        shutil.rmtree(self.workdir / CHECKPOINTS, ignore_errors=True)
+        self._resume()
+        return True
+
+    def _resume(self) -> None:
+        """Brings the store's newest good checkpoint, and the log that belongs to it."""
+        manifest = staging.checkpoint(self.staging)
+        self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
+        if manifest is not None:
+            # Before anything may end this attempt: it prunes what it does not know of.
+            self._patiently(lambda: self.publisher.resumed(manifest), BEST)
+            if not staging.best_too(self.staging, manifest.commit.step):
+                self.publisher.forget_best(manifest)
+            metrics = self._patiently(lambda: self.store.get_bytes(METRICS), METRICS)
+            if metrics:
+                atomic.write_bytes(self.workdir / METRICS, metrics)
+        self.progress.skip(self.resumed_step)
+        self.record.update(resumed_step=self.resumed_step)
+        if manifest is not None:
+            with suppress(StoreError):  # a heartbeat sends it then; lost before one, this node would seem to begin anew
+                self.record.flush()
+
+    def _patiently(self, act: Callable[[], T], what: str) -> T:
+        return staging.retried(self.staging, act, what)
+
+    def _check(self) -> None:
+        self._between()
+        if self._leaving() is not None:
+            raise InterruptedEarlyError
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> int:
+        """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
+        if attempts.accepts(self.earlier):
+            self._tell(Accept())
+        while self.cause is None or self._owes_model():
+            self.record.update(floor=self.rung)
+            with suppress(OSError):  # what an earlier start left says nothing of this one
+                (self.workdir / RUNG).unlink(missing_ok=True)
+            self._child = self.world.start(self.rung)
+            self.progress.grew_at = self.clock()
+            while (code := self._child.poll()) is None:
+                self._tick()
+                self.world.sleep(TICK_S)
+            self.progress.poll()
+            self._take_notes()
+            unreadable = self._unreadable(code)
+            if unreadable is not None and self.cause is None and self._fall_back(unreadable):
+                continue
+            if code != TrainerExit.OUT_OF_MEMORY or self.cause is not None:
+                return code
+            used = UsedRung.read(self.workdir)
+            at, lower = (self.rung, self.rung + 1) if used is None else (used.rung, used.lower)
+            if lower is None or lower >= len(self.run_file.config.ladder(self.world.ranks)):
+                detail = f"at the end of the ladder, rung {at}. Choose a type with more GPU memory."
+                Fatal(error="out of memory", detail=detail).write(self.workdir)
+                return TrainerExit.FATAL
+            self.say(f"out of memory on rung {at}: again on rung {lower}")
+            self.rung = lower
+        return TrainerExit.STOPPED
+
+    def _owes_model(self) -> bool:
+        """Stopped by hand before this node trained: the trainer starts to leave what the checkpoint holds. At a limit
+        it does not: there is no money for it.
+        """
+        return self._by_hand and self._child is None and self.resumed_step > 0
+
+    @property
+    def _by_hand(self) -> bool:
+        return self.cause is not None and self.cause.reason == STOPPED_BY_HAND
+
+    def _unreadable(self, code: int) -> Unreadable | None:
+        return Unreadable.read(self.workdir) if code == TrainerExit.UNREADABLE else None
+
+    def _tick(self) -> None:
+        now = self.clock()
+        self.progress.poll()
+        if self.progress.first_at is not None and "started_s" not in self.record.fields:
+            self.record.update(started_s=round(self.progress.first_at - self.node.launched_at, 3))
+        self.uploader.poll()
+        if self.cause is None and self.uploader.idle:
+            self.graphs.poll(self.world.uploads)
+        self.forecast.learn(self.publisher.measured)
+        if now >= self._spent_at + SPENT_S:
+            self._spent_at = now
+            self._tell(Spent(spent_usd=str(self.meter.spent(now).usd), at=now))
+        self._look()
+        self._between()
+        advice = self.world.metadata.save_wanted
+        if advice is not None and advice != self._advised:
+            self._advised = advice
+            self._tell(Save(reason=advice))
+        self._end_if_stuck(now)
+
+    def _leaving(self) -> Cause | None:
+        """Why and when this machine goes away, from the first sign on. Nothing else asks for a notice."""
+        if (notice := self.world.metadata.notice) is not None:
+            return Cause(reason="notice", deadline=notice)
+        if (terminated := self.world.terminated()) is not None:
+            return Cause(reason="sigterm", deadline=terminated + SIGTERM_S)
+        return None
+
+    def _look(self) -> None:
+        """Is there a cause to stop? The first one decides, and a stop by hand is waited for until a limit."""
+        now, leaving = self.clock(), self._leaving()
+        end_s = self.forecast.end_s(self.progress.step, self.progress.step_s)
+        if self.cause is not None:
+            if self._by_hand and self._kill_at is not None and self._limit(now, end_s):
+                self._kill_at = min(self._kill_at, now + max(PATIENCE_S, 3 * end_s))
+            return
+        if leaving is not None:
+            self.cause = leaving
+        elif (limit := self._limit(now, end_s)) is not None:  # before a stop by hand, which has more time
+            self.cause = Cause(reason=limit)
+        elif self.asked:
+            self.cause = Cause(reason=STOPPED_BY_HAND)
+        if self.cause is not None:
+            self._stop(self.cause, now)
+            if self.cause.deadline is not None:
+                self._note(self.cause, now)
+
+    def _limit(self, now: float, end_s: float) -> str | None:
+        return self.meter.limit(now, self.run_file.limits, end_s + RESERVE_S)
+
+    def _stop(self, cause: Cause, now: float) -> None:
+        forecast = self.forecast.end_s if cause.deadline is None else self.forecast.stop_s
+        needed = forecast(self.progress.step, self.progress.step_s)
+        save = cause.deadline is None or now + needed + MARGIN_S <= cause.deadline
+        left = f", {(cause.deadline or now) - now:.0f} s left, save and upload need {needed:.0f} s"
+        self.say(f"stopping: {cause.reason}{'' if cause.ends else left}{'' if save else ': nothing more is saved'}")
+        self.graphs.cancel()
+        if save and cause.deadline is not None:
+            self.uploader.hurry(cause.deadline)
+        # By hand nothing presses, and it may still be starting, compiling or growing: only then does it look.
+        patience = max(FIRST_SIGN_S if self._by_hand else PATIENCE_S, 3 * needed)
+        self._kill_at = now + patience if cause.deadline is None else cause.deadline
+        if not self._tell(Stop(reason=cause.reason, save=save, ends=cause.ends, deadline=cause.deadline)):
+            self._kill_at = now  # it cannot be asked
+
+    def _end_if_stuck(self, now: float) -> None:
+        assert self._child is not None
+        newest = max(self._child.output_at, self.progress.grew_at)
+        patience = max(self.progress.quiet_limit_s(), LINES * self.forecast.line_s(self.progress.step))
+        if self._kill_at is not None and now >= self._kill_at:
+            self.killed = "the trainer did not stop in time"
+        elif now - newest > patience:
+            self.killed = f"no sign of progress for {now - newest:.0f} s"
+        else:
+            return
+        self.say(f"{self.killed}: killed")
+        self._child.kill()
+
+    def _conclude(self, code: int) -> int:
+        """What the trainer's end makes of the attempt."""
+        if code == TrainerExit.FINISHED:
+            return self._finish("finished")
+        if code == TrainerExit.FATAL:
+            fatal = Fatal.read(self.workdir)
+            lost = "the reason is in job.log; no disk took fatal.json"
+            return self._finish("failed", f"{fatal.error}: {fatal.detail}" if fatal else lost)
+        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may do
+            problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
+            return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
+        if self.cause is not None and self.cause.ends:
+            detail = "" if code == TrainerExit.STOPPED else self.killed or f"the trainer ended with {code}"
+            return self._finish(self.cause.reason, detail)
+        if self.cause is not None:
+            return self._interrupted()
+        if (unreadable := self._unreadable(code)) is not None:
+            return self._crashed(f"{unreadable.problem}, and there is none before it")
+        return self._crashed(self.killed or f"the trainer ended with {code}")
+
+    def _tell(self, message: Message) -> bool:
+        """Writes what the trainer reads. False when the disk refuses."""
+        try:
+            message.write(self.workdir)
+        except OSError as error:
+            self.say(f"{message.FILE} cannot be written: {error}")
+            return False
+        return True
+
+    # Ending -----------------------------------------------------------------------------------------------------------
+
+    def _finish(self, reason: str, detail: str = "") -> int:
+        """Everything uploaded, receipt, then done.json. 0, 70 for `failed`, or 1 when the store does not take it."""
+        code = AttemptExit.FAILED if reason == "failed" else AttemptExit.FINISHED
+        self.say(f"the run ends: {reason} {detail}".rstrip())
+        until = self.clock() + FINISH_S
+        all_sent = self._drain(until if code == AttemptExit.FINISHED else self.clock() + CRASH_S)
+        if code == AttemptExit.FINISHED and not all_sent:
+            return self._crashed("the last checkpoints could not be uploaded")
+        try:
+            self._insist(until, lambda: self._beside(self.publisher.outputs))
+            at = iso(self.clock())
+            self.record.update(exit={"code": code, "reason": reason, "notice": False, "at": at})
+            self._insist(until, lambda: self.pulse.last(self.heartbeat()))
+            self._insist(until, lambda: self._write_receipt(reason, detail, at))
+            self._insist(until, self.record.flush)
+            self._insist(until, lambda: self.store.put_bytes(self.world.log.path.read_bytes(), LOG))
+            done = {"schema": 1, "reason": reason, "detail": detail, "instance": self.node.instance, "at": at}
+            self._insist(until, lambda: self.store.put_bytes(atomic.json_bytes(done), bucket.DONE))
+        except OSError as error:
+            return self._crashed(f"the end of the run could not be written: {error}")
+        return code
+
+    def _interrupted(self) -> int:
+        """Publishes what there is time for, then says so. 75: this machine must not go on."""
+        cause = self.cause
+        assert cause is not None
+        assert cause.deadline is not None
+        self.uploader.hurry(cause.deadline)
+        published = self._drain(cause.deadline + (LATE_S if cause.reason == "notice" else 0.0))
+        self.say(
+            f"interrupted ({cause.reason}); newest published step {self.publisher.newest}"
+            + ("" if published else "; more was committed, and is lost")
+        )
+        self._leave(attempts.interruption(cause, self.clock()))
+        return AttemptExit.INTERRUPTED
+
+    def _crashed(self, why: str, code: int = AttemptExit.CRASHED) -> int:
+        """Publishes what the trainer had committed. The node counts such ends and shuts down without a done marker, so
+        that the fleet brings another. `code` REFUSED: this node is a bad one.
+        """
+        self.say(f"this attempt failed: {why}")
+        if self._metered:
+            self._drain(self.clock() + CRASH_S)
+            self._leave({"code": code, "reason": why, "notice": False, "at": iso(self.clock())})
+        return code
+
+    def _leave(self, ending: dict[str, Any]) -> None:
+        self.record.update(exit=ending)
+        for act in (self.record.flush, lambda: self.pulse.last(self.heartbeat())):
+            try:
+                act()
+            except OSError as error:
+                self.say(f"not written: {error}")
+
+    def _drain(self, until: float) -> bool:
+        """Uploads what is committed until there is no more, or no more time. True: nothing is left."""
+        self.uploader.poll()
+        while not self.uploader.idle and self.clock() < until:
+            self._between()
+            self.world.sleep(TICK_S)
+            self.uploader.poll()
+        return self.uploader.idle
+
+    def _beside(self, act: Callable[[], None]) -> None:
+        """`act` in the thread of the uploads where that has no more to do, with heartbeats meanwhile."""
+        if not self.uploader.idle:
+            return act()
+        doing = self.world.uploads.submit(act)
+        while not doing.done():
+            self._between()
+            self.world.sleep(TICK_S)
+        return doing.result()
+
+    def _insist(self, until: float, act: Callable[[], Any]) -> None:
+        pause = 2.0
+        while True:
+            try:
+                act()
+                return
+            except StoreError as error:
+                if self.clock() + pause > until:
+                    raise
+                self.say(f"{error}; again in {pause:.0f} s")
+                again = self.clock() + pause
+                while self.clock() < again:
+                    self._between()
+                    self.world.sleep(TICK_S)
+                pause = min(2 * pause, 60.0)
+
+    def _write_receipt(self, reason: str, detail: str, at: str) -> None:
+        """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
+        try:
+            run, record = self.run_file, self.record.fields
+            own = Record.from_json(record, lambda why: self.say(f"of this node's record: {why}"))
+            every = [*self.earlier, attempts.of(run, self.node.instance, own, self.heartbeat())]
+            measurement = receipt.measure(run, every, self.workdir, record, at=at)
+            made = receipt.build(run, every, reason=reason, detail=detail, at=at, measurement=measurement)
+            text = receipt.text(made)
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            self.say(f"no receipt: {type(error).__name__}: {error}")
+            return
+        self.store.put_bytes(atomic.json_bytes(made), RECEIPT)
+        with suppress(OSError):
+            atomic.write_json(self.workdir / RECEIPT, made)
+        self.world.log.write((text + "\n").encode())
+
+    # What it says of itself -------------------------------------------------------------------------------------------
+
+    def heartbeat(self) -> Beat:
+        """One line of heartbeat/<instance>.jsonl. Also what later attempts know of this one's cost."""
+        now, seen = self.clock(), self.progress.record
+        spent = self.meter.spent(now)
+        return Beat(
+            ts=iso(now),
+            step=self.progress.step,
+            phase=seen.get("phase"),
+            loss=seen.get("loss"),
+            tok_s=seen.get("tok_s"),
+            step_s=self.progress.step_s,
+            spent_usd=spent.usd,
+            attempt_usd=spent.attempt_usd,
+            attempt_s=spent.attempt_s,
+            lived_s=Decimal(f"{now - self.node.launched_at:.3f}"),
+            compute_usd=spent.compute_usd,
+            usd_per_hour=spent.usd_per_hour,
+            ceiling_s=spent.ceiling_s,
+        )
+
+    def _between(self) -> None:
+        """While anything takes its time: heartbeats, and the first sign that the machine goes away is noted at once,
+        though the run may be ending anyway; uploads hurry then too.
+        """
+        now, leaving = self.clock(), self._leaving()
+        if leaving is not None and leaving.deadline is not None and "exit" not in self.record.fields:
+            self.uploader.hurry(leaving.deadline)
+            self._note(leaving, now)
+        elif now >= self._beat_at + self.run_file.config.checkpoint.heartbeat_s:
+            self._beat()
+
+    def _note(self, cause: Cause, now: float) -> None:
+        """At once: a machine taken away amid its last upload must not look like a crash to the next boot."""
+        self.record.update(exit=attempts.interruption(cause, now))
+        self._beat()
+
+    def _beat(self) -> None:
+        """Now, with what the trainer has left beside its metrics."""
+        self._beat_at = self.clock()
+        self._take_notes()
+        self.pulse.beat(self.heartbeat())
+
+    def _take_notes(self) -> None:
+        """What the trainer has left for attempts/<instance>.json, and what the fleet has said of earlier nodes."""
+        taken = attempts.reclaimed(self.earlier)
+        if taken != self.record.fields.get("reclaimed", {}):
+            self.record.update(reclaimed=taken)
+        used = UsedRung.read(self.workdir)
+        if used is not None and used.rung != self.record.fields.get("rung"):
+            self.record.update(rung=used.rung)
+        for name, file in (("preflight", PREFLIGHT), ("compiled", COMPILED)):
+            noted = atomic.read_object(self.workdir / file)
+            if noted is not None and noted != self.record.fields.get(name):
+                self.record.update(**{name: noted})
+
+    def _refresh(self) -> None:
+        if self.publisher.stages.added and "results" not in self.record.fields:
+            self.record.update(results=True)  # taken or lost after this, it has led somewhere: job/node/attempts.py
+        self.record.flush()
+        self._ask_price()
+        self.earlier = attempts.judged(self.earlier, self.world.fleet_changes, self.clock())
+        self.asked = self.asked or self.store.get_bytes(bucket.ASKED) is not None
+
+    def _ask_price(self) -> None:
+        if news := self.meter.news(self.clock()):
+            self.say(news)
+
+    def _stamp(self) -> dict[str, Any]:
+        spent = self.meter.spent(self.clock())
+        return {
+            "run": self.run_file.run,
+            "code_sha256": self.run_file.code_sha256,
+            "attempt": len(self.earlier) + 1,
+            "instance": self.node.instance,
+            "spent_usd": str(spent.usd),
+            "spent_s": str(spent.seconds),
+            "published_at": iso(self.clock()),
+        }
