@@ -27,6 +27,7 @@ from infra.pricing import bill_and_cheaper, bill_of, prepared_dataset
 from infra.readiness import not_ready
 from infra.run_guard import Previous, Verdict, judge
 from infra.selected import Selected
+from job.contract import run as run_file
 from job.dataset.prepare import DatasetManifest, verify
 from job.dataset.weights import WeightsManifest
 from job.dataset.weights import read as read_weights
@@ -145,7 +146,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
         dataset_folder=folder,
         weights=weights,
         weights_folder=weights_folder,
-        run_config=run_config.encode(
+        run_config=run_file.encode(
             run_config.run_config(definition, bill, inputs, expires=verdict.run.valid_until)
         ).decode(),
         warnings=(*missing, *map(str, found), *late, *filter(None, [far]), *verdict.warnings),

@@ -28,9 +28,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from job.contract.attempt import Node
 from job.contract.codes import AttemptExit
+from job.contract.environment import RUN_URI
+from job.contract.run import RunFile, load
 from job.contract.workdir import ENDED, LOG, PACKAGES, START
-from job.run_file import Node, RunFile, load
 from job.supervisor import bootstrap
 
 
@@ -100,7 +102,7 @@ def attempt(run: RunFile, node: Node, workdir: Path) -> int:
     )
     with Watch(metadata), ThreadPoolExecutor(1) as uploads, ThreadPoolExecutor(1) as pulse:
         world = World(
-            store=open_store(environment.get("GPUFLEET_RUN_URI") or f"{parent(str(workdir))}/store/{run.run}"),
+            store=open_store(environment.get(RUN_URI) or f"{parent(str(workdir))}/store/{run.run}"),
             metadata=metadata,
             start=start,
             terminated=lambda: terminated[0] if terminated else None,

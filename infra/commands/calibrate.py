@@ -23,6 +23,7 @@ from infra.errors import GpufleetError
 from infra.loader import load, project_root
 from infra.readiness import command
 from job import atomic, measured, probe
+from job.contract.run import probe_document
 from job.contract.workdir import DATA, INPUTS, RUN
 from job.spec import JobConfig
 from job.spec.common import EVALUATIONS_PROBED
@@ -207,8 +208,7 @@ def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Pat
                 f"{first}, or copy it and name the copy"
             )
         (workdir / name).symlink_to(folder.resolve(), target_is_directory=True)
-    job = {"experiment": definition.job.experiment, "parameters": asdict(plan.config)}
-    atomic.write_json(workdir / RUN, {"schema": 1, "job": job, "predicted": []})
+    atomic.write_json(workdir / RUN, probe_document(definition.job.experiment, asdict(plan.config)))
 
 
 def name_of(gpus: Sequence[machine.Gpu], config: JobConfig) -> str:

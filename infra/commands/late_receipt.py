@@ -18,8 +18,8 @@ from infra.commands import aws
 from infra.definition import StackDefinition
 from job.contract import bucket, reading
 from job.contract.reading import DoubtError, Fields
+from job.contract.run import load
 from job.contract.workdir import RUN
-from job.run_file import load
 from job.supervisor import attempts, fleet, receipt
 from job.supervisor.store import S3Store
 from job.text import stamp

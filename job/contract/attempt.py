@@ -7,15 +7,36 @@ bucket may have written them, so what cannot be is set aside, said, and taken fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from job.contract import reading
+from job.contract import environment, reading
 from job.contract.reading import DoubtError, Fields, epoch
 
 Aside = Callable[[str], None]  # is told what is set aside
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The machine of this attempt, as the node script names it."""
+
+    instance: str
+    type: str
+    zone: str
+    launched_at: float
+
+    @classmethod
+    def of(cls, given: Mapping[str, str], now: float) -> Node:
+        """From the container's environment; outside one, a node called `local` that starts now."""
+        launched = epoch(given.get(environment.LAUNCHED_AT, ""))
+        return cls(
+            instance=given.get(environment.INSTANCE_ID, "local"),
+            type=given.get(environment.INSTANCE_TYPE, "local"),
+            zone=given.get(environment.ZONE, ""),
+            launched_at=now if launched is None else launched,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from job.contract import environment
 from job.contract.workdir import RUN
 from job.node.outside import NOT_REACHED, ask, complaint
 from job.node.settings import Machine, Settings
@@ -69,11 +70,11 @@ def command(settings: Settings, machine: Machine, scratch: Path) -> list[str]:
     }
     told = {
         "PYTHONPATH": "/gpufleet/app",
-        "GPUFLEET_RUN_URI": f"s3://{settings.bucket}/{settings.run}",
-        "GPUFLEET_INSTANCE_ID": machine.instance,
-        "GPUFLEET_INSTANCE_TYPE": machine.type,
-        "GPUFLEET_ZONE": machine.zone,
-        "GPUFLEET_LAUNCHED_AT": machine.launched_at,
+        environment.RUN_URI: f"s3://{settings.bucket}/{settings.run}",
+        environment.INSTANCE_ID: machine.instance,
+        environment.INSTANCE_TYPE: machine.type,
+        environment.ZONE: machine.zone,
+        environment.LAUNCHED_AT: machine.launched_at,
     }
     return [
         *("docker", "run", "--name", name(machine), "--stop-timeout", str(STOP_S)),

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 from job import atomic
 from job.contract import bucket
-from job.contract.attempt import Beat, Record
+from job.contract.attempt import Beat, Node, Record
 from job.contract.codes import AttemptExit, TrainerExit
 from job.contract.commit import BEST
 from job.contract.messages import Accept, Fatal, Message, Save, Spent, Stop, Unreadable, UsedRung
 from job.contract.reading import iso
+from job.contract.run import RunFile
 from job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
-from job.run_file import Node, RunFile
 from job.supervisor import attempts, machine, receipt, staging
 from job.supervisor.child import FIRST_SIGN_S, Progress
 from job.supervisor.compile_cache import CompileCache

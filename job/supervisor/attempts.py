@@ -17,10 +17,10 @@ from typing import Any
 
 from job import atomic
 from job.contract import attempt, bucket, reading
-from job.contract.attempt import Aside, Beat
+from job.contract.attempt import Aside, Beat, Node
 from job.contract.codes import AttemptExit
 from job.contract.reading import epoch, iso
-from job.run_file import Node, RunFile
+from job.contract.run import RunFile
 from job.supervisor import fleet
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 from job.supervisor.store import Store, StoreError

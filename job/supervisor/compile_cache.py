@@ -19,8 +19,8 @@ from pathlib import Path
 
 from job import measured
 from job.contract import bucket
+from job.contract.run import RunFile
 from job.contract.workdir import GRAPHS
-from job.run_file import RunFile
 from job.supervisor.store import GivenUpError, Store, open_store, parent
 
 MOST_BYTES = 512 * 1024 * 1024  # of one node, in and out: a damaged or foreign folder must not cost minutes

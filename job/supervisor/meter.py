@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from job.run_file import Limits, Rates
+from job.contract.run import Limits, Rates
 from job.supervisor.store import ec2
 
 MINIMUM_S = Decimal(60)

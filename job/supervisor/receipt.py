@@ -23,8 +23,8 @@ from typing import Any
 
 from job import measured
 from job.contract import metrics
+from job.contract.run import RunFile
 from job.contract.workdir import METRICS
-from job.run_file import RunFile
 from job.supervisor.attempts import FREE_S, Attempt
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 

@@ -20,8 +20,8 @@ from job.contract.bucket import manifest_key
 from job.contract.commit import BEST, COMMIT, Best, Manifest
 from job.contract.inputs import DATASET, WEIGHTS, InputFile
 from job.contract.reading import DoubtError, Fields
+from job.contract.run import Dataset, RunFile
 from job.contract.workdir import CHECKPOINTS, DATA, EXPORTS, FINAL, INPUTS, RUN
-from job.run_file import Dataset, RunFile
 from job.supervisor.store import GivenUpError, MissingError, Store, StoreError, open_store, parent
 
 UNFIT = (DoubtError, MissingError)  # a checkpoint that must not be resumed from

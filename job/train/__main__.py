@@ -19,16 +19,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from job import atomic
 from job.contract.codes import TrainerExit
 from job.contract.messages import Ended, Fatal, Message, Preflight, Unreadable
+from job.contract.run import Task
 from job.contract.workdir import (
     ACCEPT,
     CHECKPOINTS,
@@ -36,11 +34,9 @@ from job.contract.workdir import (
     INPUTS,
     LOCK,
     METRICS,
-    RUN,
     START,
 )
-from job.run_file import config_digest
-from job.spec import EXPERIMENTS, JobConfig, from_json
+from job.spec import EXPERIMENTS
 from job.text import printable
 from job.train import banner, device, parallel, preflight
 from job.train.checkpoint import CheckpointDamagedError, Checkpoints
@@ -74,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     requests.heed_signals()
     if args.wait:
         with suppress(ValueError):  # said below
-            imported(Run.read(args.workdir).name)
+            imported(Task.read(args.workdir).name)
         args.rung = await_start(args.workdir)
     return train(args.workdir, args.rung, requests)
 
@@ -83,7 +79,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
     """The exit code."""
     world = parallel.expected()
     try:
-        run = Run.read(workdir)
+        run = Task.read(workdir)
         with alone(workdir):
             world = parallel.join(run.config.device)
             experiment, session = start(run, workdir, rung, requests, world)
@@ -178,28 +174,6 @@ def out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or short
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """run.json."""
-
-    name: str
-    config: JobConfig
-    digest: str
-    tree: dict[str, Any]
-
-    @classmethod
-    def read(cls, workdir: Path) -> Run:
-        """Raises ValueError."""
-        tree = atomic.read_object(workdir / RUN)
-        if tree is None:
-            raise ValueError(f"{workdir / RUN}: missing or not JSON")
-        try:
-            name, parameters = tree["job"]["experiment"], tree["job"]["parameters"]
-        except (KeyError, TypeError):
-            raise ValueError(f"{workdir / RUN}: job.experiment and job.parameters are needed") from None
-        return cls(name=name, config=from_json(name, parameters), digest=config_digest(name, parameters), tree=tree)
-
-
 def imported(name: str) -> Callable[[Session], Experiment]:
     """The class of an experiment."""
     module, _, kind = EXPERIMENTS[name].trainer.partition(":")
@@ -207,7 +181,7 @@ def imported(name: str) -> Callable[[Session], Experiment]:
     return found
 
 
-def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
+def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
     """Everything opened and checked, the banner said, nothing trained. Raises ValueError."""
     precision, inputs = run.config.precision, workdir / INPUTS
     bf16 = "bf16" in (precision.compute, *(run.config.state_dtype(i) for i in range(len(run.config.phases()))))
@@ -233,7 +207,7 @@ def start(run: Run, workdir: Path, rung: int, requests: Requests, world: World) 
         metrics=MetricsFile(workdir / METRICS),
         requests=requests,
         rung=rung,
-        predicted=run.tree.get("predicted") or [],
+        predicted=run.predicted,
         say=speak,
     )
     experiment = imported(run.name)(session)

@@ -24,8 +24,8 @@ from infra.cost.table import render
 from infra.definition import Disk, Keep, StackDefinition
 from infra.loader import load
 from infra.scenarios import scenario
-from job import run_file
-from job.run_file import Rates
+from job.contract import run as run_file
+from job.contract.run import Rates
 from job.spec import SftConfig
 from job.supervisor.forecast import RESERVE_S, Forecast
 from job.supervisor.meter import Meter

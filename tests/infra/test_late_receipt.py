@@ -13,13 +13,14 @@ from botocore.exceptions import ClientError
 from commands_world import EXPIRES, declare_bucket, declare_fleet, put
 
 from infra import receipts
-from infra.boot.run_config import encode, run_config
+from infra.boot.run_config import run_config
 from infra.catalog import load_catalog
 from infra.cli import main
 from infra.commands import aws
 from infra.commands.late_receipt import cut_off
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
+from job.contract.run import encode
 from rehearsal.cloud import Cloud
 
 

@@ -22,6 +22,7 @@ from infra.catalog import load_catalog
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError
+from job.contract import run as run_file
 
 PACK = Path(__file__).parents[2] / "policy"
 INPUTS: dict[str, Any] = {
@@ -47,7 +48,7 @@ def stack() -> StackDefinition:
 def resources() -> list[SimpleNamespace]:
     """Some of a run on two types, as the engine spells them."""
     bill = price(stack(), load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
-    content = run_config.encode(run_config.run_config(stack(), bill, INPUTS, expires="2026-12-01T00:00:00Z")).decode()
+    content = run_file.encode(run_config.run_config(stack(), bill, INPUTS, expires="2026-12-01T00:00:00Z")).decode()
     found = [
         ("aws:s3/bucket:Bucket", "gpufleet-growth", Properties(bucket=None)),
         (policy.OBJECT, "job-archive", Properties(content=None, source=None, bucket=None)),

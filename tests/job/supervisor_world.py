@@ -15,8 +15,9 @@ from typing import Any
 import runs
 
 from job import atomic
+from job.contract.attempt import Node
 from job.contract.reading import iso
-from job.run_file import Node, config_digest, load
+from job.contract.run import config_digest, load
 from job.spec import Checkpoint
 from job.supervisor.attempt import Supervisor
 from job.supervisor.child import Log

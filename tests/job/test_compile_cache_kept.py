@@ -9,7 +9,7 @@ import pytest
 from supervisor_world import Bench, FakeTrainer, FaultyStore, Inline, Queue
 
 from job import atomic
-from job.run_file import load
+from job.contract.run import load
 from job.supervisor import compile_cache
 from job.supervisor.compile_cache import FOLDER, MOST_BYTES, CompileCache, place
 from job.supervisor.store import FolderStore, StoreError

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from job.contract import bucket, codes, commit, inputs, workdir
+from job.contract import bucket, codes, commit, environment, inputs, workdir
 
 ROOT = Path(__file__).parents[2]
-OWNERS = (bucket, codes, commit, inputs, workdir)
+OWNERS = (bucket, codes, commit, environment, inputs, workdir)
 SOURCES = [path for folder in ("job", "infra", "rehearsal") for path in sorted((ROOT / folder).rglob("*.py"))]
 NAMES = {text for owner in OWNERS for name, text in vars(owner).items() if name.isupper() and isinstance(text, str)}
-FILES = {name for name in NAMES if "." in name}
+FILES = {name for name in NAMES if "." in name or name.startswith("GPUFLEET_")}
 FOLDERS = {name.rstrip("/") for name in NAMES if name.endswith("/")}
 FOLDERS |= {workdir.INPUTS, workdir.GRAPHS, workdir.PACKAGES}
 KINDS = (codes.TrainerExit, codes.AttemptExit)

@@ -18,11 +18,11 @@ from supervisor_world import Bench
 from job import measured
 from job.contract import metrics, reading
 from job.contract.commit import Best, Commit, Manifest
+from job.contract.run import RunFile, load
 from job.dataset import prepare, weights
 from job.experiments import kernel_stages
 from job.kernels.verdict import Verdict
 from job.ledger import Ledger
-from job.run_file import RunFile, load
 from job.spec.sft import SftConfig
 from job.supervisor import attempts, receipt, staging
 from job.supervisor.child import Progress

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import runs
 
-from job.contract.attempt import Record
-from job.run_file import Limits, Node, Rates, load
+from job.contract.attempt import Node, Record
+from job.contract.run import Limits, Rates, load
 from job.supervisor import attempts, fleet
 from job.supervisor.meter import Meter, spot_history
 from job.supervisor.store import FolderStore

@@ -12,7 +12,7 @@ import pytest
 import runs
 
 from job import measured
-from job.run_file import RunFile, load
+from job.contract.run import RunFile, load
 from job.supervisor import receipt
 from job.supervisor.attempts import Attempt
 

@@ -11,7 +11,7 @@ import pytest
 from supervisor_world import Bench, FaultyStore, commit, publisher, state
 
 from job.contract.commit import read as commit_of
-from job.run_file import load
+from job.contract.run import load
 from job.spec import GrowthConfig
 from job.supervisor import staging
 from job.supervisor.store import GivenUpError, MissingError, StoreError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from supervisor_world import Bench, Death, FakeTrainer, FaultyStore
 
-from job.run_file import Node
+from job.contract.attempt import Node
 from job.supervisor import attempts, staging
 from job.supervisor.store import FolderStore, GivenUpError, StoreError, open_store
 

@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import save_file
 from supervisor_world import Bench
 
+from job.contract.run import load
 from job.dataset import weights
 from job.dataset.prepare import read_manifest
 from job.models import hf_config
-from job.run_file import load
 from job.supervisor import staging
 
 INDEX = "model.safetensors.index.json"

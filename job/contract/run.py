@@ -1,20 +1,28 @@
-"""run.json as the supervisor reads it, and who this attempt is: everything given from outside, parsed once."""
+"""run.json: all that the job is told, known before the first resource and the same bytes on every machine.
+
+`document` writes it, once per run; `load` reads it for the supervisor, `Task` for the trainer. It holds no bucket name:
+the node gives the container its own address.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from job.contract import inputs, reading
+from job import atomic
+from job.contract import inputs as listing
+from job.contract import reading
 from job.contract.inputs import InputFile
-from job.contract.reading import DoubtError, Fields, epoch
+from job.contract.reading import DoubtError, Fields
+from job.contract.workdir import RUN
 from job.spec import JobConfig, from_json
 
+SCHEMA = 1
 LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill
 
 
@@ -109,24 +117,86 @@ class RunFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """The machine of this attempt, as the node script names it."""
+class Task:
+    """run.json as the trainer reads it."""
 
-    instance: str
-    type: str
-    zone: str
-    launched_at: float
+    name: str
+    config: JobConfig
+    digest: str
+    tree: dict[str, Any]
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], now: float) -> Node:
-        """From the container's environment; outside one, a node called `local` that starts now."""
-        launched = epoch(environment.get("GPUFLEET_LAUNCHED_AT", ""))
-        return cls(
-            instance=environment.get("GPUFLEET_INSTANCE_ID", "local"),
-            type=environment.get("GPUFLEET_INSTANCE_TYPE", "local"),
-            zone=environment.get("GPUFLEET_ZONE", ""),
-            launched_at=now if launched is None else launched,
-        )
+    def read(cls, workdir: Path) -> Task:
+        """Raises ValueError."""
+        tree = atomic.read_object(workdir / RUN)
+        if tree is None:
+            raise ValueError(f"{workdir / RUN}: missing or not JSON")
+        try:
+            name, parameters = tree["job"]["experiment"], tree["job"]["parameters"]
+        except (KeyError, TypeError):
+            raise ValueError(f"{workdir / RUN}: job.experiment and job.parameters are needed") from None
+        return cls(name=name, config=from_json(name, parameters), digest=config_digest(name, parameters), tree=tree)
+
+    @property
+    def predicted(self) -> list[dict[str, Any]]:
+        """What the bill says of each phase; nothing in a probe."""
+        return self.tree.get("predicted") or []
+
+
+def document(
+    *,
+    run: str,
+    stack: str,
+    owner: str,
+    region: str,
+    experiment: str,
+    parameters: Mapping[str, Any],
+    max_usd: Decimal,
+    max_hours: Decimal,
+    deadline: str | None,
+    expires: str,
+    capacity: str,
+    rates: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    estimate: Mapping[str, Any],
+    predicted: Sequence[Mapping[str, Any]],
+    inputs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
+
+    `rates`: per type {"on_demand", "spot": {zone: USD}, "gpus"}; `extras`: {"hourly_usd": {line: USD}, "fixed_usd"}.
+    `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
+    where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket.
+    `expires`: when AWS ends the fleet.
+    """
+    return {
+        "schema": SCHEMA,
+        "run": {"id": run, "stack": stack, "experiment": experiment, "owner": owner},
+        "region": region,
+        "job": {"experiment": experiment, "parameters": dict(parameters)},
+        "limits": {
+            "max_usd": str(max_usd),
+            "max_hours": str(max_hours),
+            "deadline": deadline,
+            "expires": expires,
+        },
+        "capacity": capacity,
+        "rates": dict(rates),
+        "extras": dict(extras),
+        "estimate": dict(estimate),
+        "predicted": list(predicted),
+        "inputs": dict(inputs),
+    }
+
+
+def probe_document(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trainer needs of run.json where no run is behind it."""
+    return {"schema": SCHEMA, "job": {"experiment": experiment, "parameters": dict(parameters)}, "predicted": []}
+
+
+def encode(tree: Mapping[str, Any]) -> bytes:
+    """The bytes of run.json: the node compares their sha256."""
+    return (json.dumps(tree, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
 def load(path: Path) -> RunFile:
@@ -232,9 +302,10 @@ def _document(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}; it is cut or damaged: bring it again, or {WANTED}") from error
     if "schema" not in tree:
         raise ValueError(f"{path}: JSON, but no run config: it has no `schema`; {WANTED}")
-    if tree["schema"] != 1:
+    if tree["schema"] != SCHEMA:
         raise ValueError(
-            f"{path}: a run config of schema {reading.show(tree['schema'])}, and this code reads 1; use its own version"
+            f"{path}: a run config of schema {reading.show(tree['schema'])}, and this code reads {SCHEMA}; "
+            "use its own version"
         )
     return tree
 
@@ -243,7 +314,7 @@ def _inputs(entry: Fields) -> Dataset:
     return Dataset(
         uri=entry.take("uri", reading.text, None),
         sha256=entry.take("sha256", reading.text, None),
-        files=inputs.files(entry),
+        files=listing.files(entry),
     )
 
 
