@@ -24,19 +24,14 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             sentences.append(f"storage.base_weights, {weights}, is not there: download the weights into that folder.")
         elif reason := _unlisted(folder):
             sentences.append(f"storage.base_weights, {weights}, {reason}: run `gpufleet prepare {name}`.")
-        else:
-            from infra.prepared import weights_differ  # here: most callers have none
-
-            if reason := weights_differ(definition, root):
-                sentences.append(f"storage.base_weights, {weights}, {reason}")
+        elif reason := definition.job.parameters.weights_differ(folder):
+            sentences.append(f"storage.base_weights, {weights}, {reason}")
     return sentences
 
 
 def command(definition: StackDefinition) -> str:
     """The `gpufleet prepare` that makes its dataset; sources that are files are named by hand."""
-    source = definition.job.parameters.data.source
-    by_hand = {"jsonl": " FILE.jsonl", "text": " FILE.txt", "million-llms": " FOLDER"}
-    return f"gpufleet prepare {definition.argument}{by_hand.get(source, '')}"
+    return f"gpufleet prepare {definition.argument} {definition.job.parameters.file_argument()}".rstrip()
 
 
 def _unlisted(folder: Path) -> str:
@@ -58,8 +53,7 @@ def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
     """
     if not (folder / DATASET).is_file():
         return "is not prepared"
-    from infra.prepared import dataset_differs  # here: most callers never have a local dataset
-    from job.dataset.prepare import read_manifest
+    from job.dataset.prepare import read_manifest  # here: most callers never have a local dataset
 
     try:
         manifest = read_manifest(folder)
@@ -70,3 +64,18 @@ def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
         if not place.is_file() or place.stat().st_size != file.bytes:
             return f"is incomplete ({file.name})"
     return dataset_differs(definition, root)
+
+
+def dataset_differs(definition: StackDefinition, root: Path) -> str:
+    """How the prepared dataset is another than the file's settings ask for, in words that follow its name; or nothing.
+
+    The node asks the same before it trains, when its set-up is paid for already. Raises ValueError for a folder that is
+    no prepared dataset.
+    """
+    from job.dataset.prepare import read_manifest
+
+    config = definition.job.parameters
+    manifest = read_manifest(root / definition.storage.dataset)
+    if manifest.kind != config.dataset_kind:
+        return f"is a dataset of {manifest.kind}, {definition.job.experiment} needs {config.dataset_kind}"
+    return config.dataset_differs(manifest, definition.storage.weights_folder(root))

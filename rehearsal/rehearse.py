@@ -56,7 +56,7 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
     if lacking := _lacking(definition):
         raise GpufleetError(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
-            f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}; stacks/pretrain-d64.yaml has one."
+            f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
         )
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.held(finished.parent):
@@ -76,7 +76,7 @@ def _lacking(definition: StackDefinition) -> list[str]:
     phases = sum(1 for size in definition.job.parameters.phases() if size.steps)
     return [
         *(["job.parameters.device: cpu"] if definition.job.parameters.device != "cpu" else []),
-        *([f"job.parameters.data.source: {generated}"] if data.source not in (generated, "tinystories") else []),
+        *([f"job.parameters.data.source: {generated}"] if definition.job.parameters.file_argument() else []),
         *(["storage.dataset: a folder"] if definition.storage.dataset.startswith("s3://") else []),
         *(["storage.base_weights: null"] if definition.storage.base_weights else []),
         *([f"estimate.step_ms: a list of {phases}"] if definition.estimate.step_ms is None else []),

@@ -42,7 +42,6 @@ from job.dataset.rendering import (
 )
 from job.dataset.shards import write_payload
 from job.dataset.untrained import untrained
-from job.spec.kernel import KernelConfig
 from job.spec.sft import SftConfig
 from job.text import counted
 
@@ -186,16 +185,6 @@ def prepare_packed(
     if how.prompts and not prompts:
         say(f"no held-out question is within data.longest, {how.longest} tokens: none is answered after training")
     return manifest
-
-
-def wanted(config: SftConfig | KernelConfig) -> dict[str, Any]:
-    """The facts that dataset.json must state of rows that this run config may train on."""
-    data = config.data
-    facts: dict[str, Any] = {"row": data.row, "longest": min(getattr(data, "longest", data.row), data.row)}
-    if isinstance(config, SftConfig):
-        facts |= {"loss_on": config.data.loss_on, "packing": config.measures.packing}
-        facts |= {} if config.measures.pretokenised else {"texts": True}
-    return facts | {"template": TEMPLATES[config.model.family].name}
 
 
 def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:

@@ -83,6 +83,18 @@ def foreign(template: Template, folder: Path) -> bool:
     return theirs != "" and template.end not in theirs
 
 
+def tokenizer_of(weights: Path | None, given: Path | None = None) -> Path | None:
+    """The tokenizer.json beside the base weights in the folder `weights`, else the one `given`, if any. Raises
+    ValueError where both are there and differ.
+    """
+    beside = None if weights is None else weights / FileTokenizer.kind
+    if beside is None or not beside.is_file():
+        return given
+    if given is not None and given.is_file() and given.read_bytes() != beside.read_bytes():
+        raise ValueError(f"{given} is not {beside}, the base weights' own, whose ids they know; leave out --tokenizer")
+    return given if given is not None and not given.is_file() else beside  # the error of a file that is not there
+
+
 class ChatTokenizer(Protocol):
     """What rendering and sampling need. `files` go into the prepared dataset, for `open_chat_tokenizer`."""
 

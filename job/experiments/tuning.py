@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from job import atomic
 from job.contract.workdir import FINAL
-from job.dataset import packed
 from job.dataset.prepare import DatasetManifest
 from job.dataset.rendering import (
     CHAT_TEMPLATE,
@@ -57,7 +56,7 @@ def check_dataset(session: Session, manifest: DatasetManifest, config: SftConfig
             f"{session.data} was prepared with {facts['tokenizer_id']}, and {beside} is the tokenizer beside the base "
             "weights, to which the dataset's ids mean other words; prepare it again, without --tokenizer"
         )
-    wanted = packed.wanted(config).items()
+    wanted = config.dataset_facts().items()
     differing = [f"{key} {facts[key]}, the run config {value}" for key, value in wanted if facts[key] != value]
     if differing:
         raise ValueError(f"{session.data} was prepared with {'; '.join(differing)}: prepare it again")

@@ -1,5 +1,6 @@
 """What kinds of job share: sections of parameters with their bounds, and the words in which a job says its work,
-memory and bytes. 1 GB = 1e9 bytes throughout.
+memory and bytes. 1 Say = Callable[[str], None]  # one line for who watches
+GB = 1e9 bytes throughout.
 
 A field's `metadata` holds its allowed values (`minimum`, `maximum`), so that the loader of the definition file and the
 job check the same bounds.
@@ -8,12 +9,13 @@ job check the same bounds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from job.text import counted
 
+Say = Callable[[str], None]  # one line for who watches
 GB = 1e9
 PART_BYTES = 64 * 1024 * 1024  # of an upload to S3: each part is a billed request
 DEVICE_RESERVE_GB = 1.0  # CUDA context, cuBLAS workspace, fragmentation: an estimate, on top of what torch allocates
@@ -247,3 +249,15 @@ def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, in
 def rate_in_words(value: float) -> str:
     """As it is written in a definition file: 2e-4, 0.02."""
     return f"{value:g}" if value >= 1e-3 else re.sub(r"e-0?", "e-", re.sub(r"\.?0+e", "e", f"{value:.3e}"))
+
+
+def too_short(
+    counts: Mapping[str, int | None], unit: str, least: int, sequence: int, notes: Mapping[str, str] | None = None
+) -> str:
+    """Which split of a dataset has fewer than the `least` units that data.sequence needs, or nothing."""
+    for split in ("train", "validation"):
+        count = counts.get(split)
+        if count is not None and count < least:
+            note = (notes or {}).get(split, "")
+            return f"has {count} {unit} for {split}{note}, data.sequence {sequence} needs at least {least}"
+    return ""

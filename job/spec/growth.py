@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from job.spec.common import (
     BELOW_ONE,
@@ -20,12 +21,17 @@ from job.spec.common import (
     Memory,
     PhaseSize,
     Rung,
+    Say,
     Sizes,
     bounded,
     cuts,
+    too_short,
     warmup_doubts,
 )
 from job.spec.job import JobConfig, remembered
+
+if TYPE_CHECKING:
+    from job.dataset.prepare import DatasetManifest
 
 CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
@@ -108,6 +114,7 @@ class GrowthConfig(JobConfig):
 
     trainer: ClassVar[str] = "job.experiments.tinystories_growth:TinystoriesGrowth"
     efficiency: ClassVar[float] = 0.5  # its own targets are 0.52 to 0.56 of its limit
+    dataset_kind: ClassVar[str] = "windows"
     leaves_speed: ClassVar[tuple[str, ...]] = (
         "steps_per_phase",
         "data.stories",
@@ -240,6 +247,47 @@ class GrowthConfig(JobConfig):
 
     def shortened(self, steps: int) -> GrowthConfig:
         return replace(self, steps_per_phase=min(self.steps_per_phase, -(-steps // len(_PHASES))))
+
+    def prepare(
+        self,
+        folder: Path,
+        *,
+        text: Path | None,
+        tokenizer: Path | None,
+        weights: Path | None,
+        say: Say,
+    ) -> DatasetManifest:
+        from job.dataset import prepare, sources
+
+        ids = sources.TextTokenizer(
+            model_vocab=self.model.vocab, cache=folder.parent / "cache", file=tokenizer, say=say
+        )
+        source: sources.Source
+        if text is not None:
+            source = sources.TextFile(path=text, text_tokenizer=ids)
+        elif self.data.source == "generated-stories":
+            source = sources.Generated(count=self.data.stories, seed=self.seed)
+        else:
+            source = sources.TinyStories(count=self.data.stories, text_tokenizer=ids, cache=ids.cache, say=say)
+        return prepare.prepare(folder, source, model_vocab=self.model.vocab, say=say)
+
+    def is_own_data(self, made_from: str) -> bool:
+        from job.dataset.sources import OWN_TEXT
+
+        return self.data.source == "tinystories" and made_from.startswith(OWN_TEXT)
+
+    def file_argument(self, *, own: bool = False) -> str:
+        return "FILE.txt" if own else ""
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        if manifest.vocab > self.model.vocab:
+            ids = manifest.vocab
+            return f"has {ids} ids, model.vocab is {self.model.vocab}: raise it to {ids} or more, or prepare anew"
+        notes = {"validation": " (1 % of the stories)"}
+        return too_short(manifest.tokens, "tokens", self.data.sequence + 1, self.data.sequence, notes)
+
+    def data_read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str]:
+        return manifest.tokens["train"], "token", "steps_per_phase"
 
     def rows(self) -> int:
         """Windows of a step."""

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from job.spec.common import (
     DEVICE_RESERVE_GB,
@@ -22,9 +23,13 @@ from job.spec.common import (
     Memory,
     PhaseSize,
     Rung,
+    Say,
     Sizes,
     processes,
 )
+
+if TYPE_CHECKING:
+    from job.dataset.prepare import DatasetManifest
 
 Self = TypeVar("Self", bound="JobConfig")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,6 +64,9 @@ class JobConfig(ABC):
     efficiency: ClassVar[float]
     # Settings of its own that leave the time of a step, an evaluation or a save as it is (SPEED_LEFT has the others').
     leaves_speed: ClassVar[tuple[str, ...]] = ()
+    dataset_kind: ClassVar[str]  # of dataset.json
+    file_arguments: ClassVar[dict[str, str]] = {}  # by data.source: what the user names for `gpufleet prepare`
+    takes_tokenizer: ClassVar[bool] = True
     container_options: ClassVar[str] = ""  # words for `docker run`
     may_stop_early: ClassVar[bool] = False
     several_ranks: ClassVar[bool] = False  # one process per GPU, and not one alone wherever it runs
@@ -145,6 +153,60 @@ class JobConfig(ABC):
     def changed(self: Self, **sections: Any) -> Self:
         """The same with other values."""
         return cast(Self, replace(cast(Any, self), **sections))
+
+    @abstractmethod
+    def prepare(
+        self,
+        folder: Path,
+        *,
+        text: Path | None,
+        tokenizer: Path | None,
+        weights: Path | None,
+        say: Say,
+    ) -> DatasetManifest:
+        """Its dataset in `folder`, made now from `text` or data.source, or found there. `weights`: the folder of base
+        weights. Raises ValueError.
+        """
+
+    def is_own_data(self, made_from: str) -> bool:
+        """Whether a dataset whose manifest says `made_from` is of a file of the user's, which is not named again."""
+        return not self.data.source.startswith("generated-")
+
+    def file_argument(self, *, own: bool = False) -> str:
+        """What `gpufleet prepare` takes beside the stack, where the source, or the data at hand (`own`), is a file of
+        the user's.
+        """
+        return self.file_arguments.get(self.data.source, "")
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        """How a prepared dataset of this kind is another than these parameters ask for, in words that follow its name;
+        or nothing. `weights`: the folder of base weights.
+        """
+        return ""
+
+    def check_dataset(self, folder: Path, say: Say) -> None:
+        """Warns of a prepared dataset. Raises ValueError for one that leaves nothing to learn."""
+        return None
+
+    def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
+        """Says what a dataset is that was prepared before."""
+        from job.dataset.prepare import describe
+
+        say(f"{folder} is prepared already: {describe(manifest)}")
+
+    def data_read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str] | None:
+        """Of a run whose length is given in steps: units to train on, what a unit is, and the setting. None: its length
+        is given in epochs.
+        """
+        return None
+
+    def weights_differ(self, folder: Path) -> str:
+        """What base weights in `folder` have against these parameters, in words that follow their name; or nothing."""
+        return ""
+
+    def check_weights(self, folder: Path, say: Say) -> None:
+        """Raises ValueError where a node could not read the base weights in `folder`, or would refuse them."""
+        return None
 
     def require(self) -> None:
         """Raises ValueError with every problem, for who is about to build the model."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from job.dataset.rendering import tokenizer_of
 from job.spec import decoder
 from job.spec.common import (
     GB,
@@ -25,6 +27,7 @@ from job.spec.common import (
     Memory,
     PhaseSize,
     Rung,
+    Say,
     Sizes,
     TokenBatch,
     bounded,
@@ -32,7 +35,11 @@ from job.spec.common import (
     in_gb,
     warmup_doubts,
 )
-from job.spec.job import JobConfig, remembered
+from job.spec.job import remembered
+from job.spec.tuning import TuningConfig
+
+if TYPE_CHECKING:
+    from job.dataset.prepare import DatasetManifest
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Of a worker, for each candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
@@ -91,7 +98,7 @@ class Funnel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelConfig(JobConfig):
+class KernelConfig(TuningConfig):
     """kernel-sft: all weights of a 7-8 B code model, 20 tasks x 10 candidates, judged on the node's GPUs and CPUs."""
 
     trainer: ClassVar[str] = "job.experiments.kernel:Kernel"
@@ -99,7 +106,6 @@ class KernelConfig(JobConfig):
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
     # Untrusted candidates run in namespaces, which docker's default profile forbids.
     container_options: ClassVar[str] = "--security-opt seccomp=unconfined"
-    several_ranks: ClassVar[bool] = True
 
     epochs: int = bounded(1, 1, 1000)
     seed: int = bounded(1337, 0, 2**31 - 1)
@@ -229,12 +235,30 @@ class KernelConfig(JobConfig):
     def doubts(self, steps: int) -> Iterator[str]:
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
 
-    def micro_setting(self) -> tuple[str, int]:
-        return "micro_tokens", self.data.row
+    def prepare(
+        self,
+        folder: Path,
+        *,
+        text: Path | None,
+        tokenizer: Path | None,
+        weights: Path | None,
+        say: Say,
+    ) -> DatasetManifest:
+        from job.dataset.kernel_pairs import prepare_kernels  # brings numpy
 
-    def rows(self) -> int:
-        """Packed rows of a step of training."""
-        return self.batch.tokens // self.data.row
+        return prepare_kernels(folder, self, text=text, tokenizer=tokenizer_of(weights, tokenizer), say=say)
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        """The trainer refuses one too short for a curriculum: it would act between two epochs, so between two steps."""
+        if differs := super(KernelConfig, self).dataset_differs(manifest, weights):
+            return differs
+        rows, per_step = int(manifest.facts.get("rows", 0)), self.rows()
+        if self.data.curriculum == "off" or not rows or rows * self.epochs > per_step:
+            return ""
+        return (
+            f"has {rows} rows, of which {self.epochs} epochs are one step of {per_step}, and data.curriculum "
+            f"{self.data.curriculum} acts between two: lower batch.tokens"
+        )
 
     @remembered
     def sizes(self) -> Sizes:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from job.spec.common import (
     BELOW_ONE,
@@ -21,12 +22,17 @@ from job.spec.common import (
     Memory,
     PhaseSize,
     Rung,
+    Say,
     Sizes,
     bounded,
     cuts,
+    too_short,
     warmup_doubts,
 )
 from job.spec.job import JobConfig, remembered
+
+if TYPE_CHECKING:
+    from job.dataset.prepare import DatasetManifest
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 LOGIT_BYTES = 16  # per token and symbol: bf16 product, fp32 capped logits, log-probabilities, gradient
@@ -111,6 +117,9 @@ class PretrainConfig(JobConfig):
 
     trainer: ClassVar[str] = "job.experiments.pretrain:Pretrain"
     efficiency: ClassVar[float] = 0.45
+    dataset_kind: ClassVar[str] = "characters"
+    file_arguments: ClassVar[dict[str, str]] = {"text": "FILE.txt"}
+    takes_tokenizer: ClassVar[bool] = False
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps", "early_stop", "data.characters", "data.held_out")
     may_stop_early: ClassVar[bool] = True
     several_ranks: ClassVar[bool] = True
@@ -237,6 +246,29 @@ class PretrainConfig(JobConfig):
     def shortened(self, steps: int) -> PretrainConfig:
         stop = replace(self.early_stop, after=max(self.early_stop.after, steps))
         return replace(self, steps=min(self.steps, steps), early_stop=stop)
+
+    def prepare(
+        self,
+        folder: Path,
+        *,
+        text: Path | None,
+        tokenizer: Path | None,
+        weights: Path | None,
+        say: Say,
+    ) -> DatasetManifest:
+        from job.dataset.characters import prepare_characters
+
+        return prepare_characters(folder, self.data, seed=self.seed, text=text, say=say)
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        held = manifest.facts.get("held_out", self.data.held_out)
+        if held != self.data.held_out:
+            return f"was prepared with data.held_out {held:g}, the file says {self.data.held_out:g}"
+        counts = {split: manifest.facts.get(f"{split}_characters") for split in ("train", "validation")}
+        return too_short(counts, "characters", 2 * self.data.sequence + 1, self.data.sequence)
+
+    def data_read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str]:
+        return manifest.facts["train_characters"], "character", "steps"
 
     def rows(self) -> int:
         return self.batch.rows

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from job.dataset.rendering import TEMPLATES
+from job.dataset.rendering import TEMPLATES, FileTokenizer, tokenizer_of
 from job.spec import decoder
 from job.spec.common import (
     Checkpoint,
@@ -23,6 +24,7 @@ from job.spec.common import (
     Memory,
     PhaseSize,
     Rung,
+    Say,
     Sizes,
     TokenBatch,
     bounded,
@@ -31,7 +33,12 @@ from job.spec.common import (
     rate_in_words,
     warmup_doubts,
 )
-from job.spec.job import JobConfig, remembered
+from job.spec.job import remembered
+from job.spec.tuning import TuningConfig
+from job.text import counted
+
+if TYPE_CHECKING:
+    from job.dataset.prepare import DatasetManifest
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
@@ -86,13 +93,12 @@ class Measures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SftConfig(JobConfig):
+class SftConfig(TuningConfig):
     """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
 
     trainer: ClassVar[str] = "job.experiments.sft:Sft"
     efficiency: ClassVar[float] = 0.45
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "data.examples", "data.held_out", "lora.alpha")
-    several_ranks: ClassVar[bool] = True
 
     epochs: int = bounded(3, 1, 1000)
     seed: int = bounded(1337, 0, 2**31 - 1)
@@ -226,12 +232,42 @@ class SftConfig(JobConfig):
         if self.method == "full" and lr == CosineAdamW().lr:
             yield f"method: full at an adapter's optim.lr, {rate_in_words(lr)}, the default: set it, 1e-5 for instance"
 
-    def micro_setting(self) -> tuple[str, int]:
-        return "micro_tokens", self.data.row
+    def longest(self) -> int:
+        return min(self.data.longest, self.data.row)
 
-    def rows(self) -> int:
-        """Packed rows of a step."""
-        return self.batch.tokens // self.data.row
+    def dataset_facts(self) -> dict[str, Any]:
+        facts = super(SftConfig, self).dataset_facts()
+        facts |= {"loss_on": self.data.loss_on, "packing": self.measures.packing}
+        return facts if self.measures.pretokenised else {**facts, "texts": True}
+
+    def facts_differ(self, manifest: DatasetManifest) -> Iterator[str]:
+        from job.dataset.packing import held_out_of  # brings numpy
+
+        yield from super(SftConfig, self).facts_differ(manifest)
+        if held := manifest.facts.get("held_out_examples", 0):
+            share = held_out_of(held + manifest.facts.get("examples", 0), self.data.held_out)
+            if held != share:
+                yield f"{counted(f'{held:,}', 'example')} held out, data.held_out in the file says {share:,}"
+
+    def prepare(
+        self,
+        folder: Path,
+        *,
+        text: Path | None,
+        tokenizer: Path | None,
+        weights: Path | None,
+        say: Say,
+    ) -> DatasetManifest:
+        from job.dataset.packed import prepare_sft  # brings numpy
+
+        return prepare_sft(folder, self, text=text, tokenizer=tokenizer_of(weights, tokenizer), say=say)
+
+    def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
+        from job.dataset.packed import warn_of_untrained  # brings numpy
+
+        super(SftConfig, self).report_found(folder, manifest, weights, say)
+        if (own := tokenizer_of(weights)) is not None:
+            warn_of_untrained(self, FileTokenizer(own), say)
 
     @remembered
     def sizes(self) -> Sizes:

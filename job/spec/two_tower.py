@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from job.spec.common import (
     EVALUATIONS_PROBED,
@@ -22,11 +23,15 @@ from job.spec.common import (
     Memory,
     PhaseSize,
     Rung,
+    Say,
     Sizes,
     bounded,
     cuts,
 )
 from job.spec.job import JobConfig, remembered
+
+if TYPE_CHECKING:
+    from job.dataset.prepare import DatasetManifest
 
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
@@ -107,6 +112,9 @@ class TwoTowerConfig(JobConfig):
 
     trainer: ClassVar[str] = "job.experiments.two_tower:TwoTower"
     efficiency: ClassVar[float] = 0.5
+    dataset_kind: ClassVar[str] = "ranking"
+    file_arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
+    takes_tokenizer: ClassVar[bool] = False
     leaves_speed: ClassVar[tuple[str, ...]] = (
         "steps_per_epoch",
         "epochs",
@@ -211,6 +219,41 @@ class TwoTowerConfig(JobConfig):
     def shortened(self, steps: int) -> TwoTowerConfig:
         each = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // EVALUATIONS_PROBED))
         return replace(self, epochs=min(self.epochs, EVALUATIONS_PROBED), steps_per_epoch=each)  # each is evaluated
+
+    def prepare(
+        self,
+        folder: Path,
+        *,
+        text: Path | None,
+        tokenizer: Path | None,
+        weights: Path | None,
+        say: Say,
+    ) -> DatasetManifest:
+        from job.dataset.ranking import prepare_ranking  # brings numpy
+
+        return prepare_ranking(folder, self, text=text, say=say)
+
+    def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        from job.dataset.ranking import mismatches
+
+        queries, models, width = (int(manifest.facts.get(fact, 0)) for fact in ("queries", "models", "width"))
+        problems = mismatches(self, (queries, width), (queries, models))
+        return f"is of other settings ({'; '.join(problems)})" if problems else ""
+
+    def check_dataset(self, folder: Path, say: Say) -> None:
+        """Says which folds can choose no epoch."""
+        from job.dataset.ranking import read  # brings numpy
+        from job.experiments.two_tower_data import members, require_relevant, without_relevant
+
+        labels = read(folder).labels
+        for member in members(self):
+            require_relevant(member, labels)
+        if empty := without_relevant(self, labels):
+            say(
+                f"warning: no query of fold {', '.join(map(str, empty))} has a label 1 or 2: the model that watches"
+                " such a fold keeps its first epoch, and the one tested on it scores 0; fewer folds"
+                " (job.parameters.data.folds) have one each"
+            )
 
     def rows(self) -> int:
         """Queries of a step, in the phase that has most of them."""
