@@ -143,7 +143,7 @@ def _refused(error: Exception) -> GpufleetError | None:
     """The sentence for what AWS or the way to it refused; None for anything else. Loads no botocore by itself."""
     if "botocore" not in sys.modules:
         return None
-    from infra.commands.aws import refusal
+    from infra.account.refusals import refusal
 
     return refusal(error)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from infra.errors import Problem
-from infra.yaml_tree import Mapping, at
+from infra.yaml_tree import Mapping, Scalar, at
 from job.spec import JobConfig
 from job.text import stamp
 
@@ -226,6 +226,17 @@ class StackDefinition:
         configuration.
         """
         return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
+
+    @property
+    def is_earlier_run(self) -> bool:
+        """Whether it is a run that --run named, and not the one of its file: `pulumi destroy` is about the file's."""
+        own = at(self.tree, "run.id") if self.tree else None
+        return isinstance(own, Scalar) and own.text != self.run.id
+
+    @property
+    def run_argument(self) -> str:
+        """`argument`, with --run where need be: what further commands about the same run take."""
+        return f"{self.argument} --run {self.run.id}" if self.is_earlier_run else self.argument
 
     @property
     def nodes(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
-from infra.iam_policy import Statement
+from infra.account.iam_policy import Statement
 from rehearsal import registry, rights
 
 USER_KEY = "AKIAREHEARSALUSER000"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 from xml.etree import ElementTree
 
-from infra import iam_policy
-from infra.iam_policy import Asked, Statement
+from infra.account import iam_policy
+from infra.account.iam_policy import Asked, Statement
 
 FREE = ("sts:GetCallerIdentity",)  # needs no right
 UNNARROWED = ("DescribeFleets", "DescribeInstances")  # these know no resource (IAM service authorization reference)

@@ -1,30 +1,14 @@
-"""`gpufleet doctor`: everything about the account that would otherwise fail in silence after `pulumi up`.
-
-Changes nothing in AWS. With --pin it first writes the newest AMI and the image's digest into the definition file: a
-fleet that maintains a node resolves no parameters, and a tag can move under a run.
-"""
+"""`gpufleet doctor`: whether this account can run the definition; with --pin it first writes AMI and image digest."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
+from infra.account import aws, doctor
+from infra.commands import stack
+from infra.loader import project_root
 
-from infra import ecr, loader
-from infra import pin as pins
-from infra.commands import account, aws, organisation, quotas, registry, stack
-from infra.commands.account import Check
-from infra.definition import StackDefinition
-from infra.errors import AwsRefused
-from infra.readiness import not_ready
-
-# Deep Learning Base AMI with the open Nvidia driver, Amazon Linux 2023, x86_64: the name as used in public code on
-# 2026-11-21, for example for the build of 2026-09-25. Driver, container toolkit and docker are in it.
-AMI_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id"
-SKIPPED = "not checked"  # the name of what AWS did not answer
 MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 
 
@@ -37,14 +21,14 @@ def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
     print(f"{definition.name} in {definition.fleet.region}")
     if args.pin:
-        pin(definition, aws.client("ssm", definition.fleet.region))
+        doctor.pin(definition, aws.client("ssm", definition.fleet.region))
         definition = stack.definition_of(args)
     worst, skipped = "ok", False
-    for check in examine(definition, loader.project_root(Path.cwd()), aws.client):
+    for check in doctor.examine(definition, project_root(Path.cwd()), aws.client):
         print(f"  {MARKS[check.state]} {check.name}: {check.found}")
         if check.fix:
             print(f"          {check.fix}")
-        worst, skipped = max(worst, check.state, key=list(MARKS).index), skipped or check.name == SKIPPED
+        worst, skipped = max(worst, check.state, key=list(MARKS).index), skipped or check.name == doctor.SKIPPED
     print(
         {
             "ok": "Everything is in place. Next: `pulumi preview`, then `pulumi up`.",
@@ -55,99 +39,3 @@ def run(args: argparse.Namespace) -> int:
         }[worst]
     )
     return 1 if worst == "problem" else 0
-
-
-def pin(definition: StackDefinition, ssm: Any) -> None:
-    """Writes AMI and digest into the definition file and prints what changed. Raises AwsRefused."""
-    try:
-        ami = str(ssm.get_parameter(Name=AMI_PARAMETER)["Parameter"]["Value"])
-    except ClientError as error:
-        if aws.code(error) != "ParameterNotFound":
-            raise
-        raise AwsRefused(
-            f"{definition.fleet.region} has no parameter {AMI_PARAMETER}. Choose another region, or write an AMI with "
-            "the Nvidia driver, docker and the Nvidia container toolkit into fleet.ami by hand."
-        ) from None
-    tagged = definition.job.image.partition("@")[0]
-    image = f"{tagged}@{registry.digest(tagged)}"
-    pins.pin(definition.source, ami=ami, image=image)
-    for key, before, after in (("fleet.ami", definition.fleet.ami, ami), ("job.image", definition.job.image, image)):
-        print(f"  pinned  {key}: {after}" if before != after else f"  pinned  {key}: {after} (as before)")
-    if definition.fleet.ami not in ("unpinned", ami):
-        print(
-            "          A run that is up keeps what it began with: give run.id a new value before the next `pulumi up`."
-        )
-
-
-def examine(definition: StackDefinition, root: Path, client: Callable[[str, str], Any]) -> Iterator[Check]:
-    """Every check in turn. Without working credentials the first is the only one."""
-    region = definition.fleet.region
-    ec2, iam, kms, service_quotas = (client(service, region) for service in ("ec2", "iam", "kms", "service-quotas"))
-    who = account.identity(client("sts", region))
-    yield who
-    if who.state == "problem":
-        return
-    groups: tuple[Callable[[], Iterator[Check]], ...] = (
-        lambda: account.service_roles(definition, iam),
-        lambda: quotas.vcpu_quotas(definition, service_quotas, ec2),
-        lambda: quotas.vpc_quota(definition, ec2, service_quotas),
-        lambda: organisation.network(definition, ec2),
-        lambda: organisation.boundary(definition, iam),
-        lambda: account.offerings(definition, ec2),
-        lambda: account.ami(definition, ec2),
-        lambda: account.disk_key(definition, ec2, kms, iam),
-        lambda: account.inputs(definition, client("s3", region), ec2, kms),
-        lambda: image(definition, client("sts", region)),
-        lambda: readiness(definition, root),
-    )
-    for group in groups:
-        yield from guarded(group)
-
-
-def guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    """A check that AWS does not answer is a warning, and the others still run."""
-    try:
-        yield from group()
-    except (ClientError, BotoCoreError) as error:
-        sentence = aws.refusal(error)
-        if sentence is None:
-            raise
-        yield Check(name=SKIPPED, state="warning", found=str(sentence))
-
-
-def image(definition: StackDefinition, sts: Any) -> Iterator[Check]:
-    """Whether a node could pull the container image. Raises botocore's errors for a private ECR repository."""
-    name = definition.job.image
-    try:
-        found = registry.digest(name)
-    except AwsRefused as error:
-        yield Check(name="image", state="problem", found=str(error))
-        return
-    private = ecr.repository(name)
-    if "@" in name:
-        how = "is there, and a node logs in by its role" if private else "can be pulled without a login"
-        yield Check(name="image", found=f"{name.partition('@')[0]} at {found[:19]}... {how}")
-    else:
-        yield Check(
-            name="image",
-            state="problem",
-            found=f"{name} exists but is not pinned, and a tag can move between a node and its replacement",
-            fix=f"gpufleet doctor {definition.argument} --pin",
-        )
-    if private and private.account != (own := sts.get_caller_identity()["Account"]):
-        yield Check(
-            name="image",
-            state="warning",
-            found=f"{private.name} is of account {private.account}; whether nodes of {own} may pull it is not seen",
-            fix=f"There, the repository's policy must allow {own} ecr:BatchGetImage and ecr:GetDownloadUrlForLayer.",
-        )
-    if abroad := ecr.abroad(name, definition.fleet.region):
-        yield Check(name="image", state="warning", found=abroad)
-
-
-def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
-    """What else `up` needs of the project itself, and refuses without. AMI and image have checks of their own."""
-    for sentence in not_ready(definition, root):
-        if sentence.startswith("storage."):
-            found, _, fix = sentence.partition(": ")
-            yield Check(name="inputs", state="problem", found=found, fix=fix[0].upper() + fix[1:])

@@ -1,38 +1,14 @@
-"""`gpufleet results`: what a run left in its bucket, brought to results/<stack>/<run>/; its receipt is kept for later
-bills in receipts/<stack>/.
-
-Transfer out of AWS has a price, so it is printed first.
-"""
+"""`gpufleet results`: what a run left in its bucket, brought to results/<stack>/<run>/."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
-from decimal import Decimal
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-from infra import receipts
-from infra.catalog import load_catalog
-from infra.commands import aws, late_receipt, stack
-from infra.definition import StackDefinition
-from infra.errors import AwsRefused
+from infra.account import aws, results
+from infra.commands import stack
 from infra.loader import project_root
-from job import atomic
-from job.contract import reading
-from job.contract.bucket import CHECKPOINTS, DONE, EXPORTS, FINAL
-from job.contract.workdir import RECEIPT, RESULTS
-from job.supervisor.receipt import text as receipt_text
-from job.text import counted
-
-# Ends before the plan's that are no failure.
-EARLY = ("max_usd", "max_hours", "deadline", "expiry", "stopped", late_receipt.CUT_OFF)
-SCRIPTS = ("boot-loop", "timer")  # ends that the node's script writes
-WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
+from job.contract.workdir import RECEIPT
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,151 +20,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """1 when the run has not left what its end leaves."""
     definition, root = stack.definition_of(args), project_root(Path.cwd())
     target = args.to or root / "results" / definition.name / definition.run.id
     s3, ec2 = (aws.client(service, definition.fleet.region) for service in ("s3", "ec2"))
-    code = fetch(definition, s3, ec2, target, light=args.light, exports=args.exports)
+    code = results.fetch(definition, s3, ec2, target, light=args.light, exports=args.exports)
     if (target / RECEIPT).is_file():
-        print(keep(definition, s3, target / RECEIPT, root))
+        print(results.keep(definition, s3, target / RECEIPT, root))
     return code
-
-
-def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str:
-    """Keeps the receipt of a run on AWS in the project, and says so; a rehearsal's would spoil the score."""
-    host = urlsplit(s3.meta.endpoint_url).hostname or ""
-    if not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        return "The receipt is not kept for later bills: the run was not on AWS."
-    try:
-        path = receipts.keep(receipt.read_bytes(), root, definition.name, definition.run.id)
-    except ValueError as error:
-        return f"The receipt is not kept for later bills: {error}."
-    return f"Kept for later bills, to be committed: {path.relative_to(root)}"
-
-
-def fetch(definition: StackDefinition, s3: Any, ec2: Any, target: Path, *, light: bool, exports: bool) -> int:
-    """Downloads, checks sizes, and says what is missing: 0 when the run left what its end leaves, else 1.
-
-    Every end leaves a receipt, or what it is made of here; one by a limit or by `gpufleet stop` need not leave
-    results.json.
-
-    What it brings unasked is what the bill's `transfer of results` prices.
-    """
-    folder = aws.run_folder(s3, definition)
-    if folder is None:
-        raise aws.no_run(s3, definition)
-    folders = (*(() if exports else (EXPORTS,)), *((FINAL,) if light else ()))
-    objects = [each for each in folder.objects() if not each.name.startswith(CHECKPOINTS) and _is_file(each.name)]
-    wanted = [each for each in objects if not (each.name.startswith(folders) and each.name.endswith(WEIGHTS))]
-    left = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
-    missing = [each for each in wanted if not _same(target / each.name, each)]
-    total = sum(each.bytes for each in missing)
-    cost = Decimal(total) / 10**9 * load_catalog().price("transfer_out", definition.fleet.region).amount
-    whose = "" if folder.is_of(definition.run.owner) else f" (owner {folder.owner})"
-    print(f"s3://{folder.bucket}/{folder.run}/{whose} to {target}")
-    if folder.others:
-        print(f"A run of this name lies elsewhere too: {folder.others}, {definition.run.owner}.")
-    print(f"{counted(len(missing), 'file')}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
-    if left:
-        print(f"left in the bucket: {_readable(left)} of weights{'' if light else ' (--exports brings them)'}")
-    for each in missing:
-        _download(folder, each, target / each.name)
-        print(f"  {each.name}  {_readable(each.bytes)}")
-    names = {each.name for each in wanted}
-    lacking = [name for name in (RESULTS, RECEIPT) if name not in names]
-    done = folder.document(DONE) if lacking else {}
-    if RECEIPT in lacking:
-        done, made = _late(definition, folder, objects, ec2, target, done)
-        if made:
-            lacking.remove(RECEIPT)
-    reason, detail = ((done or {}).get(key) for key in ("reason", "detail"))
-    if lacking == [RESULTS] and reason in EARLY:
-        sizes = definition.job.parameters.sizes()
-        if sizes.final_if_cut[0] and not any(each.name.startswith(FINAL) for each in objects):
-            kept = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"
-            print(f"It left no {FINAL} either: what it has trained, if anything, is in {kept}")
-        print(f"Complete for a run that ended with {reason}, which left no results.json. Its cost: {target / RECEIPT}")
-        return 0
-    if lacking:
-        state = f"it ended with {reason}{f' ({detail})' if detail else ''}" if reason else "it is not done"
-        if RECEIPT in lacking and done is None:
-            state += ", and whether it goes on AWS does not say"
-        again = stack.again(definition)
-        more = f"`gpufleet status {again}` says more"
-        if reason in SCRIPTS:
-            more = f"`gpufleet logs {again} --boot` says what its nodes did. Mend that; a new run.id begins anew"
-        print(f"The run has no {' and no '.join(lacking)}: {state}. {more}.")
-        return 1
-    print(f"Complete. What it cost against the estimate: {target / RECEIPT}")
-    return 0
-
-
-def _late(
-    definition: StackDefinition,
-    folder: aws.RunFolder,
-    objects: Sequence[aws.Stored],
-    ec2: Any,
-    target: Path,
-    done: dict[str, Any] | None,
-) -> tuple[dict[str, Any] | None, bool]:
-    """Of a run that left no receipt: done.json, or what stands for it, None where AWS does not say whether the run goes
-    on; and whether its receipt could be made, which is in `target` then.
-    """
-    done = done or late_receipt.cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
-    if done is None:  # a receipt made earlier may be all there is
-        return None, False
-    before = atomic.read_object(target / RECEIPT) or {}
-    if not before or before.get("counted_until") != done.get("at"):  # of an earlier life of this run's id
-        before = {}
-        (target / RECEIPT).unlink(missing_ok=True)
-    if not done.get("reason"):
-        return done, False
-    try:
-        made = late_receipt.make(definition, folder, ec2, target, done, time.time(), before)
-    except ValueError as error:
-        print(f"No receipt can be made of what the run left: {error}.")
-        return done, False
-    atomic.write_json(target / RECEIPT, made)
-    print(receipt_text(made))
-    return done, True
-
-
-def _download(folder: aws.RunFolder, each: aws.Stored, target: Path) -> None:
-    """Through a temporary name: a file that is there is whole. It gets the object's time, by which `_same` knows it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    try:
-        folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part))
-    except OSError as error:  # a write to a full disk names no file, and it need not be the project's
-        error.filename = error.filename or str(part.parent)
-        raise
-    found = part.stat().st_size
-    if found != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
-        each = next((now for now in folder.objects(each.name) if now.name == each.name), each)
-    if found != each.bytes:
-        part.unlink()
-        raise AwsRefused(
-            f"{each.name} came with {found} bytes instead of {each.bytes}: it changed meanwhile. Run the command again."
-        )
-    os.utime(part, (each.written.timestamp(),) * 2)
-    part.replace(target)
-
-
-def _is_file(name: str) -> bool:
-    """Whether an object may be brought here: else its name is said, and it stays in the bucket."""
-    try:
-        return bool(reading.name(name))
-    except reading.DoubtError as error:
-        print(f"left in the bucket: an object whose name {error}")
-        return False
-
-
-def _same(path: Path, each: aws.Stored) -> bool:
-    """Whether a model is there already. Size alone does not tell: after a destroy, another run may have the same id."""
-    if path.suffix not in WEIGHTS or not path.is_file():
-        return False
-    found = path.stat()
-    return found.st_size == each.bytes and int(found.st_mtime) == int(each.written.timestamp())
-
-
-def _readable(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"

@@ -13,7 +13,6 @@ from infra.definition import Run, StackDefinition
 from infra.loader import project_root
 from infra.rules import RULES
 from infra.selected import Selected, selected
-from infra.yaml_tree import Scalar, at
 
 
 def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> None:
@@ -63,14 +62,3 @@ def _chosen(args: argparse.Namespace) -> Selected:
             file=sys.stderr,
         )
     return chosen
-
-
-def is_earlier(definition: StackDefinition) -> bool:
-    """Whether it is a run that --run named, and not the one of its file: `pulumi destroy` is about the file's."""
-    own = at(definition.tree, "run.id") if definition.tree else None
-    return isinstance(own, Scalar) and own.text != definition.run.id
-
-
-def again(definition: StackDefinition) -> str:
-    """STACK, with --run where need be: what a further command about the same run takes."""
-    return f"{definition.argument} --run {definition.run.id}" if is_earlier(definition) else definition.argument

@@ -125,3 +125,22 @@ def put(cloud: Cloud, bucket: str, name: str, content: Any, run: str = RUN) -> N
     """An object of the run; anything but bytes as JSON."""
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
     cloud.client("s3").put_object(Bucket=bucket, Key=f"{run}/{name}", Body=body)
+
+
+def finished(cloud: Cloud, run: str = "r1") -> str:
+    """A bucket with what a run leaves that has come to its end; its name."""
+    bucket = declare_bucket(cloud)
+    files: dict[str, Any] = {
+        "results.json": {"loss": 2.5},
+        "receipt.json": {"usd": "0.42"},
+        "metrics.jsonl": b"{}\n",
+        "final/model.safetensors": b"m" * 5000,
+        "exports/phase1_end/model.safetensors": b"e" * 3000,
+        "exports/phase1_end/meta.json": {},
+        "exports/scores.npz": b"s" * 400,
+        "ckpt/step_00000100/model.pt": b"c" * 9000,
+        "heartbeat/i-1.jsonl": b"{}\n",
+    }
+    for name, content in files.items():
+        put(cloud, bucket, name, content, run)
+    return bucket

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from commands_world import account, definition, project
 
+from infra.account import organisation, quotas
 from infra.catalog import load_catalog
-from infra.commands import organisation, quotas
 from infra.definition import Account, StackDefinition, Vpc
 from infra.errors import DefinitionError
 from infra.pricing import bill_of

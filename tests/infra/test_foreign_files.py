@@ -12,7 +12,7 @@ from test_calibration import find, measurement
 from test_receipts import receipt
 
 from infra import calibration, outcomes, receipts
-from infra.commands import late_receipt
+from infra.account import late_receipt
 from infra.commands.receipts import table
 from infra.cost import hazard, replay
 from infra.errors import GpufleetError

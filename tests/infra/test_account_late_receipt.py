@@ -13,11 +13,12 @@ from botocore.exceptions import ClientError
 from commands_world import EXPIRES, declare_bucket, declare_fleet, put
 
 from infra import receipts
+from infra.account import late_receipt
+from infra.account.fleet import nodes_of
+from infra.account.late_receipt import cut_off
 from infra.boot.run_config import run_config
 from infra.catalog import load_catalog
 from infra.cli import main
-from infra.commands import aws
-from infra.commands.late_receipt import cut_off
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from job.contract.run import encode
@@ -71,7 +72,7 @@ def test_such_a_receipt_asks_the_fleet_who_took_its_nodes(
     known: list[list[bool | None]] = []
     for days, to in ((0, "here"), (3, "here"), (3, "there")):  # AWS forgets, a receipt that was made does not
         at = cloud.clock.now().timestamp() + days * 86_400
-        monkeypatch.setattr("infra.commands.results.time", SimpleNamespace(time=lambda at=at: at))
+        monkeypatch.setattr("infra.account.results.time", SimpleNamespace(time=lambda at=at: at))
         main(["results", "small-growth", "--to", str(path.parents[1] / to)])
         receipt = json.loads((path.parents[1] / to / "receipt.json").read_text())
         known.append([each["reclaimed"] for each in receipt["attempts"]])
@@ -114,10 +115,10 @@ def test_a_run_whose_fleet_is_gone_before_its_end_leaves_a_receipt(
     if end == "destroyed":
         ec2.delete_fleets(FleetIds=[fleet], TerminateInstances=True)
     else:  # on a day on which AWS still shows it, in whichever state
-        (node,) = aws.nodes(ec2, stack)
+        (node,) = nodes_of(ec2, stack)
         ec2.modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
         ec2.terminate_instances(InstanceIds=[node["InstanceId"]])
-        monkeypatch.setattr("infra.commands.results.datetime", SimpleNamespace(now=lambda _: EXPIRES))
+        monkeypatch.setattr("infra.account.results.datetime", SimpleNamespace(now=lambda _: EXPIRES))
     cloud.tick()
     cloud.clock.advance(600)
     declare_fleet(cloud, owner="bob")  # whose run has the same id, and a bucket of its own
@@ -152,7 +153,7 @@ def test_while_aws_does_not_say_that_the_run_is_over_no_receipt_is_made_and_none
     def refused(*_: Any, **__: Any) -> Any:
         raise ClientError({"Error": {"Code": "UnauthorizedOperation"}}, "DescribeFleets")
 
-    monkeypatch.setattr(aws, "fleets", refused)
+    monkeypatch.setattr(late_receipt, "fleets_of", refused)
     assert main(["results", "small-growth"]) == 1
     receipt = path.parents[1] / "results/small-growth/r1/receipt.json"
     assert not receipt.exists()
@@ -176,8 +177,8 @@ def test_a_run_is_cut_off_once_nothing_of_its_owner_s_may_write_any_more(
     stack: StackDefinition, monkeypatch: pytest.MonkeyPatch, owner: str, node: str, state: str, over: bool
 ) -> None:
     tags = [{"Key": "gpufleet:owner", "Value": node}] if node else []
-    monkeypatch.setattr(aws, "nodes", lambda *_: [{"State": {"Name": state}, "Tags": tags}])
-    monkeypatch.setattr(aws, "fleets", lambda *_: [])
+    monkeypatch.setattr(late_receipt, "nodes_of", lambda *_: [{"State": {"Name": state}, "Tags": tags}])
+    monkeypatch.setattr(late_receipt, "fleets_of", lambda *_: [])
     names = ("attempts/i-1.json", "heartbeat/i-1.jsonl", "node.log")  # a log is written later
     objects = [SimpleNamespace(name=n, written=datetime(2026, 11, 21, h, tzinfo=UTC)) for h, n in enumerate(names)]
     found = cut_off(stack, owner, objects, None, datetime.now(UTC))  # type: ignore[arg-type]

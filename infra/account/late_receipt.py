@@ -7,14 +7,16 @@ its fleet was deleted, or expired while no node was there. So it is made here, o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.commands import aws
+from infra.account import aws
+from infra.account.fleet import fleets_of, is_over, nodes_of
+from infra.account.run_folder import RunFolder, Stored
 from infra.definition import StackDefinition
 from job.contract import bucket, reading
 from job.contract.reading import DoubtError, Fields
@@ -29,7 +31,7 @@ SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # what a node writes of itself whi
 
 
 def cut_off(
-    definition: StackDefinition, owner: str, objects: Iterable[aws.Stored], ec2: Any, now: datetime
+    definition: StackDefinition, owner: str, objects: Iterable[Stored], ec2: Any, now: datetime
 ) -> dict[str, Any] | None:
     """What done.json would be of a run without one that nothing goes on with: no fleet that launches, no node, of its
     bucket's `owner`; another's have a bucket of their own. It ended when its nodes last wrote. Empty while it may go
@@ -39,9 +41,9 @@ def cut_off(
     if not written:
         return {}
     try:
-        nodes = [node for node in aws.nodes(ec2, definition) if node["State"]["Name"] != "terminated"]
-        fleets = [fleet for fleet in aws.fleets(ec2, definition) if not aws.over(fleet, now)]
-        if any(aws.owner(each) in ("", owner) or not owner for each in (*nodes, *fleets)):
+        nodes = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] != "terminated"]
+        fleets = [fleet for fleet in fleets_of(ec2, definition) if not is_over(fleet, now)]
+        if any(aws.owner_of(each) in ("", owner) or not owner for each in (*nodes, *fleets)):
             return {}
     except (BotoCoreError, ClientError):
         return None
@@ -51,12 +53,13 @@ def cut_off(
 
 def make(
     definition: StackDefinition,
-    folder: aws.RunFolder,
+    folder: RunFolder,
     ec2: Any,
     target: Path,
     done: Mapping[str, Any],
     now: float,
     before: Mapping[str, Any],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The object of receipt.json, `now` in epoch seconds; run.json is in `target`. `before`: the one made earlier of
     this end, empty without; what the fleet said then stands, since AWS forgets. Raises ValueError with what keeps it
@@ -64,7 +67,7 @@ def make(
     """
     try:
         run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
-        found = attempts.read(store, run, done=done, say=print)
+        found = attempts.read(store, run, done=done, say=say)
         if not found:
             raise ValueError("no node has left a record")
         found = attempts.told(found, _said(before))
@@ -93,8 +96,8 @@ def _changes(definition: StackDefinition, ec2: Any) -> fleet.Changes:
 
     def ask(since: float) -> list[float] | None:
         try:
-            found = aws.fleets(ec2, definition)
-            ids = [each["FleetId"] for each in found if aws.owner(each) == aws.owner(found[0])]
+            found = fleets_of(ec2, definition)
+            ids = [each["FleetId"] for each in found if aws.owner_of(each) == aws.owner_of(found[0])]
             return [at for each in ids for at in fleet.changes(ec2, each, since)] if ids else None
         except (BotoCoreError, ClientError):
             return None

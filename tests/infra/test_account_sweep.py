@@ -11,9 +11,9 @@ import pytest
 from botocore.exceptions import ClientError
 from commands_world import TAGS, declare_bucket, declare_fleet, put
 
+from infra.account import aws, leftovers, removal, sweep
+from infra.account.leftovers import Left
 from infra.cli import main
-from infra.commands import aws, leftovers, removal, sweep
-from infra.commands.leftovers import Left
 from infra.definition import StackDefinition
 from rehearsal.cloud import Cloud
 

@@ -1,4 +1,4 @@
-"""The checks of `gpufleet doctor`: what an AWS account must have for this definition to get a node. Reads only."""
+"""Checks of `gpufleet doctor`: credentials, roles, offers, AMI, disk key, inputs. Reads only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from botocore.exceptions import ClientError
 
-from infra import iam_policy
+from infra.account import iam_policy, refusals
+from infra.account.aws import pages
 from infra.boot.user_data import ROOT_DEVICE
-from infra.commands import aws
 from infra.definition import StackDefinition
 from job.contract.inputs import DATASET, WEIGHTS
 
@@ -40,7 +40,7 @@ def identity(sts: Any) -> Check:
     try:
         who = sts.get_caller_identity()
     except Exception as error:
-        refused = aws.refusal(error)
+        refused = refusals.refusal(error)
         if refused is None:
             raise
         return Check(name="credentials", state="problem", found=str(refused))
@@ -53,7 +53,7 @@ def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
         try:
             iam.get_role(RoleName=role)
         except ClientError as error:
-            if aws.code(error) != "NoSuchEntity":
+            if refusals.code(error) != "NoSuchEntity":
                 raise
             fix = f"aws iam create-service-linked-role --aws-service-name {service}"
             yield Check(name="role", state="problem", found=f"{role} does not exist: the fleet may not launch", fix=fix)
@@ -81,7 +81,7 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         {"Name": "instance-type", "Values": list(fleet.instance_types)},
         {"Name": "location", "Values": list(fleet.zones)},
     ]
-    listed = aws.pages(
+    listed = pages(
         ec2,
         "describe_instance_type_offerings",
         "InstanceTypeOfferings",
@@ -113,7 +113,7 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     try:
         images = ec2.describe_images(ImageIds=[wanted])["Images"]
     except ClientError as error:
-        if not aws.code(error).startswith("InvalidAMIID"):
+        if not refusals.code(error).startswith("InvalidAMIID"):
             raise
         images = []
     if not images or images[0]["State"] != "available":
@@ -170,13 +170,13 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
         )
         return
     key = str(metadata["Arn"])  # an alias, which the account may have chosen, is refused below
-    grants = [_as_statement(grant) for grant in aws.pages(kms, "list_grants", "Grants", KeyId=key)]
+    grants = [_as_statement(grant) for grant in pages(kms, "list_grants", "Grants", KeyId=key)]
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]).get("Statement", [])
     for role in _roles(definition):
         try:
             arn = str(iam.get_role(RoleName=role)["Role"]["Arn"])
         except ClientError as error:
-            if aws.code(error) != "NoSuchEntity":  # that there is none is said already
+            if refusals.code(error) != "NoSuchEntity":  # that there is none is said already
                 raise
             continue
         wishes = {each: _launching(each, arn, key, region) for each in LAUNCH_OPERATIONS + SOME_OPERATIONS}
@@ -285,7 +285,7 @@ def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = ec2.describe_snapshots(SnapshotIds=[name])["Snapshots"][0]
     except ClientError as error:
-        if not aws.code(error).startswith("InvalidSnapshot"):
+        if not refusals.code(error).startswith("InvalidSnapshot"):
             raise
         return None
     return found
@@ -297,7 +297,7 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
     try:
         found = s3.head_object(Bucket=bucket, Key=f"{prefix}/{listing}".lstrip("/"))
     except ClientError as error:
-        if aws.code(error) not in ("NoSuchBucket", "NoSuchKey", "404"):
+        if refusals.code(error) not in ("NoSuchBucket", "NoSuchKey", "404"):
             raise
         fix = f"Put storage.{key} right; what `gpufleet prepare` lists goes there whole, {listing} included."
         return Check(name=key, state="problem", found=f"{place}/{listing} is not there", fix=fix)

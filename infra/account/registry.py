@@ -17,7 +17,7 @@ from http.client import HTTPException, HTTPMessage
 from botocore.exceptions import ClientError
 
 from infra import ecr
-from infra.commands import aws
+from infra.account import aws, refusals
 from infra.errors import AwsRefused
 
 # Index types first: the digest of the index is what `docker pull` of a tag resolves.
@@ -66,7 +66,7 @@ def _of_ecr(image: str, repository: ecr.Repository) -> str:
             registryId=repository.account, repositoryName=repository.name, imageIds=[wanted]
         )
     except ClientError as error:
-        if aws.code(error) not in ("RepositoryNotFoundException", "ImageNotFoundException"):
+        if refusals.code(error) not in ("RepositoryNotFoundException", "ImageNotFoundException"):
             raise
         raise _missing(image) from None
     return str(found["imageDetails"][0]["imageDigest"])

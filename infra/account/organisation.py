@@ -8,9 +8,9 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra import iam_policy
-from infra.commands import aws
-from infra.commands.account import Check
+from infra.account import iam_policy, refusals
+from infra.account.aws import pages
+from infra.account.checks import Check
 from infra.definition import StackDefinition
 
 
@@ -19,9 +19,9 @@ def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     if (vpc := definition.account.vpc) is None:
         return
     wanted = [{"Name": "subnet-id", "Values": list(vpc.subnets.values())}]
-    found = {each["SubnetId"]: each for each in aws.pages(ec2, "describe_subnets", "Subnets", Filters=wanted)}
+    found = {each["SubnetId"]: each for each in pages(ec2, "describe_subnets", "Subnets", Filters=wanted)}
     inside = [{"Name": "vpc-id", "Values": [vpc.id]}]
-    tables = list(aws.pages(ec2, "describe_route_tables", "RouteTables", Filters=inside))
+    tables = list(pages(ec2, "describe_route_tables", "RouteTables", Filters=inside))
     for zone, name in vpc.subnets.items():
         subnet = found.get(name)
         if wrong := _misplaced(subnet, vpc.id, zone):
@@ -92,7 +92,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
         version = iam.get_policy(PolicyArn=arn)["Policy"]["DefaultVersionId"]
         document = iam.get_policy_version(PolicyArn=arn, VersionId=version)["PolicyVersion"]["Document"]
     except ClientError as error:
-        if aws.code(error) != "NoSuchEntity":
+        if refusals.code(error) != "NoSuchEntity":
             raise
         fix = "Put account.permissions_boundary right."
         yield Check(name="boundary", state="problem", found=f"{arn} does not exist", fix=fix)

@@ -13,9 +13,10 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from infra.account import aws, refusals
+from infra.account.checks import Check
+from infra.account.fleet import find_instances
 from infra.catalog import load_catalog
-from infra.commands import aws
-from infra.commands.account import Check
 from infra.definition import Fleet, StackDefinition
 from infra.resources.tags import STACK_TAG
 
@@ -113,7 +114,7 @@ def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
     except ClientError as error:
-        if aws.code(error) != "NoSuchResourceException":
+        if refusals.code(error) != "NoSuchResourceException":
             raise
         found = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
     return found
@@ -134,7 +135,7 @@ def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
     states = [("instance-state-name", ["pending", "running"])]
     machines = [
         each
-        for each in aws.instances(ec2, states)
+        for each in find_instances(ec2, states)
         if aws.tags_of(each).get(STACK_TAG) != definition.name and each["Placement"].get("Tenancy") != "host"
     ]
     types = sorted({each["InstanceType"] for each in machines})

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 from commands_world import declare_bucket, declare_fleet, put
 
-from infra.commands import aws, status, stop
+from infra.account import aws, run_folder, status, stop
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.cloud import Cloud
@@ -15,12 +15,12 @@ from rehearsal.cloud import Cloud
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 
 
-def asked(stack: StackDefinition) -> int:
-    return stop.ask(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW)
+def asked(stack: StackDefinition) -> None:
+    stop.ask(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW)
 
 
 def objects(stack: StackDefinition) -> list[str]:
-    folder = aws.run_folder(aws.client("s3", "us-east-2"), stack)
+    folder = run_folder.find_folder(aws.client("s3", "us-east-2"), stack)
     return [each.name for each in folder.objects()] if folder else []
 
 
@@ -29,7 +29,7 @@ def test_the_request_lies_beside_the_run_and_status_says_so(
 ) -> None:
     declare_fleet(cloud)
     put(cloud, declare_bucket(cloud), "run.json", {})
-    assert asked(stack) == 0
+    asked(stack)
     (node,) = cloud.instances()
     assert f"{node.id} looks every 60 s, finishes its step, saves, leaves final/" in capsys.readouterr().out
     assert objects(stack) == ["run.json", "stop.json"]
@@ -43,7 +43,7 @@ def test_where_no_node_runs_it_says_what_the_request_will_cost(
     cloud.no_capacity()
     declare_fleet(cloud)
     put(cloud, declare_bucket(cloud), "run.json", {})
-    assert asked(stack) == 0
+    asked(stack)
     said = capsys.readouterr().out
     assert "No node runs. The next one looks every 60 s: it leaves what the last checkpoint has" in said
     assert "Where that is not worth a node, `pulumi destroy` keeps what is in the bucket" in said
@@ -57,7 +57,7 @@ def test_somebody_elses_node_is_not_said_to_heed_it(
     cloud.no_capacity()
     declare_fleet(cloud)
     put(cloud, declare_bucket(cloud), "run.json", {})
-    assert asked(stack) == 0
+    asked(stack)
     assert "No node runs. The next one looks" in capsys.readouterr().out
 
 
@@ -67,7 +67,7 @@ def test_of_a_fleet_at_zero_no_node_is_promised(
     fleet = declare_fleet(cloud)
     cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
     put(cloud, declare_bucket(cloud), "run.json", {})
-    assert asked(stack) == 0
+    asked(stack)
     said = capsys.readouterr().out
     assert "the fleet is at 0: none comes to heed it. `gpufleet wait small-growth` says how one does." in said
     assert "The next one" not in said
@@ -89,7 +89,7 @@ def test_a_run_that_is_over_is_not_asked(
 ) -> None:
     declare_fleet(cloud)
     put(cloud, declare_bucket(cloud), "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
-    assert asked(stack) == 0
+    asked(stack)
     assert "run r1 of small-growth is over already: finished, 2026-11-21T12:01:00Z" in capsys.readouterr().out
     assert objects(stack) == ["done.json"]
 
@@ -124,10 +124,10 @@ def test_a_second_request_says_when_the_first_was_made_and_leaves_it(
     declare_fleet(cloud)
     bucket = declare_bucket(cloud)
     put(cloud, bucket, "run.json", {})
-    assert asked(stack) == 0
+    asked(stack)
     capsys.readouterr()
     later = NOW.replace(minute=30)
-    assert stop.ask(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), later) == 0
+    stop.ask(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), later)
     said = capsys.readouterr().out
     assert said.startswith(f"asked already, by you at 2026-11-21T12:10:00Z: s3://{bucket}/r1/stop.json\n")
     assert "looks every 60 s" in said

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from botocore.exceptions import ClientError
 
+from infra.account import aws, refusals, removal
+from infra.account.fleet import ENDED, find_instances, fleets_of, has_expired, may_launch, wants
+from infra.account.run_folder import find_buckets, find_log_groups, name_prefix
 from infra.catalog import load_catalog
-from infra.commands import aws, removal
 from infra.cost.lines import MONTH_H, gp3_usd_per_month
 from infra.definition import StackDefinition
 from infra.errors import PriceMissing
@@ -65,7 +67,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
         try:
             found.extend(part())
         except ClientError as error:
-            unseen.append(Left(kind=what, id=str(aws.refusal(error)), unseen=True))
+            unseen.append(Left(kind=what, id=str(refusals.refusal(error)), unseen=True))
         return found
 
     vpcs = seen("VPCs", lambda: aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=_tagged(definition)))
@@ -75,7 +77,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
         subnets={subnet["SubnetId"]: subnet["VpcId"] for subnet in subnets},
         definition=definition,
     )
-    fleets = seen("fleets", lambda: aws.fleets(ec2, definition, every_run=True))
+    fleets = seen("fleets", lambda: fleets_of(ec2, definition, every_run=True))
     fleets = [fleet for fleet in fleets if fleet["FleetState"] != "deleted"]
     nodes = seen("instances", lambda: _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets]))
     yield from _fleets(fleets, within, now)
@@ -112,18 +114,18 @@ class _Within:
 
 def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dict[str, Any]]:
     alive = ("instance-state-name", ["pending", "running", "shutting-down", "stopping", "stopped"])
-    found = aws.instances(ec2, [(f"tag:{STACK_TAG}", [definition.name]), alive])
+    found = find_instances(ec2, [(f"tag:{STACK_TAG}", [definition.name]), alive])
     if fleets:
-        found += aws.instances(ec2, [("tag:aws:ec2:fleet-id", fleets), alive])
+        found += find_instances(ec2, [("tag:aws:ec2:fleet-id", fleets), alive])
     return list({node["InstanceId"]: node for node in found}.values())
 
 
 def _fleets(fleets: list[dict[str, Any]], within: _Within, now: datetime) -> Iterator[Left]:
     for fleet in fleets:
-        expired, launches = aws.expired(fleet, now), aws.may_launch(fleet, now)
-        note = f"{fleet['FleetState']}, wants {aws.wants(fleet)}"
+        expired, launches = has_expired(fleet, now), may_launch(fleet, now)
+        note = f"{fleet['FleetState']}, wants {wants(fleet)}"
         note += ": it can launch a node at any time" if launches else ", expired" if expired else ""
-        steps = () if fleet["FleetState"] in aws.ENDED else (removal.end_fleet(fleet["FleetId"]),)
+        steps = () if fleet["FleetState"] in ENDED else (removal.end_fleet(fleet["FleetId"]),)
         owner = within.owner_of_fleet(fleet)
         yield Left(kind="fleet", id=fleet["FleetId"], note=note, steps=steps, owner=owner, launches=launches)
 
@@ -196,7 +198,7 @@ def _addresses(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
 
 def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
     keep, gb_price = definition.storage.keep, _price("s3_storage", definition.fleet.region)
-    found = aws.buckets(s3, definition.name)
+    found = find_buckets(s3, definition.name)
     for name, refused in found.closed.items():
         yield Left(kind="bucket", id=name, note=str(refused), unseen=True)
     for name in found.untagged:  # the provider tags a bucket after it has made it
@@ -231,7 +233,7 @@ def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
 
 
 def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
-    for group in aws.log_groups(logs, definition.name):
+    for group in find_log_groups(logs, definition.name):
         stored = int(group.get("storedBytes") or 0)
         yield Left(
             kind="log group",
@@ -318,7 +320,7 @@ def _goes_with_its_vpc(item: dict[str, Any]) -> bool:
 def _roles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
     for role in aws.pages(iam, "list_roles", "Roles"):
         name = role["RoleName"]
-        tagged = iam.list_role_tags(RoleName=name) if name.startswith(aws.prefix(definition.name)) else {}
+        tagged = iam.list_role_tags(RoleName=name) if name.startswith(name_prefix(definition.name)) else {}
         if aws.tags_of(tagged).get(STACK_TAG) == definition.name:
             inline = aws.pages(iam, "list_role_policies", "PolicyNames", RoleName=name)
             attached = aws.pages(iam, "list_attached_role_policies", "AttachedPolicies", RoleName=name)
@@ -333,7 +335,7 @@ def _roles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
 def _profiles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
     for profile in aws.pages(iam, "list_instance_profiles", "InstanceProfiles"):
         name = profile["InstanceProfileName"]
-        if not name.startswith(aws.prefix(definition.name)):
+        if not name.startswith(name_prefix(definition.name)):
             continue
         described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]  # lists leave the tags out
         if aws.tags_of(described).get(STACK_TAG) == definition.name:
@@ -353,7 +355,7 @@ def _tagged(definition: StackDefinition) -> list[dict[str, Any]]:
 
 def _other_owner(resource: dict[str, Any], definition: StackDefinition) -> str:
     """Whose it is by its tag, where that is another than the file's: two people may run the same file."""
-    owner = aws.owner(resource)
+    owner = aws.owner_of(resource)
     return "" if owner == definition.run.owner else owner
 
 

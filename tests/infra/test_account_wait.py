@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from commands_world import AMI, EXPIRES, declare_bucket, declare_fleet, put
 
-from infra.commands import aws
-from infra.commands.explain import explain
-from infra.commands.wait import Watch
+from infra.account import aws
+from infra.account import wait as wait_module
+from infra.account.explain import explain
+from infra.account.wait import Watch
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.account import ami_id
@@ -212,7 +213,7 @@ def test_nodes_that_end_at_launch_are_told_with_their_reason_and_that_each_start
     at_once: bool,
     last: str,
 ) -> None:
-    real = aws.instances
+    real = wait_module.find_instances
 
     def instances(ec2: Any, filters: Any) -> list[dict[str, Any]]:
         found = real(ec2, filters)
@@ -221,7 +222,7 @@ def test_nodes_that_end_at_launch_are_told_with_their_reason_and_that_each_start
                 each["StateReason"] = {"Code": code, "Message": message}
         return found
 
-    monkeypatch.setattr(aws, "instances", instances)
+    monkeypatch.setattr(wait_module, "find_instances", instances)
     declare_fleet(cloud)
 
     def kill() -> None:

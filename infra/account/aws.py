@@ -1,0 +1,65 @@
+"""How the commands ask AWS: clients with bounded waits, listings to their end, and whose a thing is by its tags."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+from botocore.config import Config
+
+from infra.errors import AwsRefused
+from infra.resources.tags import OWNER_TAG
+
+_CONFIG = Config(
+    connect_timeout=5,
+    read_timeout=60,
+    retries={"mode": "standard", "total_max_attempts": 4},
+    user_agent_extra="gpufleet",
+)
+# What decides who we are; the rest of the environment is read for each client.
+_IDENTITY = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+    "AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE",
+)  # fmt: skip
+
+
+def client(service: str, region: str) -> Any:
+    """A boto3 client with bounded waits. The environment counts as it is now: AWS_ENDPOINT_URL too."""
+    try:
+        made = _session(*map(os.environ.get, _IDENTITY)).client(service, region_name=region, config=_CONFIG)
+        urlsplit(made.meta.endpoint_url).port  # noqa: B018 - else a wrong one is found out within the first request
+        return made
+    except ValueError as error:  # botocore's own, for an address that is none
+        raise AwsRefused(
+            f"AWS could not be asked: {error}. Check AWS_ENDPOINT_URL and endpoint_url in AWS's configuration file: "
+            "http:// or https://, a host and a port, as `gpufleet cloud` prints it; unset for real AWS."
+        ) from error
+
+
+@cache
+def _session(*identity: str | None) -> boto3.session.Session:
+    """A session per identity: it caches credentials for good, and reading a service's description takes time."""
+    return boto3.session.Session()
+
+
+def tags_of(resource: dict[str, Any]) -> dict[str, str]:
+    """Tags as a dict, whichever of AWS's spellings the resource uses."""
+    tags = resource.get("Tags") or resource.get("TagSet") or resource.get("tags") or []
+    if isinstance(tags, dict):
+        return {str(key): str(value) for key, value in tags.items()}
+    return {tag["Key"]: tag["Value"] for tag in tags}
+
+
+def pages(api: Any, operation: str, key: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    """Every item of a listing."""
+    for page in api.get_paginator(operation).paginate(**arguments):
+        yield from page.get(key) or []
+
+
+def owner_of(resource: dict[str, Any]) -> str:
+    """Whom its tag names; empty without one."""
+    return tags_of(resource).get(OWNER_TAG, "")

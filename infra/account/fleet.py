@@ -1,0 +1,86 @@
+"""A run's fleet and its nodes: which there are, and what a fleet may still launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from infra.account import removal
+from infra.account.aws import owner_of, pages, tags_of
+from infra.definition import StackDefinition
+from infra.resources.tags import RUN_TAG, STACK_TAG
+
+ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
+ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try
+
+
+def fleets_of(ec2: Any, definition: StackDefinition, *, every_run: bool = False) -> list[dict[str, Any]]:
+    """The fleets of a run, or of every run of the stack: those of the file's owner first, then those that may launch,
+    newest first. DescribeFleets has no filter by tag, so all are read.
+    """
+    wanted = {STACK_TAG: definition.name, **({} if every_run else {RUN_TAG: definition.run.id})}
+    mine = [fleet for fleet in pages(ec2, "describe_fleets", "Fleets") if wanted.items() <= tags_of(fleet).items()]
+
+    def order(fleet: dict[str, Any]) -> tuple[bool, bool, bool, datetime]:
+        ours, ended = owner_of(fleet) == definition.run.owner, fleet["FleetState"] in ENDED
+        return ours, _wants_nodes(fleet), not ended, fleet["CreateTime"]
+
+    return sorted(mine, key=order, reverse=True)
+
+
+def may_launch(fleet: dict[str, Any], now: datetime) -> bool:
+    """Whether it can launch a node at any time."""
+    return _wants_nodes(fleet) and not has_expired(fleet, now)
+
+
+def _wants_nodes(fleet: dict[str, Any]) -> bool:
+    return fleet["FleetState"] in ("submitted", "active", "modifying") and wants(fleet) > 0
+
+
+def wants(fleet: dict[str, Any]) -> int:
+    """How many nodes it is to have."""
+    return int(fleet["TargetCapacitySpecification"]["TotalTargetCapacity"])
+
+
+def is_over(fleet: dict[str, Any], now: datetime) -> bool:
+    """Whether it launches nothing more, whatever its owner asks: one at a target of 0 is not."""
+    return fleet["FleetState"] in ENDED or has_expired(fleet, now)
+
+
+def why_needless(fleet: dict[str, Any], done: Mapping[str, Any], now: datetime) -> str:
+    """What to say of a fleet that goes on launching nodes for a run that is over; empty while its node ends it."""
+    try:
+        late = (now - datetime.fromisoformat(str(done.get("at")))).total_seconds() > ENDING_S
+    except (ValueError, TypeError):
+        late = True
+    if not late or not may_launch(fleet, now):
+        return ""
+    return (
+        f"fleet {fleet['FleetId']} still launches nodes, each billed until it finds that the run is over: they may "
+        "not delete it. End it:"
+    )
+
+
+def end_command(fleet: dict[str, Any], region: str) -> str:
+    """The command that ends a fleet and its nodes."""
+    return f"{removal.end_fleet(fleet['FleetId']).command} --region {region}"
+
+
+def has_expired(fleet: dict[str, Any], now: datetime) -> bool:
+    """Whether its time is over, in whatever state AWS shows it then: which one that is, is not known."""
+    until: datetime | None = fleet.get("ValidUntil")
+    return until is not None and until <= now
+
+
+def find_instances(ec2: Any, filters: Iterable[tuple[str, list[str]]]) -> list[dict[str, Any]]:
+    """Instances by filter, oldest first."""
+    named = [{"Name": name, "Values": values} for name, values in filters]
+    found = [i for r in pages(ec2, "describe_instances", "Reservations", Filters=named) for i in r["Instances"]]
+    return sorted(found, key=lambda instance: instance["LaunchTime"])
+
+
+def nodes_of(ec2: Any, definition: StackDefinition) -> list[dict[str, Any]]:
+    """The run's instances that still exist or ended within the hour."""
+    tags = [(f"tag:{STACK_TAG}", [definition.name]), (f"tag:{RUN_TAG}", [definition.run.id])]
+    return find_instances(ec2, tags)

@@ -1,0 +1,145 @@
+"""What the job prints, from CloudWatch while it runs, or from the copy in the bucket, for `gpufleet logs`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from infra.account import aws, late_receipt
+from infra.account.run_folder import RunFolder, find_folder, find_log_groups, no_run
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+from job.contract import bucket
+from job.contract.workdir import LOG
+
+POLL_S = 3.0
+GONE_POLLS = 20  # between two looks whether the run still has a fleet: S3 charges for listings
+LAST_S = 10.0  # after the end: docker's log driver sends every 5 s, and CloudWatch shows an event some seconds later
+
+
+@dataclass(kw_only=True, slots=True)
+class Reader:
+    """One reading. Sleep is given, so that a test need not wait."""
+
+    definition: StackDefinition
+    logs: Any
+    s3: Any
+    ec2: Any
+    sleep: Callable[[float], None] = time.sleep
+    say: Callable[[str], None] = print
+    seen: set[str] = field(default_factory=set)
+    since_ms: int = 0
+
+    def once(self) -> int:
+        """Everything there is, oldest first. Raises AwsRefused when there is nothing."""
+        if self._cloudwatch(self._group()) or self._bucket(LOG):
+            return 0
+        raise AwsRefused(self._silence())
+
+    def follow(self) -> int:
+        """Prints as it comes, until the run's done marker is there: 0; or nothing goes on with it: 1. Raises AwsRefused
+        where there is no such run, or its stack is destroyed: nothing would ever come.
+        """
+        said, polls, folder = False, 0, None
+        while True:
+            folder = folder or self._folder()  # not each time: S3 charges for the listings
+            group = self._group()
+            over = folder.document(bucket.DONE) if folder else None
+            self._cloudwatch(group)
+            if over:
+                if polls:  # the last lines, the receipt among them, are still on their way
+                    self.sleep(LAST_S)
+                    self._cloudwatch(group)
+                if not self.seen:
+                    self._bucket(LOG)
+                self.say(f"-- the run is done: {over.get('reason')}")
+                return 0
+            if group is None or not (self.seen or folder):
+                raise AwsRefused(self._silence())
+            if not self.seen and not said:
+                said = True
+                self.say(f"-- {self._silence()} Ctrl-C ends the waiting.")
+            if folder and polls % GONE_POLLS == 0 and (gone := self._gone(folder)):
+                again = self.definition.run_argument
+                self.say(f"-- nothing goes on with the run: {gone}. `gpufleet results {again}` makes its receipt.")
+                return 1
+            polls += 1
+            self.sleep(POLL_S)
+
+    def _gone(self, folder: RunFolder) -> str | None:
+        objects = [each for sign in late_receipt.SIGNS for each in folder.objects(sign)]
+        end = late_receipt.cut_off(self.definition, folder.owner, objects, self.ec2, datetime.now(UTC))
+        return (end or {}).get("detail")
+
+    def _silence(self) -> str:
+        """Why nothing is printed."""
+        name, run = self.definition.run_argument, self.definition.run.id
+        if self._folder() is None:
+            return str(no_run(self.s3, self.definition))
+        if self._group() is None:
+            return (
+                f"the stack of run {run} is destroyed, and its log group with it. `gpufleet results {name}` brings "
+                "what the run left in its bucket."
+            )
+        return (
+            f"run {run} has printed nothing yet. A node first boots, pulls the image and stages its data: "
+            f"`gpufleet status {name}` says how far it is, `gpufleet logs {name} --boot` what ended nodes did."
+        )
+
+    def boot(self) -> int:
+        """The boot logs that nodes left in the bucket; a node writes its own when it ends."""
+        folder = self._folder()
+        if folder is None:
+            raise no_run(self.s3, self.definition)
+        names = [each.name for each in folder.objects(bucket.BOOT_LOGS)]
+        if not names:
+            raise AwsRefused(
+                f"no node of run {self.definition.run.id} has left a boot log yet; it does so when it ends."
+            )
+        for name in names:
+            self.say(f"-- {name}")
+            self._bucket(name)
+        return 0
+
+    def _cloudwatch(self, group: str | None) -> bool:
+        """Prints every event not printed before."""
+        if group is None:
+            return False
+        events = aws.pages(
+            self.logs,
+            "filter_log_events",
+            "events",
+            logGroupName=group,
+            logStreamNamePrefix=f"{self.definition.run.id}/",
+            startTime=self.since_ms,
+        )
+        for event in sorted(events, key=lambda event: int(event["timestamp"])):
+            # The service applies the prefix; stand-ins of it may not.
+            if event["eventId"] in self.seen or not event["logStreamName"].startswith(f"{self.definition.run.id}/"):
+                continue
+            self.seen.add(event["eventId"])
+            # Events of several nodes arrive late and out of order, so each poll looks a minute back.
+            self.since_ms = max(self.since_ms, int(event["timestamp"]) - 60_000)
+            moment = datetime.fromtimestamp(int(event["timestamp"]) / 1000, UTC)
+            self.say(f"{moment:%H:%M:%S} {event['message'].rstrip()}")
+        return bool(self.seen)
+
+    def _group(self) -> str | None:
+        """The stack's log group, of the file's owner where several people have it up."""
+        groups = find_log_groups(self.logs, self.definition.name)
+        found = [(aws.owner_of(group) != self.definition.run.owner, str(group["logGroupName"])) for group in groups]
+        return min(found)[1] if found else None
+
+    def _folder(self) -> RunFolder | None:
+        return find_folder(self.s3, self.definition)
+
+    def _bucket(self, name: str) -> bool:
+        folder = self._folder()
+        raw = folder.read(name) if folder else None
+        if raw is None:
+            return False
+        self.say(raw.decode("utf-8", "replace").rstrip("\n"))
+        return True

@@ -1,0 +1,101 @@
+"""What AWS or the way to it refused, as a sentence: what was asked, why not, and what to do."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+
+from botocore import exceptions
+from botocore.parsers import ResponseParserError
+
+from infra.errors import AwsRefused
+from job.text import stamp
+
+_DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError", "403")
+_BAD_KEYS = (
+    "AuthFailure", "InvalidClientTokenId", "InvalidAccessKeyId", "UnrecognizedClientException",
+    "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "RequestExpired",
+    "InvalidSignatureException", "RequestTimeTooSkewed", "RequestInTheFuture",
+)  # fmt: skip
+_SKEW = timedelta(minutes=5)  # AWS refuses a signature that is older or newer (S3 and IAM, 15 min)
+
+
+def refusal(error: Exception) -> AwsRefused | None:
+    """The sentence for a botocore error: what was refused, and what to do. None for any other error."""
+    if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+        return AwsRefused(
+            "there are no AWS credentials. Run `aws configure sso` or `aws configure`, or set AWS_PROFILE; "
+            "without an account, `make rehearse` and `gpufleet cost` still work."
+        )
+    if isinstance(error, exceptions.ProfileNotFound | exceptions.ConfigNotFound):
+        return AwsRefused(f"{error}. `aws configure list-profiles` shows what there is; AWS_PROFILE chooses.")
+    if isinstance(
+        error, exceptions.TokenRetrievalError | exceptions.SSOTokenLoadError | exceptions.UnauthorizedSSOTokenError
+    ):
+        return AwsRefused(f"the sign-in has expired ({error}). Run `aws sso login`.")
+    if isinstance(error, exceptions.ConnectionError | exceptions.HTTPClientError):
+        return AwsRefused(
+            f"AWS cannot be reached ({error}). Check the network, a proxy (HTTPS_PROXY), and AWS_ENDPOINT_URL: "
+            "it must be unset for real AWS, and `gpufleet cloud` must be running where it is set."
+        )
+    if isinstance(error, ResponseParserError):
+        return AwsRefused(
+            "what answered is not AWS: its answer is not XML or JSON. Check HTTPS_PROXY and AWS_ENDPOINT_URL."
+        )
+    if isinstance(error, exceptions.ClientError):
+        return client_refusal(error)
+    ours = exceptions.ParamValidationError | exceptions.OperationNotPageableError  # a mistake of this program
+    if isinstance(error, exceptions.BotoCoreError) and not isinstance(error, ours):
+        return AwsRefused(f"AWS could not be asked: {error}")
+    return None
+
+
+def code(error: exceptions.ClientError) -> str:
+    """NoSuchKey, UnauthorizedOperation, ..."""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def denied(error: exceptions.ClientError) -> bool:
+    """Whether the caller's own rights are what is missing."""
+    return code(error) in _DENIED
+
+
+def client_refusal(error: exceptions.ClientError) -> AwsRefused:
+    """The sentence for what AWS answered."""
+    message = str(error.response.get("Error", {}).get("Message", "")).strip()
+    action = error.operation_name
+    if denied(error):
+        return AwsRefused(
+            f"AWS does not let you call {action}: {message} Ask for that action for your user or role; "
+            "`aws sts get-caller-identity` says who you are."
+        )
+    if code(error) in _BAD_KEYS and (times := _clocks(error, message)):
+        ours, theirs = times
+        side = "behind" if ours < theirs else "ahead"
+        return AwsRefused(
+            f"this computer's clock is {abs(ours - theirs)} {side}: it says {stamp(ours)}, AWS says {stamp(theirs)}. "
+            "Set it: `sudo hwclock -s` in WSL, which loses time while Windows sleeps; elsewhere in the system's "
+            "settings (`sudo timedatectl set-ntp true`)."
+        )
+    if code(error) in _BAD_KEYS:
+        return AwsRefused(
+            f"AWS does not accept the credentials ({code(error)}: {message}) Sign in again (`aws sso login`) or set "
+            "AWS_PROFILE; with AWS_ENDPOINT_URL set, use the keys that `gpufleet cloud` printed."
+        )
+    return AwsRefused(f"AWS answered {code(error)} to {action}: {message}")
+
+
+def _clocks(error: exceptions.ClientError, message: str) -> tuple[datetime, datetime] | None:
+    """(this computer's time, AWS's) where they are too far apart: as the message names them ("expired: OURS is now
+    earlier than LIMIT (THEIRS - 15 min.)"), else by the date of the answer.
+    """
+    named = [datetime.strptime(each, "%Y%m%dT%H%M%S%z") for each in re.findall(r"\d{8}T\d{6}Z", message)]
+    answered = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    if len(named) == 3:
+        ours, _, theirs = named
+    elif answered:
+        ours, theirs = datetime.now(UTC).replace(microsecond=0), parsedate_to_datetime(answered)
+    else:
+        return None
+    return (ours, theirs) if abs(ours - theirs) > _SKEW else None

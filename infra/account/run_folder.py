@@ -1,0 +1,160 @@
+"""What a stack leaves in its buckets and log groups, found by name and tag: the folder of a run, and its objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from botocore import exceptions
+
+from infra.account import refusals
+from infra.account.aws import owner_of, pages, tags_of
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+from infra.resources.tags import STACK_TAG
+from job import atomic
+from job.contract.bucket import GRAPHS, INPUTS
+
+NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that are no run's
+
+
+def name_prefix(stack: str) -> str:
+    """Of every name that the provider has drawn for the stack."""
+    return f"gpufleet-{stack}-"
+
+
+def find_log_groups(logs: Any, stack: str) -> Iterator[dict[str, Any]]:
+    """The stack's log groups with their tags, by name prefix and tag."""
+    for group in pages(logs, "describe_log_groups", "logGroups", logGroupNamePrefix=name_prefix(stack)):
+        tagged = logs.list_tags_for_resource(resourceArn=group["arn"].removesuffix(":*"))
+        if tags_of(tagged).get(STACK_TAG) == stack:
+            yield {**group, "tags": tags_of(tagged)}
+
+
+class Buckets(NamedTuple):
+    """The buckets whose names begin as the stack's do."""
+
+    ours: list[dict[str, Any]]  # with their tags, newest first: more than one when a kept one was left behind
+    closed: dict[str, AwsRefused]  # those that do not show their tags, and what AWS answered
+    untagged: list[str]  # by their names ours
+
+
+def find_buckets(s3: Any, stack: str) -> Buckets:
+    """The stack's buckets, by name prefix and tag."""
+    found = Buckets([], {}, [])
+    for bucket in pages(s3, "list_buckets", "Buckets", Prefix=name_prefix(stack), PaginationConfig={"PageSize": 1000}):
+        name = str(bucket["Name"])
+        of_longer_name = "-" in name.removeprefix(name_prefix(stack))
+        try:
+            tagged = {**bucket, "Tags": s3.get_bucket_tagging(Bucket=name)["TagSet"]}
+        except exceptions.ClientError as error:
+            if refusals.denied(error):
+                if not of_longer_name:
+                    found.closed[name] = refusals.client_refusal(error)
+                continue
+            if refusals.code(error) == "NoSuchBucket":  # a deleted one stays listed for a while
+                continue
+            if refusals.code(error) != "NoSuchTagSet":
+                raise
+            tagged = bucket
+        if tags_of(tagged).get(STACK_TAG) == stack:
+            found.ours.append(tagged)
+        elif STACK_TAG not in tags_of(tagged) and not of_longer_name:
+            found.untagged.append(name)
+    found.ours.sort(key=lambda bucket: bucket["CreationDate"], reverse=True)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """One object of a run."""
+
+    name: str  # within the run
+    bytes: int
+    written: datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    """s3://bucket/<run>/ of one run."""
+
+    s3: Any
+    bucket: str
+    run: str
+    owner: str  # of the bucket, as its tag says
+    others: str = ""  # where else a run of this name lies, in words
+
+    def is_of(self, owner: str) -> bool:
+        """Whether the run in it is `owner`'s, as far as anybody can tell: where its own bucket is gone, the newest one
+        with a run of this name may be another's, whose end says nothing of it.
+        """
+        return self.owner in ("", owner)
+
+    def objects(self, prefix: str = "") -> list[Stored]:
+        """Every object whose name starts with `prefix`."""
+        start = f"{self.run}/"
+        listed = pages(self.s3, "list_objects_v2", "Contents", Bucket=self.bucket, Prefix=start + prefix)
+        return [
+            Stored(name=item["Key"].removeprefix(start), bytes=int(item["Size"]), written=item["LastModified"])
+            for item in listed
+        ]
+
+    def read(self, name: str, *, last_bytes: int | None = None) -> bytes | None:
+        """An object's bytes, or None when it is not there."""
+        limit = {"Range": f"bytes=-{last_bytes}"} if last_bytes else {}
+        try:
+            answer = self.s3.get_object(Bucket=self.bucket, Key=f"{self.run}/{name}", **limit)
+        except exceptions.ClientError as error:
+            if refusals.code(error) in ("NoSuchKey", "NoSuchBucket", "404", "InvalidRange"):
+                return None
+            raise
+        body: bytes = answer["Body"].read()
+        return body
+
+    def document(self, name: str) -> dict[str, Any] | None:
+        """A JSON object, or None when it is not there or not (yet) JSON."""
+        return atomic.parse_object(self.read(name))
+
+
+def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
+    """The run's folder in the newest of the stack's buckets that has one, of the file's owner where possible; None when
+    no bucket has. A destroy, or a second person with the same file, leaves several. Raises AwsRefused where the only
+    ones that could have it do not show their tags.
+    """
+    run = definition.run
+    found, closed, _ = find_buckets(s3, definition.name)
+    holds = [
+        bucket
+        for bucket in found
+        if s3.list_objects_v2(Bucket=bucket["Name"], Prefix=f"{run.id}/", MaxKeys=1).get("KeyCount")
+    ]
+    if closed and not found:
+        raise AwsRefused(f"whether a bucket is {definition.name}'s cannot be told: {_closed(closed)}")
+    if not holds:
+        return None
+    chosen, *others = sorted(holds, key=lambda bucket: owner_of(bucket) != run.owner)
+    named = ", ".join(f"s3://{bucket['Name']}/{run.id}/ (owner {owner_of(bucket) or 'unknown'})" for bucket in others)
+    others_said = f"{named}; used is the newest of run.owner" if named else ""
+    return RunFolder(s3=s3, bucket=chosen["Name"], run=run.id, owner=owner_of(chosen), others=others_said)
+
+
+def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:
+    """There is no such run; the stack's buckets say which there are."""
+    name, run = definition.name, definition.run.id
+    found, closed, _ = find_buckets(s3, name)
+    folders = {
+        item["Prefix"].removesuffix("/")
+        for bucket in found
+        for item in pages(s3, "list_objects_v2", "CommonPrefixes", Bucket=bucket["Name"], Delimiter="/")
+    }
+    ids = sorted(folder for folder in folders if folder not in NO_RUN)
+    hint = f" `--run ID` names an earlier one: {', '.join(ids)}." if ids else ""
+    hint += f" Not looked into: {_closed(closed)}" if closed else ""
+    return AwsRefused(f"there is no run {run} of {name} in {definition.fleet.region}: run `pulumi up` first.{hint}")
+
+
+def _closed(closed: dict[str, AwsRefused]) -> str:
+    """Buckets that do not show their tags, and the first one's reason."""
+    return f"{', '.join(closed)} ({next(iter(closed.values()))})"

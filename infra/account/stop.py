@@ -1,0 +1,74 @@
+"""Asks a run to end as a limit would end it, with what it has trained. Writes one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from infra.account import aws
+from infra.account.fleet import fleets_of, is_over, nodes_of, wants
+from infra.account.run_folder import find_folder, no_run
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+from job import atomic
+from job.contract.bucket import ASKED, DONE
+from job.text import stamp
+
+
+def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Callable[[str], None] = print) -> None:
+    """Asks the run to end, unless it is over already, and says what comes of it. Raises AwsRefused where nothing of the
+    file's owner could hear it.
+    """
+    name, run, owner = definition.name, definition.run.id, definition.run.owner
+    again = definition.run_argument
+    folder = find_folder(s3, definition)
+    done = folder.document(DONE) if folder and folder.is_of(owner) else None
+    if done:
+        say(f"run {run} of {name} is over already: {done.get('reason')}, {done.get('at')}")
+        return
+    alive = [fleet for fleet in fleets_of(ec2, definition) if not is_over(fleet, now)]
+    region = definition.fleet.region
+    if not alive and folder is None:
+        raise AwsRefused(f"nothing to stop: {no_run(s3, definition)}")
+    if not alive:
+        raise AwsRefused(
+            f"nothing to stop: there is no fleet of run {run} of {name} in {region} any more. "
+            f"`gpufleet results {again}` brings what the run left; `--run ID` names an earlier run."
+        )
+    if not any(aws.owner_of(fleet) == owner for fleet in alive):
+        others = ", ".join(sorted({aws.owner_of(fleet) or "nobody" for fleet in alive}))
+        raise AwsRefused(
+            f"there is no fleet of owner {owner} for run {run} of {name} in {region}; there is one of {others}, whose "
+            f"file has to ask. `gpufleet status {again}` says what there is; `--run ID` names an earlier run."
+        )
+    if folder is None or not folder.is_of(owner):  # another's would end his run
+        raise AwsRefused(
+            f"no bucket of owner {owner} holds run {run} of {name}: no node of it can boot or be asked. "
+            "`pulumi destroy` ends its fleet."
+        )
+    if earlier := folder.document(ASKED):  # kept: when it was asked first tells whether a node should have heeded it
+        say(f"asked already, by {earlier.get('by')} at {earlier.get('at')}: s3://{folder.bucket}/{run}/{ASKED}")
+    else:
+        asked = {"by": owner, "at": stamp(now)}
+        s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=atomic.json_bytes(asked))
+        say(f"asked: s3://{folder.bucket}/{run}/{ASKED}")
+    running = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] == "running"]
+    nodes = [node["InstanceId"] for node in running if aws.owner_of(node) == owner]
+    config = definition.job.parameters
+    looks = f"looks every {config.checkpoint.heartbeat_s:g} s"
+    left, later = "leaves final/", "leaves what the last checkpoint has"
+    if not config.sizes().final_if_cut[0]:
+        left = later = f"leaves no result ({name} has none before its end)"
+    ends = "then ends the run and the fleet, and writes the receipt"
+    wanted = any(map(wants, alive))
+    if nodes:
+        say(f"{nodes[0]} {looks}, finishes its step, saves, {left}, {ends}.")
+    elif not wanted:
+        how = f"`gpufleet wait {definition.argument}` says how one does"
+        say(f"No node runs and the fleet is at 0: none comes to heed it. {how}.")
+    else:
+        say(f"No node runs. The next one {looks}: it {later}, {ends}.")
+        say("Where that is not worth a node, `pulumi destroy` keeps what is in the bucket, if the file says so.")
+    after = "" if definition.is_earlier_run else ", `pulumi destroy`"
+    say(f"Next: `gpufleet logs {again} --follow`, `gpufleet results {again}`{after}.")

@@ -1,0 +1,119 @@
+"""What is left over, as `gpufleet sweep` shows it, and its removal: what carries the stack's tags and nobody asked for
+is deleted, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from infra.account import refusals
+from infra.account.leftovers import Left
+from infra.definition import StackDefinition
+from job.text import counted
+
+# Nodes end within minutes, p5's the slowest, and what they used is free only then.
+TIMEOUT_S, POLL_S = 1800, 10
+# What AWS answers while something else still uses it, or is about to end.
+IN_USE = (
+    "DependencyViolation", "DeleteConflict", "BucketNotEmpty", "VolumeInUse", "IncorrectState", "OperationAborted",
+    "IncorrectInstanceState", "ConcurrentModification", "fleetNotInDeletableState", "RequestLimitExceeded",
+)  # fmt: skip
+Found = Callable[[], list[Left]]
+
+
+def delete(
+    found: Found, client: Callable[[str], Any], *, pause: Callable[[float], None], say: Callable[[str], None] = print
+) -> None:
+    """Deletes what is unwanted, looking anew until nothing of it is left: what ends only slowly, and what a fleet has
+    launched meanwhile, is found again. Says what it deletes, and of what stays, why. Gives up after TIMEOUT_S, or when
+    nothing that AWS refuses is about to become free.
+    """
+    gone, waited = set[tuple[str, str]](), 0.0
+    while True:
+        left = found()
+        unwanted = [each for each in left if each.unwanted]
+        progress, refused = False, dict[str, ClientError]()
+        for each in unwanted:
+            try:
+                for step in each.steps:
+                    step.do(client)
+            except ClientError as error:
+                refused[f"{each.kind} {each.id}"] = error
+                continue
+            if each.steps and (each.kind, each.id) not in gone:
+                gone.add((each.kind, each.id))
+                progress = True
+                say(f"deleted: {each.kind} {each.id}")
+        if not unwanted:
+            return
+        ending = any(not each.steps for each in unwanted)
+        blocked = not ending and any(each.foreign and not each.owner for each in left)  # it does not go by itself
+        freed = any(refusals.code(error) in IN_USE for error in refused.values()) and not blocked
+        if waited >= TIMEOUT_S or not (progress or ending or freed):
+            for what, why in refused.items():
+                say(f"stays: {what}: {refusals.refusal(why)}")
+            return
+        if not progress:
+            pause(POLL_S)
+            waited += POLL_S
+
+
+def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
+    """What `sweep` prints."""
+    unseen, found = [left for left in found if left.unseen], [left for left in found if not left.unseen]
+    theirs = [left for left in found if left.owner]
+    mine = [left for left in found if not left.owner]
+    unwanted, foreign = [left for left in mine if left.unwanted], [left for left in mine if left.foreign]
+    billed, free = [left for left in unwanted if left.bills], [left for left in unwanted if not left.bills]
+    for title, group in (
+        ("Not looked at, so it may be there and cost:", unseen),
+        (f"Kept on purpose (storage.keep of {definition.source.name}):", [left for left in mine if left.asked_for]),
+        ("Billed, and nobody asked for it:", billed),
+        ("Still there, free of charge:", free),
+        (
+            "Not the stack's, but in its VPC, which stays as long as they do; they may be billed. Ask whose they are:",
+            foreign,
+        ),
+        ("Perhaps ours: no tag says so:", [left for left in mine if not left.ours]),
+        (
+            f"Of a stack of the same name and another owner than {definition.run.owner}: ask before removing it:",
+            theirs,
+        ),
+    ):
+        if group:
+            yield title
+            for left in group:
+                yield from _lines(left, definition.fleet.region)
+    if unwanted:
+        yield (
+            "`pulumi destroy` removes what the stack knows of. The rest, and all of it where destroy cannot: the "
+            f"commands above, in their order, or `gpufleet sweep {definition.argument} --delete`."
+        )
+    where = f"{definition.name} in {definition.fleet.region}"
+    own = " of its own" if foreign else ""
+    nothing = f"nothing billable{own} is " + ("in sight, of what could be looked at." if unseen else "left over.")
+    said = f"{_monthly(billed)} nobody asked for." if billed else nothing
+    said += f" {counted(len(free), 'part')} free of charge still there." if free else ""
+    said += f" {counted(len(foreign), 'part')} of others in its VPC, perhaps billed." if foreign else ""
+    said += _may_launch(billed)
+    yield f"{where}: {said}" + (f" Another owner's: {_monthly(theirs)}.{_may_launch(theirs)}" if theirs else "")
+
+
+def _monthly(group: list[Left]) -> str:
+    return f"${sum((left.usd_per_month for left in group), Decimal(0)):.2f} a month"
+
+
+def _may_launch(group: list[Left]) -> str:
+    return " A fleet can launch a node at any time." if any(left.launches for left in group) else ""
+
+
+def _lines(left: Left, region: str) -> Iterator[str]:
+    price = f"${left.usd_per_month:9.2f}/month" if left.usd_per_month else " " * 16
+    text = f"  {price}  {left.kind:<18} {left.id}{', ' + left.note if left.note else ''}"
+    yield text + (f", owner {left.owner}" if left.owner else "")
+    for step in left.steps:
+        yield f"{' ' * 20}{step.command} --region {region}"

@@ -1,0 +1,233 @@
+"""Waits for a node: `pulumi up` ends when the fleet is accepted, not when it has one.
+
+Reads the fleet's history and says each new thing once, with what to do. Gives up at once where waiting cannot help.
+The last lines are what keeps the node away: what is known, and in AWS's words what is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from infra.account import aws
+from infra.account.explain import ENDS_OF_RUNNING, Reason, describe, explain
+from infra.account.fleet import (
+    ENDED,
+    end_command,
+    find_instances,
+    fleets_of,
+    has_expired,
+    may_launch,
+    wants,
+    why_needless,
+)
+from infra.account.run_folder import find_folder
+from infra.definition import StackDefinition
+from infra.errors import AwsRefused
+from infra.resources.tags import RUN_TAG
+from job.contract.bucket import DONE
+from job.text import counted
+
+POLL_S = 10.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Watch:
+    """One wait. Clock and sleep are given, so that a test need not wait."""
+
+    definition: StackDefinition
+    ec2: Any
+    s3: Any
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    say: Callable[[str], None] = print
+    said: set[str] = field(default_factory=set)
+    reasons: list[Reason] = field(default_factory=list)
+    unexplained: list[str] = field(default_factory=list)  # what AWS said, as it said it
+    ended: set[str] = field(default_factory=set)  # nodes
+
+    def until_node(self, timeout_s: float) -> int:
+        """0 when a node runs or the run is already over, 1 with the reasons when there is none in time."""
+        give_up = self.clock() + timeout_s
+        while True:
+            fleets = fleets_of(self.ec2, self.definition)
+            if not fleets:
+                if done := self._done(self.definition.run.owner):
+                    return self._over(done)
+                raise self._no_fleet()
+            if len(twice := [each for each in fleets if self._ours(each)]) > 1:
+                self._twice(twice)
+                return 1
+            fleet = fleets[0]
+            stopped = not wants(fleet)
+            ended, expired = fleet["FleetState"] in ENDED, has_expired(fleet, self.now())
+            if (stopped or ended or expired) and (done := self._done(aws.owner_of(fleet) or self.definition.run.owner)):
+                return self._over(done)
+            if ended or fleet["FleetState"] == "failed":
+                return self._no_more(fleet, fleet["FleetState"])
+            if stopped and not expired:
+                self._resting(fleet)
+                return 1
+            if self._node(fleet):
+                return self._for_nothing(fleet)
+            if expired:
+                return self._no_more(fleet, "expired")
+            self._history(fleet)
+            final = next((reason for reason in self.reasons if reason.final), None)
+            if final:
+                self._keeps_away([])  # they were said a moment ago
+                self.say(f"Waiting cannot help: {final.cause}. `pulumi destroy` ends the fleet, which keeps trying.")
+                return 1
+            if self.clock() >= give_up:
+                return self._timed_out(timeout_s)
+            self._say(f"waiting for fleet {fleet['FleetId']} to find a node ...")
+            self.sleep(min(POLL_S, max(give_up - self.clock(), 0.0)))
+
+    def _over(self, done: dict[str, Any]) -> int:
+        self.say(f"the run is over: {done.get('reason')}. {done.get('detail') or ''}".strip())
+        self.say(f"Next: `gpufleet results {self.definition.argument}`, then `pulumi destroy`.")
+        return 0
+
+    def _no_fleet(self) -> AwsRefused:
+        name, run_id = self.definition.name, self.definition.run.id
+        others = sorted(
+            {aws.tags_of(fleet).get(RUN_TAG, "?") for fleet in fleets_of(self.ec2, self.definition, every_run=True)}
+        )
+        hint = f" This stack has fleets of {', '.join(others)}." if others else ""
+        where = f"{name} in {self.definition.fleet.region}"
+        return AwsRefused(f"there is no fleet of run {run_id} of {where}: run `pulumi up` first.{hint}")
+
+    def _ours(self, fleet: dict[str, Any]) -> bool:
+        return may_launch(fleet, self.now()) and aws.owner_of(fleet) == self.definition.run.owner
+
+    def _twice(self, fleets: list[dict[str, Any]]) -> None:
+        """The engine forgets what it was making when an `up` was killed, and the next `up` makes another."""
+        run = self.definition.run.id
+        self.say(
+            f"{len(fleets)} fleets of run {run} launch nodes, each billed. An `up` that was cut short leaves one "
+            "that the stack knows nothing of, and no destroy ends it: end all but the one that `pulumi stack output "
+            f"fleet_id` names. Or a second stack has this file up as run {run}: that one wants another run.id."
+        )
+        for fleet in fleets:
+            made = f"{fleet['CreateTime']:%Y-%m-%d %H:%M:%S} UTC"
+            self.say(f"  {end_command(fleet, self.definition.fleet.region)}   # made {made}")
+
+    def _done(self, owner: str) -> dict[str, Any] | None:
+        folder = find_folder(self.s3, self.definition)
+        return folder.document(DONE) if folder and folder.is_of(owner) else None
+
+    def _node(self, fleet: dict[str, Any]) -> bool:
+        active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
+        ids = [instance["InstanceId"] for instance in active]
+        if not ids:
+            return False
+        for node in find_instances(self.ec2, [("instance-id", ids)]):
+            where = f"{node['InstanceId']}, {node['InstanceType']} in {node['Placement']['AvailabilityZone']}"
+            if node["State"]["Name"] == "running":
+                self._say(f"node {where} runs since {node['LaunchTime']:%Y-%m-%d %H:%M:%S} UTC. {self._status()}")
+                return True
+            self._say(f"node {where} is {node['State']['Name']}.")
+        return False
+
+    def _for_nothing(self, fleet: dict[str, Any]) -> int:
+        """A node runs: 1 where it is one that finds its run over, as did those before it. Another owner's trains for a
+        run of that owner.
+        """
+        done = self._done(self.definition.run.owner) if self._ours(fleet) else None
+        needless = why_needless(fleet, done, self.now()) if done else ""
+        if needless:
+            self.say(f"The run is over, but {needless}\n  {end_command(fleet, self.definition.fleet.region)}")
+        return 1 if needless else 0
+
+    def _history(self, fleet: dict[str, Any]) -> None:
+        """Says every event not said before, and collects what explains a missing node."""
+        arguments: dict[str, Any] = {"FleetId": fleet["FleetId"], "StartTime": fleet["CreateTime"]}
+        while True:
+            answer = self.ec2.describe_fleet_history(**arguments)
+            for record in answer["HistoryRecords"]:
+                self._event(record)
+            if not answer.get("NextToken"):
+                break
+            arguments["NextToken"] = answer["NextToken"]
+
+    def _event(self, record: dict[str, Any]) -> None:
+        kind, sub_type, description = describe(record)
+        if "change" in kind.lower():  # of an instance or the fleet; AWS's guide and API model spell kinds differently
+            self._ended(record, sub_type)
+        else:
+            self._say(f"{sub_type}: {description}" if description else sub_type)
+            self._explain(sub_type, description)
+
+    def _ended(self, record: dict[str, Any], sub_type: str) -> None:
+        """An instance that came and went says why in its own state reason."""
+        node = str(record["EventInformation"].get("InstanceId", ""))
+        if sub_type != "terminated" or not node or node in self.ended:
+            return
+        self.ended.add(node)
+        found = find_instances(self.ec2, [("instance-id", [node])])
+        why = (found[0].get("StateReason") or {}) if found else {}
+        code, message = str(why.get("Code", "")), str(why.get("Message", ""))
+        self.say(f"node {node} has ended{': ' + message if message else ''}.")
+        if code and code not in ENDS_OF_RUNNING:
+            self._explain(code, message)
+
+    def _explain(self, sub_type: str, description: str) -> None:
+        reason = explain(sub_type, description, self.definition)
+        words = f"{sub_type}: {description}" if description else sub_type
+        if reason is None:
+            self.unexplained += [words] if words not in self.unexplained else []
+        elif reason not in self.reasons:
+            self.reasons.append(reason)
+            self.say(f"  That means {reason.cause}.\n  {reason.remedy}")
+
+    def _no_more(self, fleet: dict[str, Any], why: str) -> int:
+        self.say(f"fleet {fleet['FleetId']} is {why}: it launches nothing more.")
+        self._history(fleet)
+        self._keeps_away(self.reasons)
+        self.say(f"A new run.id and `pulumi up` start a new one. {self._status()}")
+        return 1
+
+    def _resting(self, fleet: dict[str, Any]) -> None:
+        self.say(
+            f"fleet {fleet['FleetId']} is at 0, and the run left no done marker: somebody has put it aside, or a node "
+            "could not reach the bucket. With this it goes on from its last checkpoint; a new run.id begins anew."
+        )
+        self.say(
+            f"  aws ec2 modify-fleet --region {self.definition.fleet.region} --fleet-id {fleet['FleetId']} "
+            "--target-capacity-specification TotalTargetCapacity=1"
+        )
+
+    def _timed_out(self, timeout_s: float) -> int:
+        self.say(f"No node after {timeout_s:g} s.")
+        self._keeps_away(self.reasons)
+        if not (self.reasons or self.unexplained or self.ended):
+            self.say(
+                "The fleet's history gives no reason yet; AWS is usually still looking. Nothing is billed meanwhile."
+            )
+        self.say(f"The fleet keeps trying: `gpufleet wait {self.definition.argument}` again, or `pulumi destroy`.")
+        return 1
+
+    def _keeps_away(self, reasons: list[Reason]) -> None:
+        """What keeps the node away: `reasons`, what AWS said that has none, and that starts cost money."""
+        for reason in reasons:
+            self.say(f"  - {reason.cause}. {reason.remedy}")
+        for words in self.unexplained:
+            self.say(f"  - AWS says: {words}")
+        if self.ended:
+            nodes = counted(len(self.ended), "node")
+            self.say(
+                f"  - {nodes} came and went: each start is billed, a minute at least once it runs, and the fleet goes "
+                f"on with them. `gpufleet status {self.definition.argument}` shows those that booted."
+            )
+
+    def _status(self) -> str:
+        return f"Next: `gpufleet status {self.definition.argument}`."
+
+    def _say(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            self.say(text)
