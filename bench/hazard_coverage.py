@@ -22,8 +22,10 @@ import numpy as np
 
 from infra.cost import hazard, replay
 from infra.cost.hazard import Floats, Hazard, learn
-from infra.cost.replay import Score, Trace
+from infra.cost.replay import Score
 from infra.cost.risk import Exposure
+from infra.evidence.traces import Trace
+from infra.evidence.traces import read as read_trace
 
 WORK_H = (2.0, 8.0, 24.0)
 TYPE = "p3.2xlarge"
@@ -54,10 +56,10 @@ def main() -> None:
         if not found:
             parser.error(f"no traces in {traces / name}; TRACES_DIR is a checkout of skypilot-org/spot-traces")
     test = [
-        replace(replay.read(path), type=TYPE, zone=path.name.partition("_")[0], start=date(2023, 2, 15))
+        replace(read_trace(path), type=TYPE, zone=path.name.partition("_")[0], start=date(2023, 2, 15))
         for path in tested
     ]
-    training = [replay.read(path) for path in trained]
+    training = [read_trace(path) for path in trained]
     say = sys.stdout.write
     say("# Coverage of the stated interval on public spot traces\n\n")
     say(f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, numpy {np.__version__}; ")

@@ -10,9 +10,9 @@ import pulumi
 
 from infra.cost.table import render
 from infra.errors import GpufleetError
+from infra.evidence.receipts import score
 from infra.plan import make
 from infra.previous import previous
-from infra.receipts import score
 from infra.selected import refuse_unread
 from job.text import printable
 

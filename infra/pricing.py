@@ -12,7 +12,6 @@ from datetime import datetime
 from pathlib import Path
 
 from infra import policy
-from infra.calibration import find_all
 from infra.catalog import Catalog
 from infra.cost.bill import Bill
 from infra.cost.cheaper import Cheaper, cheaper
@@ -22,7 +21,8 @@ from infra.cost.hazard import learn
 from infra.cost.options import Footing
 from infra.cost.side import Hazards
 from infra.definition import StackDefinition
-from infra.receipts import observations
+from infra.evidence.calibration import find_all
+from infra.evidence.observations import observations
 from job.dataset.prepare import DatasetManifest, read_manifest
 
 

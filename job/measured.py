@@ -1,8 +1,8 @@
 """What a run's own files say about its speed, and what that speed depends on. Pure: no torch, nothing of infra.
 
-A probe (job/probe.py) and a receipt (job/supervisor/receipt.py) both leave one such *measurement*; infra.calibration
-reads it and docs/calibration.md documents its keys. Everything comes from metrics.jsonl, whose lines every experiment
-writes alike, so nothing here knows any experiment.
+A probe (job/probe.py) and a receipt (job/supervisor/receipt.py) both leave one such *measurement*;
+infra.evidence.calibration reads it and docs/calibration.md documents its keys. Everything comes from metrics.jsonl,
+whose lines every experiment writes alike, so nothing here knows any experiment.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from infra.calibration import is_gpu
 from infra.catalog import load_catalog
+from infra.evidence.calibration import is_gpu
 from job.train.device import DATA_SHEETS
 
 

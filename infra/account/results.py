@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from infra import receipts
 from infra.account import late_receipt
 from infra.account.run_folder import RunFolder, Stored, find_folder, no_run
 from infra.catalog import load_catalog
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
+from infra.evidence import receipts
 from job import atomic
 from job.contract import reading
 from job.contract.bucket import CHECKPOINTS, DONE, EXPORTS, FINAL

@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infra import calibration
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.definition import StackDefinition
 from infra.errors import GpufleetError
+from infra.evidence import calibration
 from infra.loader import load, project_root
 from infra.readiness import command
 from job import atomic, measured, probe

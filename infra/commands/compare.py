@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infra import outcomes
 from infra.catalog import load_catalog
 from infra.commands import stack
 from infra.cost import compare, compare_table, deadline, record
@@ -20,9 +19,10 @@ from infra.cost.hazard import learn
 from infra.cost.options import Footing
 from infra.definition import StackDefinition, deadline_text
 from infra.errors import GpufleetError
+from infra.evidence import outcomes
+from infra.evidence.observations import observations
 from infra.loader import load, project_root
 from infra.pricing import footing
-from infra.receipts import observations
 from infra.scenarios import scenarios, unknown
 
 SHOWN = 20
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     listed = compare.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=found)
     ended = outcomes.read(root, definition.name)
-    listed = [replace(row, outcome=outcomes.of(row, ended)) for row in listed]
+    listed = [replace(row, outcome=outcomes.newest(ended, row.settings, row.type)) for row in listed]
     whose = asked[0] if args.scenario else definition  # its region is where all are compared
     rows = compare.every_option(whose, asked, catalog, hours_left=left, hazards=hazards, found=found)
     rows = compare.refined(rows, hours_left=left)

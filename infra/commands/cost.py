@@ -21,10 +21,10 @@ from infra.cost.estimate import problems
 from infra.cost.table import render
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
+from infra.evidence.receipts import score
 from infra.loader import project_root
 from infra.pricing import bill_and_cheaper
 from infra.readiness import not_ready
-from infra.receipts import score
 from infra.scenarios import scenario
 
 

@@ -10,12 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from infra import policy, receipts
-from infra.calibration import FOLDER, RECEIPTS
+from infra import policy
 from infra.catalog import Catalog
 from infra.cost.hazard import learn
 from infra.cost.side import Hazards
 from infra.errors import GpufleetError
+from infra.evidence import calibration, receipts
+from infra.evidence.observations import TRACES, observations
 from infra.loader import project_root
 from infra.review import commits
 from infra.review.compare import Known, Review, Side, StackReview, compare
@@ -66,7 +67,7 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
         try:
             new, new_note = commits.catalog(folders[1])
             chosen = policy.of(folders[1]) if rules is None else policy.load(rules)
-            hazards = learn(receipts.observations(folders[1]))
+            hazards = learn(observations(folders[1]))
         except GpufleetError as error:
             raise GpufleetError(str(error).replace(f"{scratch}/", "")) from None
         try:
@@ -78,7 +79,7 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
             notes.append("**policy.yaml itself changes**; the rules here are HEAD's.")
         known_new = _known(folders[1], new, hazards)
         try:
-            hazards = learn(receipts.observations(folders[0]))
+            hazards = learn(observations(folders[0]))
         except GpufleetError:
             notes.append("BASE: its traces cannot be read; HEAD's hazards stand in")
         known_old = _known(folders[0], old, hazards)
@@ -101,7 +102,7 @@ def make(project: Path, base: str, head: str, rules: Path | None = None) -> Revi
 def _known(folder: Path, catalog: Catalog, hazards: Hazards) -> Known:
     """What the extracted commit in `folder` knows."""
     digest = hashlib.sha256()
-    measured = (path for kind in (FOLDER, RECEIPTS, receipts.TRACES) for path in (folder / kind).rglob("*"))
+    measured = (path for kind in (calibration.FOLDER, receipts.FOLDER, TRACES) for path in (folder / kind).rglob("*"))
     for path in sorted(path for path in measured if path.is_file()):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)

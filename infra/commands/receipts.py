@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from infra import receipts
 from infra.cost import text
+from infra.evidence import receipts
+from infra.evidence.receipts import CAUSES, Receipt, Score
 from infra.loader import project_root, stacks_of
-from infra.receipts import CAUSES, Receipt, Score
 from infra.selected import selected
 
 

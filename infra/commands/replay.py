@@ -18,6 +18,7 @@ from infra.cost.replay import Replayed
 from infra.cost.risk import Exposure
 from infra.cost.text import hours, wrap
 from infra.errors import GpufleetError
+from infra.evidence.traces import read as read_trace
 from infra.loader import project_root
 from infra.pricing import bill_of
 from job.text import counted
@@ -38,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what the traces did to the run. 0: the stated interval held; 1: it did not."""
-    traces = [replay.read(path) for path in args.traces]
+    traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
     found = [replay.compare(exposure, trace) for trace in traces]
     held = contained(found) >= HELD

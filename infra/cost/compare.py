@@ -9,7 +9,7 @@ here, since one that is stopped early is cheap and not done: rows beyond them ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from decimal import Decimal
 from typing import Any
@@ -20,6 +20,7 @@ from infra.cost.compare_rows import Row, draft, filled, rate
 from infra.cost.options import Footing
 from infra.cost.side import Hazards
 from infra.definition import Capacity, StackDefinition
+from infra.evidence.outcomes import dotted
 
 CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
 RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
@@ -129,16 +130,7 @@ def settings(definition: StackDefinition) -> dict[str, Any]:
         "fleet": asdict(definition.fleet),
         "estimate": asdict(definition.estimate),
     }
-    return {path: value for name, tree in trees.items() for path, value in flat(tree, name)}
-
-
-def flat(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    """Every value with its dotted path."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{above}.{key}")
-        else:
-            yield f"{above}.{key}", value
+    return {path: value for name, tree in trees.items() for path, value in dotted(tree, name)}
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:

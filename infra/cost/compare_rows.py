@@ -20,6 +20,7 @@ from infra.cost.runtime import Runtime
 from infra.cost.side import Prepared, Quantiles, Side
 from infra.cost.text import hours
 from infra.definition import Capacity, Claim, Limits, StackDefinition
+from infra.evidence.outcomes import FinishedRun
 from job.spec import JobConfig
 from job.text import counted
 
@@ -31,19 +32,6 @@ class Rate:
     region: str
     on_demand: Decimal | None
     spot: Decimal | None  # at the median zone
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What a finished run came to. `settings` as in Row, of the job's parameters alone."""
-
-    run: str
-    at: str  # UTC
-    types: tuple[str, ...]
-    settings: dict[str, Any]
-    data_seed: tuple[str, int]  # the dataset's sha256, the run's seed
-    tokens: int  # up to the last validation
-    val_loss: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +73,7 @@ class Row:
     basis: str = ""  # claim, target (roofline and an efficiency), measured
     sharded: bool = False  # trained state cut over the GPUs
     settings: dict[str, Any] = field(default_factory=dict, repr=False)  # path -> value, of job, fleet and estimate
-    outcome: Outcome | None = None  # of a finished run of it
+    outcome: FinishedRun | None = None  # of a finished run of it
     lost: str = ""  # why it is not the first
     prepared: Prepared | None = field(default=None, repr=False)  # None: without figures, `why` says so
     side: Side | None = field(default=None, repr=False)

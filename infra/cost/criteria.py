@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from infra.cost.compare_rows import Outcome, Row
+from infra.cost.compare_rows import Row
+from infra.evidence.outcomes import FinishedRun
 from job.text import counted
 
 Layout = Literal["one process", "replicated", "sharded"]
@@ -66,7 +67,7 @@ def _accuracy(row: Row, default: Row) -> str:
     return f"{said}, {apart:+.2%} of {default.scenario}'s" + (": DIFFERS" if abs(apart) > AGREE else "")
 
 
-def _comparable(one: Outcome, other: Outcome) -> bool:
+def _comparable(one: FinishedRun, other: FinishedRun) -> bool:
     """Whether they differ in nothing but how the work was spread and kept."""
     spread = tuple(f"job.parameters.{path}" for path in _SPREAD)
     differing = [path for path, value in one.settings.items() if other.settings.get(path) != value]

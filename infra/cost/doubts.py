@@ -7,13 +7,13 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from infra.calibration import Refused
 from infra.cost import fit, limits
 from infra.cost.bill import Bill
 from infra.cost.limits import AS_COUNTED
 from infra.cost.options import Calibrations
 from infra.cost.runtime import Runtime, hours
 from infra.definition import StackDefinition
+from infra.evidence.calibration import Refused
 from job.spec import JobConfig
 from job.text import counted
 

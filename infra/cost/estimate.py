@@ -34,9 +34,10 @@ def price(
 ) -> Bill:
     """The bill of `definition`. Without `dataset_bytes` the dataset's size is assumed.
 
-    `not_ready` are sentences to show among the warnings; `calibrations` come from infra.calibration.find_all, `hazards`
-    from infra.cost.hazard.learn, and count where the definition fixes none. Raises PriceMissing when a needed price of
-    a service is not in the catalog, DefinitionError when the job fits no listed type or none of them has a price.
+    `not_ready` are sentences to show among the warnings; `calibrations` come from infra.evidence.calibration.find_all,
+    `hazards` from infra.cost.hazard.learn, and count where the definition fixes none. Raises PriceMissing
+    when a needed price of a service is not in the catalog, DefinitionError when the job fits no listed type or none of
+    them has a price.
     """
     only_priced = definition.variant.only_priced
     if only_priced:

@@ -22,7 +22,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from statistics import NormalDist
 from typing import NamedTuple
@@ -30,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from infra.evidence.observations import Observation
 from job.text import counted
 
 # Nine zones of public spot traces (p3.2xlarge, 2023-02-15 to 2023-04): 0.10 to 1.39 losses per node-hour. A fixed 0.2
@@ -92,17 +92,6 @@ def of_node(normals: Floats, unevenness: Floats | float, *, first: bool) -> Floa
 def word(per_hour: float) -> str:
     """The nearest of HAZARD_WORDS, by ratio."""
     return min(HAZARD_WORDS, key=lambda each: abs(math.log(max(per_hour, 1e-9) / each[1])))[0]
-
-
-class Observation(NamedTuple):
-    """What was seen of one zone: `interruptions` in `node_hours` of nodes up and wanted."""
-
-    type: str
-    zone: str | None  # None: not known
-    node_hours: float
-    interruptions: float
-    source: str  # for people: a trace's file, a run's receipt
-    as_of: date | None
 
 
 class Key(NamedTuple):

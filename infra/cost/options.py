@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from infra.calibration import Calibration, Refused
 from infra.catalog import Catalog, Instance, Price, SpotPrice
 from infra.cost import fit
 from infra.cost import runtime as runtimes
 from infra.definition import Capacity, StackDefinition
 from infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
+from infra.evidence.calibration import Calibration, Refused
 
-Calibrations = Mapping[str, Calibration | Refused]  # by instance type, as infra.calibration.find_all gives them
+Calibrations = Mapping[str, Calibration | Refused]  # by instance type: evidence.calibration.find_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

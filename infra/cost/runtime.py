@@ -15,10 +15,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infra.calibration import Calibration, PhaseSpeed
 from infra.catalog import Instance
 from infra.definition import Disk, Estimate
 from infra.errors import GpufleetError
+from infra.evidence.calibration import Calibration, PhaseSpeed
 from job.spec import JobConfig
 from job.spec.common import PhaseSize
 

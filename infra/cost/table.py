@@ -22,8 +22,8 @@ from job.text import counted
 
 
 def render(bill: Bill, *, today: date | None = None, accuracy: object = None, cheaper: Cheaper | None = None) -> str:
-    """The whole bill. With `today` it also says how old the prices are; with `accuracy`, an infra.receipts.Score, how
-    right earlier bills were; with `cheaper` what else would do the same work for less.
+    """The whole bill. With `today` it also says how old the prices are; with `accuracy`, a Score of
+    infra.evidence.receipts, how right earlier bills were; with `cheaper` what else would do the same work for less.
     """
     types = [_types(bill)] if len(bill.types) > 1 else []
     options = [] if cheaper is None else [_cheaper(cheaper)]

@@ -17,7 +17,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from infra.calibration import find_all
 from infra.catalog import Catalog
 from infra.cost.bill import Bill
 from infra.cost.estimate import price, problems
@@ -26,6 +25,7 @@ from infra.cost.side import Hazards, Quantiles
 from infra.cost.table import price_age
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
+from infra.evidence.calibration import find_all
 from infra.loader import load
 from infra.policy import Broken, Policy, broken, facts
 from infra.yaml_tree import Items, Mapping, Node, Scalar, UnreadableError, decode, dump, read

@@ -12,7 +12,6 @@ import pytest
 from botocore.exceptions import ClientError
 from commands_world import EXPIRES, declare_bucket, declare_fleet, put
 
-from infra import receipts
 from infra.account import late_receipt
 from infra.account.fleet import nodes_of
 from infra.account.late_receipt import cut_off
@@ -21,6 +20,7 @@ from infra.catalog import load_catalog
 from infra.cli import main
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
+from infra.evidence import receipts
 from job.contract.run import encode
 from rehearsal.cloud import Cloud
 

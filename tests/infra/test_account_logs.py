@@ -167,8 +167,6 @@ def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     end = functools.partial(put, cloud, bucket, "done.json", {"reason": "failed"})
     rounds = [lambda: None, end, lambda: None]
     logs, s3, ec2 = (aws.client(service, "us-east-2") for service in ("logs", "s3", "ec2"))
-    reader = Reader(
-        definition=stack, logs=logs, s3=s3, ec2=ec2, sleep=lambda _: rounds.pop(0)(), say=said.append
-    )
+    reader = Reader(definition=stack, logs=logs, s3=s3, ec2=ec2, sleep=lambda _: rounds.pop(0)(), say=said.append)
     assert reader.follow() == 0
     assert [line[:29] for line in said] == ["-- run r1 has printed nothing", "-- the run is done: failed"]

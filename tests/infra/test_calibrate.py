@@ -16,11 +16,11 @@ import pytest
 from commands_world import definition, project
 from cost_definitions import growth
 
-from infra import calibration
 from infra.catalog import load_catalog
 from infra.cli import main
 from infra.commands import calibrate
 from infra.errors import GpufleetError
+from infra.evidence import calibration
 from infra.loader import load, project_root
 from job import measured, probe
 from job.spec import EXPERIMENTS, JobConfig, from_json

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from cost_definitions import definition, growth
 
-from infra import calibration
-from infra.calibration import Calibration, Refused
 from infra.catalog import load_catalog
 from infra.definition import Job, StackDefinition
+from infra.evidence import calibration
+from infra.evidence.calibration import Calibration, Refused
 from job import measured
 from job.spec import GrowthConfig, KernelConfig
 

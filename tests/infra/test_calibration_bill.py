@@ -17,8 +17,6 @@ from test_calibration import measurement, place
 from test_receipts import place as keep
 from test_receipts import receipt
 
-from infra import calibration
-from infra.calibration import Refused
 from infra.catalog import load_catalog
 from infra.cli import main
 from infra.cost import record, runtime
@@ -26,6 +24,8 @@ from infra.cost.bill import Bill
 from infra.cost.estimate import price
 from infra.cost.table import render
 from infra.definition import Disk, Estimate
+from infra.evidence import calibration
+from infra.evidence.calibration import Refused
 from infra.plan import Previous, make
 from job import measured
 from job.spec import GrowthConfig, SftConfig

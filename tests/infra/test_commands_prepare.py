@@ -21,7 +21,7 @@ from infra.catalog import load_catalog
 from infra.cli import main
 from infra.commands import prepare as prepare_command
 from infra.cost.estimate import price
-from infra.cost.hazard import Observation
+from infra.evidence.observations import Observation
 from infra.loader import load, rehearsal_text
 from job.dataset import weights
 from job.dataset.kernel_pairs import byte_tokenizer

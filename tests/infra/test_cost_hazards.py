@@ -19,10 +19,10 @@ from infra.catalog.reclaim import Reclaimed, reclaimed
 from infra.cost import record
 from infra.cost.bill import Bill
 from infra.cost.estimate import price
-from infra.cost.hazard import Hazard, Key, Observation, learn
+from infra.cost.hazard import Hazard, Key, learn
 from infra.cost.table import render
 from infra.definition import StackDefinition, Variant
-from infra.receipts import observations
+from infra.evidence.observations import Observation, observations
 
 CATALOG = load_catalog()
 CALM = learn(

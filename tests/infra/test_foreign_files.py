@@ -11,11 +11,11 @@ import pytest
 from test_calibration import find, measurement
 from test_receipts import receipt
 
-from infra import calibration, outcomes, receipts
 from infra.account import late_receipt
 from infra.commands.receipts import table
-from infra.cost import hazard, replay
+from infra.cost import hazard
 from infra.errors import GpufleetError
+from infra.evidence import calibration, observations, outcomes, receipts, traces
 from job.contract import metrics, reading
 
 RUN = {
@@ -34,7 +34,7 @@ def a_receipt(content: bytes, root: Path) -> None:
     found, _ = receipts.read(root)
     list(table(found))
     receipts.grade(found)
-    hazard.learn(receipts.observations(root))
+    hazard.learn(observations.observations(root))
 
 
 def a_measurement(content: bytes, root: Path) -> None:
@@ -45,7 +45,7 @@ def a_measurement(content: bytes, root: Path) -> None:
 
 def a_trace(content: bytes, root: Path) -> None:
     place(root, "traces/a.json", content)
-    replay.read(root / "traces" / "a.json").observation()
+    traces.read(root / "traces" / "a.json").observation()
 
 
 def an_outcome(name: str) -> Any:

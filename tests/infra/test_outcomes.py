@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from infra import outcomes
 from infra.catalog import load_catalog
 from infra.cost import compare, compare_table
 from infra.cost.compare_rows import Row
 from infra.definition import StackDefinition
+from infra.evidence import outcomes
 from infra.loader import load
 from infra.scenarios import scenarios
 from job.contract import metrics
@@ -65,7 +65,7 @@ def left(root: Path, run: str, work: StackDefinition, loss: float, **changed: An
 def accuracy(root: Path, rows: dict[str, Row]) -> dict[str, str]:
     """The matrix's cell, by scenario."""
     found = outcomes.read(root, "sft-h100")
-    listed = {name: replace(row, outcome=outcomes.of(row, found)) for name, row in rows.items()}
+    listed = {name: replace(row, outcome=outcomes.newest(found, row.settings, row.type)) for name, row in rows.items()}
     lines = compare_table.matrix(list(listed.values()), listed[DEFAULT]).split("\n")
     head = next(index for index, line in enumerate(lines) if "accuracy" in line)
     start, end = (lines[head].index(name) for name in ("accuracy", "complexity"))

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from commands_world import definition, project
 
-from infra import receipts
 from infra.cli import main
 from infra.commands import results
 from infra.commands.receipts import summary, table
 from infra.errors import GpufleetError
+from infra.evidence import receipts
+from infra.evidence.observations import observations
 
 
 def receipt(actual: str = "1.10", *, run: str = "r1", stack: str = "small-growth", **changes: Any) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def test_spot_runs_teach_the_hazard_by_type_and_zone(tmp_path: Path) -> None:
     place(tmp_path, receipt(attempts=[*receipt()["attempts"], brief, gone, nowhere]))
     place(tmp_path, receipt(run="r2", capacity="on-demand"), "r2")
     place(tmp_path, receipt(run="r3", device="cpu"), "r3")
-    first, second, third, last = receipts.observations(tmp_path)
+    first, second, third, last = observations(tmp_path)
     assert (first.type, first.zone, first.node_hours, first.interruptions) == ("g5.2xlarge", "us-east-2a", 2.0, 1)
     assert (second.zone, second.node_hours, second.interruptions) == ("us-east-2b", 1.0, 0)
     assert (third.zone, third.node_hours) == ("us-east-2c", 0.01)
@@ -201,10 +202,10 @@ def test_traces_of_the_project_teach_the_hazard_too(tmp_path: Path) -> None:
         hidden.parent.mkdir(parents=True, exist_ok=True)
         hidden.write_bytes(b"\x00\x05\x16\x07\xff")
     assert receipts.read(tmp_path)[1] == []
-    trace, *runs = receipts.observations(tmp_path)
+    trace, *runs = observations(tmp_path)
     assert (trace.type, trace.zone, trace.node_hours, trace.interruptions) == ("g5.2xlarge", "us-east-2c", 9.0, 1)
     assert len(runs) == 2
-    assert receipts.observations(tmp_path, but=[path]) == runs
+    assert observations(tmp_path, but=[path]) == runs
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_a_trace_that_teaches_nothing_is_an_error_and_not_ignored(tmp_path: Path
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "a.csv").write_text(text)
     with pytest.raises(GpufleetError, match=words):
-        receipts.observations(tmp_path)
+        observations(tmp_path)
 
 
 def test_a_receipt_is_kept_by_stack_and_run(tmp_path: Path) -> None:

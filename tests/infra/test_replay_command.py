@@ -10,7 +10,7 @@ from test_receipts import node, place, receipt
 from traces import GAP_H, markov
 
 from infra.cli import main
-from infra.cost.replay import Trace
+from infra.evidence.traces import Trace
 
 ROOT = Path(__file__).parents[2]
 STACK = str(ROOT / "stacks" / "tinystories-growth.yaml")

@@ -8,8 +8,8 @@ import pytest
 from traces import markov
 
 from infra.cost import replay
-from infra.cost.replay import Trace
 from infra.cost.risk import Exposure
+from infra.evidence.traces import Trace
 
 MINUTE_H = 1 / 60
 RUN = Exposure(

@@ -6,7 +6,7 @@ from datetime import date
 
 import numpy as np
 
-from infra.cost.replay import Trace
+from infra.evidence.traces import Trace
 
 GAP_H = 0.05
 

@@ -18,12 +18,13 @@ from typing import Any
 
 from infra.catalog import Instance
 from infra.definition import StackDefinition
+from infra.evidence import receipts
 from job import atomic, measured
 from job.contract import reading
 from job.contract.reading import Fields
 from job.spec import JobConfig
 
-FOLDER, RECEIPTS = "calibrations", "receipts"
+FOLDER = "calibrations"
 # Of the chips that EC2 has, with other clocks or memory, or parts of one: none is of its types.
 _OTHER_BOARDS = {"PCIE", "NVL", "WORKSTATION", "MIG", "GRID", "64GB", "94GB", "96GB"}
 
@@ -105,7 +106,7 @@ def find_all(
     definition: StackDefinition, instances: Mapping[str, Instance], root: Path
 ) -> dict[str, Calibration | Refused]:
     """By instance type, for those of the definition's types that were measured. Reads nothing without a folder."""
-    if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, RECEIPTS)):
+    if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, receipts.FOLDER)):
         return {}
     found = {
         name: find(definition, instances[name], root) for name in definition.fleet.instance_types if name in instances
@@ -184,7 +185,7 @@ def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | Non
     """Every file's measurement; None for a damaged one. A receipt without a measurement is not damaged."""
     for path in sorted((root / FOLDER / stack).glob("[!.]*.json")):
         yield _sound(atomic.read_object(path)), path
-    for path in sorted((root / RECEIPTS / stack).glob("[!.]*.json")):
+    for path in sorted((root / receipts.FOLDER / stack).glob("[!.]*.json")):
         tree = (atomic.read_object(path) or {}).get("measured")
         if isinstance(tree, dict) and (sound := _sound(tree)) is not None:
             yield sound, path

@@ -5,12 +5,11 @@ A run counts for a scenario when it trained with exactly the scenario's job para
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from infra.cost import compare
-from infra.cost.compare_rows import Outcome, Row
 from job.contract import metrics, reading
 from job.contract.reading import Fields
 from job.contract.workdir import METRICS, RECEIPT, RUN
@@ -19,19 +18,43 @@ from job.spec import from_json
 FOLDER = "results"
 
 
-def read(root: Path, stack: str) -> list[Outcome]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRun:
+    """What a finished run came to. `settings`: its job parameters by dotted path."""
+
+    run: str
+    at: str  # UTC
+    types: tuple[str, ...]
+    settings: dict[str, Any]
+    data_seed: tuple[str, int]  # the dataset's sha256, the run's seed
+    tokens: int  # up to the last validation
+    val_loss: float
+
+
+def read(root: Path, stack: str) -> list[FinishedRun]:
     """Of every finished run under `root` (the project), oldest first; what is damaged or unfinished is left out."""
-    found = [_outcome(path.parent) for path in (root / FOLDER / stack).glob(f"*/{RECEIPT}")]
-    return sorted((outcome for outcome in found if outcome is not None), key=lambda outcome: outcome.at)
+    found = [_finished_run(path.parent) for path in (root / FOLDER / stack).glob(f"*/{RECEIPT}")]
+    return sorted((run for run in found if run is not None), key=lambda run: run.at)
 
 
-def of(row: Row, outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The newest that is the row's."""
-    own = {path: value for path, value in row.settings.items() if path.startswith("job.parameters.")}
-    return next((o for o in reversed(outcomes) if o.settings == own and row.type in o.types), None)
+def newest(finished: Sequence[FinishedRun], settings: Mapping[str, Any], type_: str) -> FinishedRun | None:
+    """The newest that trained with exactly these job parameters, by dotted path, on this type; other settings do not
+    matter.
+    """
+    own = {path: value for path, value in settings.items() if path.startswith("job.parameters.")}
+    return next((run for run in reversed(finished) if run.settings == own and type_ in run.types), None)
 
 
-def _outcome(folder: Path) -> Outcome | None:
+def dotted(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """Every value with its dotted path."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{above}.{key}")
+        else:
+            yield f"{above}.{key}", value
+
+
+def _finished_run(folder: Path) -> FinishedRun | None:
     try:
         run, receipt = (Fields(reading.parse((folder / name).read_bytes())) for name in (RUN, RECEIPT))
         if receipt.need("reason", reading.text) != "finished":
@@ -41,11 +64,11 @@ def _outcome(folder: Path) -> Outcome | None:
         job = run.section("job")
         parameters = from_json(job.need("experiment", reading.text), job.section("parameters").tree)
         dataset = run.section("inputs").section("dataset").need("sha256", reading.text)
-        return Outcome(
+        return FinishedRun(
             run=run.section("run").need("id", reading.text),
             at=receipt.need("counted_until", reading.text),
             types=tuple(attempt.need("type", reading.text) for attempt in receipt.sections("attempts")),
-            settings=dict(compare.flat(asdict(parameters), "job.parameters")),
+            settings=dict(dotted(asdict(parameters), "job.parameters")),
             data_seed=(dataset, parameters.seed),
             tokens=int(last["tokens"]),
             val_loss=float(last["val_loss"]),

@@ -7,24 +7,20 @@ and of the others only those of runs that did what the bill priced: finished, or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from infra.errors import GpufleetError
 from job import atomic
 from job.contract import reading
 from job.contract.reading import Fields
 from job.text import counted
 
-if TYPE_CHECKING:
-    from infra.cost.hazard import Observation
-
-FOLDER, TRACES = "receipts", "traces"
+FOLDER = "receipts"
 CAUSES = ("price", "runtime", "interruptions", "other")
 COUNTED = ("finished", "max_usd", "max_hours")  # reasons of runs that the bill's p10 and p90 speak of
 TARGET = 0.8  # share of runs that should end between p10 and p90
@@ -155,52 +151,6 @@ def grade(receipts: Sequence[Receipt]) -> Score | None:
         inside=sum(ranged) / len(ranged) if ranged else None,
         by_cause={name: median(float(abs(r.causes[name]) / r.estimate * 100) for r in counted) for name in CAUSES},
     )
-
-
-def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:
-    """What is known of interruptions, for infra.cost.hazard.learn: one observation per spot run, type and zone, and one
-    per trace in `traces/` (docs/risk.md), except those of the files `but`.
-
-    Raises GpufleetError for a file in traces/ that is no trace, or one that names no type of the catalog.
-    """
-    from infra.cost.hazard import Observation  # here: numpy, for those who learn only
-
-    found = _of_traces(root / TRACES, {path.resolve() for path in but})
-    for receipt in read(root)[0]:
-        if receipt.rehearsal:
-            continue
-        for place in dict.fromkeys((node["type"], node["zone"]) for node in receipt.nodes):
-            own = [node for node in receipt.nodes if (node["type"], node["zone"]) == place]
-            hours = sum(node["hours"] for node in own)
-            if hours > 0:
-                found.append(
-                    Observation(
-                        type=place[0],
-                        zone=place[1] or None,
-                        node_hours=hours,
-                        interruptions=sum(node["interrupted"] for node in own),
-                        source=f"receipt of {receipt.stack} {receipt.run}",
-                        as_of=date.fromisoformat(receipt.at[:10]),
-                    )
-                )
-    return found
-
-
-def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
-    found = []
-    for path in sorted(path for path in folder.glob("[!.]*") if path.suffix in (".csv", ".json")):
-        if path.resolve() in but:
-            continue
-        from infra.catalog import load_catalog  # here: most projects have no traces
-        from infra.cost.replay import read as read_trace
-
-        trace, catalog = read_trace(path), load_catalog(folder.parent)
-        if not trace.type:
-            raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
-        if trace.type not in catalog.instances:  # no bill would ever ask for it
-            raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
-        found.append(trace.observation())
-    return found
 
 
 def _node(fields: Fields) -> dict[str, Any]:

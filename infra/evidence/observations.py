@@ -1,0 +1,68 @@
+"""What was seen of interruptions: one observation per zone, from the receipts of runs and from availability traces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.errors import GpufleetError
+from infra.evidence import receipts
+
+TRACES = "traces"
+
+
+class Observation(NamedTuple):
+    """What was seen of one zone: `interruptions` in `node_hours` of nodes up and wanted."""
+
+    type: str
+    zone: str | None  # None: not known
+    node_hours: float
+    interruptions: float
+    source: str  # for people: a trace's file, a run's receipt
+    as_of: date | None
+
+
+def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:
+    """What is known of interruptions, for infra.cost.hazard.learn: one observation per spot run, type and zone, and one
+    per trace in `traces/` (docs/risk.md), except those of the files `but`.
+
+    Raises GpufleetError for a file in traces/ that is no trace, or one that names no type of the catalog.
+    """
+    found = _of_traces(root / TRACES, {path.resolve() for path in but})
+    for receipt in receipts.read(root)[0]:
+        if receipt.rehearsal:
+            continue
+        for place in dict.fromkeys((node["type"], node["zone"]) for node in receipt.nodes):
+            own = [node for node in receipt.nodes if (node["type"], node["zone"]) == place]
+            hours = sum(node["hours"] for node in own)
+            if hours > 0:
+                found.append(
+                    Observation(
+                        type=place[0],
+                        zone=place[1] or None,
+                        node_hours=hours,
+                        interruptions=sum(node["interrupted"] for node in own),
+                        source=f"receipt of {receipt.stack} {receipt.run}",
+                        as_of=date.fromisoformat(receipt.at[:10]),
+                    )
+                )
+    return found
+
+
+def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
+    found = []
+    for path in sorted(path for path in folder.glob("[!.]*") if path.suffix in (".csv", ".json")):
+        if path.resolve() in but:
+            continue
+        from infra.catalog import load_catalog  # here: most projects have no traces, and these need numpy
+        from infra.evidence import traces
+
+        trace, catalog = traces.read(path), load_catalog(folder.parent)
+        if not trace.type:
+            raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
+        if trace.type not in catalog.instances:  # no bill would ever ask for it
+            raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
+        found.append(trace.observation())
+    return found
