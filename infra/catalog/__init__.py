@@ -16,18 +16,18 @@ Three things that surprise:
 
 from __future__ import annotations
 
-import csv
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 from infra.catalog import files
-from infra.catalog.files import ZONES, Price, SpotPrice, Status
-from infra.errors import GpufleetError, PriceMissing
+from infra.catalog.files import Price, SpotPrice, Status
+from infra.catalog.regions import known_regions
+from infra.catalog.table import read_table
+from infra.errors import PriceMissing
 
 __all__ = ["Catalog", "Gpu", "Instance", "Price", "SpotPrice", "Status", "load_catalog", "project_prices"]
 
@@ -35,7 +35,6 @@ SHIPPED = Path(__file__).parent
 # Turing. CUDA 13, the image's, has dropped Volta; the AMI's open driver never had it (release notes of the Base OSS
 # Nvidia Driver AMI for AL2023 list G4dn, G5, G6, G6e, G7, G7e, P4d and newer; read 2026-11).
 LEAST_CAPABILITY = 7.5
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,17 +115,20 @@ class Catalog:
     spot_prices: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(repr=False)
 
     def regions(self) -> tuple[str, ...]:
-        return tuple(ZONES)
+        """Those with prices."""
+        priced = {region for _, region in self.services}
+        return tuple(name for name in known_regions() if name in priced)
 
     def zones(self, region: str) -> tuple[str, ...]:
         """Zone names, us-east-2a and so on; empty for a region the catalog does not cover."""
-        return tuple(region + letter for letter in ZONES.get(region, ""))
+        found = known_regions().get(region)
+        return found.zones if found else ()
 
     def price(self, item: str, region: str) -> Price:
         """Price of a service item (`ebs_gp3_storage`, `public_ipv4`, ...). Raises PriceMissing."""
         found = self.services.get((item, region))
         if found is None:
-            raise PriceMissing(f"no price for {item} in {region}; regions with prices: {', '.join(ZONES)}")
+            raise PriceMissing(f"no price for {item} in {region}; regions with prices: {', '.join(self.regions())}")
         return found
 
     def on_demand(self, type_: str, region: str) -> Price:
@@ -187,7 +189,7 @@ def project_prices(start: Path) -> Path:
 @cache
 def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
     """The facts in `shipped`, with the prices of `refreshed` where these are not older."""
-    gpus = _table(shipped / "gpus.csv", "gpu", _gpu)
+    gpus = read_table(shipped / "gpus.csv", "gpu", _gpu)
     prices, name = files.read(shipped), "shipped"
     if refreshed is not None:
         over = files.read(refreshed)
@@ -196,28 +198,26 @@ def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
     return Catalog(
         as_of=prices.newest,
         name=name,
-        instances=_table(shipped / "instances.csv", "type", lambda row: _instance(row, gpus)),
+        instances=_offered(read_table(shipped / "instances.csv", "type", lambda row: _instance(row, gpus)), prices),
         services=prices.services,
         on_demand_prices=prices.on_demand,
         spot_prices=prices.spot,
     )
 
 
-def _table(path: Path, key: str, make: Callable[[dict[str, str]], _T]) -> dict[str, _T]:
-    """Rows by `key`. Raises GpufleetError, with file and line, for one that says no such thing."""
-    found: dict[str, _T] = {}
-    with path.open(encoding="utf-8", newline="") as lines:
-        reader = csv.DictReader(lines, restval="")
-        for row in reader:
-            try:
-                if row[key] in found:
-                    raise ValueError(f"{row[key]} is there twice")
-                found[row[key]] = make(row)
-            except KeyError as error:
-                raise GpufleetError(f"{path}, line {reader.line_num}: {error} is not known") from None
-            except ValueError as error:
-                raise GpufleetError(f"{path}, line {reader.line_num}: {error}") from None
-    return found
+def _offered(instances: dict[str, Instance], prices: files.Prices) -> dict[str, Instance]:
+    """With the regions that instances.csv does not speak of: added since, where a price tells what is offered."""
+    told = {region for each in instances.values() for region in each.regions or ()}
+    added: dict[str, list[str]] = {}
+    for type_, region in prices.on_demand:
+        if region not in told:
+            added.setdefault(type_, []).append(region)
+    return {
+        name: each
+        if each.regions is None or name not in added
+        else replace(each, regions=(*each.regions, *added[name]))
+        for name, each in instances.items()
+    }
 
 
 def _gpu(row: dict[str, str]) -> Gpu:

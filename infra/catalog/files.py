@@ -17,6 +17,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Literal
 
+from infra.catalog.regions import known_regions
 from infra.errors import GpufleetError
 
 Status = Literal["verified", "inferred"]
@@ -29,7 +30,6 @@ _HEADS = {
 }
 
 
-ZONES = {"us-east-1": "abcdef", "us-east-2": "abc", "us-west-2": "abcd", "eu-west-1": "abc"}  # as accounts see them
 _ZONE = re.compile(r"az\d{1,2}")
 _MOST_USD = 100_000  # for one unit of anything: no node-hour comes near
 
@@ -244,8 +244,8 @@ def _usd(text: str, *, above_0: bool) -> Decimal:
 
 
 def _region(name: str) -> str:
-    if name not in ZONES:
-        raise ValueError(f"region {name!r} is none of {', '.join(ZONES)}")
+    if name not in known_regions():
+        raise ValueError(f"region {name!r} is none of {', '.join(known_regions())}")
     return name
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from infra.catalog import SHIPPED, Catalog, files, load_catalog, project_prices
+from infra.catalog.regions import known_regions
 from infra.errors import AwsRefused, GpufleetError
 from infra.prices import coverage
 from infra.prices.price_list import API_REGION
@@ -38,9 +39,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Shows, or refreshes. A refresh gives 1 when a question to AWS failed, and raises AwsRefused when all did."""
     catalog = load_catalog()
-    regions = list(dict.fromkeys(args.region or catalog.regions()))
-    if unknown := [region for region in regions if region not in catalog.regions()]:
-        raise GpufleetError(f"--region {unknown[0]}: the catalog covers {', '.join(catalog.regions())}")
+    known = known_regions()
+    regions = list(dict.fromkeys(args.region or (known if args.action == "refresh" else catalog.regions())))
+    if unknown := [region for region in regions if region not in known]:
+        raise GpufleetError(f"--region {unknown[0]}: the catalog covers {', '.join(known)}")
     now = datetime.now(UTC)
     if args.action == "refresh":
         if args.json:

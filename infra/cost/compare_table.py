@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 
+from infra.catalog.regions import known_regions
 from infra.cost import criteria
 from infra.cost.compare_rows import Row
 from infra.cost.deadline import Policy
@@ -14,7 +15,6 @@ from infra.cost.side import Quantiles
 from infra.cost.text import hours, table, wrap
 
 WIDTH = 120
-SHORT = {"us-east-1": "e1", "us-east-2": "e2", "us-west-2": "w2", "eu-west-1": "eu1"}
 BEST = 3  # options of each work, when there are many
 _REASONS = 12  # groups of losers that are named
 
@@ -57,7 +57,7 @@ def _rates(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         return
     regions = [rate.region for rate in rows[0].rates]
-    names = [SHORT.get(region, region) for region in regions]
+    names = [known_regions()[region].short for region in regions]
     heads = ("scenario", "compute h", *(f"OD {n}" for n in names), *(f"spot {n}" for n in names), "GPU-h", "used")
     cells = []
     for row in rows:

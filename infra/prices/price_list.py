@@ -20,13 +20,9 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from infra.catalog.regions import known_regions
+
 API_REGION = "us-east-1"  # the Price List answers for every region from here
-PREFIXES = {
-    "us-east-1": ("", "USE1-"),
-    "us-east-2": ("USE2-",),
-    "us-west-2": ("USW2-",),
-    "eu-west-1": ("EU-", "EUW1-"),
-}
 
 
 class NoFigure(Exception):
@@ -96,7 +92,7 @@ def on_demand(pricing: Any, type_: str, region: str) -> Quote:
 def service(pricing: Any, name: str, region: str) -> Quote:
     """USD per unit of a service item. The first tier counts. Raises NoFigure, and what botocore raises."""
     item, products = ITEMS[name], []
-    for prefix in PREFIXES[region]:
+    for prefix in known_regions()[region].usage_prefixes:
         usage_type = prefix + item.usage_type
         found = _products(pricing, item.service, {"usagetype": usage_type})
         products += [product for product in found if _attributes(product).get("usagetype") == usage_type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +84,7 @@ class PriceList:
             yield {"PriceList": [node(self.nodes[key], key[1])] if key in self.nodes else []}
             return
         usage_type = wanted["usagetype"]
-        bare = next(usage_type.removeprefix(p) for p in ("USE2-", "USW2-", "EU-", "") if usage_type.startswith(p))
+        bare = re.sub(r"^[A-Z]{2}[A-Z0-9]*-", "", usage_type)
         if bare in self.errors:
             raise self.errors[bare]
         if bare in self.empty or usage_type.startswith(("USE1-", "EUW1-")):

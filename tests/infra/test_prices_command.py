@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aws_prices import Ec2, PriceList, refused
 
-from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
+from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog, regions
 from infra.cli import main
 from infra.commands import prices
 from infra.errors import AwsRefused, GpufleetError
@@ -114,6 +114,57 @@ def test_a_place_that_no_folder_can_have_is_an_error_before_anything_is_asked(pr
     (project / "file").write_text("")
     with pytest.raises(GpufleetError, match="no folder that prices can go into"):
         prices.refresh(load_catalog(), ["us-east-2"], project / "file", pricing=None, ec2_in=None, now=NOW)
+
+
+def test_a_row_of_regions_and_a_refresh_are_all_that_a_new_region_takes(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`path` is a stack's file, its project the current directory."""
+    added = tmp_path / "regions.csv"
+    added.write_text(regions.FILE.read_text() + "eu-central-1,abc,EUC1-,ec1,a test,2026-11-21\n")
+    path.write_text(path.read_text().replace("us-east-2", "eu-central-1"))
+    assert main(["prices", "refresh", "--region", "eu-central-1"]) == 2
+    assert "--region eu-central-1: the catalog covers us-east-1, " in capsys.readouterr().err
+
+    monkeypatch.setattr(regions, "FILE", added)
+    assert main(["cost", "small-growth"]) == 2  # known, and without prices
+    assert "fleet.region: 'eu-central-1' is not accepted" in capsys.readouterr().err
+    assert main(["compare", "small-growth"]) == 2
+
+    pricing = PriceList(nodes={("g5.2xlarge", "eu-central-1"): "1.516"})
+    row = {"InstanceType": "g5.2xlarge", "AvailabilityZone": "eu-central-1a", "SpotPrice": "0.5", "Timestamp": NOW}
+    ec2 = Ec2(rows=[row], zones={"eu-central-1a": "euc1-az2"})
+    monkeypatch.setattr(prices, "_client", lambda service, region: pricing if service == "pricing" else ec2)
+    assert main(["prices", "refresh", "--region", "eu-central-1"]) == 0
+    assert {each["usagetype"][:5] for each in pricing.asked if "usagetype" in each} == {"EUC1-"}
+    capsys.readouterr()
+
+    assert main(["prices", "--region", "eu-central-1", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["regions"]
+    assert (found["on_demand"]["priced"], found["spot"]["priced"]) == (1, 1)
+    assert main(["cost", "small-growth", "--json"]) == 0
+    assert Decimal(json.loads(capsys.readouterr().out)["usd"]["p90"]) > 0
+    assert main(["compare", "small-growth"]) == 0
+    assert "OD ec1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("Frankfurt,abc,EUC1-,ec1,a test,2026-11-21", "'Frankfurt' is no region"),
+        ("eu-central-1,aab,EUC1-,ec1,a test,2026-11-21", "zones 'aab'; allowed: the letters"),
+        ("eu-central-1,abc,,ec1,a test,2026-11-21", "must not be empty"),
+        ("us-east-2,abc,USE2-,e2,a test,2026-11-21", "us-east-2 is there twice"),
+    ],
+)
+def test_a_row_that_is_no_region_is_refused_with_its_line(
+    row: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = tmp_path / "regions.csv"
+    added.write_text(regions.FILE.read_text() + row + "\n")
+    monkeypatch.setattr(regions, "FILE", added)
+    with pytest.raises(GpufleetError, match=rf"regions\.csv, line 6: .*{said}"):
+        regions.known_regions()
 
 
 def test_a_region_that_is_named_twice_is_one_region(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,53 @@
+"""The regions that this version knows, a row of regions.csv each; `gpufleet prices refresh` brings a new one's prices.
+
+Columns: the letters of its zones, as accounts see them; what the Price List puts before its usage types, the likeliest
+first, `none` for nothing; how the head of a table names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from infra.catalog.table import read_table
+
+FILE = Path(__file__).with_name("regions.csv")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """One region of AWS."""
+
+    name: str
+    zones: tuple[str, ...]  # us-east-2a, ...
+    usage_prefixes: tuple[str, ...]  # of its usage types in the Price List
+    short: str
+
+
+def known_regions() -> Mapping[str, Region]:
+    """By name, in the file's order. Raises GpufleetError, with file and line, for a row that is no region."""
+    return _read(FILE)
+
+
+@cache
+def _read(path: Path) -> dict[str, Region]:
+    return read_table(path, "region", _region)
+
+
+def _region(row: dict[str, str]) -> Region:
+    name, letters, prefixes, short = (row[key] for key in ("region", "zones", "usage_prefixes", "short"))
+    if not re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", name):
+        raise ValueError(f"{name!r} is no region; allowed: such as us-east-2")
+    if not re.fullmatch(r"[a-z]+", letters) or len(set(letters)) < len(letters):
+        raise ValueError(f"zones {letters!r}; allowed: the letters of its zones, each once, such as abc")
+    if not prefixes or not short:
+        raise ValueError("usage_prefixes and short must not be empty; `none` stands for no prefix")
+    return Region(
+        name=name,
+        zones=tuple(name + letter for letter in letters),
+        usage_prefixes=tuple("" if prefix == "none" else prefix for prefix in prefixes.split()),
+        short=short,
+    )

@@ -1,0 +1,29 @@
+"""Tables of facts: CSV files, each row made into one record by its key."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from infra.errors import GpufleetError
+
+_T = TypeVar("_T")
+
+
+def read_table(path: Path, key: str, make: Callable[[dict[str, str]], _T]) -> dict[str, _T]:
+    """Rows by `key`. Raises GpufleetError, with file and line, for one that says no such thing."""
+    found: dict[str, _T] = {}
+    with path.open(encoding="utf-8", newline="") as lines:
+        reader = csv.DictReader(lines, restval="")
+        for row in reader:
+            try:
+                if row[key] in found:
+                    raise ValueError(f"{row[key]} is there twice")
+                found[row[key]] = make(row)
+            except KeyError as error:
+                raise GpufleetError(f"{path}, line {reader.line_num}: {error} is not known") from None
+            except ValueError as error:
+                raise GpufleetError(f"{path}, line {reader.line_num}: {error}") from None
+    return found
