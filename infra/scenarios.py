@@ -59,3 +59,21 @@ def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
     names = list(known)
     said = f"{path.name} has no scenario {name!r}; it has {', '.join(names) or 'none'}. {nearest(name, names)}"
     return GpufleetError(said.rstrip())
+
+
+def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
+    """Of a file's scenarios the one called `name`, whose work can be taken to other types; all without a name. Raises
+    GpufleetError.
+    """
+    if name is None:
+        return variants
+    found = tuple(variant for variant in variants if variant.scenario == name)
+    if not found:
+        raise unknown(path, name, (variant.scenario for variant in variants))
+    (variant,) = (work.variant for work in found)
+    if variant.reference or variant.nodes > 1:
+        raise GpufleetError(
+            f"scenario {name} {variant.only_priced}: its work is taken to no other type; without --scenario its own row"
+            " is there"
+        )
+    return found

@@ -6,15 +6,13 @@ import argparse
 import json
 import sys
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost import compare, compare_table, deadline, record
-from infra.cost.compare_rows import Row
+from infra.cost import compare, compare_record, compare_table
 from infra.cost.hazard import learn
 from infra.cost.options import Footing
 from infra.definition import StackDefinition, deadline_text
@@ -23,7 +21,7 @@ from infra.evidence import outcomes
 from infra.evidence.observations import observations
 from infra.loader import load, project_root
 from infra.pricing import footing
-from infra.scenarios import scenarios, unknown
+from infra.scenarios import chosen, scenarios
 
 SHOWN = 20
 PICTURES = (".png", ".svg")
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     now, catalog, path = datetime.now(UTC), load_catalog(), stack.path_of(args)
     definition = load(path, now=now, past_deadline=True)
     variants = scenarios(path, now=now)
-    asked = _chosen(variants, args.scenario, path)
+    asked = chosen(path, variants, args.scenario)
     left = _hours_left(args.within, asked[0] if args.scenario else definition, now)
     root = project_root(Path.cwd())
     hazards = learn(observations(root))
@@ -70,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     rows = compare.every_option(whose, asked, catalog, hours_left=left, hazards=hazards, found=found)
     rows = compare.refined(rows, hours_left=left)
     edge = compare.frontier(rows)
-    default = _default(definition, variants, listed)
+    default = compare.default_row(definition, variants, listed)
     name = args.scenario or default.scenario
     if args.plot:
         try:
@@ -83,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
             raise GpufleetError(f"a picture needs matplotlib ({error}): pip install -e '.[rehearsal]'") from error
         except OSError as error:
             raise GpufleetError(f"--plot {args.plot} cannot be written: {error.strerror}") from error
-    switched = _policy(rows, name, left)
+    switched = compare.deadline_policy(rows, name, left)
     if args.json:
-        tree = _tree(whose, listed, rows, edge, switched[0] if switched else None)
+        tree = compare_record.record(whose, listed, rows, edge, switched[0] if switched else None)
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
     else:
         if args.matrix:
@@ -115,102 +113,3 @@ def _hours_left(within: float | None, definition: StackDefinition, now: datetime
     if left is not None and deadline is not None and left <= 0:
         raise GpufleetError(f"limits.deadline, {deadline_text(deadline)}, has passed; move it")
     return left
-
-
-def _chosen(variants: tuple[StackDefinition, ...], name: str | None, path: Path) -> tuple[StackDefinition, ...]:
-    if name is None:
-        return variants
-    found = tuple(variant for variant in variants if variant.scenario == name)
-    if not found:
-        raise unknown(path, name, (variant.scenario for variant in variants))
-    (variant,) = (work.variant for work in found)
-    if variant.reference or variant.nodes > 1:
-        raise GpufleetError(
-            f"scenario {name} {variant.only_priced}: its work is taken to no other type; without --scenario its own row"
-            " is there"
-        )
-    return found
-
-
-def _default(definition: StackDefinition, variants: tuple[StackDefinition, ...], listed: list[Row]) -> Row:
-    """The scenario that is the file as it is, not one that only holds its node longer; else the first that is priced,
-    with the file's settings.
-    """
-    for variant, row in zip(variants or (definition,), listed, strict=True):
-        if not variant.variant.only_priced and _work(variant) == _work(definition):
-            return row
-    first = next((row for row in listed if not row.reference), listed[0])
-    return replace(first, settings=compare.settings(definition))
-
-
-def _work(definition: StackDefinition) -> tuple[object, ...]:
-    return definition.job, definition.fleet, definition.storage, definition.estimate
-
-
-def _policy(rows: list[Row], scenario: str, left: float | None) -> tuple[deadline.Policy, str] | None:
-    """For that scenario's work on its best type that has both prices, and that type, when there is a deadline."""
-    if left is None:
-        return None
-    for row in rows:
-        if not row.ranked or row.capacity != "spot" or row.side is None or scenario not in row.scenario.split(", "):
-            continue
-        sure = next(
-            (r for r in rows if r.type == row.type and r.scenario == row.scenario and r.capacity == "on-demand"), None
-        )
-        if sure is not None and sure.side is not None:
-            return deadline.switch(row.side.exposure, sure.side.exposure, left), row.type
-    return None
-
-
-def _tree(
-    definition: StackDefinition, listed: list[Row], rows: list[Row], edge: list[Row], switch: deadline.Policy | None
-) -> dict[str, Any]:
-    front = {id(row) for row in edge}
-    return {
-        "schema": 1,
-        "stack": definition.name,
-        "region": definition.fleet.region,
-        "scenarios": [_row(row) for row in listed],
-        "options": [{**_row(row), "frontier": id(row) in front} for row in rows],
-        "deadline_policy": None if switch is None else asdict(switch),
-    }
-
-
-def _row(row: Row) -> dict[str, Any]:
-    return {
-        "scenario": row.scenario,
-        "type": row.type,
-        "capacity": row.capacity,
-        "nodes": row.nodes,
-        "gpus_used": row.ranks,
-        "claim": {
-            "hours": None if row.claim.hours is None else str(row.claim.hours),
-            "usd": None if row.claim.usd is None else str(row.claim.usd),
-        },
-        "reference": row.reference,
-        "tokens": row.tokens,
-        "dataset": row.dataset or None,
-        "gpu_hours": None if row.billed_gpu_h is None else round(row.billed_gpu_h, 4),
-        "gpu_hours_used": None if row.used_gpu_h is None else round(row.used_gpu_h, 4),
-        "compute_hours": None if row.compute_h is None else round(row.compute_h, 6),
-        "rates": {
-            rate.region: {
-                "on_demand": None if rate.on_demand is None else str(rate.on_demand),
-                "spot": None if rate.spot is None else str(rate.spot),
-            }
-            for rate in row.rates
-        },
-        "hours": row.hours and record.quantiles(row.hours),
-        "wall_hours": row.wall_hours and record.quantiles(row.wall_hours),
-        "usd": row.usd and record.quantiles(row.usd),
-        "free_usd": None if row.free_usd is None else str(row.free_usd),
-        "interruptions": None if row.interruptions is None else round(row.interruptions, 3),
-        "fits": row.fits,
-        "launchable": row.launchable,
-        "over_limit": row.over_limit,
-        "late": round(row.late, 4),
-        "basis": row.basis,
-        "why": row.why,
-        "nearest": row.nearest,
-        "lost": row.lost,
-    }

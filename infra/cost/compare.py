@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from infra.catalog import Catalog
-from infra.cost import fit, options, risk, text
+from infra.cost import deadline, fit, options, risk, text
 from infra.cost.compare_rows import Row, draft, filled, rate
 from infra.cost.options import Footing
 from infra.cost.side import Hazards
@@ -222,3 +222,33 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
     if row.late >= 0.1:
         words.append(f"late in {row.late:.0%} of runs")
     return ", ".join(words)
+
+
+def default_row(definition: StackDefinition, variants: tuple[StackDefinition, ...], listed: list[Row]) -> Row:
+    """The scenario that is the file as it is, not one that only holds its node longer; else the first that is priced,
+    with the file's settings.
+    """
+    for variant, row in zip(variants or (definition,), listed, strict=True):
+        if not variant.variant.only_priced and _work(variant) == _work(definition):
+            return row
+    first = next((row for row in listed if not row.reference), listed[0])
+    return replace(first, settings=settings(definition))
+
+
+def _work(definition: StackDefinition) -> tuple[object, ...]:
+    return definition.job, definition.fleet, definition.storage, definition.estimate
+
+
+def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[deadline.Policy, str] | None:
+    """For that scenario's work on its best type that has both prices, and that type, when there is a deadline."""
+    if left is None:
+        return None
+    for row in rows:
+        if not row.ranked or row.capacity != "spot" or row.side is None or scenario not in row.scenario.split(", "):
+            continue
+        sure = next(
+            (r for r in rows if r.type == row.type and r.scenario == row.scenario and r.capacity == "on-demand"), None
+        )
+        if sure is not None and sure.side is not None:
+            return deadline.switch(row.side.exposure, sure.side.exposure, left), row.type
+    return None

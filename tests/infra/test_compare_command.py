@@ -224,10 +224,10 @@ def test_the_file_as_it_is_is_not_the_scenario_that_holds_its_node_longer(
     listed = [_row(each) for each in variants]
     names = [row.scenario for row in listed]
     assert names.index(first_held) < names.index(as_it_is)
-    assert compare_command._default(definition, variants, listed).scenario == as_it_is
+    assert compare.default_row(definition, variants, listed).scenario == as_it_is
 
     others = tuple(each for each in variants if each.scenario != as_it_is)
-    default = compare_command._default(definition, others, [_row(each) for each in others])
+    default = compare.default_row(definition, others, [_row(each) for each in others])
     assert not default.reference
     assert default.settings == compare.settings(definition)  # what the matrix counts the settings of the others from
 

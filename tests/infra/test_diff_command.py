@@ -12,10 +12,10 @@ import pytest
 from review_world import STACK, Project, changed, reviewed, run
 
 from infra.catalog import SHIPPED, files, read_catalog
-from infra.commands import diff
 from infra.cost.estimate import price
 from infra.errors import GpufleetError
 from infra.loader import load
+from infra.review.review import review_commits
 
 KEY = ("g5.2xlarge", "us-east-2")
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -292,7 +292,7 @@ def test_an_unknown_commit_is_an_error_that_says_how_to_get_it(project: Project)
     head = project.stack()
     for words in (("nowhere", head), (head, "--output=x")):
         with pytest.raises(GpufleetError, match="fetch-depth: 0"):
-            diff.make(project.folder, *words)
+            review_commits(project.folder, *words)
 
 
 def test_beside_the_project_no_review_holds(project: Project) -> None:
@@ -300,7 +300,7 @@ def test_beside_the_project_no_review_holds(project: Project) -> None:
     commit = project.stack()
     (project.root / "docs").mkdir()
     with pytest.raises(GpufleetError, match=r"neither commit has a definition file in stacks/ of .*docs: run this in"):
-        diff.make(project.root / "docs", commit, commit)
+        review_commits(project.root / "docs", commit, commit)
 
 
 def test_hidden_files_of_a_commit_are_no_stacks(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,19 +315,19 @@ def test_outside_a_repository_and_without_git_that_is_what_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(GpufleetError, match="not a git repository"):
-        diff.make(tmp_path, "HEAD", "HEAD")
+        review_commits(tmp_path, "HEAD", "HEAD")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GpufleetError, match="git is not installed"):
-        diff.make(tmp_path, "HEAD", "HEAD")
+        review_commits(tmp_path, "HEAD", "HEAD")
 
 
 def test_a_broken_policy_or_price_file_is_an_error_without_scratch_paths(project: Project) -> None:
     head = project.commit({"stacks/growth.yaml": STACK, "policy.yaml": "spot_onyl: true\n"})
     with pytest.raises(GpufleetError, match=r"^HEAD/policy\.yaml: 1 problem"):
-        diff.make(project.folder, head, head)
+        review_commits(project.folder, head, head)
     bad = project.commit({"policy.yaml": None, "prices/2026-11-21/on_demand.csv": "x\n"})
     with pytest.raises(GpufleetError, match=r"^HEAD/prices/2026-11-21/on_demand\.csv, line 1"):
-        diff.make(project.folder, head, bad)
+        review_commits(project.folder, head, bad)
 
 
 def test_prices_that_a_change_repairs_do_not_stop_its_review(

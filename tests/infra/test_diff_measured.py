@@ -11,10 +11,10 @@ from test_calibration import measurement
 from test_receipts import node, receipt
 
 from infra.catalog import SHIPPED
-from infra.commands import diff
 from infra.cost.hazard import Hazard
 from infra.errors import GpufleetError
 from infra.review.markdown import LIMIT, MARKER
+from infra.review.review import review_commits
 
 
 def calibration(step_ms: float) -> str:
@@ -84,7 +84,7 @@ def test_receipts_of_the_commit_teach_its_hazard_and_damaged_ones_are_counted(
     _, stacks = reviewed(capsys, base, head)
     (step,) = stacks["growth"]["steps"]
     assert step["keys"] == ["measurements"]
-    (stack,) = diff.make(project.folder, base, head).stacks
+    (stack,) = review_commits(project.folder, base, head).stacks
     old, new = (side.bill.chance for side in (stack.base, stack.head) if side and side.bill)
     assert old == Hazard()
     assert new is not None
@@ -101,7 +101,7 @@ def test_traces_of_a_commit_are_its_own_and_a_broken_one_is_an_error_of_head_onl
     (project.folder / next(iter(measured))).unlink()
     good = project.commit({"traces/a.csv": f"# type=g5.2xlarge\nat_h,available\n{rows}"})
     with pytest.raises(GpufleetError, match=r"^HEAD/traces/a\.csv: no trace"):
-        diff.make(project.folder, good, bad)
+        review_commits(project.folder, good, bad)
     code, out = run(capsys, bad, good)
     assert code == 0
     assert "- BASE: its traces cannot be read; HEAD's hazards stand in" in out
@@ -109,7 +109,7 @@ def test_traces_of_a_commit_are_its_own_and_a_broken_one_is_an_error_of_head_onl
     assert step["keys"] == ["measurements"]
     assert Decimal(step["p50"]) < 0
     spot = project.stack(("capacity: on-demand", "capacity: spot"))
-    (stack,) = diff.make(project.folder, good, spot).stacks
+    (stack,) = review_commits(project.folder, good, spot).stacks
     assert stack.head
     assert stack.head.bill
     assert stack.head.bill.chance
@@ -195,4 +195,4 @@ def test_a_commit_whose_files_git_does_not_have_is_an_error(project: Project) ->
     blob = project.git("rev-parse", f"{head}:stacks/growth.yaml").strip()
     (project.root / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
     with pytest.raises(GpufleetError, match="without a filter"):
-        diff.make(project.folder, head, head)
+        review_commits(project.folder, head, head)

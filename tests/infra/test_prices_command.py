@@ -18,7 +18,8 @@ from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog, region
 from infra.cli import main
 from infra.commands import prices
 from infra.errors import AwsRefused, GpufleetError
-from infra.prices import coverage
+from infra.prices import aws, coverage
+from infra.prices.renew import renew
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 TODAY = NOW.date()
@@ -45,7 +46,7 @@ def refresh(project: Path) -> Refresh:
     def asked(pricing: PriceList, ec2: Ec2) -> int:
         catalog = load_catalog()
         folder = project / "prices"
-        return prices.refresh(catalog, ["us-east-2"], folder, pricing=pricing, ec2_in=lambda region: ec2, now=NOW)
+        return renew(catalog, ["us-east-2"], folder, pricing=pricing, ec2_in=lambda region: ec2, now=NOW)
 
     return asked
 
@@ -113,7 +114,7 @@ def test_without_credentials_nothing_is_asked_and_the_way_to_them_is_said(
 def test_a_place_that_no_folder_can_have_is_an_error_before_anything_is_asked(project: Path) -> None:
     (project / "file").write_text("")
     with pytest.raises(GpufleetError, match="no folder that prices can go into"):
-        prices.refresh(load_catalog(), ["us-east-2"], project / "file", pricing=None, ec2_in=None, now=NOW)
+        renew(load_catalog(), ["us-east-2"], project / "file", pricing=None, ec2_in=None, now=NOW)
 
 
 def test_a_row_of_regions_and_a_refresh_are_all_that_a_new_region_takes(
@@ -134,7 +135,7 @@ def test_a_row_of_regions_and_a_refresh_are_all_that_a_new_region_takes(
     pricing = PriceList(nodes={("g5.2xlarge", "eu-central-1"): "1.516"})
     row = {"InstanceType": "g5.2xlarge", "AvailabilityZone": "eu-central-1a", "SpotPrice": "0.5", "Timestamp": NOW}
     ec2 = Ec2(rows=[row], zones={"eu-central-1a": "euc1-az2"})
-    monkeypatch.setattr(prices, "_client", lambda service, region: pricing if service == "pricing" else ec2)
+    monkeypatch.setattr(aws, "client", lambda service, region: pricing if service == "pricing" else ec2)
     assert main(["prices", "refresh", "--region", "eu-central-1"]) == 0
     assert {each["usagetype"][:5] for each in pricing.asked if "usagetype" in each} == {"EUC1-"}
     capsys.readouterr()
@@ -200,7 +201,7 @@ def test_a_failed_question_keeps_the_projects_figure_wherever_the_new_ones_go(re
     failing = listed(errors={"g5.2xlarge": refused("ThrottlingException")})
     beside = project / "elsewhere"
     later = NOW + timedelta(days=1)
-    code = prices.refresh(load_catalog(), ["us-east-2"], beside, pricing=failing, ec2_in=lambda _: Ec2(), now=later)
+    code = renew(load_catalog(), ["us-east-2"], beside, pricing=failing, ec2_in=lambda _: Ec2(), now=later)
     kept = files.read(beside / "2026-11-22").on_demand["g5.2xlarge", "us-east-2"]
     assert (code, kept.amount, kept.as_of) == (1, Decimal("1.30"), TODAY)
 

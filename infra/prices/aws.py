@@ -1,0 +1,31 @@
+"""Clients that read prices: patient ones, and of AWS alone, since an embedded one makes its prices up."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import NoCredentialsError
+
+from infra.errors import GpufleetError
+
+_AWS = (".amazonaws.com", ".api.aws")
+
+
+def client(service: str, region: str) -> Any:
+    """Adaptive: hundreds of questions in a row meet the API's rate, and botocore then slows down by itself."""
+    retries: Any = {"mode": "adaptive", "total_max_attempts": 8}
+    config = Config(connect_timeout=5, read_timeout=60, retries=retries, user_agent_extra="gpufleet")
+    session = boto3.session.Session()
+    made = session.client(service, region_name=region, config=config)
+    host = urlsplit(made.meta.endpoint_url).hostname or ""
+    if not host.endswith(_AWS):
+        raise GpufleetError(
+            f"prices come from AWS alone, and {service} would be asked at {host}, whose prices may be made up:"
+            " unset AWS_ENDPOINT_URL"
+        )
+    if session.get_credentials() is None:  # said as the other commands say it, and before hundreds of questions
+        raise NoCredentialsError
+    return made
