@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from commands_world import definition, project
 
+from infra.account import results
 from infra.cli import main
-from infra.commands import results
 from infra.commands.receipts import summary, table
 from infra.errors import GpufleetError
 from infra.evidence import receipts
