@@ -24,11 +24,10 @@ from statistics import median
 from typing import Any
 
 from infra.catalog import load_catalog
-from infra.commands import calibrate
 from infra.commands.prepare import prepared
 from infra.cost import runtime
 from infra.definition import StackDefinition
-from infra.evidence import calibration
+from infra.evidence import calibration, measurement
 from infra.loader import find, load
 from job import atomic, measured, probe
 from job.spec import GrowthConfig, JobConfig
@@ -68,7 +67,7 @@ def main() -> None:
             wall, cpu = predict(definition, seen.wall), predict(definition, seen.cpu)
             rows.append((f"{number + 1}, {name}", wall, whole.wall_s, cpu, whole.cpu_s))
             sys.stderr.write(f"{rows[-1]} steps {[p['step_ms']['median'] for p in seen.cpu['phases']]}\n")
-    name = calibrate.name_of((), definition.job.parameters)
+    name = measurement.name_of((), definition.job.parameters)
     say("# Calibration\n")
     say(
         f"{datetime.now(UTC):%Y-%m-%d}, {name}, {os.cpu_count()} cores, load {load_before:.1f} before it began and "
@@ -111,10 +110,11 @@ def scaled(steps: int) -> StackDefinition:
 def train(definition: StackDefinition, steps: int | None) -> Run:
     """One process: a probe of `steps`, or the whole run."""
     config = definition.job.parameters
-    plan = calibrate.shorten(config, steps) if steps else calibrate.Shortened(config=config, stop_at=None, save_at={})
+    whole = measurement.Shortened(config=config, stop_at=None, save_at={})
+    plan = measurement.shorten(config, steps) if steps else whole
     with tempfile.TemporaryDirectory() as scratch, Path(os.devnull).open("wb") as nowhere:
         workdir = Path(scratch)
-        calibrate.place(definition, plan, ROOT, workdir)
+        measurement.place(definition, plan, ROOT, workdir)
         log = Log(workdir / "job.log", stream=nowhere)
         watch = Watch(workdir)
 

@@ -20,10 +20,11 @@ from infra.catalog import load_catalog
 from infra.cli import main
 from infra.commands import calibrate
 from infra.errors import GpufleetError
-from infra.evidence import calibration
+from infra.evidence import calibration, measurement
 from infra.loader import load, project_root
 from job import measured, probe
 from job.spec import EXPERIMENTS, JobConfig, from_json
+from job.supervisor import machine
 from job.supervisor.machine import Gpu
 
 A10G = (Gpu(name="NVIDIA A10G", memory_gb=24.1, driver="580.1"),)
@@ -33,7 +34,7 @@ STEP = {"median": 50.0, "q1": 49.0, "q3": 51.0}
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_probe_is_the_same_job_and_reaches_every_phase(name: str) -> None:
     config: JobConfig = EXPERIMENTS[name]()
-    plan = calibrate.shorten(config, 200)
+    plan = measurement.shorten(config, 200)
     assert measured.settings(name, asdict(plan.config)) == measured.settings(name, asdict(config))
     lasting = [size for size in plan.config.phases() if size.steps]
     assert [size.name for size in lasting] == [size.name for size in config.phases() if size.steps]
@@ -46,7 +47,7 @@ def test_a_probe_is_the_same_job_and_reaches_every_phase(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_checkpoint_is_asked_for_in_the_middle_of_each_phase(name: str) -> None:
-    plan = calibrate.shorten(EXPERIMENTS[name](), 200)
+    plan = measurement.shorten(EXPERIMENTS[name](), 200)
     first = 0
     for size in plan.config.phases():
         if size.steps:
@@ -56,13 +57,13 @@ def test_a_checkpoint_is_asked_for_in_the_middle_of_each_phase(name: str) -> Non
 
 
 def test_a_run_shorter_than_the_probe_stays_as_it_is() -> None:
-    plan = calibrate.shorten(growth(steps_per_phase=20), 200)
+    plan = measurement.shorten(growth(steps_per_phase=20), 200)
     assert plan.config.total_steps() == 60
 
 
 def test_the_short_config_is_one_that_the_job_accepts() -> None:
     for name, config in EXPERIMENTS.items():
-        short = calibrate.shorten(config(), 200).config
+        short = measurement.shorten(config(), 200).config
         assert from_json(name, json.loads(json.dumps(asdict(short)))) == short
 
 
@@ -91,7 +92,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return probe.Outcome(phases=phases, start_s=9.0, finish_s=2.0, seconds=30.0, cpu_s=40.0)
 
     monkeypatch.setattr(probe, "run", run)
-    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
+    monkeypatch.setattr(machine, "gpus", lambda: A10G)
     return given
 
 
@@ -135,7 +136,7 @@ def test_a_measurement_that_cannot_be_kept_is_printed(
 
 def test_a_probe_of_the_whole_run_says_how_many_steps_that_is(path: Path, probed: list[dict[str, Any]]) -> None:
     config = definition(path).job.parameters
-    tree = calibrate.calibrate(definition(path), project_root(path.parent), steps=100_000, gpus=A10G)
+    tree = measurement.measure(definition(path), project_root(path.parent), steps=100_000, gpus=A10G)
     assert tree["source"] == f"probe of {config.total_steps()} steps"
     assert probed[0]["parameters"]["steps_per_phase"] * 3 == config.total_steps()
 
@@ -176,7 +177,7 @@ def test_a_probe_that_the_bill_does_not_stand_on_says_why(
     gpu: str,
     why: str,
 ) -> None:
-    monkeypatch.setattr(calibrate.machine, "gpus", lambda: tuple(replace(each, name=gpu) for each in A10G))
+    monkeypatch.setattr(machine, "gpus", lambda: tuple(replace(each, name=gpu) for each in A10G))
     path.write_text(path.read_text() + extra)
     assert main(["calibrate", "small-growth", "--steps", "90"]) == 0
     said = capsys.readouterr().out
@@ -187,7 +188,7 @@ def test_a_probe_that_the_bill_does_not_stand_on_says_why(
 def test_a_probe_of_the_rehearsal_promises_no_bill(
     path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibrate.machine, "gpus", lambda: ())
+    monkeypatch.setattr(machine, "gpus", lambda: ())
     path.write_text(path.read_text() + "rehearsal:\n  job: {parameters: {device: cpu}}\n")
     rehearsed = load(path, now=datetime.now(UTC), rehearsal=True)
     (project_root(path.parent) / rehearsed.storage.dataset).mkdir(parents=True, exist_ok=True)
@@ -221,21 +222,21 @@ def test_cuda_without_a_gpu_says_where_to_run_it(path: Path, monkeypatch: pytest
     config = replace(wanted.job.parameters, device="cuda")
     wanted = replace(wanted, job=replace(wanted.job, parameters=config))
     with pytest.raises(GpufleetError, match=r"on a node .* or use --rehearsal"):
-        calibrate.calibrate(wanted, project_root(path.parent), steps=90, gpus=())
+        measurement.measure(wanted, project_root(path.parent), steps=90, gpus=())
 
 
 def test_a_missing_dataset_says_how_to_make_it(path: Path) -> None:
     wanted = definition(path)
     (project_root(path.parent) / wanted.storage.dataset).rmdir()
     with pytest.raises(GpufleetError, match="gpufleet prepare small-growth"):
-        calibrate.calibrate(wanted, project_root(path.parent), steps=90, gpus=A10G)
+        measurement.measure(wanted, project_root(path.parent), steps=90, gpus=A10G)
 
 
 def test_a_dataset_in_s3_says_that_a_probe_needs_it_here(path: Path) -> None:
     wanted = definition(path)
     wanted = replace(wanted, storage=replace(wanted.storage, dataset="s3://elsewhere/tokens"))
     with pytest.raises(GpufleetError, match=r"trains on local files: run `gpufleet prepare .*`, with --rehearsal"):
-        calibrate.calibrate(wanted, project_root(path.parent), steps=90, gpus=A10G)
+        measurement.measure(wanted, project_root(path.parent), steps=90, gpus=A10G)
 
 
 def test_a_job_that_fails_is_an_error_with_its_own_words(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,13 +245,13 @@ def test_a_job_that_fails_is_an_error_with_its_own_words(path: Path, monkeypatch
 
     monkeypatch.setattr(probe, "run", run)
     with pytest.raises(GpufleetError, match=r"the probe failed\. ValueError: no shards"):
-        calibrate.calibrate(definition(path), project_root(path.parent), steps=90, gpus=A10G)
+        measurement.measure(definition(path), project_root(path.parent), steps=90, gpus=A10G)
 
 
 def test_a_closed_terminal_leaves_no_folder_of_the_probe_behind(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate.machine, "gpus", lambda: A10G)
+    monkeypatch.setattr(machine, "gpus", lambda: A10G)
     monkeypatch.setattr(probe, "run", lambda *args, **more: signal.raise_signal(signal.SIGHUP))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()

@@ -1,0 +1,188 @@
+"""Measures a job on this machine: some hundred steps of it, shortened, as a measurement that a bill can stand on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infra.catalog import load_catalog
+from infra.definition import StackDefinition
+from infra.errors import GpufleetError
+from infra.evidence import calibration
+from infra.readiness import command
+from job import atomic, measured, probe
+from job.contract.run import probe_document
+from job.contract.workdir import DATA, INPUTS, RUN
+from job.spec import JobConfig
+from job.spec.common import EVALUATIONS_PROBED
+from job.supervisor import machine
+from job.text import stamp
+from job.train.metrics import WARM_UP
+
+LINES = 10  # of metrics.jsonl per phase, at least: each is one figure of the spread
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def require_place(folder: Path) -> None:
+    """Raises GpufleetError where nothing can be written: before minutes of a rented GPU are measured in vain."""
+    near = next(each for each in (folder, *folder.parents) if each.exists())
+    if not near.is_dir() or not os.access(near, os.W_OK):
+        raise GpufleetError(
+            f"{folder}: the measurement is written there, and {near} is no folder, or must not be written to; put that"
+            " right, or measure in another checkout"
+        )
+
+
+def why_ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -> str:
+    """Why no listed type's figures stand on this measurement, and what to do; or nothing."""
+    if missing := calibration.not_reached(tree, definition.job.parameters):
+        return f"no step of phase {missing[0]} was timed (the first {WARM_UP} never are): ask for more --steps"
+    if definition.estimate.step_ms is not None:
+        return "since estimate.step_ms goes before a measurement: take that out of the file"
+    found = calibration.find_all(definition, load_catalog(root).instances, root).values()
+    refused = [each.why for each in found if isinstance(each, calibration.Refused)]
+    if len(refused) < len(found):
+        return ""
+    if refused:
+        return refused[0]
+    types = ", ".join(definition.fleet.instance_types)
+    return f"since none of fleet.instance_types ({types}) has whole GPUs of {tree['device']['name']}"
+
+
+def measure(
+    definition: StackDefinition,
+    root: Path,
+    *,
+    steps: int,
+    gpus: Sequence[machine.Gpu],
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """The measurement as JSON. Raises GpufleetError, also when the job fails."""
+    config = definition.job.parameters
+    if config.device == "cuda" and not gpus:
+        raise GpufleetError(
+            f"{definition.source}: job.parameters.device is cuda and this machine has no NVIDIA GPU: run this on a node"
+            " with the GPU that the bill is for, or use --rehearsal"
+        )
+    steps = min(steps, config.total_steps())  # a bill that stands on this says how many
+    plan, ranks = shorten(config, steps), config.ranks(len(gpus))
+    too_short = [size for size in config.phases() if 0 < size.steps <= WARM_UP]
+    if too_short:
+        raise GpufleetError(
+            f"{definition.source}: phase {too_short[0].name} has {too_short[0].steps} optimizer steps, and the first"
+            f" {WARM_UP} of a phase count in no figure: this run cannot be measured, its bill stays uncalibrated"
+        )
+    with tempfile.TemporaryDirectory(prefix="gpufleet-probe-") as scratch:
+        workdir = Path(scratch)
+        place(definition, plan, root, workdir)
+        say(f"probing {definition.name}: {steps} steps of the real job on {name_of(gpus, config)} ...")
+        try:
+            outcome = probe.run(workdir, stop_at=plan.stop_at, save_at=plan.save_at, ranks=ranks)
+        except probe.ProbeFailedError as error:
+            raise GpufleetError(f"the probe failed. {error}") from error
+    found = machine.record(tuple(gpus))
+    tree = measured.document(
+        experiment=definition.job.experiment,
+        parameters=asdict(config),
+        device={
+            "kind": config.device,
+            "name": name_of(gpus, config),
+            "count": len(gpus) if config.device == "cuda" else 0,
+            "ranks": ranks,
+            "memory_gb": found["gpu_memory_gb"],
+            "threads": os.environ.get("OMP_NUM_THREADS"),
+            "cpus": found["cpus"],
+        },
+        versions={**found["versions"], "python": found["python"], "driver": found["driver"]},
+        source=f"probe of {steps} steps",
+        at=stamp(datetime.now(UTC)),
+        measured=outcome.phases,
+        start_s=outcome.start_s,
+        finish_s=outcome.finish_s,
+    )
+    return {
+        **tree,
+        "stack": definition.name,
+        "commit": _commit(root),
+        "cpu_s": outcome.cpu_s,
+        "seconds": outcome.seconds,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortened:
+    """The same job, shorter: same model, batch and precision. `stop_at` None: it ends by itself."""
+
+    config: JobConfig
+    stop_at: int | None
+    save_at: Mapping[str, int]  # by phase: the step of the run from which a checkpoint is asked for
+
+
+def shorten(config: JobConfig, steps: int) -> Shortened:
+    """A config of about `steps` optimizer steps that reaches every phase which has any. Raises nothing."""
+    short = config.shortened(steps)
+    stop_at = min(steps, config.total_steps()) if short is config else None
+    sizes = short.phases()
+    length = min([steps, *(size.steps for size in sizes if size.steps)])
+    log = replace(config.log, every=max(1, min(config.log.every, length // LINES)), tensorboard=False)
+    short = short.changed(log=log, checkpoint=replace(config.checkpoint, interval_s=86400.0))
+    if short.eval is not None:
+        every = max(1, min(short.eval.every, length // EVALUATIONS_PROBED))
+        short = short.changed(eval=replace(short.eval, every=every))
+    first, save_at = 0, {}
+    for size in sizes:
+        save_at[size.name] = first + min(size.steps, steps) // 2
+        first += size.steps
+    return Shortened(config=short, stop_at=stop_at, save_at=save_at)
+
+
+def place(definition: StackDefinition, plan: Shortened, root: Path, workdir: Path) -> None:
+    """The work folder as the supervisor leaves it: run.json, data/, and the base weights."""
+    storage = definition.storage
+    prepare = command(definition)
+    for name, setting, place, first in (
+        (DATA, "dataset", storage.dataset, f"run `{prepare}`, with --rehearsal where the probe has it"),
+        (INPUTS, "base_weights", storage.base_weights, "download the weights into such a folder"),
+    ):
+        if place is None:
+            continue
+        folder = root / place
+        if place.startswith("s3://") or not folder.is_dir():
+            raise GpufleetError(
+                f"storage.{setting}: {place} is not a folder here, and a probe trains on local files: "
+                f"{first}, or copy it and name the copy"
+            )
+        (workdir / name).symlink_to(folder.resolve(), target_is_directory=True)
+    atomic.write_json(workdir / RUN, probe_document(definition.job.experiment, asdict(plan.config)))
+
+
+def name_of(gpus: Sequence[machine.Gpu], config: JobConfig) -> str:
+    """The device as its driver or the kernel names it."""
+    if config.device == "cuda":
+        return gpus[0].name
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models and models[0] else platform.machine()
+
+
+def _commit(root: Path) -> str | None:
+    """Of the project's files, with `+` when they have changed since."""
+    if shutil.which("git") is None:
+        return None
+    git = ["git", "-C", str(root)]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode:
+        return None
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
