@@ -1,0 +1,38 @@
+"""Which package may import which: none imports one that stands on it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def imported(package: str) -> Iterator[str]:
+    """Every module that a file of the package names in an import, at its head or further down."""
+    for path in (ROOT / package.replace(".", "/")).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (each.name for each in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+@pytest.mark.parametrize(
+    ("package", "above"),
+    [
+        ("job", ("infra", "rehearsal")),
+        ("infra.catalog", ("infra.cost", "infra.evidence", "infra.account", "infra.prices", "infra.commands")),
+        ("infra.evidence", ("infra.cost", "infra.review", "infra.account", "infra.commands", "infra.pricing")),
+        ("infra.cost", ("infra.review", "infra.account", "infra.commands", "infra.pricing", "infra.resources")),
+        ("infra.review", ("infra.account", "infra.commands", "infra.resources")),
+        ("infra.resources", ("infra.account", "infra.commands")),
+        ("infra.account", ("infra.commands", "infra.cli")),
+    ],
+)
+def test_no_import_runs_up(package: str, above: tuple[str, ...]) -> None:
+    wrong = {name for name in imported(package) if f"{name}.".startswith(tuple(f"{each}." for each in above))}
+    assert wrong == set()
