@@ -1,11 +1,17 @@
-"""A command that runs in the foreground, heard line by line, and ended with all it has started when we are ended."""
+"""What runs in the foreground: a command, heard line by line and ended with all it has started when we are ended; or
+we ourselves, until somebody ends us.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import stat
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -49,3 +55,22 @@ def _end(process: subprocess.Popen[str]) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for_end(timeout_s: float | None) -> None:
+    """Returns at the end of a piped standard input or after `timeout_s`; a terminal or /dev/null never end."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    piped = _is_pipe()
+    while deadline is None or time.monotonic() < deadline:
+        left = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select([sys.stdin] if piped else [], [], [], left)
+        if readable and not os.read(sys.stdin.fileno(), 4096):
+            return
+
+
+def _is_pipe() -> bool:
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # closed, or a test's
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
