@@ -182,7 +182,7 @@ def test_a_picture_in_a_folder_that_is_not_there_is_refused(project: Path, capsy
 def test_a_picture_of_another_kind_is_refused_before_anything_is_computed(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(compare_command, "load_catalog")
+    monkeypatch.delattr(compare_command, "compare_file")
     assert main(["compare", "sft-h100", "--plot", "x.pdf"]) == 2
     assert "--plot x.pdf: a picture is one of .png, .svg, by its name's ending" in capsys.readouterr().err
 
