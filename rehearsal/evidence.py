@@ -16,6 +16,7 @@ from infra.errors import GpufleetError
 from infra.pricing import as_prepared
 from job import ledger
 from job.contract import bucket
+from job.contract.done import FINISHED
 from job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
 from job.spec.common import PhaseSize
 from rehearsal.account import Resource
@@ -119,7 +120,7 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
     assert rehearsal.watch is not None
     views = list(rehearsal.watch.views.values())
     reason = str(evidence.done.get("reason"))
-    yield Check(name="the run's own end", figure=reason, held=reason == "finished")
+    yield Check(name="the run's own end", figure=reason, held=reason == FINISHED)
     last = max((int(line["step"]) for line in evidence.metrics), default=0)
     yield _steps(evidence, last)
     planned = definition.interruptions

@@ -19,6 +19,7 @@ from infra.account.fleet import fleets_of, is_over, nodes_of
 from infra.account.run_folder import RunFolder, Stored
 from infra.definition import StackDefinition
 from job.contract import bucket, reading
+from job.contract.done import FLEET_GONE
 from job.contract.reading import DoubtError, Fields
 from job.contract.run import load
 from job.contract.workdir import RUN
@@ -26,7 +27,6 @@ from job.supervisor import attempts, fleet, receipt
 from job.supervisor.store import S3Store
 from job.text import stamp
 
-CUT_OFF = "fleet-gone"
 SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # what a node writes of itself while it lives
 
 
@@ -48,7 +48,7 @@ def cut_off(
     except (BotoCoreError, ClientError):
         return None
     detail = "its fleet was deleted or has expired, and it has no node"
-    return {"reason": CUT_OFF, "detail": detail, "at": stamp(max(written))}
+    return {"reason": FLEET_GONE, "detail": detail, "at": stamp(max(written))}
 
 
 def make(

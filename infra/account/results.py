@@ -24,13 +24,11 @@ from infra.evidence import receipts
 from job import atomic
 from job.contract import reading
 from job.contract.bucket import CHECKPOINTS, DONE, EXPORTS, FINAL
+from job.contract.done import EARLY, NODE_ENDED
 from job.contract.workdir import RECEIPT, RESULTS
 from job.supervisor.receipt import text as receipt_text
 from job.text import counted
 
-# Ends before the plan's that are no failure.
-EARLY = ("max_usd", "max_hours", "deadline", "expiry", "stopped", late_receipt.CUT_OFF)
-SCRIPTS = ("boot-loop", "timer")  # ends that the node's script writes
 WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
 
 
@@ -105,7 +103,7 @@ def fetch(
             state += ", and whether it goes on AWS does not say"
         again = definition.run_argument
         more = f"`gpufleet status {again}` says more"
-        if reason in SCRIPTS:
+        if reason in NODE_ENDED:
             more = f"`gpufleet logs {again} --boot` says what its nodes did. Mend that; a new run.id begins anew"
         say(f"The run has no {' and no '.join(lacking)}: {state}. {more}.")
         return 1

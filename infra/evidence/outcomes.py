@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from job.contract import metrics, reading
+from job.contract.done import FINISHED
 from job.contract.reading import Fields
 from job.contract.workdir import METRICS, RECEIPT, RUN
 from job.spec import from_json
@@ -57,7 +58,7 @@ def dotted(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
 def _finished_run(folder: Path) -> FinishedRun | None:
     try:
         run, receipt = (Fields(reading.parse((folder / name).read_bytes())) for name in (RUN, RECEIPT))
-        if receipt.need("reason", reading.text) != "finished":
+        if receipt.need("reason", reading.text) != FINISHED:
             return None
         records = metrics.records((folder / METRICS).read_bytes().split(b"\n"))
         last = [record for record in records if None not in (record["val_loss"], record["tokens"])][-1]

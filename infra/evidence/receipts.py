@@ -17,12 +17,12 @@ from typing import Any
 
 from job import atomic
 from job.contract import reading
+from job.contract.done import GRADED
 from job.contract.reading import Fields
 from job.text import counted
 
 FOLDER = "receipts"
 CAUSES = ("price", "runtime", "interruptions", "other")
-COUNTED = ("finished", "max_usd", "max_hours")  # reasons of runs that the bill's p10 and p90 speak of
 TARGET = 0.8  # share of runs that should end between p10 and p90
 
 
@@ -45,7 +45,7 @@ class Receipt:
     @property
     def counts(self) -> bool:
         """Whether it belongs to the score."""
-        return not self.rehearsal and self.reason in COUNTED
+        return not self.rehearsal and self.reason in GRADED
 
     @property
     def inside(self) -> bool | None:

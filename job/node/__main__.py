@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from typing import Any, NoReturn
 
 from job import atomic
+from job.contract import done as ends
 from job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
 from job.contract.codes import AttemptExit
 from job.contract.workdir import RUN
@@ -122,7 +123,7 @@ class Node:
             if boots is None:
                 self._crash("the attempts cannot be read")
             if boots >= attempts.MOST_FUTILE:
-                self._over("boot-loop", f"{boots} boots in a row without progress")
+                self._over(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
         machine = {"type": self.machine.type, "zone": self.machine.zone, "launched_at": self.machine.launched_at}
         if not self._record({**machine, "manifest_at_boot": self.manifest}):
             self._crash("the attempt cannot be recorded")
@@ -189,10 +190,10 @@ class Node:
         self._yield_to_timer()
         if code == AttemptExit.FINISHED:
             self._record_exit(code, "finished")
-            self._over("finished")
+            self._over(ends.FINISHED)
         if code == AttemptExit.FAILED:
             self._record_exit(code, "failed")
-            self._over("failed", "the job failed for good")
+            self._over(ends.FAILED, "the job failed for good")
         if code == AttemptExit.INTERRUPTED:
             self._interrupted()
         dockers_own = 125 <= code <= 127  # the job never began
@@ -224,7 +225,7 @@ class Node:
             say("the attempt cannot be counted")
             self._stop_fleet()
         elif boots >= attempts.MOST_FUTILE:
-            self._over("boot-loop", f"{boots} boots in a row without progress; the last: {reason}")
+            self._over(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         self._leave(reason)
 
     def _interrupted(self) -> NoReturn:
@@ -258,7 +259,7 @@ class Node:
         try:
             (self.folder / "timer").touch()
             call(*bounded(TIMER_STOP_S, *container.stop(self.machine)))
-            self._over("timer", f"{self.settings.timer_s} s after boot")
+            self._over(ends.TIMER, f"{self.settings.timer_s} s after boot")
         finally:
             os._exit(1)
 
@@ -297,8 +298,8 @@ class Node:
         """done.json, unless the supervisor has said it."""
         if self._list() and DONE in self.keys:
             return True
-        marker = {"schema": 1, "reason": reason, "detail": detail, "instance": self.machine.instance, "at": now()}
-        atomic.write_json(self.folder / DONE, marker)
+        marker = ends.Done(reason, detail, self.machine.instance, now())
+        atomic.write_json(self.folder / DONE, marker.to_json())
         return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
 
     def _upload_log(self) -> None:

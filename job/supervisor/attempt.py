@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from job import atomic
 from job.contract import bucket
+from job.contract import done as ends
 from job.contract.attempt import Beat, Node, Record
 from job.contract.codes import AttemptExit, TrainerExit
 from job.contract.commit import BEST
@@ -35,7 +36,6 @@ from job.supervisor.uploads import Pulse, Uploader
 from job.supervisor.world import Cause, Trainer, World
 
 TICK_S = 0.25
-STOPPED_BY_HAND = "stopped"
 SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
@@ -101,8 +101,8 @@ class Supervisor:
         """Until the attempt has ended, whatever way."""
         try:
             if (over := self._over()) is not None:
-                self.say(f"the run is over already: {over.get('reason')}")
-                return AttemptExit.FAILED if over.get("reason") in ("failed", "boot-loop") else AttemptExit.FINISHED
+                self.say(f"the run is over already: {over.reason}")
+                return AttemptExit.FAILED if over.reason in ends.FAILURES else AttemptExit.FINISHED
             self._patiently(self._register, "what earlier attempts left")
             self._ask_price()  # before any limit is judged
             self._beat()
@@ -111,7 +111,7 @@ class Supervisor:
             try:
                 self._stage()
             except ValueError as error:  # wrong on every node
-                return self._finish("failed", str(error))
+                return self._finish(ends.FAILED, str(error))
             self._look()
             return self._conclude(self._train())
         except InterruptedEarlyError:
@@ -120,7 +120,7 @@ class Supervisor:
         except staging.MismatchError as error:  # memory or disk of this node, until others have said the same
             if attempts.doubts(self.earlier, error.key):
                 return self._crashed(f"{attempts.WRONG}: {error}", code=AttemptExit.REFUSED)
-            return self._finish("failed", str(error))
+            return self._finish(ends.FAILED, str(error))
         except StoreError as error:
             return self._crashed(f"the store: {error}")
         except OSError as error:
@@ -136,9 +136,10 @@ class Supervisor:
 
     # Arriving ---------------------------------------------------------------------------------------------------------
 
-    def _over(self) -> dict[str, Any] | None:
+    def _over(self) -> ends.Done | None:
         """done.json, where the run has ended already. Raises StoreError."""
-        return atomic.parse_object(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
+        there = atomic.parse_object(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
+        return None if there is None else ends.Done.from_json(there)
 
     def _register(self) -> None:
         """Earlier attempts and their cost, and this one's record beside theirs. Raises StoreError, OSError."""
@@ -265,7 +266,7 @@ class Supervisor:
 
     @property
     def _by_hand(self) -> bool:
-        return self.cause is not None and self.cause.reason == STOPPED_BY_HAND
+        return self.cause is not None and self.cause.reason == ends.STOPPED
 
     def _unreadable(self, code: int) -> Unreadable | None:
         return Unreadable.read(self.workdir) if code == TrainerExit.UNREADABLE else None
@@ -311,7 +312,7 @@ class Supervisor:
         elif (limit := self._limit(now, end_s)) is not None:  # before a stop by hand, which has more time
             self.cause = Cause(reason=limit)
         elif self.asked:
-            self.cause = Cause(reason=STOPPED_BY_HAND)
+            self.cause = Cause(reason=ends.STOPPED)
         if self.cause is not None:
             self._stop(self.cause, now)
             if self.cause.deadline is not None:
@@ -351,11 +352,11 @@ class Supervisor:
     def _conclude(self, code: int) -> int:
         """What the trainer's end makes of the attempt."""
         if code == TrainerExit.FINISHED:
-            return self._finish("finished")
+            return self._finish(ends.FINISHED)
         if code == TrainerExit.FATAL:
             fatal = Fatal.read(self.workdir)
             lost = "the reason is in job.log; no disk took fatal.json"
-            return self._finish("failed", f"{fatal.error}: {fatal.detail}" if fatal else lost)
+            return self._finish(ends.FAILED, f"{fatal.error}: {fatal.detail}" if fatal else lost)
         if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may do
             problems = (self.record.fields.get("preflight") or {}).get("problems") or ["no reason given"]
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
@@ -381,7 +382,7 @@ class Supervisor:
 
     def _finish(self, reason: str, detail: str = "") -> int:
         """Everything uploaded, receipt, then done.json. 0, 70 for `failed`, or 1 when the store does not take it."""
-        code = AttemptExit.FAILED if reason == "failed" else AttemptExit.FINISHED
+        code = AttemptExit.FAILED if reason == ends.FAILED else AttemptExit.FINISHED
         self.say(f"the run ends: {reason} {detail}".rstrip())
         until = self.clock() + FINISH_S
         all_sent = self._drain(until if code == AttemptExit.FINISHED else self.clock() + CRASH_S)
@@ -395,7 +396,7 @@ class Supervisor:
             self._insist(until, lambda: self._write_receipt(reason, detail, at))
             self._insist(until, self.record.flush)
             self._insist(until, lambda: self.store.put_bytes(self.world.log.path.read_bytes(), LOG))
-            done = {"schema": 1, "reason": reason, "detail": detail, "instance": self.node.instance, "at": at}
+            done = ends.Done(reason, detail, self.node.instance, at).to_json()
             self._insist(until, lambda: self.store.put_bytes(atomic.json_bytes(done), bucket.DONE))
         except OSError as error:
             return self._crashed(f"the end of the run could not be written: {error}")

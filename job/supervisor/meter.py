@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from job.contract import done as ends
 from job.contract.run import Limits, Rates
 from job.supervisor.store import ec2
 
@@ -108,13 +109,13 @@ class Meter:
         """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline, expiry or None."""
         spent, reserve = self.spent(now), Decimal(f"{reserve_s:.3f}")
         if spent.usd + hours(reserve) * (spent.usd_per_hour + self.rates.extras) >= limits.max_usd:
-            return "max_usd"
+            return ends.MAX_USD
         if hours(spent.seconds + reserve) >= limits.max_hours:
-            return "max_hours"
+            return ends.MAX_HOURS
         if limits.deadline is not None and now + reserve_s >= limits.deadline:
-            return "deadline"
+            return ends.DEADLINE
         if limits.expires is not None and now + reserve_s >= limits.expires:
-            return "expiry"  # of the fleet: AWS ends the node then, with or without a notice
+            return ends.EXPIRY
         return None
 
     def _price(self, hour: int) -> Decimal | None:
