@@ -1,0 +1,70 @@
+"""A sixth kind of job is three new files and its entry in the registry: nothing else knows any kind by name.
+
+In a copy of the project `tests/sixth` becomes job/spec/toy.py, job/experiments/toy.py and stacks/toy.yaml. The kind is
+then priced, prepared, rehearsed and receipted like those that are shipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NEW = {"spec.py": "job/spec/toy.py", "trainer.py": "job/experiments/toy.py", "toy.yaml": "stacks/toy.yaml"}
+ENTRY = '    "toy": __import__("job.spec.toy", fromlist=["ToyConfig"]).ToyConfig,\n'
+REGISTRY = "EXPERIMENTS: dict[str, type[JobConfig]] = {\n"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sixth") / "project"
+    for name in ("infra", "job", "rehearsal"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "stacks").mkdir()
+    for name in ("Pulumi.yaml", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    for name, place in NEW.items():
+        shutil.copy(ROOT / "tests" / "sixth" / name, folder / place)
+    registry = folder / "job" / "spec" / "__init__.py"
+    text = registry.read_text()
+    assert text.count(REGISTRY) == 1
+    registry.write_text(text.replace(REGISTRY, REGISTRY + ENTRY))
+    return folder
+
+
+def gpufleet(project: Path, *words: str) -> str:
+    """What the command prints. It must end well."""
+    code = "import sys; from infra.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONPATH": str(project)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=project, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_is_priced(project: Path) -> None:
+    bill = json.loads(gpufleet(project, "cost", "toy", "--json"))
+    assert bill["calibrated"] is False
+    assert [phase["phase"] for phase in bill["phases"]] == ["train"]
+    assert float(bill["usd"]["p50"]) > 0
+
+
+def test_it_is_prepared(project: Path) -> None:
+    assert "predicted on g5.2xlarge" in gpufleet(project, "prepare", "toy")
+    manifest = json.loads((project / "data" / "toy" / "dataset.json").read_text())
+    assert manifest["kind"] == "windows"
+    assert "is prepared already" in gpufleet(project, "prepare", "toy")
+
+
+def test_it_is_rehearsed_and_receipted(project: Path) -> None:
+    said = gpufleet(project, "rehearse", "toy")
+    assert "HELD" in said or "held" in said, said
+    receipt = json.loads((project / "rehearsals" / "toy" / "r1" / "receipt.json").read_text())
+    assert receipt["run"]["experiment"] == "toy"
