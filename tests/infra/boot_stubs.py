@@ -27,6 +27,7 @@ from infra.boot import archive, user_data
 
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
+# What the node imports, all of it written for Python 3.9 (per-file-target-version in pyproject.toml).
 CODE = [
     "__init__.py",
     "atomic.py",
