@@ -18,7 +18,7 @@ from job.contract import metrics
 from job.contract.codes import TrainerExit
 from job.contract.commit import COMMIT
 from job.contract.messages import Fatal, Save, Stop, UsedRung
-from job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STOP
+from job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEPS, STOP, step_of
 from job.supervisor.child import Child, Log, trainer
 from job.supervisor.world import Trainer
 
@@ -128,8 +128,9 @@ def _starter(workdir: Path, ranks: int, nowhere: IO[bytes]) -> Callable[[int], T
 
 
 def _look(workdir: Path, seen: _Seen, now: float, stop_at: int | None, save_at: Mapping[str, int]) -> None:
-    for path in (workdir / CHECKPOINTS).glob("step_????????"):
-        step = int(path.name[5:])
+    for path in (workdir / CHECKPOINTS).glob(STEPS):
+        if (step := step_of(path.name)) is None:
+            continue
         seen.began.setdefault(step, now)
         if step not in seen.written and (path / COMMIT).exists():
             seen.written[step] = now - seen.began[step]

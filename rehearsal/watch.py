@@ -16,7 +16,7 @@ from typing import Any
 
 from infra.errors import GpufleetError
 from job.contract import bucket
-from job.contract.workdir import CHECKPOINTS, METRICS, STAGES
+from job.contract.workdir import CHECKPOINTS, METRICS, STAGES, STEPS
 from rehearsal.cloud import Cloud
 from rehearsal.imds import NOTICE_PATHS
 from rehearsal.interruptions import Planned
@@ -157,8 +157,8 @@ class Watch:
 
     def _saving(self, view: NodeView) -> bool:
         """A checkpoint is being written, or is written and on its way to the bucket."""
-        local = {int(path.name.rpartition("_")[2]) for path in _found(view, f"{CHECKPOINTS}/step_*")}
-        return bool(local - self.manifests) or any(_found(view, f"{CHECKPOINTS}/.step_*"))
+        local = {int(path.name.rpartition("_")[2]) for path in _found(view, f"{CHECKPOINTS}/{STEPS}")}
+        return bool(local - self.manifests) or any(_found(view, f"{CHECKPOINTS}/.{STEPS}"))
 
     def _written(self, view: NodeView) -> int:
         """Lines that the stages after training have added on this node."""

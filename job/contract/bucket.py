@@ -48,7 +48,7 @@ def node_of(key: str) -> str | None:
 
 def manifest_key(step: int) -> str:
     """Of a published checkpoint."""
-    return f"{CHECKPOINTS}step_{step:08d}/{MANIFEST}"
+    return f"{CHECKPOINTS}{workdir.step_folder(step)}/{MANIFEST}"
 
 
 def input_key(sha256: str, file: str = "") -> str:

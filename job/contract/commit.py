@@ -15,6 +15,7 @@ from job.contract import inputs, reading
 from job.contract.bucket import manifest_key
 from job.contract.inputs import InputFile
 from job.contract.reading import DoubtError, Fields
+from job.contract.workdir import step_folder
 
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
@@ -54,7 +55,7 @@ class Commit:
     @property
     def folder(self) -> str:
         """Its name, on the disk and in the bucket, below ckpt/."""
-        return f"step_{self.step:08d}"
+        return step_folder(self.step)
 
     @property
     def changing(self) -> tuple[Any, ...]:

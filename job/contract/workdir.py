@@ -5,6 +5,8 @@ What is sent to the bucket has the same name there, below the run's prefix (buck
 
 from __future__ import annotations
 
+import re
+
 RUN = "run.json"
 
 # From the supervisor to the trainer.
@@ -39,5 +41,18 @@ SCALARS = "tb"  # TensorBoard's
 GRAPHS = "compile_cache"
 PACKAGES = "packages"  # what the image lacks
 
+STEPS = "step_*"  # folders of checkpoints, as step_folder names them
+
 # Files at the top of the folder that are no results of the run.
 OWN = frozenset({RUN, START, STOP, SAVE, SPENT, ACCEPT, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT})
+
+
+def step_folder(step: int) -> str:
+    """The name of a checkpoint's folder, on the disk and in the bucket."""
+    return f"step_{step:08d}"
+
+
+def step_of(folder: str) -> int | None:
+    """The step of a checkpoint by the name of its folder; None: it is no checkpoint's."""
+    found = re.fullmatch(r"step_(\d{8})", folder)
+    return int(found[1]) if found else None

@@ -27,7 +27,7 @@ from job.contract.run import RunFile
 from job.contract.workdir import CHECKPOINTS, COMPILED, LOG, METRICS, PREFLIGHT, RECEIPT, RUNG, STAGES
 from job.supervisor import attempts, machine, receipt, staging
 from job.supervisor.child import FIRST_SIGN_S, Progress
-from job.supervisor.compile_cache import CompileCache
+from job.supervisor.compile_cache import GraphMirror
 from job.supervisor.forecast import RESERVE_S, Forecast
 from job.supervisor.meter import Meter
 from job.supervisor.publish import Publisher
@@ -66,7 +66,7 @@ class Supervisor:
         self.forecast = Forecast(run.config, run.estimate, node.type)
         self.publisher = Publisher(store=self.store, workdir=workdir, stamp=self._stamp, say=self.say)
         self.uploader = Uploader(self.publisher, world.uploads, self.clock, self.say, self.forecast.upload_s)
-        self.graphs = CompileCache(run, self.store, workdir, self.say)
+        self.graphs = GraphMirror(run, self.store, workdir, self.say)
         self.pulse = Pulse(
             store=self.store,
             instance=node.instance,

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from job.contract import commit
 from job.contract.commit import HELD, Commit
-from job.contract.workdir import CHECKPOINTS
+from job.contract.workdir import CHECKPOINTS, STEPS
 from job.supervisor.store import StoreError
 
 
 def commits(workdir: Path) -> list[Commit]:
     """Complete checkpoints on disk, lowest step first. What has no valid commit.json is none."""
-    found = [(path, commit.read(path)) for path in sorted((workdir / CHECKPOINTS).glob("step_*"))]
+    found = [(path, commit.read(path)) for path in sorted((workdir / CHECKPOINTS).glob(STEPS))]
     return [each for path, each in found if each is not None and each.folder == path.name]
 
 
@@ -36,9 +35,3 @@ def held(folder: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             mark.unlink(missing_ok=True)
-
-
-def step_of(name: str) -> int:
-    """The step of a checkpoint's folder; of any other a later one than there is."""
-    match = re.fullmatch(r"step_(\d{8})", name)
-    return int(match[1]) if match else 10**9

@@ -35,7 +35,7 @@ def place(run: RunFile, uri: str) -> str:
     return f"{parent(uri)}/{bucket.GRAPHS}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 
-class CompileCache:
+class GraphMirror:
     """One attempt's mirror. Nothing in here raises."""
 
     def __init__(

@@ -19,8 +19,8 @@ from job.contract import bucket
 from job.contract.bucket import manifest_key
 from job.contract.commit import BEST, Best, Commit, Manifest
 from job.contract.inputs import InputFile
-from job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS
-from job.supervisor.commits import commits, held, step_of
+from job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS, STEPS, step_of
+from job.supervisor.commits import commits, held
 from job.supervisor.stages import Mirror, whole_lines
 from job.supervisor.store import GivenUpError, Store, StoreError
 
@@ -161,11 +161,7 @@ class Publisher:
         entries = self._store.entries(bucket.CHECKPOINTS)
         steps = sorted(int(match[1]) for entry in entries if (match := bucket.MANIFEST_KEY.fullmatch(entry.key)))
         keep = self._kept(steps)
-        old = [
-            entry.key
-            for entry in entries
-            if (step := step_of(entry.key.split("/")[1])) < self.newest and step not in keep
-        ]
+        old = [entry.key for entry in entries if self._is_old(entry.key.split("/")[1], keep)]
         self._store.delete(old)
         self._prune_disk(keep | {commit.step for commit in self.pending()})
         last = [commit for commit in commits(self._workdir) if commit.step == self.newest]
@@ -270,9 +266,13 @@ class Publisher:
     def _kept(self, steps: list[int]) -> set[int]:
         return {*steps[-2:], *([self._best.step] if self._best else []), self.newest}
 
+    def _is_old(self, folder: str, keep: set[int]) -> bool:
+        step = step_of(folder)
+        return step is not None and step < self.newest and step not in keep
+
     def _prune_disk(self, keep: set[int]) -> None:
-        for path in (self._workdir / CHECKPOINTS).glob("step_*"):
-            if (step := step_of(path.name)) < self.newest and step not in keep:
+        for path in (self._workdir / CHECKPOINTS).glob(STEPS):
+            if self._is_old(path.name, keep):
                 shutil.rmtree(path, ignore_errors=True)
 
 

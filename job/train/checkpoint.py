@@ -110,7 +110,7 @@ class Checkpoints:
         ended = self.wait()
         began = time.perf_counter()
         size = sum(t.numel() * t.element_size() for tensors in state.values() for t in tensors.values())
-        path = self._folder / f"step_{commit.step:08d}"
+        path = self._folder / commit.folder
         problem = self._world.agree(self._make_way(path, size) if self._world.first else None)
         if problem is not None:
             return [

@@ -15,6 +15,7 @@ from typing import Any
 from job import atomic
 from job.contract import commit as commits
 from job.contract.commit import COMMIT, HELD, Commit, Retry
+from job.contract.workdir import STEPS
 
 PROGRESS = "progress.json"
 DAMAGED = "damaged.json"  # what commit.json becomes where the tensors cannot be read
@@ -48,7 +49,7 @@ class Committed:
         self._folder, self._config_sha256 = folder, config_sha256
 
     def __iter__(self) -> Iterator[Found]:
-        for path in sorted(self._folder.glob("step_????????")):
+        for path in sorted(self._folder.glob(STEPS)):
             commit = commits.read(path)
             if commit is not None and commit.config_sha256 == self._config_sha256 and _whole(path, commit.files):
                 yield Found(path=path, commit=commit, progress=atomic.read_object(path / PROGRESS) or {})

@@ -20,10 +20,11 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 from job import atomic
+from job.contract.workdir import GRAPHS
 from job.models.selective import keep_products
 from job.spec.common import Rung
 from job.train import step
-from job.train.compile_cache import FOLDER, CompileCache, name
+from job.train.compile_cache import CompileCache, name
 from job.train.experiment import Phase, Session
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the compiler's own code
@@ -98,7 +99,7 @@ def misses() -> int:
 
 
 def kept(session: Session) -> Path:
-    (path,) = (session.workdir / FOLDER).iterdir()
+    (path,) = (session.workdir / GRAPHS).iterdir()
     return path
 
 
@@ -224,5 +225,5 @@ def test_a_run_resumed_in_a_later_phase_compiles_nothing_again_and_says_so(
 def test_nothing_is_kept_where_nothing_is_compiled(tmp_path: Path) -> None:
     workdir = world.make(tmp_path, steps_per_phase=2)
     assert world.train(workdir) == 0
-    assert not (workdir / FOLDER).exists()
+    assert not (workdir / GRAPHS).exists()
     assert not (workdir / "compiled.json").exists()

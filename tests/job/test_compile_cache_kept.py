@@ -10,13 +10,14 @@ from supervisor_world import Bench, FakeTrainer, FaultyStore, Inline, Queue
 
 from job import atomic
 from job.contract.run import load
+from job.contract.workdir import GRAPHS
 from job.supervisor import compile_cache
-from job.supervisor.compile_cache import FOLDER, MOST_BYTES, CompileCache, place
+from job.supervisor.compile_cache import MOST_BYTES, GraphMirror, place
 from job.supervisor.store import FolderStore, StoreError
 
 
 def folder(trainer: FakeTrainer) -> Path:
-    return trainer.workdir / FOLDER
+    return trainer.workdir / GRAPHS
 
 
 def compiles(trainer: FakeTrainer, name: str = "dense.bin", content: bytes = b"graphs") -> None:
@@ -29,13 +30,13 @@ def crash(trainer: FakeTrainer) -> int:
 
 def kept(bench: Bench) -> dict[str, bytes]:
     """What lies in the bucket, by name."""
-    return {path.name: path.read_bytes() for path in (bench.bucket / FOLDER).rglob("*") if path.is_file()}
+    return {path.name: path.read_bytes() for path in (bench.bucket / GRAPHS).rglob("*") if path.is_file()}
 
 
-def mirror(bench: Bench, store: Any, said: list[str]) -> CompileCache:
+def mirror(bench: Bench, store: Any, said: list[str]) -> GraphMirror:
     """Of a run on this bucket, with `store` for its graphs."""
     run = load(bench.folder / "i-1" / "run.json")
-    return CompileCache(run, bench.store, bench.folder / "i-1", said.append, lambda uri: store)
+    return GraphMirror(run, bench.store, bench.folder / "i-1", said.append, lambda uri: store)
 
 
 def test_the_next_attempt_and_the_next_run_find_what_was_compiled(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_settings_that_change_a_graph_change_the_place_and_a_learning_rate_does_
 
     usual = at()
     parameters = Bench(tmp_path).tree["job"]["parameters"]
-    assert usual.startswith(f"s3://bucket/{FOLDER}/")
+    assert usual.startswith(f"s3://bucket/{GRAPHS}/")
     assert at(optim={**parameters["optim"], "lr": [1.0, 1.0, 1.0]}, seed=99) == usual
     assert at(batch={**parameters["batch"], "sequences": 8}) != usual
     assert at(precision={**parameters["precision"], "compute": "bf16"}) != usual
@@ -81,7 +82,7 @@ def test_what_came_from_the_bucket_is_not_sent_back_and_what_changed_is(tmp_path
     cache.restore(lambda: None)
     cache.poll(Inline())
     assert sent == []
-    atomic.write_bytes(tmp_path / "i-1" / FOLDER / "moe.bin", b"new")
+    atomic.write_bytes(tmp_path / "i-1" / GRAPHS / "moe.bin", b"new")
     for _ in range(3):
         cache.poll(Inline())
     assert sent == ["moe.bin"]
@@ -93,7 +94,7 @@ def test_one_file_at_a_time_is_sent(tmp_path: Path) -> None:
     bench.attempt()
     cache = mirror(bench, FolderStore(tmp_path / "graphs"), [])
     for name in ("dense.bin", "moe.bin"):
-        atomic.write_bytes(tmp_path / "i-1" / FOLDER / name, b"graph")
+        atomic.write_bytes(tmp_path / "i-1" / GRAPHS / name, b"graph")
     for _ in range(2):
         cache.poll(queue)
     queue.run()  # the one that waits
@@ -104,7 +105,7 @@ def test_one_file_at_a_time_is_sent(tmp_path: Path) -> None:
 
 def test_files_of_a_used_disk_are_not_believed(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    left = tmp_path / "i-1" / FOLDER / "left.bin"
+    left = tmp_path / "i-1" / GRAPHS / "left.bin"
     atomic.write_bytes(left, b"whose?")
     assert bench.attempt("i-1").run() == 0
     assert not left.exists()
@@ -146,7 +147,7 @@ def test_a_folder_beyond_all_bounds_is_neither_fetched_nor_filled(
     for name in ("a.bin", "b.bin"):
         atomic.write_bytes(there / name, b"x" * 6)
     assert bench.attempt("i-2").run() == 0
-    assert [path.name for path in (tmp_path / "i-2" / FOLDER).iterdir()] == ["a.bin"]
+    assert [path.name for path in (tmp_path / "i-2" / GRAPHS).iterdir()] == ["a.bin"]
     assert "b.bin is left out" in bench.said
     assert MOST_BYTES < 2**30  # 10 s of a node's network
 
