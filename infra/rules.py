@@ -5,7 +5,6 @@ docs/definition.md explains every key, and a test compares it with this table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from infra.definition import (
@@ -24,20 +23,7 @@ from infra.definition import (
     Vpc,
 )
 from job.spec import EXPERIMENTS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """What one key may hold beyond its type: a closed range in `unit`, a pattern in words, or so many items."""
-
-    minimum: float | None = None
-    maximum: float | None = None
-    unit: str = ""
-    pattern: str = ""
-    allowed: str = ""  # the pattern in words
-    hint: str = ""  # what to do when it does not match
-    most: int | None = None  # items of a list or section
-
+from job.spec.convert import Rule
 
 # gp3: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; larger than the 2020 limits since 2025-09.
 RULES: dict[tuple[type[Any], str], Rule] = {

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import re
-import types
 import typing
 from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field, is_dataclass
@@ -20,9 +18,11 @@ from typing import Any, Literal
 
 from infra.definition import Account, Estimate, Fleet, Job, Limits, Run, Storage
 from infra.errors import Problem
-from infra.rules import REQUIRED, RULES, Rule
+from infra.rules import REQUIRED, RULES
 from infra.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, at
 from job.spec import EXPERIMENTS, JobConfig
+from job.spec.convert import Rule, describe, rule_of, unwrap
+from job.spec.convert import hints as hints_of
 
 SECTIONS: dict[str, type[Any]] = {
     "run": Run,
@@ -117,7 +117,7 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
     is as in `default`, where the section around it has one of its own, or else as in `cls`.
     """
     names = [f.name for f in dataclasses.fields(cls)]
-    hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
+    hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     hint_text = _as_section(cls, hints, node.text) if isinstance(node, Scalar) else ""
     entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings, hint_text)
     check_keys(entries, names, path, findings, None if cls is Job else _below(names, hints))
@@ -158,22 +158,17 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
     takes = [
         spec.name
         for spec in required or specs
-        if (kind := _unwrap(hints[spec.name])[0]) in _SCALARS or typing.get_origin(kind) is Literal
+        if (kind := unwrap(hints[spec.name])[0]) in _SCALARS or typing.get_origin(kind) is Literal
         if _scalar(kind, plain, _rule(cls, spec))[0] is not _BAD
     ]
     return f"Write {{{takes[0]}: {plain}}}." if len(takes) == 1 and plain else ""
-
-
-@functools.cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)  # slow, and asked again for every scenario
 
 
 def _below(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
     """The keys of the sections `names`, each as it is called from above: `lr` is `optim.lr`."""
     found: dict[str, list[str]] = {}
     for name in names:
-        inner, _ = _unwrap(hints[name])
+        inner, _ = unwrap(hints[name])
         for each in dataclasses.fields(inner) if is_dataclass(inner) else ():
             found.setdefault(each.name, []).append(f"{name}.{each.name}")
     return found
@@ -209,30 +204,6 @@ def check_keys(
             findings.written_elsewhere(meant)
 
 
-def describe(hint: Any, rule: Rule) -> str:
-    """What is allowed, in words: `a number from 0.01 to 720 (hours)`."""
-    hint, optional = _unwrap(hint)
-    if rule.pattern:
-        return rule.allowed
-    if typing.get_origin(hint) is tuple:
-        return f"a list, each {describe(typing.get_args(hint)[0], rule)}"
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(typing.get_args(hint))
-    words = {
-        int: "a whole number",
-        float: "a number",
-        Decimal: "a number",
-        bool: "true or false",
-        datetime: "a time with its zone, such as 2026-12-31T18:00:00Z, or hours after the first `up`, as in 10 h",
-        str: "text",
-    }.get(hint, "a section")
-    if rule.minimum is not None or rule.maximum is not None:
-        words += f" from {_number(rule.minimum)} to {_number(rule.maximum)}"
-    if rule.unit:
-        words += f" ({rule.unit})"
-    return words + (", or nothing" if optional else "")
-
-
 def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> JobConfig:
     experiment = entries.get("experiment")
     name = experiment.text if isinstance(experiment, Scalar) else ""
@@ -244,22 +215,14 @@ def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> Job
 
 
 def _rule(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
-    bounds = spec.metadata
-    return RULES.get((cls, spec.name)) or Rule(minimum=bounds.get("minimum"), maximum=bounds.get("maximum"))
-
-
-def _unwrap(hint: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed. Of a deadline's two types the first, read by _time."""
-    if isinstance(hint, types.UnionType):
-        return next(arm for arm in typing.get_args(hint) if arm is not types.NoneType), True
-    return hint, False
+    return RULES.get((cls, spec.name)) or rule_of(spec)
 
 
 def _convert(
     hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None, allowed: str = ""
 ) -> Any:
     """The typed value, or _BAD after reporting why not. A section keeps of `default` what is not written."""
-    inner, optional = _unwrap(hint)
+    inner, optional = unwrap(hint)
     null = isinstance(node, Scalar) and node.is_null
     if null and optional:
         return None
@@ -343,8 +306,7 @@ def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
         return _BAD, f"Write {int(value)}." if abs(value) < 10**12 else ""
     if re.match(r"[+-]?0[0-9]", text):  # 010 is 8 to YAML 1.1 and 10 to everyone else
         return _BAD, f"Write {value:f}." if abs(value) < 10**12 else ""
-    low, high = rule.minimum, rule.maximum
-    if (low is not None and value < Decimal(str(low))) or (high is not None and value > Decimal(str(high))):
+    if not rule.includes(value):
         return _BAD, ""
     return hint(text) if hint is not Decimal else value, ""
 
@@ -380,7 +342,3 @@ def _written(node: Node) -> str:
     if isinstance(node, Scalar):
         return node.text
     return "a list" if isinstance(node, Items) else "a section"
-
-
-def _number(value: float | None) -> str:
-    return "any" if value is None else f"{value:,g}" if abs(value) < 1e6 and value != int(value) else f"{value:,.0f}"

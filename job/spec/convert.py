@@ -1,0 +1,134 @@
+"""From text to the dataclasses of a definition or of a kind of job: what a field may hold, and the words for it.
+
+A field's rule is its metadata (`minimum`, `maximum`) or a `Rule`. JSON is read here; infra.schema reads YAML, where all
+is text with a line, by the same rules and in the same words.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import typing
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
+from datetime import datetime
+from decimal import Decimal
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What one key may hold beyond its type: a closed range in `unit`, a pattern in words, or so many items."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    unit: str = ""
+    pattern: str = ""
+    allowed: str = ""  # the pattern in words
+    hint: str = ""  # what to do when it does not match
+    most: int | None = None  # items of a list or section
+
+    def includes(self, value: float | Decimal) -> bool:
+        """Whether it is within the range."""
+        low, high = (None if bound is None else Decimal(str(bound)) for bound in (self.minimum, self.maximum))
+        exact = Decimal(str(value))
+        return (low is None or exact >= low) and (high is None or exact <= high)
+
+
+@functools.cache
+def hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)  # slow, and asked again for every scenario
+
+
+def unwrap(hint: Any) -> tuple[Any, bool]:
+    """The type without `| None`, and whether None is allowed. Of a deadline's two types the first, read by _time."""
+    if isinstance(hint, types.UnionType):
+        return next(arm for arm in typing.get_args(hint) if arm is not types.NoneType), True
+    return hint, False
+
+
+def rule_of(spec: Field[Any]) -> Rule:
+    """What its field's metadata says."""
+    return Rule(minimum=spec.metadata.get("minimum"), maximum=spec.metadata.get("maximum"))
+
+
+def describe(hint: Any, rule: Rule) -> str:
+    """What is allowed, in words: `a number from 0.01 to 720 (hours)`."""
+    hint, optional = unwrap(hint)
+    if rule.pattern:
+        return rule.allowed
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each {describe(typing.get_args(hint)[0], rule)}"
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    words = {
+        int: "a whole number",
+        float: "a number",
+        Decimal: "a number",
+        bool: "true or false",
+        datetime: "a time with its zone, such as 2026-12-31T18:00:00Z, or hours after the first `up`, as in 10 h",
+        str: "text",
+    }.get(hint, "a section")
+    if rule.minimum is not None or rule.maximum is not None:
+        words += f" from {_shown(rule.minimum)} to {_shown(rule.maximum)}"
+    if rule.unit:
+        words += f" ({rule.unit})"
+    return words + (", or nothing" if optional else "")
+
+
+def from_json(cls: type[T], tree: Any, path: str, default: T) -> T:
+    """The dataclass that JSON holds at `path`; what `tree` does not name is as in `default`. Raises ValueError naming
+    every unknown key and every value that is not allowed.
+    """
+    problems: list[str] = []
+    found: T = _build(cls, tree, path, problems, default)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return found
+
+
+def _build(cls: type[Any], tree: Any, path: str, problems: list[str], default: Any) -> Any:
+    if not isinstance(tree, dict):
+        problems.append(f"{path}: {tree!r:.80} is not a section of keys")
+        return default
+    known = {f.name: f for f in fields(cls)}
+    typed = hints(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
+    if unknown := sorted(set(tree) - set(known)):
+        problems.append(f"{path}: unknown keys {', '.join(unknown)}")
+    given = {
+        key: _value(typed[key], tree[key], f"{path}.{key}", rule_of(spec), problems, getattr(default, key))
+        for key, spec in known.items()
+        if key in tree
+    }
+    return replace(default, **given)
+
+
+def _value(hint: Any, value: Any, path: str, rule: Rule, problems: list[str], default: Any = None) -> Any:
+    """The typed value; where it is not allowed, a problem, and what was given."""
+    inner, optional = unwrap(hint)
+    if value is None and optional:
+        return None
+    if is_dataclass(inner) and isinstance(inner, type):
+        return _build(inner, value, path, problems, default if isinstance(default, inner) else inner())
+    if typing.get_origin(inner) is tuple and isinstance(value, list | tuple):
+        arm = typing.get_args(inner)[0]
+        return tuple(_value(arm, item, f"{path}[{index}]", rule, problems) for index, item in enumerate(value))
+    if inner is float and type(value) is int and abs(value) < 2**53:  # larger ones are refused as what they are
+        value = float(value)
+    if not _is_allowed(inner, value, rule):
+        problems.append(f"{path}: {value!r:.80} is not {describe(inner, rule)}")
+    return value
+
+
+def _is_allowed(hint: Any, value: Any, rule: Rule) -> bool:
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    if type(value) is not hint or (hint is float and not math.isfinite(value)):
+        return False
+    return hint not in (int, float) or rule.includes(value)
+
+
+def _shown(value: float | None) -> str:
+    return "any" if value is None else f"{value:,g}" if abs(value) < 1e6 and value != int(value) else f"{value:,.0f}"
