@@ -1,4 +1,4 @@
-"""The Pulumi program: definition -> bill -> resources -> outputs. Decisions are in infra.plan and infra.run_guard."""
+"""The Pulumi program: definition -> bill -> resources -> outputs. Decisions are in infra.program: plan, run_guard."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pulumi
 from infra.cost.table import render
 from infra.errors import GpufleetError
 from infra.evidence.receipts import score
-from infra.plan import make
-from infra.previous import previous
+from infra.program.plan import make
+from infra.program.previous import previous
 from infra.selected import refuse_unread
 from job.text import printable
 
@@ -45,7 +45,7 @@ def main() -> None:
         pulumi.log.warn(printable(warning))
 
     # Imported here: the provider's SDK takes a second to import, and errors need not wait for it.
-    from infra.resources.declare import declare
+    from infra.program.resources.declare import declare
 
     for name, value in {**plan.outputs(), **declare(plan, root)}.items():
         pulumi.export(name, value)

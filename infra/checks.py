@@ -11,8 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from infra.definition import Account, Disk, Fleet, Limits, StackDefinition, Storage
-from infra.run_guard import days_to_keep, expiry
+from infra.definition import Account, Disk, Fleet, Limits, StackDefinition, Storage, days_to_keep
 from infra.schema import Findings, nearest
 from infra.type_checks import gpus_asked, instance_types
 from job.spec import JobConfig
@@ -187,7 +186,7 @@ def _kept(s: StackDefinition, findings: Findings, now: datetime) -> None:
     """Refused rather than kept for longer in silence: what is kept is on the bill."""
     if "limits.max_hours" in findings.bad or "limits.deadline" in findings.bad:
         return
-    end = expiry(s.limits, now)
+    end = s.limits.expiry(now)
     least = days_to_keep(now, end)
     if s.storage.keep.days < least:
         findings.add(

@@ -5,6 +5,7 @@ Pure: no pulumi, no boto3, no clock. The same object feeds the bill, the resourc
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -90,6 +91,9 @@ def _local(place: str, root: Path) -> Path | None:
     return None if place.startswith("s3://") else root / place
 
 
+# Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
+WAITING_TIME = timedelta(hours=24)
+
 Deadline = datetime | timedelta  # a time in UTC, or so long after the first `up` of the run
 
 
@@ -110,10 +114,21 @@ class Limits:
         """The deadline of a run whose first `up` is then; None without one."""
         return begin + self.deadline if isinstance(self.deadline, timedelta) else self.deadline
 
+    def expiry(self, begin: datetime) -> datetime:
+        """When AWS ends a fleet that begins then, whatever the job says."""
+        return self.due(begin) or begin + timedelta(hours=float(self.max_hours)) + WAITING_TIME
+
     def hours_left(self, now: datetime) -> float | None:
         """Until the deadline of a run that begins now, negative once it has passed; None without one."""
         due = self.due(now)
         return None if due is None else (due - now).total_seconds() / 3600
+
+
+def days_to_keep(begin: datetime, end: datetime) -> int:
+    """The least storage.keep.days for a fleet that lives so long. Nodes cannot boot without run.json, and attempts and
+    heartbeats are what the caps count; S3 takes an object's age from its creation. One day to spare.
+    """
+    return math.ceil((end - begin) / timedelta(days=1)) + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

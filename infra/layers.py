@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra import checks
-from infra.boot import user_data
 from infra.definition import Interruptions, StackDefinition, Variant
 from infra.errors import Problem, of_form
+from infra.program.boot import user_data
 from infra.schema import SECTIONS, Findings, build, check_keys, entries_of
 from infra.yaml_tree import Mapping, Node, at, merge
 

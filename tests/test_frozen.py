@@ -21,7 +21,7 @@ import pytest
 
 from infra.cli import main
 from infra.loader import load
-from infra.resources.identity import node_statements
+from infra.program.resources.identity import node_statements
 from infra.scenarios import scenarios
 from job.spec import EXPERIMENTS
 from rehearsal import scratch

@@ -12,7 +12,7 @@ import boto3
 from botocore.config import Config
 
 from infra.errors import AwsRefused
-from infra.resources.tags import OWNER_TAG
+from infra.program.resources.tags import OWNER_TAG
 
 _CONFIG = Config(
     connect_timeout=5,

@@ -11,8 +11,8 @@ from botocore.exceptions import ClientError
 
 from infra.account import iam_policy, refusals
 from infra.account.aws import pages
-from infra.boot.user_data import ROOT_DEVICE
 from infra.definition import StackDefinition
+from infra.program.boot.user_data import ROOT_DEVICE
 from job.contract.inputs import DATASET, WEIGHTS
 
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs

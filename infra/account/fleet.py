@@ -9,7 +9,7 @@ from typing import Any
 from infra.account import removal
 from infra.account.aws import owner_of, pages, tags_of
 from infra.definition import StackDefinition
-from infra.resources.tags import RUN_TAG, STACK_TAG
+from infra.program.resources.tags import RUN_TAG, STACK_TAG
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
 ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try

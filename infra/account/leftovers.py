@@ -22,7 +22,7 @@ from infra.catalog import load_catalog
 from infra.cost.lines import MONTH_H, gp3_usd_per_month
 from infra.definition import StackDefinition
 from infra.errors import PriceMissing
-from infra.resources.tags import RUN_TAG, STACK_TAG
+from infra.program.resources.tags import RUN_TAG, STACK_TAG
 from job.text import counted
 
 _T = TypeVar("_T")

@@ -86,7 +86,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     """Whether the nodes' rights lie within the permissions boundary."""
     if (arn := definition.account.permissions_boundary) is None:
         return
-    from infra.resources.identity import node_statements  # here: the provider's SDK takes a second to import
+    from infra.program.resources.identity import node_statements  # here: the provider's SDK takes a second to import
 
     try:
         version = iam.get_policy(PolicyArn=arn)["Policy"]["DefaultVersionId"]

@@ -13,7 +13,7 @@ from infra.account import refusals
 from infra.account.aws import owner_of, pages, tags_of
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
-from infra.resources.tags import STACK_TAG
+from infra.program.resources.tags import STACK_TAG
 from job import atomic
 from job.contract.bucket import GRAPHS, INPUTS
 

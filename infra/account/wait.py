@@ -27,7 +27,7 @@ from infra.account.fleet import (
 from infra.account.run_folder import find_folder
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
-from infra.resources.tags import RUN_TAG
+from infra.program.resources.tags import RUN_TAG
 from job.contract.bucket import DONE
 from job.text import counted
 

@@ -16,9 +16,8 @@ from infra.cost import options
 from infra.cost.bill import Bill
 from infra.cost.risk import MINIMUM_H
 from infra.cost.side import Side, reserve_h
-from infra.definition import StackDefinition, deadline_text
+from infra.definition import WAITING_TIME, StackDefinition, deadline_text
 from infra.errors import Problem
-from infra.run_guard import WAITING_TIME
 
 AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
 

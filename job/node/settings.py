@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Settings:
-    """The header of infra/boot/user_data.py, and where this machine's files are."""
+    """The header of infra/program/boot/user_data.py, and where this machine's files are."""
 
     stack: str
     run: str

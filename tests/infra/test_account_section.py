@@ -16,8 +16,8 @@ from infra.catalog import load_catalog
 from infra.definition import Account, StackDefinition, Vpc
 from infra.errors import DefinitionError
 from infra.pricing import bill_of
-from infra.resources.tags import own_tags, tags
-from infra.run_guard import creation_digest
+from infra.program.resources.tags import own_tags, tags
+from infra.program.run_guard import creation_digest
 from rehearsal.cloud import Cloud
 
 VPC = "vpc-0123456789abcdef0"

@@ -244,7 +244,7 @@ def test_a_metadata_answer_that_is_no_notice_is_not_taken_for_one(node: Node) ->
 
 
 def test_every_call_to_aws_is_one_that_the_nodes_role_allows(node: Node) -> None:
-    """infra/resources/identity.py: own prefix, inputs to read, own fleet, itself."""
+    """infra/program/resources/identity.py: own prefix, inputs to read, own fleet, itself."""
     (node.world / "imds/meta-data/tags/instance/aws:ec2:fleet-id").unlink()
     (node.world / "described").write_text(f"{FLEET}\n")
     node.earlier_boots(2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.boot import user_data
+from infra.program.boot import user_data
 from job.node.settings import Settings
 
 KNOWN: dict[str, Any] = {

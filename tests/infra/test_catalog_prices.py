@@ -11,8 +11,8 @@ import pytest
 
 from infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
 from infra.errors import GpufleetError
-from infra.plan import make
-from infra.run_guard import Previous
+from infra.program.plan import make
+from infra.program.run_guard import Previous
 from rehearsal import scratch
 
 KEY = ("g5.2xlarge", "us-east-2")

@@ -94,7 +94,7 @@ def test_a_line_of_any_length_gives_a_short_message(tmp_path: Path, raw: bytes) 
 
 
 def test_a_node_script_over_ec2s_limit_is_a_problem_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.boot.user_data._body", lambda: "#" * 16_384)
+    monkeypatch.setattr("infra.program.boot.user_data._body", lambda: "#" * 16_384)
     with pytest.raises(DefinitionError, match=r"line 11, job.image: .* what fits user-data of 16384 bytes"):
         load(SHIPPED, now=NOW)
 

@@ -15,8 +15,8 @@ from infra.commands.prepare import prepared
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import load, rehearsal_text
 from infra.pin import pin
-from infra.plan import Plan, make
-from infra.run_guard import Previous
+from infra.program.plan import Plan, make
+from infra.program.run_guard import Previous
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 NAME = "tinystories-growth"
@@ -125,7 +125,7 @@ def test_limits_below_the_bill_stop_a_new_run(project: Path) -> None:
 
 def test_a_run_that_has_begun_is_not_stopped_by_new_prices(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     previous = begun(make(project, NAME, now=NOW, previous=NEW, preview=True))
-    monkeypatch.setattr("infra.plan.problems", lambda definition, bill: ["limits.max_usd is below the new p50"])
+    monkeypatch.setattr("infra.program.plan.problems", lambda definition, bill: ["limits.max_usd is below the new p50"])
     plan = make(project, NAME, now=NOW, previous=previous, preview=False)
     assert plan.verdict.continues
     assert plan.cheaper is None  # where it is, it stays
@@ -135,7 +135,7 @@ def test_a_run_that_has_begun_is_not_stopped_by_new_prices(project: Path, monkey
 def test_a_script_above_ec2_s_limit_is_refused_before_anything_is_named(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.boot.user_data.LIMIT_BYTES", 1000)
+    monkeypatch.setattr("infra.program.boot.user_data.LIMIT_BYTES", 1000)
     with pytest.raises(DefinitionError, match="user-data of 1000 bytes"):
         make(project, NAME, now=NOW, previous=NEW, preview=True)
 

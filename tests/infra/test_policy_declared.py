@@ -17,11 +17,11 @@ import pytest
 from cost_definitions import definition
 
 from infra import policy
-from infra.boot import run_config
 from infra.catalog import load_catalog
 from infra.cost.estimate import price
 from infra.definition import StackDefinition
 from infra.errors import DefinitionError
+from infra.program.boot import run_config
 from job.contract import run as run_file
 
 PACK = Path(__file__).parents[2] / "policy"
@@ -65,7 +65,7 @@ def test_run_json_states_the_same_facts_as_definition_and_bill() -> None:
 
 
 def test_the_name_is_the_one_under_which_the_program_declares_it() -> None:
-    source = (Path(__file__).parents[2] / "infra" / "resources" / "declare.py").read_text()
+    source = (Path(__file__).parents[2] / "infra" / "program" / "resources" / "declare.py").read_text()
     assert f'name="{policy.RUN_CONFIG}"' in source
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infra import previous
+from infra.program import previous
 
 ANSWERS: dict[str, Mapping[str, Any]] = {
     "pulumi:pulumi:readStackOutputs": {"outputs": {"run": {"id": "r1"}}},

@@ -11,7 +11,7 @@ import pytest
 from declared_world import ROOT, Declared, declare
 
 from infra.loader import load, rehearsal_text
-from infra.resources.identity import node_statements
+from infra.program.resources.identity import node_statements
 from rehearsal.handlers.table import UNKNOWN
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"

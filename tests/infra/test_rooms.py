@@ -27,9 +27,9 @@ def imported(package: str) -> Iterator[str]:
         ("job", ("infra", "rehearsal")),
         ("infra.catalog", ("infra.cost", "infra.evidence", "infra.account", "infra.prices", "infra.commands")),
         ("infra.evidence", ("infra.cost", "infra.review", "infra.account", "infra.commands", "infra.pricing")),
-        ("infra.cost", ("infra.review", "infra.account", "infra.commands", "infra.pricing", "infra.resources")),
-        ("infra.review", ("infra.account", "infra.commands", "infra.resources")),
-        ("infra.resources", ("infra.account", "infra.commands")),
+        ("infra.cost", ("infra.review", "infra.account", "infra.commands", "infra.pricing", "infra.program")),
+        ("infra.review", ("infra.account", "infra.commands", "infra.program")),
+        ("infra.program", ("infra.account", "infra.commands")),
         ("infra.account", ("infra.commands", "infra.cli")),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from infra.definition import Disk, StackDefinition
 from infra.errors import DefinitionError
 from infra.loader import load
-from infra.run_guard import Previous, Verdict, judge, timer_seconds
+from infra.program.run_guard import Previous, Verdict, judge, timer_seconds
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 250_000, tzinfo=UTC)
 DEFINITION = load(Path(__file__).parents[2] / "stacks" / "tinystories-growth.yaml", now=NOW)

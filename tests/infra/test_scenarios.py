@@ -10,7 +10,7 @@ import pytest
 
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import load, rehearsal_text
-from infra.run_guard import creation_digest
+from infra.program.run_guard import creation_digest
 from infra.scenarios import scenario as one
 from infra.scenarios import scenarios
 

@@ -13,8 +13,8 @@ from commands_world import NAME, declare_bucket, project, put
 from infra.cli import main
 from infra.commands import stack
 from infra.errors import GpufleetError
-from infra.plan import make
-from infra.run_guard import Previous
+from infra.program.plan import make
+from infra.program.run_guard import Previous
 from infra.selected import selected
 from rehearsal.cloud import Cloud
 

@@ -12,8 +12,8 @@ from botocore.exceptions import ClientError
 from declared import as_node, fleet, living, role, template
 
 from infra.loader import load
-from infra.resources.identity import node_statements
-from infra.resources.tags import tags
+from infra.program.resources.identity import node_statements
+from infra.program.resources.tags import tags
 from job.supervisor.fleet import changes, of_node
 from job.supervisor.store import MissingError, RefusedError, S3Store
 from rehearsal import rights

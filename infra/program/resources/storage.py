@@ -14,7 +14,7 @@ import pulumi
 import pulumi_aws as aws
 
 from infra.definition import StackDefinition
-from infra.resources.tags import tags
+from infra.program.resources.tags import tags
 from job.contract import bucket
 
 # Parts of an upload that died are invisible in listings and billed like objects.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infra.policy import OBJECT
-from infra.resources.tags import RUN_TAG
-from infra.run_guard import Previous
+from infra.program.resources.tags import RUN_TAG
+from infra.program.run_guard import Previous
 
 TRIES = 20
 PAUSE_S = 0.25

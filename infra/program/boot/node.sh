@@ -1,4 +1,4 @@
-# The node of one run: user-data, rendered by infra/boot/user_data.py under a header of variables. See docs/node.md.
+# The node of one run: user-data, rendered by user_data.py beside it under a header of variables. See docs/node.md.
 # It fetches the job archive by its hash and starts job/node, which decides everything else. Where that cannot be, nobody
 # counts attempts: the fleet is deleted, so that no other machine follows, and this one shuts down.
 set +a -uo pipefail

@@ -14,7 +14,7 @@ import pulumi
 import pulumi_aws as aws
 
 from infra.definition import StackDefinition
-from infra.resources.tags import named, tags
+from infra.program.resources.tags import named, tags
 
 VPC_CIDR = ipaddress.ip_network("10.0.0.0/16")
 # Gateway endpoints allow everything by default. Stated: image layers and packages come from other people's buckets too.

@@ -14,7 +14,6 @@ from typing import Any
 
 import job
 from infra import ecr, policy
-from infra.boot import archive, run_config, user_data
 from infra.catalog import load_catalog
 from infra.cost import limits, record
 from infra.cost.bill import Bill
@@ -24,8 +23,9 @@ from infra.definition import StackDefinition
 from infra.errors import DefinitionError, GpufleetError
 from infra.loader import find
 from infra.pricing import bill_and_cheaper, bill_of, prepared_dataset
+from infra.program.boot import archive, run_config, user_data
+from infra.program.run_guard import Previous, Verdict, judge
 from infra.readiness import not_ready
-from infra.run_guard import Previous, Verdict, judge
 from infra.selected import Selected
 from job.contract import run as run_file
 from job.dataset.prepare import DatasetManifest, verify

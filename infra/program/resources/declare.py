@@ -8,11 +8,11 @@ from typing import Any
 import pulumi
 import pulumi_aws as aws
 
-from infra.plan import Plan
-from infra.resources.fleet import Fleet
-from infra.resources.identity import Identity
-from infra.resources.network import Network
-from infra.resources.storage import Storage, Upload
+from infra.program.plan import Plan
+from infra.program.resources.fleet import Fleet
+from infra.program.resources.identity import Identity
+from infra.program.resources.network import Network
+from infra.program.resources.storage import Storage, Upload
 from job.contract.bucket import ARCHIVE, input_key
 from job.contract.workdir import RUN
 

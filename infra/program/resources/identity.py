@@ -19,7 +19,7 @@ import pulumi_aws as aws
 
 from infra import ecr
 from infra.definition import StackDefinition
-from infra.resources.tags import own_tags, tags
+from infra.program.resources.tags import own_tags, tags
 from job.contract import bucket
 from job.contract.workdir import RUN
 

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from infra.definition import Account, Limits, StackDefinition
+from infra.definition import Account, StackDefinition, days_to_keep
 from infra.errors import DefinitionError, Problem
 from job.contract.bucket import input_key
 from job.text import stamp
 
-# Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
-WAITING_TIME = timedelta(hours=24)
 # Timer per boot: longer than the run's own limit, so that the job's meter, which ends cleanly, always comes first.
 TIMER_MARGIN = timedelta(minutes=30)
 
@@ -89,7 +86,7 @@ def judge(
         code=code_sha256,
         weights=weights_sha256 or "",
         began=stamp(now),
-        valid_until=stamp(expiry(definition.limits, now)),
+        valid_until=stamp(definition.limits.expiry(now)),
     )
     earlier = [*map(str, previous.outputs.get("runs") or []), *sorted(previous.fleets - {""})]
     runs = tuple(dict.fromkeys([*earlier, run_id]))
@@ -212,18 +209,6 @@ def creation_digest(definition: StackDefinition) -> str:
     }
     text = json.dumps(taken, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def expiry(limits: Limits, begin: datetime) -> datetime:
-    """When AWS ends a fleet that begins then, whatever the job says."""
-    return limits.due(begin) or begin + timedelta(hours=float(limits.max_hours)) + WAITING_TIME
-
-
-def days_to_keep(begin: datetime, end: datetime) -> int:
-    """The least storage.keep.days for a fleet that lives so long. Nodes cannot boot without run.json, and attempts and
-    heartbeats are what the caps count; S3 takes an object's age from its creation. One day to spare.
-    """
-    return math.ceil((end - begin) / timedelta(days=1)) + 1
 
 
 def timer_seconds(definition: StackDefinition) -> int:

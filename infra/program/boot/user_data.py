@@ -14,7 +14,7 @@ from typing import Any
 
 from infra.definition import StackDefinition
 from infra.errors import Problem
-from infra.run_guard import timer_seconds
+from infra.program.run_guard import timer_seconds
 
 LIMIT_BYTES = 16 * 1024  # before base64 (EC2 User Guide, user data, 2026-11-21)
 ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux 2023 AMIs, the Deep Learning Base AMI among them
