@@ -29,7 +29,7 @@ rehearse-all: .venv/ready ## rehearse every stack in turn, and print one table
 
 # One worker more than cores: a fifth of the tests' time is waiting for processes of theirs.
 test: .venv/ready ## run the tests that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadgroup --no-loadscope-reorder
 
 test-slow: .venv/ready ## run the tests that take minutes each
 	$(BIN)/python -m pytest -m slow

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
@@ -20,26 +19,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 forget_account()
 for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
     del os.environ[name]
-
-# Files that share what takes 3 to 8 s to make once (the funnel's servers, a server of ranks, trained models): each of
-# these goes to one worker as if it were one file.
-TOGETHER = {
-    f"test_{name}.py": unit
-    for unit, names in {
-        "growth": ("growth_check", "growth_rules", "model_growth", "model_memory"),
-        "kernels": (
-            "kernel_answers",
-            "kernel_cheats",
-            "kernel_compile",
-            "kernel_curriculum",
-            "kernel_funnel",
-            "kernel_run",
-            "train_saves",
-        ),
-        "ranks": ("interruption_contract", "pretrain_ranks", "sft_run", "train_ranks"),
-    }.items()
-    for name in names
-}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -64,14 +43,16 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile` with TOGETHER."""
-    if config.getvalue("dist") != "loadfile":
+    """`--dist loadgroup`, and a file's tests go to one worker too. Files that share what takes 3 to 8 s to make once
+    (the funnel's servers, a server of ranks, trained models) name a group: `pytest.mark.xdist_group("kernels")`.
+    """
+    if config.getvalue("dist") != "loadgroup":
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadGroupScheduling
 
-    class Scheduling(LoadFileScheduling):
+    class Scheduling(LoadGroupScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return TOGETHER.get(PurePosixPath(file).name, file)
+            group: str = super()._split_scope(nodeid)
+            return nodeid.split("::")[0] if group == nodeid else group
 
     return Scheduling(config, log)

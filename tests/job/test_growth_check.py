@@ -22,6 +22,8 @@ from job.models.growing import grow
 from job.models.growth import Growth, load
 from job.spec import Precision
 
+pytestmark = pytest.mark.xdist_group("growth")
+
 
 def boundary(phase: int, dtype: torch.dtype = torch.float32) -> tuple[Growth, Growth]:
     state = (dense if phase == 1 else moe)(dtype)

@@ -26,6 +26,8 @@ from job.models.growing import State, deepen, grow, upcycle, widen
 from job.models.growth import Growth, build, decays, load
 from job.train.optimizer import groups
 
+pytestmark = pytest.mark.xdist_group("growth")
+
 DTYPES = [torch.float32, torch.float64]
 
 

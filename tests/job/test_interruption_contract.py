@@ -27,6 +27,8 @@ import runs
 from job.spec import Batch, Checkpoint, TextData
 from rehearsal.imds import Imds
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 CONFIG = replace(
     runs.TINY,
     steps_per_phase=24,

@@ -19,6 +19,8 @@ from job.kernels.funnel import digest
 from job.kernels.verdict import Course, Switches
 from job.kernels.worker import Lost, NotBegun, OutOfTime, Process, Workers
 
+pytestmark = pytest.mark.xdist_group("kernels")
+
 NO_RULES = Switches(funnel=False)
 
 

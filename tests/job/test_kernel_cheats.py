@@ -20,6 +20,8 @@ from job.kernels.ablation import ROWS
 from job.kernels.verdict import Switches, Verdict
 from job.kernels.worker import Workers
 
+pytestmark = pytest.mark.xdist_group("kernels")
+
 FIXTURES = {fixture.candidate.label: fixture for fixture in adversarial.FIXTURES}
 CPU = [label for label, fixture in FIXTURES.items() if not fixture.gpu_only]
 LIMIT_S = 60.0  # for those that end: a busy machine must not decide

@@ -20,6 +20,8 @@ from job.kernels.planted import Candidate
 from job.kernels.verdict import Switches
 from job.kernels.worker import Process, Workers
 
+pytestmark = pytest.mark.xdist_group("kernels")
+
 OFF = Switches(funnel=False)
 
 # What a GPU's process does at the first launches, but for the GPU: says how often the compiler was needed.

@@ -32,7 +32,7 @@ from job.train import step
 from job.train.parallel import World
 from job.train.requests import Requests
 
-pytestmark = pytest.mark.usefixtures("one_judge")
+pytestmark = [pytest.mark.usefixtures("one_judge"), pytest.mark.xdist_group("kernels")]
 
 STEPS, GENERATED = 8, 4  # of one training of two epochs; two tasks, two candidates
 RATES = {"relu": 0.0, "leaky_relu": 0.5}

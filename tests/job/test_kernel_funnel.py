@@ -16,6 +16,8 @@ from job.kernels.planted import STOPS_AT
 from job.kernels.verdict import Switches, Verdict
 from job.kernels.worker import GREET_S, Workers
 
+pytestmark = pytest.mark.xdist_group("kernels")
+
 
 def test_there_are_200_planted_candidates_of_five_kinds() -> None:
     made = planted.candidates(1000)

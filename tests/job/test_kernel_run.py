@@ -21,7 +21,7 @@ from job.kernels.worker import Workers
 from job.ledger import Ledger
 from job.train import metrics
 
-pytestmark = pytest.mark.usefixtures("one_judge")
+pytestmark = [pytest.mark.usefixtures("one_judge"), pytest.mark.xdist_group("kernels")]
 
 GENERATED, PLANTED = 4, 4
 

@@ -18,6 +18,8 @@ from job.models.routing import rows_per_expert
 from job.spec import GrowthConfig, GrowthModel, Precision
 from job.train.optimizer import groups
 
+pytestmark = pytest.mark.xdist_group("growth")
+
 TOKENS, TARGETS = PROBE[:, :-1], PROBE[:, 1:]
 
 

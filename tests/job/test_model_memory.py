@@ -21,6 +21,8 @@ from job.spec.common import Decoder as Shape
 from job.spec.decoder import layer_activation_bytes
 from job.spec.sft import Lora, SftConfig
 
+pytestmark = pytest.mark.xdist_group("growth")
+
 TOKENS, TARGETS = PROBE[:, :-1], PROBE[:, 1:]
 
 

@@ -25,6 +25,8 @@ from job.train import __main__ as trainer
 from job.train import muon, parallel
 from job.train.experiment import Phase
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 OPTIM = {"muon": {"kind": "muon", "lr": 0.02, "momentum_steps": 10}, "adamw": {"kind": "adamw", "lr": 0.003}}
 ODD: dict[str, Any] = {"batch": {"rows": 9}, "eval": {"windows": 9}}  # leave the second rank a row of padding
 

@@ -27,6 +27,8 @@ from job.models.decoder import build
 from job.spec import from_json
 from job.spec.common import CosineAdamW, Decoder, Rung
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 STEPS = 8
 TRAINED = STEPS + 2  # looks at the stop request: after each step, and within each of two evaluations
 

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from train_world import committed, final_hash, records
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 SPREADS = pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
 
 

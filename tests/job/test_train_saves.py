@@ -32,6 +32,8 @@ from job.train.committed import Committed
 from job.train.device import Device
 from job.train.stall import Stall
 
+pytestmark = pytest.mark.xdist_group("kernels")
+
 EVALUATION_S = 10.0  # on the world's clock
 
 
