@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from job.models.char_gpt import CharGpt
 from job.spec.pretrain import CharModel
@@ -37,7 +37,7 @@ def main() -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(found.getsockname()[1]), WORLD_SIZE=str(RANKS))
-    mp.spawn(rank, args=(parser.parse_args(),), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    spawn(rank, args=(parser.parse_args(),), nprocs=RANKS)
 
 
 def rank(number: int, a: argparse.Namespace) -> None:

@@ -139,7 +139,7 @@ def theirs(a: argparse.Namespace, tokens: Tensor) -> Model:
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def passes() -> None:
-        (run(x, y) / a.micros).backward()
+        torch.autograd.backward(run(x, y) / a.micros)
 
     def update() -> None:
         opt.step()

@@ -147,7 +147,7 @@ def converted(theirs: ModuleType, ours: Growth, model: GrowthModel, sequence: in
         for i in range(model.layers):
             for our_name, nano_name in names.items():
                 state[f"transformer.h.{i}.{nano_name}.{kind}"] = weights[f"blocks.{i}.{our_name}.{kind}"]
-            qkv = [weights[f"blocks.{i}.attention.{p}.{kind}"] for p in "qkv"]
+            qkv: list[Tensor] = [weights[f"blocks.{i}.attention.{p}.{kind}"] for p in "qkv"]
             state[f"transformer.h.{i}.attn.c_attn.{kind}"] = torch.cat(qkv)
     nano.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()})
     nano.transformer.wpe.weight.requires_grad_(False)

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "infra"), str(ROOT / "job")]
 from cost_definitions import definition  # noqa: E402
 from supervisor_world import Bench  # noqa: E402
 
-GATEWAY = Price(amount=Decimal("0.25"), unit="hour", source="a test", as_of=date(2026, 11, 26), status="read")
+GATEWAY = Price(amount=Decimal("0.25"), unit="hour", source="a test", as_of=date(2026, 11, 26), status="verified")
 
 
 def gateway(plan: StackDefinition, catalog: Catalog) -> list[lines.Charge]:

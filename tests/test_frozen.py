@@ -90,7 +90,7 @@ def test_every_resource_and_the_run_file_are_the_same(
 
 def arguments(resource: dict[str, Any]) -> dict[str, Any]:
     """Of a resource, with JSON inside text opened."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in resource["inputs"].items():
         if key in ("userData", "contentBase64", "source"):
             found[key] = f"<{key}>"

@@ -18,7 +18,7 @@ from infra.loader import load, rehearsal_text
 from infra.rules import RULES
 from infra.scenarios import scenarios
 from infra.schema import SECTIONS, describe
-from job.spec import EXPERIMENTS
+from job.spec import EXPERIMENTS, KernelConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -112,7 +112,10 @@ def test_the_rehearsal_is_the_same_job_on_a_laptop(stack: StackDefinition, rehea
 def test_a_scenario_of_another_model_starts_from_other_weights(path: Path, stack: StackDefinition) -> None:
     for one in scenarios(path, now=NOW):
         if stack.storage.base_weights is not None:
-            same = one.job.parameters.model == stack.job.parameters.model  # type: ignore[union-attr]
+            its, own = one.job.parameters, stack.job.parameters
+            assert isinstance(its, SftConfig | KernelConfig)
+            assert isinstance(own, SftConfig | KernelConfig)
+            same = its.model == own.model
             assert (one.storage.base_weights == stack.storage.base_weights) is same, one.scenario
 
 

@@ -45,7 +45,7 @@ class Checkpointed(nn.Module):
 
 def keep_products() -> Any:
     """The `context_fn` for torch.utils.checkpoint: matmuls, attention and top-k are kept."""
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(_policy)
 
 
 # Without it torch caches no traced graph that calls this: the policy is part of what was compiled.

@@ -69,6 +69,12 @@ def account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
         yield cloud
 
 
+def advance(cloud: Cloud, seconds: float) -> None:
+    """Its clock moves; `cloud.tick()` then does what is due."""
+    assert isinstance(cloud.clock, ManualClock)
+    cloud.clock.advance(seconds)
+
+
 def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you") -> str:
     """VPC, template and fleet with the stack's tags; nothing launches before the next tick."""
     ec2 = cloud.client("ec2")

@@ -37,10 +37,13 @@ def definition(
         ),
         storage=Storage(dataset=dataset, root=root or Disk(size_gib=100), data=data, keep=keep or Keep(days=7)),
         limits=Limits(max_usd=Decimal(max_usd), max_hours=Decimal(max_hours)),
-        estimate=Estimate(
-            **{k: tuple(map(Decimal, v)) if isinstance(v, tuple) else Decimal(v) for k, v in estimate.items()}
-        ),
+        estimate=Estimate(**{key: decimals(value) for key, value in estimate.items()}),
     )
+
+
+def decimals(value: Any) -> Any:
+    """A number, or a tuple of numbers, as a file's loader gives it."""
+    return tuple(map(Decimal, value)) if isinstance(value, tuple) else Decimal(value)
 
 
 def growth(**changes: Any) -> GrowthConfig:

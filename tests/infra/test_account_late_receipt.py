@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from commands_world import EXPIRES, declare_bucket, declare_fleet, put
+from commands_world import EXPIRES, advance, declare_bucket, declare_fleet, put
 
 from infra.account import late_receipt
 from infra.account.fleet import nodes_of
@@ -64,7 +64,7 @@ def test_such_a_receipt_asks_the_fleet_who_took_its_nodes(
     boot_loop(cloud, stack, notice=True)
     fleet = declare_fleet(cloud)
     cloud.tick()
-    cloud.clock.advance(15 * 60)  # the second node is there
+    advance(cloud, 15 * 60)  # the second node is there
     if zero:
         cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
         cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
@@ -120,7 +120,7 @@ def test_a_run_whose_fleet_is_gone_before_its_end_leaves_a_receipt(
         ec2.terminate_instances(InstanceIds=[node["InstanceId"]])
         monkeypatch.setattr("infra.account.results.datetime", SimpleNamespace(now=lambda _: EXPIRES))
     cloud.tick()
-    cloud.clock.advance(600)
+    advance(cloud, 600)
     declare_fleet(cloud, owner="bob")  # whose run has the same id, and a bucket of its own
     cloud.tick()
     assert main(["status", "small-growth"]) == 0
@@ -147,7 +147,7 @@ def test_while_aws_does_not_say_that_the_run_is_over_no_receipt_is_made_and_none
 ) -> None:
     cloud.client("ec2").delete_fleets(FleetIds=[begun(cloud, stack)], TerminateInstances=True)
     cloud.tick()
-    cloud.clock.advance(600)
+    advance(cloud, 600)
     cloud.tick()
 
     def refused(*_: Any, **__: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from commands_world import AMI, EXPIRES, declare_bucket, declare_fleet, put
+from commands_world import AMI, EXPIRES, advance, declare_bucket, declare_fleet, put
 
 from infra.account import aws
 from infra.account import wait as wait_module
@@ -60,7 +60,7 @@ def test_a_second_fleet_of_the_run_that_no_stack_knows_is_named_with_how_to_end_
     declare_fleet(cloud, owner="bob")
     assert waited(cloud, stack)[0] == 0  # another's is his
     cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
-    cloud.clock.advance(60)
+    advance(cloud, 60)
     kept = declare_fleet(cloud)
     code, said = waited(cloud, stack)
     assert code == 1
@@ -321,7 +321,7 @@ def test_an_expired_fleet_is_not_waited_for_whatever_state_aws_shows_it_in(
     capacities = {"TotalTargetCapacity": capacity}
     cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification=capacities)
     assert isinstance(cloud.clock, ManualClock)
-    cloud.clock.advance((EXPIRES - cloud.clock.now()).total_seconds())
+    advance(cloud, (EXPIRES - cloud.clock.now()).total_seconds())
     code, said = waited(cloud, stack, timeout_s=1800)
     assert code == 1
     assert "it launches nothing more." in said
@@ -337,7 +337,7 @@ def test_of_two_expired_fleets_none_is_said_to_launch_nodes(cloud: Cloud, stack:
     cloud.fleets.expired_state = "active"
     assert waited(cloud, stack)[1].startswith("2 fleets of run r1 launch nodes")
     assert isinstance(cloud.clock, ManualClock)
-    cloud.clock.advance((EXPIRES - cloud.clock.now()).total_seconds())
+    advance(cloud, (EXPIRES - cloud.clock.now()).total_seconds())
     cloud.client("ec2").terminate_instances(InstanceIds=[node.id for node in cloud.instances()])
     cloud.tick()
     code, said = waited(cloud, stack)

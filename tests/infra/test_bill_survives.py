@@ -69,6 +69,7 @@ def test_at_hazard_1_the_expected_interruptions_are_one_per_node_hour() -> None:
 def test_a_hazard_at_which_no_node_lives_through_its_set_up_is_stopped_by_a_limit_and_refused() -> None:
     plan = definition(hazard_per_hour="1000000")
     found = bill(plan)
+    assert found.cap is not None
     assert found.cap.probability == 1
     assert found.cadence is None
     assert [each.path for each in problems(plan, found)] == ["limits.max_usd", "limits.max_hours"]

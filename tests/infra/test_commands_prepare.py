@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from job.spec.common import Decoder
 
 ROOT = Path(__file__).parents[2]
 STACK = "tinystories-growth"
-SMALL = {"vocab": 32, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 8}
+SMALL: dict[str, Any] = {"vocab": 32, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 8}
 
 
 @pytest.fixture

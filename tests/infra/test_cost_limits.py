@@ -34,7 +34,11 @@ CATALOG = load_catalog()
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SHIPPED = Path(__file__).parents[2] / "stacks"
 TWO: dict[str, Any] = {"types": ("g6e.xlarge", "g5.xlarge"), "region": "us-west-2"}  # the second slower and cheaper
-RARE = {"hazard_per_hour": "3", "max_usd": "50", "max_hours": "50"}  # interrupted so often that first hours are free
+RARE: dict[str, Any] = {
+    "hazard_per_hour": "3",
+    "max_usd": "50",
+    "max_hours": "50",
+}  # interrupted so often that first hours are free
 
 
 def bill(**changes: Any) -> Bill:
@@ -249,7 +253,12 @@ def test_a_p50_that_stands_on_free_hours_says_what_it_is_with_them_charged() -> 
 def test_half_the_speed_is_followed_through_as_many_nodes_as_the_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     simulate = risk.simulate
-    monkeypatch.setattr(risk, "simulate", lambda *a, **k: seen.append(k.get("attempts")) or simulate(*a, **k))
+
+    def watched(*given: Any, **named: Any) -> Any:
+        seen.append(named.get("attempts"))
+        return simulate(*given, **named)
+
+    monkeypatch.setattr(risk, "simulate", watched)
     found = bill(hazard_per_hour="10", config=growth(steps_per_phase=5000), max_usd="50", max_hours="500")
     assert seen == [None]  # risk.MAX_ATTEMPTS
     assert found.chosen.interruptions > 64
@@ -327,7 +336,7 @@ def test_a_deadline_says_at_which_speed_it_stops_the_run_as_a_limit_does(span: b
 
 def test_runs_that_wait_until_their_fleet_expires_are_a_warning_where_no_deadline_says_when() -> None:
     """Waits of 20 h on average, a node that is never taken: the first wait alone has 24 h + max_hours less the run."""
-    waits = {"capacity_wait_minutes": "1200", "hazard_per_hour": "0.000001"}
+    waits: dict[str, Any] = {"capacity_wait_minutes": "1200", "hazard_per_hour": "0.000001"}
     found = bill(**waits)
     share = np.exp(-(26 - found.chosen.exposure.uninterrupted_h) / 20)
     (said,) = [text for text in found.warnings if "expires" in text]

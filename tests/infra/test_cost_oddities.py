@@ -130,11 +130,17 @@ def test_a_cap_below_p50_is_a_problem_that_states_p50_and_p90() -> None:
 
 
 def test_a_cap_between_p50_and_p90_is_a_warning_with_the_probability() -> None:
-    changes = {"hazard_per_hour": "1", "keep": Keep(bucket=False), "step_ms": ("500", "1000", "4000"), "max_hours": "9"}
+    changes: dict[str, Any] = {
+        "hazard_per_hour": "1",
+        "keep": Keep(bucket=False),
+        "step_ms": ("500", "1000", "4000"),
+        "max_hours": "9",
+    }
     free = bill(**changes, max_usd="50").chosen.metered_usd
     cap = str(((free.p50 + free.p90) / 2).quantize(Decimal("0.01")))
     found = bill(**changes, max_usd=cap)
     assert problems(definition(**changes, max_usd=cap), found) == []
+    assert found.cap is not None
     assert 0.1 < found.cap.probability < 0.5
     assert any("between p50" in w and f"{found.cap.probability:.0%} of runs stop" in w for w in found.warnings)
 

@@ -30,6 +30,7 @@ def one_run(run: Exposure, chance: random.Random) -> tuple[float, float, float, 
     """(USD, node-hours, hours by the wall, interruptions, stopped by a limit) of one run."""
     rate = run.compute_usd_h + run.extras_usd_h
     hazard = chance.lognormvariate(-1.2039728, 0.9) if run.hazard is None else run.hazard  # ln 0.3
+    assert isinstance(hazard, float)
     work, end = 0.0, run.phase_ends_h[-1]
     compute_h = billed_h = 0.0
     wall = chance.expovariate(1 / run.wait_h)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from cost_definitions import growth
@@ -97,7 +98,15 @@ def test_a_fast_gpu_waits_for_its_host_and_a_slow_one_does_not() -> None:
 def test_a_small_model_waits_for_its_host_in_each_micro_batch(
     config: SftConfig | KernelConfig, layer_ms: float
 ) -> None:
-    shape = {"vocab": 8000, "layers": 24, "width": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 512}
+    shape: dict[str, Any] = {
+        "vocab": 8000,
+        "layers": 24,
+        "width": 256,
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 64,
+        "ffn": 512,
+    }
     config = replace(config, model=replace(config.model, **shape))
     micro = replace(config.batch, micro_tokens=config.data.row)
     for each, micros in ((config, config.ladder(8)[0].micro), (replace(config, batch=micro), 1)):

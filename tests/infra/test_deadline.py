@@ -48,7 +48,8 @@ def test_with_less_slack_than_a_set_up_no_spot_node_is_paid_in_vain() -> None:
     """All runs would switch, having done nothing; those that had got a node would have paid for it."""
     for slack_h in (0.05, 0.2):
         found = switch(SPOT, ON_DEMAND, 8.25 + slack_h)
-        assert (found.switch_h, found.on_time, found.margin_h) == (0, 1, pytest.approx(slack_h))
+        assert (found.switch_h, found.on_time) == (0, 1)
+        assert found.margin_h == pytest.approx(slack_h)
         assert found.usd == pytest.approx((0.5 + 8.25 * 3.1,) * 4)
         assert f"a deadline in {8.25 + slack_h:.2f} h leaves too little slack for spot" in found.sentence()
 

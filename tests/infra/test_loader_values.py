@@ -13,6 +13,7 @@ import pytest
 
 from infra.errors import DefinitionError, Problem
 from infra.loader import load
+from job.spec import GrowthConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 MINIMAL = """\
@@ -75,6 +76,7 @@ def test_a_minimal_file_loads_with_its_types(write: Write) -> None:
     assert definition.limits.max_usd == Decimal("3.00")
     assert definition.fleet.zones == ("us-east-2a",)
     assert definition.storage.keep.bucket is True
+    assert isinstance(definition.job.parameters, GrowthConfig)
     assert definition.job.parameters.steps_per_phase == 1000
 
 
@@ -324,7 +326,7 @@ def test_a_key_in_the_wrong_section_is_not_missing_in_its_own(write: Write) -> N
     )
 
 
-MANY = {  # each makes the part of a file that grows with `count`
+MANY: dict[str, Callable[[int], str]] = {  # each makes the part of a file that grows with `count`
     "unknown keys": lambda count: "".join(f"key{i}: 1\n" for i in range(count)),
     "scenarios": lambda count: "scenarios:\n" + "".join(f"  s{i}: {{}}\n" for i in range(count)),
     "unknown keys and scenarios": lambda count: MANY["unknown keys"](count) + MANY["scenarios"](count),

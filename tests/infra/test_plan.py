@@ -74,10 +74,10 @@ def test_run_json_names_what_the_node_fetches_and_changes_with_its_fleet_s_expir
     found = json.loads(plan.run_config)["inputs"]
     assert found["archive"]["sha256"] == plan.archive.sha256
     assert {file["name"] for file in found["dataset"]["files"]} == {file.name for file in plan.dataset.files}
-    expires = [each.verdict.run.valid_until for each in (plan, again)]
-    assert expires[0] != expires[1]
-    assert json.loads(plan.run_config)["limits"]["expires"] == expires[0]
-    assert plan.run_config.replace(*expires) == again.run_config
+    expires, later = (each.verdict.run.valid_until for each in (plan, again))
+    assert expires != later
+    assert json.loads(plan.run_config)["limits"]["expires"] == expires
+    assert plan.run_config.replace(expires, later) == again.run_config
     continued = make(ready, NAME, now=NOW + timedelta(hours=1), previous=begun(plan), preview=True)
     assert continued.run_config == plan.run_config
 

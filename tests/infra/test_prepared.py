@@ -14,6 +14,7 @@ from infra.loader import load, rehearsal_text
 from infra.readiness import not_ready
 from job.dataset import weights
 from job.models import hf_config
+from job.spec import SftConfig
 from job.spec.common import Decoder
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -120,6 +121,7 @@ def test_base_weights_and_their_tokenizer_are_held_against_the_file(chats: Path,
     file = root / "stacks" / "sft-h100.yaml"
     edit(file, "base_weights", "data/base")
     config = load(file, now=NOW).job.parameters
+    assert isinstance(config, SftConfig)
     folder = root / "data" / "base"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"not looked at")

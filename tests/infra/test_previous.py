@@ -44,8 +44,10 @@ class Engine:
 def test_a_state_that_is_just_being_written_is_read_again() -> None:
     engine, pauses = Engine(3, "rpc error: failed to load checkpoint: EOF"), list[float]()
     found = previous.previous("org/gpufleet/growth", engine, pause=pauses.append)
-    assert (found.outputs, found.fleets) == ({"run": {"id": "r1"}}, {"r1"})
-    assert (found.objects, found.region) == ({"r2/run.json", "inputs/c/job.tar.gz"}, "us-east-2")
+    assert found.outputs == {"run": {"id": "r1"}}
+    assert found.fleets == {"r1"}
+    assert found.objects == {"r2/run.json", "inputs/c/job.tar.gz"}
+    assert found.region == "us-east-2"
     assert len(pauses) == 3
 
 

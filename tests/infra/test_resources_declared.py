@@ -42,7 +42,7 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", params=FORMS.values(), ids=FORMS.keys())
+@pytest.fixture(scope="module", params=list(FORMS.values()), ids=list(FORMS))
 def declared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Declared:
     found = declare(tmp_path_factory.mktemp("declared") / "project", *request.param)
     assert found.result.ok, found.result.text

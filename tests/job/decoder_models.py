@@ -104,6 +104,6 @@ def slow_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *lo
         if start == end:
             continue  # the end is repeated
         assert end - start <= min(longest)
-        parts = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
-        out[start:end] = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        q1, k1, v1 = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+        out[start:end] = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     return out

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from job.models.blocks import Experts
 from job.models.growing import State, upcycle
 from job.models.growth import Growth, build, decays, load
 from job.spec import Batch, GrowthConfig, GrowthModel, Precision, TextData
@@ -51,6 +52,12 @@ def train(module: Growth, steps: int, lr: float, seed: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     module.eval()
+
+
+def experts(module: Growth) -> list[Experts]:
+    """Each layer's."""
+    found = [block.ffn for block in module.blocks]
+    return [ffn for ffn in found if isinstance(ffn, Experts)]
 
 
 def generator(seed: int = 5) -> torch.Generator:

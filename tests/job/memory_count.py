@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -43,8 +43,8 @@ def small(**changed: Any) -> PretrainConfig:
 class Alive(TorchDispatchMode):
     """Bytes of the storages that operators gave and that are still there, looked at after every `every` operators."""
 
-    def __init__(self, known: list[torch.Tensor], every: int = 1) -> None:
-        super().__init__()
+    def __init__(self, known: Sequence[torch.Tensor], every: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak, self._operators, self._every = 0, 0, every
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._held: dict[int, StorageWeakRef] = {}
@@ -81,7 +81,7 @@ def one_rank(config: PretrainConfig, micro: int, *, checkpointing: bool) -> floa
     known = [tensor for parameter in module.parameters() for tensor in (parameter, parameter.grad)]
     with Alive([tensor for tensor in known if tensor is not None]) as alive:
         _pass(module, config, micro)
-    return alive.peak - in_fp32_on_a_cpu(config, micro, checkpointing=checkpointing)
+    return float(alive.peak) - in_fp32_on_a_cpu(config, micro, checkpointing=checkpointing)
 
 
 def many_ranks(config: PretrainConfig, micro: int, *, checkpointing: bool, ranks: int, every: int) -> float:
@@ -93,7 +93,7 @@ def many_ranks(config: PretrainConfig, micro: int, *, checkpointing: bool, ranks
         with Alive([], every) as alive:
             for _ in range(2):  # the second one beside the gradients of the first
                 _pass(module, config, micro)
-    return alive.peak - in_fp32_on_a_cpu(config, micro, checkpointing=checkpointing)
+    return float(alive.peak) - in_fp32_on_a_cpu(config, micro, checkpointing=checkpointing)
 
 
 def whole_decoder(config: SftConfig, rows: int, *, ranks: int) -> float:
@@ -112,7 +112,7 @@ def whole_decoder(config: SftConfig, rows: int, *, ranks: int) -> float:
 def _pretended(ranks: int) -> Iterator[World]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         world = World(size=ranks, mesh=init_device_mesh("cpu", (ranks,)))
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -27,7 +27,7 @@ def after(step: int, *, begun: int = 0) -> int:
     """The look at the stop request that follows a step, of a start at `begun`: one before the first step, one after
     each, and in each evaluation four, between five micro-batches.
     """
-    every = PARAMETERS["eval"]["every"]
+    every: int = PARAMETERS["eval"]["every"]
     return step - begun + 4 * (step // every - begun // every)
 
 

@@ -260,10 +260,10 @@ def one(
             time.sleep(0.2)
             clear(*given, **named)
 
-        def slow_make(self: FileSystem, path: Path) -> None:
-            existed = path.is_dir()
+        def slow_make(self: FileSystem, path: str | os.PathLike[str]) -> None:
+            existed = Path(path).is_dir()
             time.sleep(0.4 if rank else 0.8)
-            if existed and not path.is_dir():
+            if existed and not Path(path).is_dir():
                 raise FileExistsError(17, "File exists")  # what pathlib does when it goes between two looks
             make(self, path)
 
@@ -274,7 +274,7 @@ def one(
 
         warnings.simplefilter("default")  # dynamo looks at .grad of what is no leaf
         real = torch.compile
-        torch.compile = lambda *given, **named: real(*given, **{**named, "backend": "eager"})  # type: ignore[assignment]
+        torch.compile = lambda *given, **named: real(*given, **{**named, "backend": "eager"})
         within = step.compiled
         step.compiled = lambda module, device, **named: within(module, torch.device("cuda"), **named)
     sys.exit(trainer.train(workdir, 0, StopAt(workdir, looks[rank], saves=saves)))

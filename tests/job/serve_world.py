@@ -48,9 +48,15 @@ def served(folder: Path) -> Iterator[Server]:
         thread.join()
 
 
+def address(server: Server) -> tuple[str, int]:
+    """Where it listens: host and port."""
+    host, port = server.server_address[:2]
+    return str(host), port
+
+
 def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
     """Status and parsed JSON."""
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+    connection = http.client.HTTPConnection(*address(server), timeout=20)
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     try:
         connection.request(method, path, content, headers)

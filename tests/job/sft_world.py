@@ -67,7 +67,7 @@ def jsonl(tmp_path: Path, *lines: Any) -> Path:
 
 def config(**changed: Any) -> dict[str, Any]:
     """PARAMETERS with sections laid over them."""
-    parameters = json.loads(json.dumps(PARAMETERS))
+    parameters: dict[str, Any] = json.loads(json.dumps(PARAMETERS))
     for key, value in changed.items():
         if isinstance(value, dict):
             parameters.setdefault(key, {}).update(value)

@@ -266,7 +266,7 @@ def test_packages_that_pip_cannot_give_are_an_error_after_three_tries(
         tries.append(words)
         return subprocess.CompletedProcess(words, 1)
 
-    monkeypatch.setattr(bootstrap.subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(RuntimeError, match="pip cannot install safetensors"):
         bootstrap.install({"safetensors": "safetensors==0.8.0 --hash=sha256:aa"}, tmp_path / "packages")
     assert len(tries) == 3
@@ -279,7 +279,7 @@ def test_missing_packages_are_installed_and_the_program_starts_anew_with_them(
     (tmp_path / "requirements.txt").write_text(PINNED)
     monkeypatch.setattr(bootstrap, "REQUIREMENTS", tmp_path / "requirements.txt")
     monkeypatch.setattr(bootstrap, "install", lambda lacking, folder: None)
-    monkeypatch.setattr(bootstrap.os, "execv", lambda path, words: started.append(words))
+    monkeypatch.setattr(os, "execv", lambda path, words: started.append(words))
     monkeypatch.setattr(sys, "argv", ["job", "run.json"])
     monkeypatch.delenv(bootstrap.MARK, raising=False)
     monkeypatch.setenv("PYTHONPATH", "/app")

@@ -123,7 +123,7 @@ class Deaf(FolderStore):
 
 
 def test_a_store_that_refuses_costs_a_message_each_way(tmp_path: Path) -> None:
-    bench, said = Bench(tmp_path), []
+    bench, said = Bench(tmp_path), list[str]()
     supervisor = bench.attempt(script={2: compiles})
     supervisor.graphs = mirror(bench, Deaf(tmp_path / "graphs"), said)
     assert supervisor.run() == 0

@@ -368,13 +368,13 @@ def test_an_adapter_is_written_under_pefts_names_and_shapes(tmp_path: Path) -> N
         "mlp.up_proj": (32, 40),
         "mlp.down_proj": (40, 32),
     }
-    wanted = {}
+    wanted: dict[str, tuple[int, int]] = {}
     for layer in range(2):
         for name, (inputs, outputs) in sizes.items():
             key = f"base_model.model.model.layers.{layer}.{name}"
             wanted |= {f"{key}.lora_A.weight": (3, inputs), f"{key}.lora_B.weight": (outputs, 3)}
     assert shapes == wanted
-    config = json.loads((tmp_path / hf.ADAPTER_CONFIG).read_text())
+    config = json.loads((tmp_path / hf_config.ADAPTER_CONFIG).read_text())
     assert (config["peft_type"], config["task_type"], config["r"], config["lora_alpha"]) == ("LORA", "CAUSAL_LM", 3, 6)
     assert sorted(config["target_modules"]) == sorted(name.rpartition(".")[2] for name in sizes)
     assert config["base_model_name_or_path"] == "base"
@@ -409,7 +409,7 @@ def test_base_adapter_and_merge_answer_as_separate_models_would(tmp_path: Path) 
 
     def loss(of: Decoder) -> float:
         counted = int((rows["targets"] != IGNORED).sum())
-        return of(rows["tokens"], rows["targets"], rows["documents"]).loss_sum.item() / counted
+        return float(of(rows["tokens"], rows["targets"], rows["documents"]).loss_sum) / counted
 
     with_adapter = loss(module)
     lora.set_mode(module, "base")

@@ -82,7 +82,7 @@ def test_the_weights_that_the_file_asks_for_are_delivered_and_named(
     meta, result, said = tree(workdir, "final/meta.json"), tree(workdir, "results.json"), capsys.readouterr().out
     wanted = lowest if best else last
     assert (meta["step"], meta["val_loss"]) == (wanted, planted[wanted])
-    told = {"choice": "best" if best else "last", "step": wanted, "val_loss": planted[wanted]}
+    told: dict[str, Any] = {"choice": "best" if best else "last", "step": wanted, "val_loss": planted[wanted]}
     told["last"] = {"step": last, "val_loss": planted[last]}
     told["best"] = {"step": lowest, "val_loss": planted[lowest]}
     assert meta["delivered"] == result["delivered"] == told

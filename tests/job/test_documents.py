@@ -81,7 +81,7 @@ def of_a_prefix(manifest: str) -> Any:
     def read(name: Any, folder: Path) -> None:
         bench = Bench(folder)
         place = bench.bucket / "inputs" / bench.tree["inputs"]["dataset"]["sha256"]
-        given = {"uri": str(place), "sha256": None, "files": []}
+        given: dict[str, object] = {"uri": str(place), "sha256": None, "files": []}
         bench.tree["inputs"]["dataset" if manifest == staging.DATASET else "base_weights"] = given
         (place / manifest).write_text(json.dumps({"schema": 1, "files": listing(name)}))
         run = load(runs.place(folder / "next", bench.tree))

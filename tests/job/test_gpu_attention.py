@@ -25,7 +25,7 @@ SHAPE = Shape(
 
 
 def allowed() -> bool:
-    return bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+    return bool(torch.backends.cuda.cudnn_sdp_enabled())
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def half_written_into_the_tied_table(old: State, new: State) -> State:
 
 
 def new_layers_copy_the_last(_: State, new: State) -> State:
-    copies = {}
+    copies: State = {}
     for name, tensor in new.items():
         if name.startswith("blocks.2."):
             copies |= {name.replace("blocks.2.", f"blocks.{i}."): tensor for i in (3, 4)}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def reached(attempt: Attempt, step: int, bucket: Path) -> bool:
+    """It has trained that far, and something of the run is published."""
+    return max(attempt.steps(), default=0) >= step and bool(manifests(bucket))
+
+
 def manifests(bucket: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in (bucket / "r1" / "ckpt").glob("step_*/manifest.json"))
 
@@ -148,9 +154,7 @@ def test_an_interruption_changes_no_bit_of_the_weights(noticed: bool, killed: tu
             newest, steps = max(manifests(bucket), default=0), draw.randrange(2, 7)
             attempt = Attempt(tmp_path, bucket, run, f"i-{number}")
             least = max(newest, phase * config.steps_per_phase) + steps
-            attempt.wait_for(
-                lambda attempt=attempt, least=least: max(attempt.steps(), default=0) >= least and manifests(bucket)
-            )
+            attempt.wait_for(partial(reached, attempt, least, bucket))
             attempt.sigkill()
             assert attempt.steps()[0] == newest + 1  # it went on from the newest manifest
             assert not (bucket / "r1" / "done.json").exists()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from kernel_judge import candidate, honest, judge, judged
 
-from job.kernels import adversarial, planted, rules, tasks, timing
+from job.kernels import adversarial, planted, rules, tasks, timing, wire
 from job.kernels.catalog import BY_NAME
 from job.kernels.funnel import digest
 from job.kernels.verdict import Course, Switches
@@ -214,7 +214,7 @@ def test_a_reference_that_is_lost_costs_no_candidate_its_verdict_and_serves_no_o
             raise NotBegun("no answer within 120 s")
         ask = process.ask
 
-        def failing(head: dict[str, Any], *more: Any, **rest: Any) -> tuple[dict[str, Any], list[bytes]]:
+        def failing(head: dict[str, Any], *more: Any, **rest: Any) -> wire.Message:
             reply = ask(head, *more, **rest)
             if head["do"] == "load" and fails == "does not load":
                 return {"error": "OutOfMemoryError: CUDA"}, []

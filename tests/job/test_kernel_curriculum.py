@@ -28,6 +28,7 @@ from job.kernels.planted import Candidate
 from job.kernels.verdict import Course, Switches
 from job.ledger import Ledger
 from job.spec import from_json
+from job.spec.kernel import AT_ONCE
 from job.train import step
 from job.train.parallel import World
 from job.train.requests import Requests
@@ -194,7 +195,7 @@ def test_on_a_rank_that_stops_within_a_batch_all_stop_and_keep_what_is_finished(
     workdir = make(tmp_path, gpus=2, generate={"candidates": 33})
     assert rank_world.train(2, workdir, others=7) == 75
     assert len(kernel.lines(workdir, "candidates")) == 33
-    assert len(kernel.lines(workdir, "candidates-1")) == kernel_stages.AT_ONCE
+    assert len(kernel.lines(workdir, "candidates-1")) == AT_ONCE
     before = kernel.lines(workdir, "candidates") + kernel.lines(workdir, "candidates-1")
     assert rank_world.train(2, workdir, others=None) == 0
     after = kernel.lines(workdir, "candidates") + kernel.lines(workdir, "candidates-1")

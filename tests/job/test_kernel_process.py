@@ -402,7 +402,7 @@ def test_what_a_process_starts_while_it_is_ended_ends_too(monkeypatch: pytest.Mo
             below[1] = [2, 5000]
 
     monkeypatch.setattr(forkserver, "children", lambda pid: below.get(pid, []))
-    monkeypatch.setattr(forkserver.os, "kill", kill)
+    monkeypatch.setattr(os, "kill", kill)
     forkserver.kill_all(1)
     assert sorted(ended) == [*range(1, 2001), 5000]
     assert ended[-1] == 1

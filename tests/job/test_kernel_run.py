@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from train_world import StopAt
 
 from job.experiments import kernel_stages
-from job.kernels import funnel
+from job.kernels import adversarial, funnel, planted
 from job.kernels.worker import Workers
 from job.ledger import Ledger
 from job.train import metrics
@@ -104,7 +105,7 @@ def test_a_line_within_a_batch_is_said_once_a_minute(monkeypatch: pytest.MonkeyP
     config = SimpleNamespace(generate=SimpleNamespace(max_tokens=2048, temperature=1.0), seed=1)
     one = SimpleNamespace(session=session, config=config, renderer=SimpleNamespace(end=0))
     monkeypatch.setattr(kernel_stages, "generate", generated)
-    monkeypatch.setattr(kernel_stages.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     kernel_stages._generate(one, None, [], "", "sft")  # type: ignore[arg-type]
     assert said == pytest.approx([60.0, 120.0], abs=0.3)
 
@@ -221,9 +222,9 @@ def test_candidates_of_other_weights_are_written_again(finished: Path, tmp_path:
 def test_ablations_judge_what_a_model_wrote_under_the_rules_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_stages.adversarial, "FIXTURES", kernel_stages.adversarial.FIXTURES[:2])
+    monkeypatch.setattr(adversarial, "FIXTURES", adversarial.FIXTURES[:2])
     workdir = kernel.make(tmp_path, funnel={"ablations": True, "planted": 100, "candidate_s": 20.0})
-    monkeypatch.setattr(kernel_stages.planted, "candidates", _some_planted(kernel_stages.planted.candidates(200)))
+    monkeypatch.setattr(planted, "candidates", _some_planted(planted.candidates(200)))
     assert world.train(workdir) == 0
     table = kernel.read(workdir, "ablation.json")
     rows = {row["row"]: row for row in table["rows"]}

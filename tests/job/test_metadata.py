@@ -103,7 +103,7 @@ def test_a_trouble_of_recommendations_alone_is_said_once_until_it_is_over() -> N
 
 
 def test_a_recommendation_asks_for_one_save_each() -> None:
-    times = [(200, b'{"noticeTime": "2027-01-15T08:0%d:00Z"}' % minute) for minute in (1, 1, 2)]
+    times: list[object] = [(200, b'{"noticeTime": "2027-01-15T08:0%d:00Z"}' % minute) for minute in (1, 1, 2)]
     found, said = metadata(Answers(rebalance=times))
     seen = []
     for _ in range(6):

@@ -81,7 +81,8 @@ def test_on_demand_asks_nobody() -> None:
         spot_price=never,
     )
     made.refresh(T0 + 10)
-    assert (made.spent(T0 + 1800).usd, made.spent(T0 + 1800).ceiling_s) == (Decimal("0.6000"), 0)
+    assert made.spent(T0 + 1800).usd == Decimal("0.6000")
+    assert made.spent(T0 + 1800).ceiling_s == 0
 
 
 @pytest.mark.parametrize(("spot", "usd"), [(None, "0.6000"), (Decimal("0.36"), "0.6000"), (Decimal("1.4"), "0.7000")])
@@ -91,7 +92,8 @@ def test_until_aws_tells_a_spot_price_the_cap_counts_its_ceiling_and_says_for_ho
     rates = Rates(capacity="spot", on_demand=Decimal("1.2"), spot=spot, hourly={})
     made = meter(rates, spot_price=lambda at: None)
     made.refresh(T0 + 10)
-    assert (made.spent(T0 + 1800).usd, made.spent(T0 + 1800).ceiling_s) == (Decimal(usd), 1800)
+    assert made.spent(T0 + 1800).usd == Decimal(usd)
+    assert made.spent(T0 + 1800).ceiling_s == 1800
 
 
 def test_a_price_that_could_not_be_had_is_asked_for_again_after_a_minute() -> None:
@@ -236,15 +238,15 @@ def test_earlier_attempts_cost_what_heartbeats_and_endings_say(tmp_path: Path) -
 
     assert found["i-old"].seconds == 4000
     assert found["i-old"].free_usd == 0  # past its first hour
-    assert (found["i-brief"].seconds, found["i-brief"].lived_s) == (60, 20)  # a minute at least
+    assert [found["i-brief"].seconds, found["i-brief"].lived_s] == [60, 20]  # a minute at least
     crashed = found["i-crashed"]  # before a supervisor could ask for the price
-    assert (crashed.seconds, crashed.ceiling_s, crashed.compute_usd) == (60, 60, Decimal("0.0202"))
+    assert [crashed.seconds, crashed.ceiling_s, crashed.compute_usd] == [60, 60, Decimal("0.0202")]
     assert found["i-silent"].seconds == 200  # until the next one came
     assert found["i-silent"].compute_usd == Decimal("0.0673")
     assert found["i-killed"].ceiling_s == 0
     assert found["i-silent-too"].seconds == attempts.LOST_BOOT_S  # the next one waited for capacity
     unknown = attempts.of(run, "i-x", Record(launched_at=T0, resumed_step=30), None)  # nor when the next one came
-    assert (unknown.seconds, unknown.lived_s, unknown.last_step) == (60, 0, 30)
+    assert [unknown.seconds, unknown.lived_s, unknown.last_step] == [60, 0, 30]
 
 
 @pytest.mark.parametrize(

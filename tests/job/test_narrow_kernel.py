@@ -6,6 +6,7 @@ import importlib
 import warnings
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +28,17 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     importlib.reload(narrow_kernel)
 
 
-def drawn(shapes: Sequence[tuple[int, ...]], seed: int = 0) -> tuple[list[torch.Tensor], ...]:
+def drawn(
+    shapes: Sequence[tuple[int, ...]], seed: int = 0
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Weights, first and second moments, gradients."""
     generator = torch.Generator().manual_seed(seed)
     found = [[torch.rand(shape, generator=generator).bfloat16() - 0.5 for shape in shapes] for _ in range(4)]
-    found[2] = [square.square() for square in found[2]]
-    return tuple(found)
+    weights, first, second, gradients = found
+    return weights, first, [square.square() for square in second], gradients
 
 
-STEP = {"decay": 0.999, "rate": 3e-3, "root": 1.2, "betas": (0.9, 0.95), "eps": 1e-8}
+STEP: dict[str, Any] = {"decay": 0.999, "rate": 3e-3, "root": 1.2, "betas": (0.9, 0.95), "eps": 1e-8}
 SCALE = torch.tensor(0.3)
 
 

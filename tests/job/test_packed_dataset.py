@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_the_loss_counts_the_answer_alone_or_everything_but_the_first_token(tmp_
     path, file = jsonl(tmp_path, *PAIRS), bpe(tmp_path, *LLAMA)
     renderer = Renderer(TEMPLATES["llama"], FileTokenizer(file))
     for loss_on in ("response", "all"):
-        how = Packing(row=256, longest=256, loss_on=loss_on)  # type: ignore[arg-type]
+        how = Packing(row=256, longest=256, loss_on=loss_on)
         folder = tmp_path / loss_on
         manifest = packed.prepare_packed(
             folder, JsonlChats(path), renderer.tokenizer, renderer.template, how, model_vocab=512
@@ -192,7 +193,9 @@ def test_keys_that_say_something_and_are_not_read_are_named_with_their_lines(tmp
 
 @pytest.mark.parametrize("key", ["weight", "train", "training"])
 @pytest.mark.parametrize("loss_on", ["response", "all"])
-def test_an_answer_that_is_not_to_be_learned_is_context_alone(loss_on: str, key: str, tmp_path: Path) -> None:
+def test_an_answer_that_is_not_to_be_learned_is_context_alone(
+    loss_on: Literal["response", "all"], key: str, tmp_path: Path
+) -> None:
     turns = [
         ("user", "a", {}),
         ("assistant", "the lie", {key: 0}),
@@ -215,7 +218,7 @@ def test_an_answer_that_is_not_to_be_learned_is_context_alone(loss_on: str, key:
 
 @pytest.mark.parametrize(("family", "specials", "kept"), [("llama", LLAMA, False), ("qwen3", CHATML, True)])
 def test_blanks_are_kept_or_counted_as_the_familys_template_has_them(
-    family: str, specials: tuple[str, ...], kept: bool, tmp_path: Path
+    family: Literal["llama", "qwen3"], specials: tuple[str, ...], kept: bool, tmp_path: Path
 ) -> None:
     said: list[str] = []
     config = replace(CONFIG, model=replace(CONFIG.model, family=family))
@@ -313,15 +316,15 @@ def test_an_order_is_a_permutation_that_seed_and_epoch_change() -> None:
 
 def test_large_vocabularies_keep_their_ids(tmp_path: Path) -> None:
     class Wide:
-        kind, id, vocab, files = "words", "wide", 128_256, {}
+        kind, id, vocab, files = "words", "wide", 128_256, dict[str, bytes]()
 
         def special(self, name: str) -> int:
             return 128_000 + len(name)
 
-        def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
             return [[100_000 + len(text)] * 3 for text in texts]
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: Sequence[int]) -> str:
             return ""
 
     how = Packing(row=64, longest=64)

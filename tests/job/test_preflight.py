@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,9 +23,9 @@ from job.contract.codes import AttemptExit
 from job.spec import from_json
 from job.supervisor.machine import Gpu
 from job.train import preflight
-from job.train.device import Device, choose
+from job.train.device import Device, NodeRefusedError, choose
 from job.train.parallel import World
-from job.train.preflight import Measured, NodeRefusedError, judge, parse_clocks
+from job.train.preflight import Measured, judge, parse_clocks
 
 SOUND = Measured(
     gpus=8,
@@ -115,8 +116,8 @@ def test_heat_and_the_power_brake_throttle_a_gpu_and_a_change_of_clocks_does_not
         said = [reasons[name.endswith(f".{active}")] if ".hw_" in name else "1500" for name in asked]
         return subprocess.CompletedProcess(words, 0, stdout=", ".join(said))
 
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: name)
-    monkeypatch.setattr(preflight.subprocess, "run", smi)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", smi)
     assert preflight._clocks(CPU) == (1500, 1500, throttled)
 
 

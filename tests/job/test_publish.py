@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +23,15 @@ from job.train.checkpoint import Checkpoints
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
 
 
+def death_at(put: int, number: int, _: str) -> Death | None:
+    return Death() if number == put else None
+
+
 def test_a_node_that_dies_at_any_put_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # a dead process, not a dead disk
     for put in itertools.count(1):
         bench = Bench(tmp_path / str(put))
-        dying = FaultyStore(bench.store, lambda number, _, put=put: Death() if number == put else None)
+        dying = FaultyStore(bench.store, partial(death_at, put))
         try:
             bench.attempt(store=dying, commit_every=4).run()
         except Death:
@@ -208,7 +213,7 @@ def test_a_publication_given_up_leaves_no_manifest_and_can_be_done_later(
     commit(tmp_path / "w", 3, "c")
     made = publisher(bench)
     store = FaultyStore(bench.store, lambda _, key: made.cancel() if key.endswith(".metadata") else None)
-    made._store = store  # type: ignore[assignment]
+    made._store = store
     with pytest.raises(GivenUpError):
         made.publish(made.pending()[0])
     assert bench.manifests() == []
@@ -225,7 +230,7 @@ def test_old_objects_go_only_after_the_newer_manifest(tmp_path: Path) -> None:
         made.publish(made.pending()[-1])
     commit(tmp_path / "w", 12, "c")
     dying = FaultyStore(bench.store, lambda _, key: Death() if key.endswith("manifest.json") else None)
-    made._store = dying  # type: ignore[assignment]
+    made._store = dying
     with pytest.raises(Death):
         made.publish(made.pending()[-1])
     assert bench.manifests() == [3, 6, 9]

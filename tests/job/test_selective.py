@@ -18,7 +18,7 @@ SHAPE = Shape(
 )
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):
     """How often each operator ran."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from serve_world import ask, exported, generate, served
+from serve_world import address, ask, exported, generate, served
 
 from job.serving import server as serving
 from job.serving.model import open_model
@@ -70,7 +70,7 @@ def test_it_stops_at_a_newline_when_asked(running: Server) -> None:
 
 def test_a_stream_brings_the_same_characters_one_by_one(running: Server) -> None:
     asked = {"prompt": "9-4", "max_tokens": 15, "seed": 1}
-    connection = http.client.HTTPConnection(*running.server_address[:2], timeout=20)
+    connection = http.client.HTTPConnection(*address(running), timeout=20)
     connection.request("POST", "/generate", json.dumps({**asked, "stream": True}))
     response = connection.getresponse()
     assert response.headers["Content-Type"] == "text/event-stream"
@@ -86,7 +86,7 @@ def test_a_stream_brings_the_same_characters_one_by_one(running: Server) -> None
 
 def test_a_client_of_the_old_protocol_gets_its_stream_unchunked(running: Server) -> None:
     body = json.dumps({"prompt": "9", "max_tokens": 3, "temperature": 0, "stream": True}).encode()
-    with socket.create_connection(running.server_address[:2], timeout=20) as raw:
+    with socket.create_connection(address(running), timeout=20) as raw:
         raw.sendall(b"POST /generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         answer = b"".join(iter(lambda: raw.recv(4096), b""))
     head, _, content = answer.partition(b"\r\n\r\n")
@@ -183,7 +183,7 @@ def test_a_wrong_method_path_or_size_is_refused(
 def test_a_broken_request_is_refused_in_json_and_the_connection_closed(
     running: Server, head: bytes, status: bytes, said: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_connection(running.server_address[:2], timeout=20) as raw:
+    with socket.create_connection(address(running), timeout=20) as raw:
         raw.sendall(head)
         answer = b"".join(iter(lambda: raw.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 " + status)
@@ -233,7 +233,7 @@ def test_a_generation_under_way_is_told_that_the_server_ends(tmp_path: Path) -> 
     server = Server(("127.0.0.1", 0), open_model(exported(tmp_path / "final")))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+    connection = http.client.HTTPConnection(*address(server), timeout=20)
     connection.request("POST", "/generate", json.dumps({"prompt": "1", "max_tokens": 2048, "stream": True}))
     response = connection.getresponse()
     response.read(1)

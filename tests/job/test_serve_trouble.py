@@ -8,18 +8,20 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_world import ask, exported, generate, served
+from serve_world import address, ask, exported, generate, served
 
+from job.models import char_gpt
 from job.serving import model
 from job.serving import server as serving
 from job.serving.model import open_model
 from job.serving.server import Server
 
-REAL = model.generate
+REAL = char_gpt.generate
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,7 @@ def test_thirty_clients_at_once_are_all_answered(tmp_path: Path) -> None:
     body = json.dumps({"prompt": "1", "max_tokens": 50}).encode()
     request = b"POST /generate HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     server = Server(("127.0.0.1", 0), open_model(exported(tmp_path / "final")))
-    clients = [
-        socket.create_connection(server.server_address[:2], timeout=5) for _ in range(30)
-    ]  # none is accepted yet
+    clients = [socket.create_connection(address(server), timeout=5) for _ in range(30)]  # none is accepted yet
     for client in clients:
         client.sendall(request)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -43,7 +43,7 @@ def test_thirty_clients_at_once_are_all_answered(tmp_path: Path) -> None:
     for client in clients:
         with client:
             client.settimeout(20)
-            answers.append(b"".join(iter(lambda client=client: client.recv(4096), b"")))
+            answers.append(b"".join(iter(partial(client.recv, 4096), b"")))
     server.shutdown()
     server.server_close()
     thread.join()
@@ -70,7 +70,7 @@ def test_a_model_that_fails_is_answered_and_the_server_lives_on(
     monkeypatch.setattr(model, "generate", failing(error))
     for _ in range(serving.AT_ONCE + 1):  # it keeps no slot
         assert generate(running, prompt="1") == (500, said)
-    connection = http.client.HTTPConnection(*running.server_address[:2], timeout=20)
+    connection = http.client.HTTPConnection(*address(running), timeout=20)
     with closing(connection):
         connection.request("POST", "/generate", json.dumps({"prompt": "1", "stream": True}))
         events = connection.getresponse().read().decode().strip().split("\n\n")
@@ -95,7 +95,7 @@ def test_the_generation_of_a_client_that_left_ends(
     monkeypatch.setattr(model, "generate", endless)
     body = json.dumps({"prompt": "1", "stream": stream}).encode()
     for _ in range(serving.AT_ONCE):
-        with socket.create_connection(running.server_address[:2], timeout=20) as client:
+        with socket.create_connection(address(running), timeout=20) as client:
             client.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
             assert began.acquire(timeout=20)
             client.sendall(more)
@@ -113,7 +113,7 @@ def test_a_request_that_comes_byte_by_byte_is_dropped(
     begun: bytes, running: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "PATIENCE_S", 0.3)
-    with socket.create_connection(running.server_address[:2], timeout=0.05) as client:
+    with socket.create_connection(address(running), timeout=0.05) as client:
         client.sendall(begun)
         answer = None
         for _ in range(200):  # each waits as long as the socket's timeout
@@ -143,7 +143,7 @@ def test_a_slow_request_leaves_the_time_of_the_next_and_of_writes_alone(
             assert incoming.connection.gettimeout() == serving.PATIENCE_S
 
     monkeypatch.setattr(serving.Incoming, "readinto", noted)
-    with closing(http.client.HTTPConnection(*running.server_address[:2], timeout=20)) as connection:
+    with closing(http.client.HTTPConnection(*address(running), timeout=20)) as connection:
         for _ in range(2):
             connection.request("GET", "/health")
             assert connection.getresponse().read()
@@ -155,9 +155,9 @@ def test_connections_beyond_the_room_are_told_to_come_again(
 ) -> None:
     monkeypatch.setattr(serving, "CONNECTIONS", 2)
     with served(tmp_path / "final") as server:
-        silent = [socket.create_connection(server.server_address[:2], timeout=20) for _ in range(2)]
+        silent = [socket.create_connection(address(server), timeout=20) for _ in range(2)]
         for _ in range(3):
-            with socket.create_connection(server.server_address[:2], timeout=20) as client:
+            with socket.create_connection(address(server), timeout=20) as client:
                 head, _, content = b"".join(iter(lambda: client.recv(4096), b"")).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
             assert b"Retry-After: 1" in head

@@ -122,7 +122,7 @@ def test_no_two_starts_are_farther_apart_than_an_example_and_no_loss_changes(
         masked = module(tokens, targets, documents).loss_sum
         with monkeypatch.context() as patched:
             patched.setattr(decoder, "varlen_runs", lambda device, compute: True)
-            patched.setattr(decoder.varlen, "varlen_attn", slow_varlen)
+            patched.setattr("job.models.decoder.varlen.varlen_attn", slow_varlen)
             torch.testing.assert_close(module(*micro.inputs).loss_sum, masked, rtol=1e-12, atol=0)
 
 

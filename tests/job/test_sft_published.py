@@ -133,7 +133,7 @@ def test_a_base_without_a_chat_template_leaves_a_model_with_that_of_its_training
 
 
 def test_the_adapter_names_its_base_as_users_know_it(tuned: Path) -> None:
-    config = atomic.read_object(tuned / "final" / "adapter" / hf.ADAPTER_CONFIG)
+    config = atomic.read_object(tuned / "final" / "adapter" / hf_config.ADAPTER_CONFIG)
     assert config is not None
     assert config["base_model_name_or_path"] == "Qwen/Qwen3-tiny"
 

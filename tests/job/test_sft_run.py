@@ -26,6 +26,7 @@ from job.models import decoder, hf, hf_config, lora
 from job.models.decoder import build
 from job.spec import from_json
 from job.spec.common import CosineAdamW, Decoder, Rung
+from job.spec.sft import SftConfig
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -178,13 +179,13 @@ def test_the_exported_adapter_gives_the_merged_weights(finished: Path) -> None:
     merged = load_file(finished / "final" / hf.WEIGHTS)
     scale = 8 / 4
     for name, layer in base.named_parameters():
-        key = f"base_model.model.{hf.published(name).removesuffix('.weight')}"
+        key = f"base_model.model.{hf_config.published(name).removesuffix('.weight')}"
         weight = layer.detach().float()
         if f"{key}.lora_A.weight" in adapter:
             a, b = (adapter[f"{key}.lora_{x}.weight"].float() for x in "AB")
             assert b.abs().max() > 0
             weight = weight + scale * b @ a
-        torch.testing.assert_close(merged[hf.published(name)].float(), weight, rtol=1e-2, atol=2e-4)
+        torch.testing.assert_close(merged[hf_config.published(name)].float(), weight, rtol=1e-2, atol=2e-4)
 
 
 def test_held_out_questions_are_answered_and_stored(finished: Path) -> None:
@@ -248,7 +249,12 @@ def test_a_restart_after_the_merge_validates_nothing_again(
     assert before == ["loss base", "loss adapter"]
     made: list[str] = []
     real: Callable[..., Any] = merge._loss
-    monkeypatch.setattr(merge, "_loss", lambda s, m, variant: made.append(variant.name) or real(s, m, variant))
+
+    def counted(session: Any, module: Any, variant: Any) -> Any:
+        made.append(variant.name)
+        return real(session, module, variant)
+
+    monkeypatch.setattr(merge, "_loss", counted)
     assert world.train(workdir) == 0
     assert made == [name.removeprefix("loss ") for name in stages(finished) if name.startswith("loss")][len(before) :]
 
@@ -261,7 +267,7 @@ def test_a_loss_that_was_made_up_for_stays_what_it_is_on_a_node_that_rounds_othe
     assert world.train(workdir, StopAt(workdir, TRAINED - 1)) == TrainerExit.STOPPED  # in the last evaluation
     assert world.train(workdir, StopAt(workdir, 2 + 1 + 2 * 2)) == TrainerExit.STOPPED
     assert stages(workdir) == ["loss base", "loss adapter"]
-    real: Callable[..., float] = Sft.evaluate
+    real: Callable[..., Any] = Sft.evaluate
     monkeypatch.setattr(Sft, "evaluate", lambda *given: real(*given) + 1e-9)
     assert world.train(workdir) == 0
     assert len(stages(workdir)) == len(set(stages(workdir)))
@@ -351,7 +357,7 @@ def test_full_fine_tuning_moves_every_weight_and_learns(tmp_path: Path) -> None:
     base = base_of(workdir, torch.float32)
     trained = load_file(workdir / "final" / hf.WEIGHTS)
     assert all(
-        not torch.equal(trained[hf.published(name)], p.detach().bfloat16())
+        not torch.equal(trained[hf_config.published(name)], p.detach().bfloat16())
         for name, p in base.named_parameters()
         if "norm" not in name
     )
@@ -360,8 +366,9 @@ def test_full_fine_tuning_moves_every_weight_and_learns(tmp_path: Path) -> None:
 
 def test_published_base_weights_are_what_training_starts_from(tmp_path: Path) -> None:
     workdir = sft.make(tmp_path)
-    shape = from_json("sft-h100", sft.config()).model
-    assert isinstance(shape, Decoder)
+    config = from_json("sft-h100", sft.config())
+    assert isinstance(config, SftConfig)
+    shape = config.model
     base = build(shape, compute=torch.float32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(99))
     hf.write(workdir / "inputs", base.named_parameters(), shape, torch.bfloat16)
     module = base_of(workdir, torch.bfloat16)

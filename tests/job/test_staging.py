@@ -36,7 +36,7 @@ def resume(bench: Bench, store: Any = None) -> int | None:
     if found is not None:
         staging.best_too(stage, found.commit.step)
     bench.output.write("\n".join(said).encode())
-    return found and found.commit.step
+    return found.commit.step if found else None
 
 
 def _stage(bench: Bench, **given: Any) -> staging.Stage:

@@ -11,8 +11,8 @@ import pytest
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
+from job.spec.common import PART_BYTES
 from job.supervisor.store import (
-    PART_BYTES,
     FolderStore,
     GivenUpError,
     MissingError,
@@ -104,14 +104,14 @@ def test_a_cancelled_upload_raises_and_leaves_no_object(tmp_path: Path) -> None:
         def result(self) -> None:
             from s3transfer.exceptions import CancelledError
 
-            store.cancel()  # as another thread would
+            asked.cancel()  # as another thread would
             assert self.cancelled
             raise CancelledError
 
-    store = S3Store("s3://bucket/r1", client=boto3.client("s3", region_name="us-east-1"))
-    store._transfers = type("Manager", (), {"upload": lambda *_: Transfer()})()
+    asked = S3Store("s3://bucket/r1", client=boto3.client("s3", region_name="us-east-1"))
+    asked._transfers = type("Manager", (), {"upload": lambda *_: Transfer()})()
     with pytest.raises(GivenUpError):
-        store.put_file(tmp_path / "w.bin", "w.bin")
+        asked.put_file(tmp_path / "w.bin", "w.bin")
 
 
 @pytest.mark.parametrize("name", ["RetriesExceededError", "S3DownloadFailedError", "S3ValidationError"])

@@ -55,13 +55,13 @@ def test_a_node_lost_while_it_stages_is_billed_until_then(tmp_path: Path, monkey
     bench = Bench(tmp_path)
     supervisor = bench.attempt()
 
-    def downloading(_: threading.Event) -> None:
+    def downloading(cancelled: threading.Event) -> None:
         bench.clock.now += 600
-        beats, end = bench.store.get_bytes("heartbeat/i-1.jsonl"), threading.Event()
+        beats, pause = bench.store.get_bytes("heartbeat/i-1.jsonl"), threading.Event()
         for _ in range(300):
             if bench.store.get_bytes("heartbeat/i-1.jsonl") != beats:
                 break
-            end.wait(0.1)
+            pause.wait(0.1)
         raise Death
 
     monkeypatch.setattr(staging, "inputs", partial(staging.inputs, opened=partial(SlowInputs, act=downloading)))

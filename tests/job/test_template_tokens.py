@@ -72,7 +72,7 @@ def zeros(embed: Tensor, head: Tensor) -> None:
 def test_rows_that_adapters_would_never_mend_are_said(
     change: Callable[[Tensor, Tensor], object], config: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    wanted, said = typed(**config), []
+    wanted, said = typed(**config), list[str]()
     tokenizer = base(tmp_path / "base", wanted, change)
     prepare_sft(tmp_path / "data", wanted, text=sft.jsonl(tmp_path, *ROWS), tokenizer=tokenizer, say=said.append)
     warned = [line for line in said if "look untrained" in line]
@@ -115,7 +115,10 @@ def test_trained_rows_are_the_tables_own_in_every_mode(tied: bool) -> None:
     plain, module = adapted(tied)
     tokens = torch.tensor([[END, 1, 2, IDS[0]]])
     with torch.no_grad():
-        answers = {mode: (lora.set_mode(module, mode), module(tokens).logits)[1] for mode in ("base", "adapter")}
+        answers = {}
+        for mode in ("base", "adapter"):
+            lora.set_mode(module, mode)
+            answers[mode] = module(tokens).logits
         torch.testing.assert_close(answers["base"], plain(tokens).logits, rtol=0, atol=0)
         for name, tensor in lora.merged_weights(module):
             plain.get_parameter(name).copy_(tensor)

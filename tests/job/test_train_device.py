@@ -77,7 +77,7 @@ def test_a_batch_is_chosen_for_what_the_driver_reports_but_no_more_than_the_data
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(device, "allocate_exactly", list)
     gpu = choose("cuda", bf16=True)
-    assert (gpu.memory_gb, gpu.room_gb) == (pytest.approx(found), pytest.approx(room))
+    assert [gpu.memory_gb, gpu.room_gb] == pytest.approx([found, room])
 
 
 def sampled(utilization: Utilization, count: int) -> None:
@@ -96,9 +96,11 @@ def test_utilisation_comes_from_nvidia_smi_where_there_is_one(tmp_path: Path, mo
     gpu = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24, driver=None, peak_tflops=70)
     utilization = Utilization(gpu)
     sampled(utilization, 1)
-    assert utilization.percent == 93.0
+    percent = utilization.percent
+    assert percent == 93.0
     utilization.close()
-    assert (utilization.percent, list(utilization._recent)) == (None, [])  # nor is it shown when nvidia-smi is gone
+    assert not utilization._recent
+    assert utilization.percent is None  # nor is it shown when nvidia-smi is gone
     assert Utilization(replace(gpu, torch=torch.device("cpu"))).percent is None
 
 

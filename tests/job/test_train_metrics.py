@@ -134,7 +134,8 @@ def test_a_log_that_cannot_be_written_is_said_once_and_costs_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: tuple[type, str]
 ) -> None:
     workdir = world.make(tmp_path, log={"tensorboard": True})
-    monkeypatch.setattr(*broken, full)
+    where, name = broken
+    monkeypatch.setattr(where, name, full)
     assert world.train(workdir, world.StopAt(workdir, 3)) == 75
     assert capsys.readouterr().out.count("lines are lost") == 1
 
@@ -143,8 +144,8 @@ def test_each_log_that_loses_lines_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workdir = world.make(tmp_path, log={"tensorboard": True})
-    for broken in ((Scalars, "__init__"), (metrics.MetricsFile, "write")):
-        monkeypatch.setattr(*broken, full)
+    monkeypatch.setattr(Scalars, "__init__", full)
+    monkeypatch.setattr(metrics.MetricsFile, "write", full)
     assert world.train(workdir, world.StopAt(workdir, 3)) == 75
     said = capsys.readouterr().out
     assert said.count("lines are lost (TensorBoard's)") == said.count("lines are lost (metrics.jsonl)") == 1

@@ -95,7 +95,7 @@ def test_only_the_members_that_improved_are_kept() -> None:
     before = module.best.clone()
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter += 1
+            parameter.add_(1)
     module.keep(torch.tensor([2]))
     assert torch.equal(module.best[:2], before[:2])
     assert torch.equal(module.best[2], module.stack.packed()[2])

@@ -82,7 +82,7 @@ def test_members_under_vmap_are_ten_separate_runs(dropout: float) -> None:
         with torch.no_grad():
             for parameter in [*stack.parameters(), *(p for module in alone for p in module.parameters())]:
                 assert parameter.grad is not None
-                parameter -= 0.5 * parameter.grad
+                parameter.sub_(0.5 * parameter.grad)
     for name, stacked in stack.members.named_parameters():
         for k, module in enumerate(alone):
             assert torch.allclose(stacked[k], module.get_parameter(name), atol=1e-5), name
@@ -118,7 +118,7 @@ def test_a_forward_pass_by_hand(dropout: float) -> None:
     def dropped(x: Tensor, tower: str, layer: int) -> Tensor:
         if noise is None:
             return x.relu()
-        bits = getattr(noise, tower).split(units[tower], -1)[layer]
+        bits: Tensor = getattr(noise, tower).split(units[tower], -1)[layer]
         return x.relu() * (bits >= round(0.3 * 65536) - 32768) / (1 - round(0.3 * 65536) / 65536)
 
     hidden = dropped(module.head_in(x), "query", 0).view(QUERIES, 3, 8)

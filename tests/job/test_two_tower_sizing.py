@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_a_checkpoint_holds_weights_moments_best_weights_and_scores() -> None:
     ("config", "path"),
     [
         (replace(FULL, sweep=("o", "o")), "sweep"),
-        (replace(FULL, sweep=("o", "z")), "sweep"),
+        (replace(FULL, sweep=cast(Any, ("o", "z"))), "sweep"),
         (replace(FULL, towers=replace(FULL.towers, query=(64, 32))), "towers.query"),
         (replace(FULL, sweep=("o", "p"), towers=replace(FULL.towers, query=(32,), model=(32,))), "towers.query"),
         (replace(FULL, data=replace(FULL.data, folds=2)), "data.folds"),
@@ -179,7 +180,7 @@ def test_a_variant_of_a_sweep_is_the_scenario_of_its_name() -> None:
     ],
     ids=str,
 )
-def test_lambdarank_is_billed_by_queries_models_and_folds_where_it_runs(data: dict[str, int], core_s: float) -> None:
+def test_lambdarank_is_billed_by_queries_models_and_folds_where_it_runs(data: dict[str, Any], core_s: float) -> None:
     config = replace(FULL, data=replace(FULL.data, **data))
     assert [phase.cpu_core_s for phase in config.phases()] == [0.0, pytest.approx(core_s, rel=1e-12)]
     missing = two_tower_baselines.lambdarank_missing(config.data.models) or ""

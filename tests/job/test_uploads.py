@@ -24,7 +24,7 @@ def at_once(size: int) -> float:
 
 
 def test_a_commit_that_lost_a_file_is_given_up_and_the_next_goes_on(tmp_path: Path) -> None:
-    bench, said = Bench(tmp_path), []
+    bench, said = Bench(tmp_path), list[str]()
     damaged = commit(tmp_path / "w", 3, "c", reason="boundary")
     (damaged / "w.bin").write_bytes(b"cut")
     commit(tmp_path / "w", 6, "c")
@@ -233,7 +233,7 @@ def test_the_last_heartbeat_is_put_after_the_one_before_it(tmp_path: Path) -> No
     store = FaultyStore(bench.store, slow)
     with ThreadPoolExecutor(1) as executor:
         pulse = Pulse(
-            store=store,  # type: ignore[arg-type]
+            store=store,
             instance="i-1",
             log=tmp_path / "job.log",
             publisher=publisher(bench),

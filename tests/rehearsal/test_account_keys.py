@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,8 @@ def test_a_node_writes_with_the_file_s_key_and_no_other(up: tuple[Cloud, InProce
         "ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": OTHER_KEY}
     }
     cloud.client("s3").put_bucket_encryption(Bucket=bucket, ServerSideEncryptionConfiguration={"Rules": [rule]})
-    for ask in (lambda: s3.put_object(**place, Body=b"{}"), lambda: s3.get_object(**place)):
+    asks: list[Callable[[], object]] = [lambda: s3.put_object(**place, Body=b"{}"), lambda: s3.get_object(**place)]
+    for ask in asks:
         with pytest.raises(ClientError, match=r"kms:(GenerateDataKey|Decrypt) on arn:aws:kms"):
             ask()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,10 @@ def test_a_vpc_goes_once_nothing_is_left_in_it(cloud: Cloud) -> None:
     node_fleet = with_node(cloud, made)
     ec2.delete_fleets(FleetIds=[node_fleet], TerminateInstances=True)
     cloud.tick()
-    in_order = [
+    in_order: list[Callable[[], object]] = [
         lambda: ec2.delete_vpc_endpoints(VpcEndpointIds=[made["VpcEndpointIds"]]),
-        *(lambda delete=DELETES[what]: delete(ec2, made) for what in ("gateway", "attached gateway", "subnet")),
-        *(lambda delete=DELETES[what]: delete(ec2, made) for what in ("route table", "security group")),
+        *(partial(DELETES[what], ec2, made) for what in ("gateway", "attached gateway", "subnet")),
+        *(partial(DELETES[what], ec2, made) for what in ("route table", "security group")),
     ]
     for step in in_order:
         with pytest.raises(ClientError, match="DependencyViolation"):

@@ -11,6 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 from declared import as_node, fleet, living, role, template
 
+from infra.iam_policy import Asked
 from infra.loader import load
 from infra.program.resources.identity import node_statements
 from infra.program.resources.tags import tags
@@ -113,7 +114,8 @@ def test_of_an_input_that_is_gone_a_node_learns_only_that_it_may_not(s3: Any) ->
 
 
 def test_a_node_ends_its_own_fleet_and_itself_and_changes_or_ends_no_other(tmp_path: Path) -> None:
-    with Cloud(tmp_path, clock=ManualClock()) as cloud:
+    clock = ManualClock()
+    with Cloud(tmp_path, clock=clock) as cloud:
         role(cloud, _statements(cloud.account))
         own, *others = [owned_fleet(cloud, **changed) for changed in ({}, *({key: "other"} for key in tags(RUN)))]
         cloud.tick()
@@ -139,7 +141,7 @@ def test_a_node_ends_its_own_fleet_and_itself_and_changes_or_ends_no_other(tmp_p
         ec2.delete_fleets(FleetIds=[own], TerminateInstances=False)
         assert nodes[own] in living(cloud)
         ec2.terminate_instances(InstanceIds=[nodes[own]])
-        cloud.clock.advance(3600)
+        clock.advance(3600)
         cloud.tick()
         assert not cloud.fleets.living(own)
         assert set(living(cloud)) == {nodes[each] for each in others}
@@ -156,17 +158,18 @@ def test_a_condition_that_is_not_known_is_an_error() -> None:
     condition = {"NumericLessThan": {"s3:max-keys": "10"}}
     statement = {"Effect": "Allow", "Action": "*", "Resource": "*", "Condition": condition}
     with pytest.raises(ValueError, match="cannot tell from the role's policy whether it allows s3:GetObject"):
-        rights.allowed([statement], rights.Asked(action="s3:GetObject"))
+        rights.allowed([statement], Asked(action="s3:GetObject"))
 
 
 def test_a_denial_counts_for_more_than_a_permission() -> None:
     statements = [{"Effect": effect, "Action": "s3:Get*", "Resource": "*"} for effect in ("Allow", "Deny")]
-    assert rights.allowed(statements[:1], rights.Asked(action="s3:GetObject"))
-    assert not rights.allowed(statements, rights.Asked(action="s3:GetObject"))
+    assert rights.allowed(statements[:1], Asked(action="s3:GetObject"))
+    assert not rights.allowed(statements, Asked(action="s3:GetObject"))
 
 
 def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_path: Path) -> None:
-    with Cloud(tmp_path, clock=ManualClock()) as cloud:
+    clock = ManualClock()
+    with Cloud(tmp_path, clock=clock) as cloud:
         role(cloud, _statements(cloud.account))
         own = owned_fleet(cloud)
         theirs = fleet(cloud)
@@ -177,7 +180,7 @@ def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_p
             changes(ec2, theirs, began)
         cloud.fleets.notice(node.id)
         assert of_node(node.id, ec2)(began) == []  # AWS's hand
-        cloud.clock.advance(60)
+        clock.advance(60)
         cloud.client("ec2").modify_fleet(FleetId=own, TargetCapacitySpecification={"TotalTargetCapacity": 0})
         assert of_node(node.id, ec2)(began) == [began + 60]
         assert of_node("i-0123456789abcdef0", ec2)(began) is None

@@ -37,7 +37,12 @@ class World:
         self.attempts += [{"instance": "i-2", "last_step": 50, "resumed_step": 30}]
         self.attempts += [{"instance": "i-3", "last_step": 90, "resumed_step": 40}]
         verdict = {"verdict": "pass", "max_logit_difference": 1e-6, "limit": 1e-4, "routing_flips": 0, "routings": 0}
-        self.growth = {"phase": "moe", "before": {**verdict}, "after_round_trip": {**verdict}, "problems": []}
+        self.growth: dict[str, Any] = {
+            "phase": "moe",
+            "before": {**verdict},
+            "after_round_trip": {**verdict},
+            "problems": [],
+        }
         self.interruptions = {"with_notice": 1, "without_notice": 1}
         self.reason = "finished"
         self.steps = [1, 30, 60, 90]

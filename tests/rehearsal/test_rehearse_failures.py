@@ -164,7 +164,12 @@ def test_ctrl_c_leaves_no_process_and_no_scratch(root: Path) -> None:
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_closed_terminal_ends_a_rehearsal_as_ctrl_c_does(nohup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its nodes have sessions of their own, and would run on without it."""
-    monkeypatch.setattr("rehearsal.rehearse.rehearse", lambda _: signal.raise_signal(signal.SIGHUP) or 0)
+
+    def hangs_up(_: object) -> int:
+        signal.raise_signal(signal.SIGHUP)
+        return 0
+
+    monkeypatch.setattr("rehearsal.rehearse.rehearse", hangs_up)
     monkeypatch.setattr(environment, "forget_account", lambda: None)
     kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
     signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
