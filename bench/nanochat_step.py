@@ -135,11 +135,11 @@ def theirs(a: argparse.Namespace, tokens: Tensor) -> Model:
     module.to_empty(device=tokens.device)
     module.init_weights()
     opt: Any = module.setup_optimizer()
-    run = torch.compile(module, dynamic=False)
+    run: Any = torch.compile(module, dynamic=False)
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def passes() -> None:
-        torch.autograd.backward(run(x, y) / a.micros)
+        (run(x, y) / a.micros).backward()
 
     def update() -> None:
         opt.step()

@@ -27,7 +27,7 @@ from train_world import StopAt
 
 from job import atomic
 from job.dataset.prepare import publish
-from job.spec import AdamW, PretrainConfig
+from job.spec import EXPERIMENTS, AdamW, PretrainConfig
 from job.spec.common import Rung
 from job.train import __main__ as trainer
 from job.train import export, optimizer, parallel
@@ -243,7 +243,7 @@ def one(
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    trainer.EXPERIMENTS["pretrain-d64"].trainer = "rank_world:Toy"
+    EXPERIMENTS["pretrain-d64"].trainer = "rank_world:Toy"
     if broken == "disk of rank 1" and rank == 1:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -287,5 +287,5 @@ def alone(workdir: Path) -> None:
 
 
 if __name__ == "__main__":  # under torchrun
-    trainer.EXPERIMENTS["pretrain-d64"].trainer = "rank_world:Toy"
+    EXPERIMENTS["pretrain-d64"].trainer = "rank_world:Toy"
     sys.exit(trainer.main())

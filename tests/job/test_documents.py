@@ -16,7 +16,7 @@ import runs
 from supervisor_world import Bench
 
 from job import measured
-from job.contract import metrics, reading
+from job.contract import inputs, metrics, reading
 from job.contract.commit import Best, Commit, Manifest
 from job.contract.run import RunFile, load
 from job.dataset import prepare, weights
@@ -82,7 +82,7 @@ def of_a_prefix(manifest: str) -> Any:
         bench = Bench(folder)
         place = bench.bucket / "inputs" / bench.tree["inputs"]["dataset"]["sha256"]
         given: dict[str, object] = {"uri": str(place), "sha256": None, "files": []}
-        bench.tree["inputs"]["dataset" if manifest == staging.DATASET else "base_weights"] = given
+        bench.tree["inputs"]["dataset" if manifest == inputs.DATASET else "base_weights"] = given
         (place / manifest).write_text(json.dumps({"schema": 1, "files": listing(name)}))
         run = load(runs.place(folder / "next", bench.tree))
         before = sorted(folder.rglob("*"))
@@ -103,8 +103,8 @@ PLACES = {
     "a shard of dataset.json": of_a_shard,
     "weights.json": of_weights,
     "run.json": of_run_json,
-    "dataset.json of a prefix": of_a_prefix(staging.DATASET),
-    "weights.json of a prefix": of_a_prefix(staging.WEIGHTS),
+    "dataset.json of a prefix": of_a_prefix(inputs.DATASET),
+    "weights.json of a prefix": of_a_prefix(inputs.WEIGHTS),
 }
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from job import atomic
 from job.contract.codes import TrainerExit
 from job.experiments.pretrain import Pretrain
+from job.spec import EXPERIMENTS
 from job.spec.common import Rung
 from job.train import __main__ as trainer
 from job.train import muon, parallel
@@ -46,7 +47,7 @@ def rank(number: int, size: int, port: int, works: list[tuple[Path, int | None]]
     for place, (folder, look) in enumerate(works):
         rank_world.environment(number, size, port + place)
         if folder.name == "rising":
-            trainer.EXPERIMENTS["pretrain-d64"].trainer = "test_pretrain_ranks:Rising"
+            EXPERIMENTS["pretrain-d64"].trainer = "test_pretrain_ranks:Rising"
         code = trainer.train(folder, 0, world.StopAt(folder, look))
         assert code == 0, code
 
