@@ -409,7 +409,7 @@ def test_base_adapter_and_merge_answer_as_separate_models_would(tmp_path: Path) 
 
     def loss(of: Decoder) -> float:
         counted = int((rows["targets"] != IGNORED).sum())
-        return float(of(rows["tokens"], rows["targets"], rows["documents"]).loss_sum) / counted
+        return float(of(rows["tokens"], rows["targets"], rows["documents"]).loss_sum.item()) / counted
 
     with_adapter = loss(module)
     lora.set_mode(module, "base")
