@@ -26,6 +26,7 @@ from torch._inductor.utils import fresh_cache
 
 from infra.loader import find, load
 from job.contract import metrics
+from job.contract.run import Task
 from job.dataset import prepare, sources
 from job.models.growth import build
 from job.spec import GrowthConfig
@@ -92,7 +93,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
     prepare.prepare(scratch / "data", sources.Generated(count=5000, seed=1), model_vocab=config.model.vocab)
     tree = {"schema": 1, "job": {"experiment": "tinystories-growth", "parameters": asdict(config)}}
     (scratch / "run.json").write_text(json.dumps(tree))
-    experiment, _ = trainer.start(trainer.Task.read(scratch), scratch, 0, Requests(scratch), World())
+    experiment, _ = trainer.start(Task.read(scratch), scratch, 0, Requests(scratch), World())
     whole = Rung(micro=config.batch.sequences)
     say(f"\n{sequences} x {config.data.sequence} tokens a step.\n")
     say("| phase | ms/step | least ms | of it | tok/s | MFU | peak GB | predicted GB | no cache | an earlier node's |")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_world import TAGS, declare_bucket, declare_fleet, put
+from commands_world import TAGS, advance, declare_bucket, declare_fleet, put
 
-from infra.account import aws
+from infra.account import aws, run_folder
 from infra.account import logs as logs_module
 from infra.account.logs import Reader
 from infra.account.run_folder import RunFolder
@@ -82,7 +83,7 @@ def test_nothing_that_a_terminal_would_obey_reaches_it(
 def test_follow_prints_each_line_once_and_ends_with_the_run(
     cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket, looks, find = declare_bucket(cloud), list[str](), logs_module.find_folder
+    bucket, looks, find = declare_bucket(cloud), list[str](), run_folder.find_folder
     put(cloud, bucket, "run.json", {})
 
     def looked(s3: Any, definition: StackDefinition) -> RunFolder | None:
@@ -122,7 +123,7 @@ def test_follow_ends_when_nothing_goes_on_with_the_run(cloud: Cloud, stack: Stac
         if next(polls) == 2:
             ec2.delete_fleets(FleetIds=[fleet], TerminateInstances=True)
             cloud.tick()
-            cloud.clock.advance(600)
+            advance(cloud, 600)
 
     reader = Reader(definition=stack, logs=logs, s3=s3, ec2=ec2, sleep=sleep, say=said.append)
     assert reader.follow() == 1
@@ -160,13 +161,17 @@ def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     assert main(["results", "small-growth", "--run", "r9"]) == 2
     assert capsys.readouterr().err.endswith("`pulumi up` first. `--run ID` names an earlier one: r1.\n")
     assert main(["logs", "small-growth"]) == 2
-    said = capsys.readouterr().err
-    assert "has printed nothing yet" in said
-    assert "--boot` what ended nodes did" in said  # no other has left a boot log
+    refusal = capsys.readouterr().err
+    assert "has printed nothing yet" in refusal
+    assert "--boot` what ended nodes did" in refusal  # no other has left a boot log
     said: list[str] = []
     end = functools.partial(put, cloud, bucket, "done.json", {"reason": "failed"})
-    rounds = [lambda: None, end, lambda: None]
+    rounds: Iterator[Callable[[], object]] = iter([lambda: None, end, lambda: None])
     logs, s3, ec2 = (aws.client(service, "us-east-2") for service in ("logs", "s3", "ec2"))
-    reader = Reader(definition=stack, logs=logs, s3=s3, ec2=ec2, sleep=lambda _: rounds.pop(0)(), say=said.append)
+
+    def sleep(_: float) -> None:
+        next(rounds)()
+
+    reader = Reader(definition=stack, logs=logs, s3=s3, ec2=ec2, sleep=sleep, say=said.append)
     assert reader.follow() == 0
     assert [line[:29] for line in said] == ["-- run r1 has printed nothing", "-- the run is done: failed"]

@@ -67,7 +67,7 @@ def test_a_clock_that_is_wrong_is_told_from_keys_that_are(
     now = datetime(2026, 11, 25, 12, tzinfo=UTC)
     if seconds_off is not None:
         answered = format_datetime(now - timedelta(seconds=seconds_off), usegmt=True)
-        error.response["ResponseMetadata"] = {"HTTPHeaders": {"date": answered}}  # type: ignore[typeddict-item]
+        error.response["ResponseMetadata"] = {"HTTPHeaders": {"date": answered}}
     monkeypatch.setattr(
         refusals, "datetime", type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None: now)})
     )

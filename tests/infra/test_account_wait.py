@@ -12,6 +12,7 @@ from commands_world import AMI, EXPIRES, advance, declare_bucket, declare_fleet,
 from infra.account import aws
 from infra.account import wait as wait_module
 from infra.account.explain import explain
+from infra.account.fleet import find_instances
 from infra.account.wait import Watch
 from infra.definition import StackDefinition
 from infra.errors import AwsRefused
@@ -213,7 +214,7 @@ def test_nodes_that_end_at_launch_are_told_with_their_reason_and_that_each_start
     at_once: bool,
     last: str,
 ) -> None:
-    real = wait_module.find_instances
+    real = find_instances
 
     def instances(ec2: Any, filters: Any) -> list[dict[str, Any]]:
         found = real(ec2, filters)

@@ -26,7 +26,8 @@ from infra.cost.table import render
 from infra.definition import Disk, Estimate
 from infra.evidence import calibration
 from infra.evidence.calibration import Refused
-from infra.program.plan import Previous, make
+from infra.program.plan import make
+from infra.program.run_guard import Previous
 from job import measured
 from job.spec import GrowthConfig, SftConfig
 

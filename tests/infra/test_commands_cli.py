@@ -194,7 +194,7 @@ def test_ctrl_c_while_a_command_is_still_being_loaded_prints_no_traceback(
     def interrupted(_: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    monkeypatch.setattr("importlib.import_module", interrupted)
     assert cli.main(["cost", "tinystories-growth"]) == 130
     assert capsys.readouterr().err == "\n"
 

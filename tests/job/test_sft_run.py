@@ -20,7 +20,6 @@ from train_world import StopAt
 
 from job import atomic
 from job.contract.codes import TrainerExit
-from job.contract.workdir import STAGES
 from job.experiments import merge, tuning
 from job.experiments.sft import Sft
 from job.models import decoder, hf, hf_config, lora

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from job import atomic
 from job.contract.messages import Stop
+from job.contract.run import Task
 from job.dataset import prepare, sources
 from job.train import __main__ as trainer
 from job.train.experiment import Experiment
@@ -81,7 +82,7 @@ def train(workdir: Path, requests: Requests | None = None, *, rung: int = 0) -> 
 
 def experiment(workdir: Path) -> Experiment:
     """Opened, nothing trained."""
-    opened, _ = trainer.start(trainer.Task.read(workdir), workdir, 0, StopAt(workdir), World())
+    opened, _ = trainer.start(Task.read(workdir), workdir, 0, StopAt(workdir), World())
     return opened
 
 
@@ -97,7 +98,7 @@ def left(workdir: Path) -> tuple[int, int]:
     """Bytes of the weights that a run has left beside its checkpoints, headers apart; and what their sizing says."""
     paths = [path for name in ("exports", "final") for path in (workdir / name).rglob("*.safetensors")]
     found = sum(tensor.nbytes for path in paths for tensor in load_file(path).values())
-    config = trainer.Task.read(workdir).config
+    config = Task.read(workdir).config
     return found, sum((*config.sizes().exports.values(), *config.sizes().final.values()))
 
 

@@ -11,7 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 from declared import as_node, fleet, living, role, template
 
-from infra.iam_policy import Asked
+from infra.account.iam_policy import Asked
 from infra.loader import load
 from infra.program.resources.identity import node_statements
 from infra.program.resources.tags import tags
