@@ -17,8 +17,9 @@ from infra.definition import Claim, Disk, Interruptions, Keep, StackDefinition, 
 from infra.loader import load, rehearsal_text
 from infra.rules import RULES
 from infra.scenarios import scenarios
-from infra.schema import SECTIONS, describe
+from infra.schema import SECTIONS
 from job.spec import EXPERIMENTS, KernelConfig, SftConfig
+from job.spec.convert import describe
 
 ROOT = Path(__file__).parents[1]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
