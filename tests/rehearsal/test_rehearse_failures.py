@@ -299,7 +299,7 @@ def test_planned_interruptions_happen_at_their_steps_on_a_node_each(
     cloud.fleets.notice_s = 0.2
     watching = watch(Planned(step=2, kind="notice"), Planned(step=4, kind="loss"))
     fleet_id = fleet(cloud, template(cloud, user_data=RUN))
-    cloud.client("s3").put_object(Bucket="bucket", Key="r1/ckpt/step_000001/manifest.json", Body=b"{}")
+    cloud.client("s3").put_object(Bucket="bucket", Key="r1/ckpt/step_00000001/manifest.json", Body=b"{}")
 
     def stop_the_fleet_when_the_run_is_over() -> None:
         if (tmp_path / "nodes" / "over").exists() and cloud.calls("ModifyFleet") == 0:
@@ -325,7 +325,7 @@ def test_a_loss_waits_for_the_first_checkpoint_in_the_bucket(cloud: Cloud, watch
             looks_at_step_2 += 1
         if looks_at_step_2 == 3:
             assert nodes[0].interrupted is None
-            cloud.client("s3").put_object(Bucket="bucket", Key="r1/ckpt/step_000001/manifest.json", Body=b"{}")
+            cloud.client("s3").put_object(Bucket="bucket", Key="r1/ckpt/step_00000001/manifest.json", Body=b"{}")
         if nodes and nodes[0].interrupted and cloud.calls("ModifyFleet") == 0:
             cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
 
