@@ -23,12 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from infra.bill import runtime
 from infra.catalog import load_catalog
 from infra.commands.prepare import prepared
-from infra.cost import runtime
-from infra.definition import StackDefinition
+from infra.definition.loader import find, load
+from infra.definition.model import StackDefinition
 from infra.evidence import calibration, measurement
-from infra.loader import find, load
 from job import atomic, measured, probe
 from job.spec import GrowthConfig, JobConfig
 from job.supervisor import machine

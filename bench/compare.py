@@ -13,20 +13,20 @@ from datetime import UTC, datetime
 from cost import HEAD, ROOT, STACKS, Taken, cold, machine, seconds  # bench/cost.py, beside this file
 
 from infra.catalog import load_catalog
-from infra.cost import compare
-from infra.loader import find, load
-from infra.scenarios import scenarios
+from infra.compare import ranking
+from infra.definition.loader import find, load
+from infra.definition.scenarios import scenarios
 
 
 def measured(stack: str) -> tuple[str, Taken]:
     """(what was compared, the comparison in this process)."""
     now, catalog, path = datetime.now(UTC), load_catalog(), find(stack, ROOT)
     definition, variants = load(path, now=now), scenarios(path, now=now)
-    rows = compare.every_option(definition, variants, catalog)
+    rows = ranking.every_option(definition, variants, catalog)
 
     def whole() -> None:
-        compare.scenarios(definition, variants, catalog)
-        compare.refined(compare.every_option(definition, variants, catalog))
+        ranking.scenarios(definition, variants, catalog)
+        ranking.refined(ranking.every_option(definition, variants, catalog))
 
     types, works = len({row.type for row in rows}), len({row.scenario for row in rows})
     said = f"{types} types x 2 capacities x {works} pieces of work of {len(variants)} scenarios = {len(rows)} options"

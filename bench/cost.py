@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
+from infra.bill.estimate import price, problems
+from infra.bill.table import render
 from infra.catalog import SHIPPED, load_catalog, read_catalog
-from infra.cost.estimate import price, problems
-from infra.cost.risk import simulate
-from infra.cost.table import render
-from infra.loader import find, load
+from infra.definition.loader import find, load
+from infra.risk.simulation import simulate
 
 ROOT = Path(__file__).parents[1]
 STACKS = ("tinystories-growth", "sft-h100", "pretrain-d64", "kernel-sft", "two-tower")

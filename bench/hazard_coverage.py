@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.cost import hazard, replay
-from infra.cost.hazard import Floats, Hazard, learn
-from infra.cost.replay import Score
-from infra.cost.risk import Exposure
 from infra.evidence.traces import Trace
 from infra.evidence.traces import read as read_trace
+from infra.risk import hazard, replay
+from infra.risk.hazard import Floats, Hazard, learn
+from infra.risk.replay import Score
+from infra.risk.simulation import Exposure
 
 WORK_H = (2.0, 8.0, 24.0)
 TYPE = "p3.2xlarge"

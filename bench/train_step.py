@@ -24,7 +24,7 @@ from statistics import median
 import torch
 from torch._inductor.utils import fresh_cache
 
-from infra.loader import find, load
+from infra.definition.loader import find, load
 from job.contract import metrics
 from job.contract.run import Task
 from job.dataset import prepare, sources

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pulumi
 
-from infra.cost.table import render
+from infra.bill.table import render
+from infra.definition.selected import refuse_unread
 from infra.errors import GpufleetError
 from infra.evidence.receipts import score
 from infra.program.plan import make
 from infra.program.previous import previous
-from infra.selected import refuse_unread
 from job.text import printable
 
 # Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire

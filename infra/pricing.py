@@ -11,18 +11,18 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from infra import policy
+from infra.bill.bill import Bill
+from infra.bill.estimate import price
+from infra.bill.options import Footing
+from infra.bill.side import Hazards
 from infra.catalog import Catalog
-from infra.cost.bill import Bill
-from infra.cost.cheaper import Cheaper, cheaper
-from infra.cost.compare_rows import Row
-from infra.cost.estimate import price
-from infra.cost.hazard import learn
-from infra.cost.options import Footing
-from infra.cost.side import Hazards
-from infra.definition import StackDefinition
+from infra.compare.cheaper import Cheaper, cheaper
+from infra.compare.rows import Row
+from infra.definition.model import StackDefinition
 from infra.evidence.calibration import find_all
 from infra.evidence.observations import observations
+from infra.review import policy
+from infra.risk.hazard import learn
 from job.dataset.prepare import DatasetManifest, read_manifest
 
 

@@ -1,4 +1,4 @@
-"""The rules of the project's policy.yaml as a Pulumi policy pack; the rules themselves are in infra.policy."""
+"""The rules of the project's policy.yaml as a Pulumi policy pack; the rules themselves are in infra.review.policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pulumi_policy import (
     ResourceValidationPolicy,
 )
 
-from infra import policy
+from infra.review import policy
 
 HELD = policy.of(Path(__file__).resolve().parents[1]) or policy.Policy()  # no file, no rules
 

@@ -25,7 +25,7 @@ from moto.ec2.models import ec2_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 
-from infra.definition import Account
+from infra.definition.model import Account
 from rehearsal import account
 from rehearsal.actions import FLEETS
 from rehearsal.clock import Clock, SystemClock

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.cost.text import table
+from infra.definition.loader import load, project_root, stacks_of
 from infra.errors import GpufleetError
-from infra.loader import load, project_root, stacks_of
+from infra.text import table
 from rehearsal.rehearse import rehearse
 from rehearsal.timeline import say
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from infra.definition import Interruptions, Place, StackDefinition
+from infra.definition.model import Interruptions, Place, StackDefinition
 
 Kind = Literal["notice", "loss"]
 

@@ -19,11 +19,11 @@ from typing import get_args, get_type_hints
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.definition import StackDefinition
+from infra.definition.loader import load, project_root, rehearsal_text
+from infra.definition.model import StackDefinition
+from infra.definition.selected import selected
 from infra.errors import GpufleetError
-from infra.loader import load, project_root, rehearsal_text
 from infra.pricing import as_prepared
-from infra.selected import selected
 from rehearsal import environment, evidence, report, scratch
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, Result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine
 from rehearsal.node import NodeRunner

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from infra.bill import lines, record
+from infra.bill.estimate import price
 from infra.catalog import Catalog, load_catalog
 from infra.catalog.files import Price
-from infra.cost import lines, record
-from infra.cost.estimate import price
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / "infra"), str(ROOT / "job")]

@@ -20,9 +20,9 @@ import pulumi
 import pytest
 
 from infra.cli import main
-from infra.loader import load
+from infra.definition.loader import load
+from infra.definition.scenarios import scenarios
 from infra.program.resources.identity import node_statements
-from infra.scenarios import scenarios
 from job.spec import EXPERIMENTS
 from rehearsal import scratch
 

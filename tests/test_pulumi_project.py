@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from infra.selected import DEFINITION, SCENARIO
+from infra.definition.selected import DEFINITION, SCENARIO
 
 ROOT = Path(__file__).parents[1]
 PROJECT = yaml.safe_load((ROOT / "Pulumi.yaml").read_text())

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from infra.bill.estimate import price, problems
 from infra.catalog import load_catalog
-from infra.cost.estimate import price, problems
-from infra.definition import Claim, Disk, Interruptions, Keep, StackDefinition, Variant, Vpc
-from infra.loader import load, rehearsal_text
-from infra.rules import RULES
-from infra.scenarios import scenarios
-from infra.schema import SECTIONS
+from infra.definition.loader import load, rehearsal_text
+from infra.definition.model import Claim, Disk, Interruptions, Keep, StackDefinition, Variant, Vpc
+from infra.definition.rules import RULES
+from infra.definition.scenarios import scenarios
+from infra.definition.schema import SECTIONS
 from job.spec import EXPERIMENTS, KernelConfig, SftConfig
 from job.spec.convert import describe
 

@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 
 from infra.account import iam_policy, refusals
 from infra.account.aws import pages
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.program.boot.user_data import ROOT_DEVICE
 from job.contract.inputs import DATASET, WEIGHTS
 

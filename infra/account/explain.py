@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

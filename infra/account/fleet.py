@@ -8,7 +8,7 @@ from typing import Any
 
 from infra.account import removal
 from infra.account.aws import owner_of, pages, tags_of
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.program.resources.tags import RUN_TAG, STACK_TAG
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more

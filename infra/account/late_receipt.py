@@ -17,7 +17,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from infra.account import aws
 from infra.account.fleet import fleets_of, is_over, nodes_of
 from infra.account.run_folder import RunFolder, Stored
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from job.contract import bucket, reading
 from job.contract.done import FLEET_GONE
 from job.contract.reading import DoubtError, Fields

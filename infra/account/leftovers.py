@@ -18,9 +18,9 @@ from botocore.exceptions import ClientError
 from infra.account import aws, refusals, removal
 from infra.account.fleet import ENDED, find_instances, fleets_of, has_expired, may_launch, wants
 from infra.account.run_folder import find_buckets, find_log_groups, name_prefix
+from infra.bill.lines import MONTH_H, gp3_usd_per_month
 from infra.catalog import load_catalog
-from infra.cost.lines import MONTH_H, gp3_usd_per_month
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import PriceMissing
 from infra.program.resources.tags import RUN_TAG, STACK_TAG
 from job.text import counted

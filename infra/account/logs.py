@@ -10,7 +10,7 @@ from typing import Any
 
 from infra.account import aws, late_receipt
 from infra.account.run_folder import RunFolder, find_folder, find_log_groups, no_run
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from job.contract import bucket
 from job.contract.workdir import LOG

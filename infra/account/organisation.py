@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 from infra.account import iam_policy, refusals
 from infra.account.aws import pages
 from infra.account.checks import Check
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 
 
 def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:

@@ -17,7 +17,7 @@ from infra.account import aws, refusals
 from infra.account.checks import Check
 from infra.account.fleet import find_instances
 from infra.catalog import load_catalog
-from infra.definition import Fleet, StackDefinition
+from infra.definition.model import Fleet, StackDefinition
 from infra.program.resources.tags import STACK_TAG
 
 TYPES_PER_CALL = 100  # DescribeInstanceTypes takes no more

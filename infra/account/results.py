@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from infra.account import late_receipt
 from infra.account.run_folder import RunFolder, Stored, find_folder, no_run
 from infra.catalog import load_catalog
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from infra.evidence import receipts
 from job import atomic

@@ -11,7 +11,7 @@ from botocore import exceptions
 
 from infra.account import refusals
 from infra.account.aws import owner_of, pages, tags_of
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from infra.program.resources.tags import STACK_TAG
 from job import atomic

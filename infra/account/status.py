@@ -19,7 +19,7 @@ from infra.account.fleet import (
     why_needless,
 )
 from infra.account.run_folder import RunFolder, Stored, find_folder, no_run
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from job.contract import attempt, bucket
 from job.contract.commit import BEST, Best
 from job.contract.reading import epoch

@@ -9,7 +9,7 @@ from typing import Any
 from infra.account import aws
 from infra.account.fleet import fleets_of, is_over, nodes_of, wants
 from infra.account.run_folder import find_folder, no_run
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from job import atomic
 from job.contract.bucket import ASKED, DONE

@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 
 from infra.account import refusals
 from infra.account.leftovers import Left
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from job.text import counted
 
 # Nodes end within minutes, p5's the slowest, and what they used is free only then.

@@ -25,7 +25,7 @@ from infra.account.fleet import (
     why_needless,
 )
 from infra.account.run_folder import find_folder
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from infra.program.resources.tags import RUN_TAG
 from job.contract.bucket import DONE

@@ -1,7 +1,7 @@
 """What share of its spot instances AWS says it reclaimed in a month, by type and region: shown, never calculated with.
 
 The Spot Instance Advisor counts interrupted instances of a month whatever they were used for and however long they
-lived; a hazard per node-hour of a node that must finish does not follow from it (infra/cost/hazard.py).
+lived; a hazard per node-hour of a node that must finish does not follow from it (infra/risk/hazard.py).
 """
 
 from __future__ import annotations

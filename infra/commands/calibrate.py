@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.commands import stack
+from infra.definition.loader import load, project_root
 from infra.evidence import calibration
 from infra.evidence.measurement import measure, require_place, why_ignored
-from infra.loader import load, project_root
 from job import atomic
 from job.supervisor import machine
 

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from infra.catalog import load_catalog
+from infra.definition.loader import names_of, project_root
 from infra.errors import GpufleetError
-from infra.loader import names_of, project_root
 from job.spec import EXPERIMENTS
 from rehearsal import environment, process
 

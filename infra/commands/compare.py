@@ -10,11 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.commands import stack
-from infra.comparison import Comparison, compare_file
-from infra.cost import compare_record, compare_table
-from infra.cost.compare import frontier
+from infra.compare import record as compare_record
+from infra.compare import table as compare_table
+from infra.compare.comparison import Comparison, compare_file
+from infra.compare.ranking import frontier
+from infra.definition.loader import project_root
 from infra.errors import GpufleetError
-from infra.loader import project_root
 
 SHOWN = 20
 PICTURES = (".png", ".svg")
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _draw(found: Comparison, path: Path) -> None:
     try:
-        from infra.cost import plot
+        from infra.compare import plot
 
         own = [row for row in found.rows if found.scenario in row.scenario.split(", ")]
         title = f"{found.definition.name}, {found.scenario}: cost against time in {found.definition.fleet.region}"

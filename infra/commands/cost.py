@@ -13,19 +13,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra import policy
+from infra.bill import limits, record
+from infra.bill.estimate import problems
+from infra.bill.table import render
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost import limits, record
-from infra.cost.estimate import problems
-from infra.cost.table import render
-from infra.definition import StackDefinition
+from infra.definition.loader import project_root
+from infra.definition.model import StackDefinition
+from infra.definition.readiness import not_ready
+from infra.definition.scenarios import scenario
 from infra.errors import DefinitionError, GpufleetError
 from infra.evidence.receipts import score
-from infra.loader import project_root
 from infra.pricing import bill_and_cheaper
-from infra.readiness import not_ready
-from infra.scenarios import scenario
+from infra.review import policy
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

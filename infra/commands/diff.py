@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from infra.definition.loader import project_root
 from infra.errors import GpufleetError
-from infra.loader import project_root
 from infra.review.markdown import render
 from infra.review.record import record
 from infra.review.review import review_commits

@@ -7,15 +7,15 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from infra.bill import doubts, limits
+from infra.bill.estimate import problems
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost import doubts, limits
-from infra.cost.estimate import problems
-from infra.definition import StackDefinition
+from infra.definition.loader import load, project_root
+from infra.definition.model import StackDefinition
+from infra.definition.readiness import dataset_differs
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import load, project_root
 from infra.pricing import bill_of
-from infra.readiness import dataset_differs
 from job import atomic
 from job.dataset import prepare, weights
 from job.spec import JobConfig

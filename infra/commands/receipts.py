@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from infra.cost import text
+from infra import text
+from infra.definition.loader import project_root, stacks_of
+from infra.definition.selected import selected
 from infra.evidence import receipts
 from infra.evidence.receipts import CAUSES, Receipt, Score
-from infra.loader import project_root, stacks_of
-from infra.selected import selected
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

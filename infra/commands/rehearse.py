@@ -6,9 +6,9 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
+from infra.definition.loader import names_of, project_root
+from infra.definition.selected import selected
 from infra.errors import GpufleetError
-from infra.loader import names_of, project_root
-from infra.selected import selected
 from rehearsal import environment
 
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` that no experiment does without

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from infra.catalog import load_catalog
 from infra.commands import stack
-from infra.cost import replay, replay_table
-from infra.cost.risk import Exposure
+from infra.definition.loader import project_root
 from infra.errors import GpufleetError
 from infra.evidence.traces import read as read_trace
-from infra.loader import project_root
 from infra.pricing import bill_of
+from infra.risk import replay, replay_table
+from infra.risk.simulation import Exposure
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

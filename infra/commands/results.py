@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infra.account import aws, results
 from infra.commands import stack
-from infra.loader import project_root
+from infra.definition.loader import project_root
 from job.contract.workdir import RECEIPT
 
 

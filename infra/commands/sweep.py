@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from infra.account import aws, checks, sweep
 from infra.account.leftovers import Left, look
 from infra.commands import stack
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused, GpufleetError
 
 

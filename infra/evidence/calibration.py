@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.catalog import Instance
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.evidence import receipts
 from job import atomic, measured
 from job.contract import reading

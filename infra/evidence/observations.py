@@ -25,7 +25,7 @@ class Observation(NamedTuple):
 
 
 def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:
-    """What is known of interruptions, for infra.cost.hazard.learn: one observation per spot run, type and zone, and one
+    """What is known of interruptions, for infra.risk.hazard.learn: one observation per spot run, type and zone, and one
     per trace in `traces/` (docs/risk.md), except those of the files `but`.
 
     Raises GpufleetError for a file in traces/ that is no trace, or one that names no type of the catalog.

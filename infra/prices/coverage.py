@@ -7,7 +7,7 @@ from datetime import date
 from typing import Any
 
 from infra.catalog import Catalog, Instance, Price, SpotPrice
-from infra.cost.text import table, wrap
+from infra.text import table, wrap
 
 SCHEMA = 1
 SPREAD = 3  # dearest over cheapest zone from which it is said

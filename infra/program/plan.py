@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import job
-from infra import ecr, policy
+from infra import ecr
+from infra.bill import limits, record
+from infra.bill.bill import Bill
+from infra.bill.estimate import problems
 from infra.catalog import load_catalog
-from infra.cost import limits, record
-from infra.cost.bill import Bill
-from infra.cost.cheaper import Cheaper
-from infra.cost.estimate import problems
-from infra.definition import StackDefinition
+from infra.compare.cheaper import Cheaper
+from infra.definition.loader import find
+from infra.definition.model import StackDefinition
+from infra.definition.readiness import not_ready
+from infra.definition.selected import Selected
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import find
 from infra.pricing import bill_and_cheaper, bill_of, prepared_dataset
 from infra.program.boot import archive, run_config, user_data
 from infra.program.run_guard import Previous, Verdict, judge
-from infra.readiness import not_ready
-from infra.selected import Selected
+from infra.review import policy
 from job.contract import run as run_file
 from job.dataset.prepare import DatasetManifest, verify
 from job.dataset.weights import WeightsManifest

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from infra.definition import Account, StackDefinition, days_to_keep
+from infra.definition.model import Account, StackDefinition, days_to_keep
 from infra.errors import DefinitionError, Problem
 from job.contract.bucket import input_key
 from job.text import stamp

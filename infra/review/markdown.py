@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 
-from infra.cost.limits import AS_COUNTED
+from infra.bill.limits import AS_COUNTED
 from infra.review.compare import Review, Side, StackReview
 
 MARKER = "<!-- gpufleet-cost-review -->"  # a workflow finds its own comment by this line

@@ -6,15 +6,14 @@ import hashlib
 import tempfile
 from pathlib import Path
 
-from infra import policy
+from infra.bill.side import Hazards
 from infra.catalog import Catalog
-from infra.cost.hazard import learn
-from infra.cost.side import Hazards
 from infra.errors import GpufleetError
 from infra.evidence import calibration, receipts
 from infra.evidence.observations import TRACES, observations
-from infra.review import commits
+from infra.review import commits, policy
 from infra.review.compare import Known, Review, compare
+from infra.risk.hazard import learn
 
 
 def review_commits(project: Path, base: str, head: str, rules: Path | None = None) -> Review:

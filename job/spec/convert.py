@@ -1,7 +1,7 @@
 """From text to the dataclasses of a definition or of a kind of job: what a field may hold, and the words for it.
 
-A field's rule is its metadata (`minimum`, `maximum`) or a `Rule`. JSON is read here; infra.schema reads YAML, where all
-is text with a line, by the same rules and in the same words.
+A field's rule is its metadata (`minimum`, `maximum`) or a `Rule`. JSON is read here; infra.definition.schema
+reads YAML, where all is text with a line, by the same rules and in the same words.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from infra.definition import StackDefinition
-from infra.loader import load
-from infra.pin import pin
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
+from infra.definition.pin import pin
 from rehearsal.account import AMI_PARAMETERS, ami_id
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud

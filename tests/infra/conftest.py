@@ -10,7 +10,7 @@ import review_world
 from commands_world import account, definition
 from commands_world import project as stack_project
 
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from rehearsal.cloud import Cloud
 
 

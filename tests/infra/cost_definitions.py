@@ -7,7 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from infra.definition import Disk, Estimate, Fleet, Job, Keep, Limits, Run, StackDefinition, Storage
+from infra.definition.model import Disk, Estimate, Fleet, Job, Keep, Limits, Run, StackDefinition, Storage
 from job.spec import GrowthConfig
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SERVER = """
 import json, os, runpy, sys
 import boto3, numpy, pulumi_aws as aws, yaml
-import infra.cost.table, infra.evidence.receipts
+import infra.bill.table, infra.evidence.receipts
 import infra.program.plan, infra.program.previous, infra.program.resources.declare
 aws.ec2.Fleet, aws.iam.Role, aws.s3.Bucket, aws.vpc.SecurityGroupEgressRule, aws.cloudwatch.LogGroup
 for line in sys.stdin:

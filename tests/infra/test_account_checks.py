@@ -15,7 +15,7 @@ from commands_world import definition
 
 from infra.account import checks
 from infra.account.checks import Check
-from infra.definition import Account, StackDefinition
+from infra.definition.model import Account, StackDefinition
 
 
 class Answers:

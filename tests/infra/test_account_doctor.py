@@ -11,7 +11,7 @@ from commands_world import AMI, account, definition, pinned, project
 
 from infra.account import doctor, quotas
 from infra.cli import main
-from infra.definition import Fleet
+from infra.definition.model import Fleet
 from rehearsal.account import ami_id
 from rehearsal.cloud import Cloud
 

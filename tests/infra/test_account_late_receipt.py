@@ -15,10 +15,10 @@ from commands_world import EXPIRES, advance, declare_bucket, declare_fleet, put
 from infra.account import late_receipt
 from infra.account.fleet import nodes_of
 from infra.account.late_receipt import cut_off
+from infra.bill.estimate import price
 from infra.catalog import load_catalog
 from infra.cli import main
-from infra.cost.estimate import price
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.evidence import receipts
 from infra.program.boot.run_config import run_config
 from job.contract.run import encode

@@ -14,7 +14,7 @@ from commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, finishe
 
 from infra.account import aws, leftovers, run_folder, sweep
 from infra.cli import main
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.cloud import Cloud
 

@@ -16,7 +16,7 @@ from infra.account import logs as logs_module
 from infra.account.logs import Reader
 from infra.account.run_folder import RunFolder
 from infra.cli import main
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from rehearsal.cloud import Cloud
 
 

@@ -13,7 +13,7 @@ from commands_world import account, definition, project
 
 from infra.account import organisation, quotas
 from infra.catalog import load_catalog
-from infra.definition import Account, StackDefinition, Vpc
+from infra.definition.model import Account, StackDefinition, Vpc
 from infra.errors import DefinitionError
 from infra.pricing import bill_of
 from infra.program.resources.tags import own_tags, tags

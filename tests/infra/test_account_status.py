@@ -11,7 +11,7 @@ from commands_world import EXPIRES, declare_bucket, declare_fleet, put
 
 from infra.account import aws, status
 from infra.cli import main
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 

@@ -8,7 +8,7 @@ import pytest
 from commands_world import declare_bucket, declare_fleet, put
 
 from infra.account import aws, run_folder, status, stop
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.cloud import Cloud
 

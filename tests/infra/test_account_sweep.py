@@ -14,7 +14,7 @@ from commands_world import TAGS, declare_bucket, declare_fleet, put
 from infra.account import aws, leftovers, removal, sweep
 from infra.account.leftovers import Left
 from infra.cli import main
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from rehearsal.cloud import Cloud
 
 

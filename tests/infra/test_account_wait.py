@@ -14,7 +14,7 @@ from infra.account import wait as wait_module
 from infra.account.explain import explain
 from infra.account.fleet import find_instances
 from infra.account.wait import Watch
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from rehearsal.account import ami_id
 from rehearsal.clock import ManualClock

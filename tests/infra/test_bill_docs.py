@@ -7,11 +7,12 @@ from pathlib import Path
 
 from cost_definitions import definition
 
+from infra.bill import record
+from infra.bill.estimate import price
 from infra.catalog import load_catalog
-from infra.cost import compare, deadline, record
-from infra.cost.cheaper import cheaper
-from infra.cost.compare_record import record_row
-from infra.cost.estimate import price
+from infra.compare import deadline, ranking
+from infra.compare.cheaper import cheaper
+from infra.compare.record import record_row
 from job.contract.metrics import KEYS
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +41,7 @@ def test_each_key_of_the_bill_is_in_its_page() -> None:
 
 def test_each_key_of_a_comparison_is_in_its_page() -> None:
     plan = definition()
-    (row,) = compare.scenarios(plan, [], CATALOG, runs=100)
+    (row,) = ranking.scenarios(plan, [], CATALOG, runs=100)
     tree = record_row(row)
     keys = set(tree) | set(tree["claim"]) | set(deadline.Policy.__dataclass_fields__)
     assert keys - documented("compare.md") == set()

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from cost_definitions import definition
 
+from infra.bill.bill import Bill
+from infra.bill.estimate import price
+from infra.bill.table import render
 from infra.catalog import load_catalog
-from infra.cost.bill import Bill
-from infra.cost.estimate import price
-from infra.cost.table import render
-from infra.definition import Disk, Estimate, Keep, Limits, StackDefinition, Variant
+from infra.definition.model import Disk, Estimate, Keep, Limits, StackDefinition, Variant
 from job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 GOLDEN = Path(__file__).parent / "golden"

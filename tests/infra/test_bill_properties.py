@@ -13,17 +13,17 @@ from cost_definitions import definition
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from infra.bill import lines, options, record
+from infra.bill.estimate import price
+from infra.bill.lines import Line
+from infra.bill.runtime import Runtime
+from infra.bill.side import Prepared, prepare
 from infra.catalog import load_catalog
-from infra.cost import lines, options, record
-from infra.cost.estimate import price
-from infra.cost.hazard import Hazard
-from infra.cost.lines import Line
-from infra.cost.luck import ATTEMPTS_IN_STEP
-from infra.cost.risk import Exposure, simulate, simulate_each
-from infra.cost.runtime import Runtime
-from infra.cost.side import Prepared, prepare
-from infra.definition import Disk, Keep, Limits, StackDefinition, Variant
+from infra.definition.model import Disk, Keep, Limits, StackDefinition, Variant
 from infra.errors import PriceMissing
+from infra.risk.hazard import Hazard
+from infra.risk.luck import ATTEMPTS_IN_STEP
+from infra.risk.simulation import Exposure, simulate, simulate_each
 from job.spec import GrowthConfig, JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 settings.register_profile(

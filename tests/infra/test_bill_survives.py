@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from cost_definitions import definition, growth
 
+from infra.bill import record
+from infra.bill.bill import Bill
+from infra.bill.estimate import price, problems
+from infra.bill.table import render
 from infra.catalog import load_catalog
-from infra.cost import record
-from infra.cost.bill import Bill
-from infra.cost.closed_form import expected_hours
-from infra.cost.estimate import price, problems
-from infra.cost.table import render
-from infra.definition import StackDefinition, Variant
+from infra.definition.model import StackDefinition, Variant
 from infra.errors import DefinitionError, GpufleetError
+from infra.risk.closed_form import expected_hours
 from job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 
 CATALOG = load_catalog()

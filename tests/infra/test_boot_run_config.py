@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import infra
+from infra.bill.bill import Bill
+from infra.bill.estimate import price
 from infra.catalog import load_catalog
-from infra.cost.bill import Bill
-from infra.cost.estimate import price
-from infra.definition import StackDefinition
-from infra.loader import load
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
 from infra.program.boot.run_config import run_config
 from job.contract.run import encode
 from job.spec import from_json

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from infra.cost.cadence import optimal
-from infra.cost.hazard import Hazard
-from infra.cost.risk import Exposure, simulate
+from infra.risk.cadence import optimal
+from infra.risk.hazard import Hazard
+from infra.risk.simulation import Exposure, simulate
 
 RUN = Exposure(
     setup_h=0.2,

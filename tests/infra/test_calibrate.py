@@ -19,9 +19,9 @@ from cost_definitions import growth
 from infra.catalog import load_catalog
 from infra.cli import main
 from infra.commands import calibrate
+from infra.definition.loader import load, project_root
 from infra.errors import GpufleetError
 from infra.evidence import calibration, measurement
-from infra.loader import load, project_root
 from job import measured, probe
 from job.spec import EXPERIMENTS, JobConfig, from_json
 from job.supervisor import machine

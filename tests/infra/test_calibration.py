@@ -12,7 +12,7 @@ import pytest
 from cost_definitions import definition, growth
 
 from infra.catalog import load_catalog
-from infra.definition import Job, StackDefinition
+from infra.definition.model import Job, StackDefinition
 from infra.evidence import calibration
 from infra.evidence.calibration import Calibration, Refused
 from job import measured

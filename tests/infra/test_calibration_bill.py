@@ -17,13 +17,13 @@ from test_calibration import measurement, place
 from test_receipts import place as keep
 from test_receipts import receipt
 
+from infra.bill import record, runtime
+from infra.bill.bill import Bill
+from infra.bill.estimate import price
+from infra.bill.table import render
 from infra.catalog import load_catalog
 from infra.cli import main
-from infra.cost import record, runtime
-from infra.cost.bill import Bill
-from infra.cost.estimate import price
-from infra.cost.table import render
-from infra.definition import Disk, Estimate
+from infra.definition.model import Disk, Estimate
 from infra.evidence import calibration
 from infra.evidence.calibration import Refused
 from infra.program.plan import make

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from cost_definitions import definition
 
+from infra.bill.bill import Bill
+from infra.bill.estimate import price, problems
+from infra.bill.table import render
 from infra.catalog import load_catalog
-from infra.cost import compare
-from infra.cost.bill import Bill
-from infra.cost.cheaper import LEAST, SHOWN, Cheaper, cheaper
-from infra.cost.estimate import price, problems
-from infra.cost.table import render
-from infra.definition import Limits, StackDefinition, Variant
-from infra.loader import load
-from infra.policy import Policy
+from infra.compare import ranking
+from infra.compare.cheaper import LEAST, SHOWN, Cheaper, cheaper
+from infra.definition.loader import load
+from infra.definition.model import Limits, StackDefinition, Variant
+from infra.definition.scenarios import scenarios
 from infra.pricing import bill_and_cheaper
-from infra.scenarios import scenarios
+from infra.review.policy import Policy
 from job.spec import EXPERIMENTS
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_each_option_put_into_the_file_is_accepted_and_costs_what_was_said(stack
         file.write_text(re.sub(r"(?m)^  capacity: [a-z-]+", f"  capacity: {row.capacity}", written, count=1))
         there = load(file, now=NOW)
         assert (there.fleet.instance_types, there.fleet.capacity) == ((row.type,), row.capacity)
-        bill = price(there, CATALOG, runs=compare.RUNS_SHOWN)
+        bill = price(there, CATALOG, runs=ranking.RUNS_SHOWN)
         assert problems(there, bill) == []
         assert row.usd is not None
         same = bill.chosen.needed_usd

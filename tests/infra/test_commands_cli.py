@@ -110,9 +110,9 @@ def test_a_wrong_definition_is_reported_in_full(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("program", "also"),
     [
-        ("import infra.loader; infra.cli._parser().format_help()", {"numpy"}),
+        ("import infra.definition.loader; infra.cli._parser().format_help()", {"numpy"}),
         ("import infra.catalog; infra.catalog.load_catalog()", {"numpy", "yaml"}),
-        ("import infra.cost.compare, infra.cost.replay, infra.cost.table", {"http.client", "matplotlib"}),
+        ("import infra.compare.ranking, infra.risk.replay, infra.bill.table", {"http.client", "matplotlib"}),
         ("assert infra.cli.main(['cost', 'tinystories-growth']) == 0", {"http.client", "matplotlib"}),
         ("assert infra.cli.main(['prices']) == 0", {"numpy"}),
         ("import infra.commands.diff", set()),

@@ -18,12 +18,12 @@ import yaml
 from safetensors.numpy import save_file
 
 from infra import pricing
+from infra.bill.estimate import price
 from infra.catalog import load_catalog
 from infra.cli import main
 from infra.commands import prepare as prepare_command
-from infra.cost.estimate import price
+from infra.definition.loader import load, rehearsal_text
 from infra.evidence.observations import Observation
-from infra.loader import load, rehearsal_text
 from job.dataset import weights
 from job.dataset.kernel_pairs import byte_tokenizer
 from job.dataset.prepare import read_manifest

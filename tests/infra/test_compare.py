@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 
+from infra.bill.estimate import price
+from infra.bill.options import type_cost
+from infra.bill.side import UNBOUND
 from infra.catalog import load_catalog
-from infra.cost import compare, compare_rows, compare_table, criteria, risk
-from infra.cost.compare_rows import Row
-from infra.cost.estimate import price
-from infra.cost.hazard import Hazard, Key
-from infra.cost.options import type_cost
-from infra.cost.side import UNBOUND
-from infra.definition import StackDefinition
-from infra.loader import load
-from infra.scenarios import scenarios
+from infra.compare import criteria, ranking
+from infra.compare import rows as compare_rows
+from infra.compare import table as compare_table
+from infra.compare.rows import Row
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
+from infra.definition.scenarios import scenarios
+from infra.risk import simulation
+from infra.risk.hazard import Hazard, Key
 from job.spec import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +40,7 @@ def stack(name: str) -> tuple[StackDefinition, tuple[StackDefinition, ...]]:
 @cache
 def rows(name: str) -> dict[str, Row]:
     definition, variants = stack(name)
-    return {row.scenario: row for row in compare.scenarios(definition, variants, load_catalog(), runs=200)}
+    return {row.scenario: row for row in ranking.scenarios(definition, variants, load_catalog(), runs=200)}
 
 
 def usd(row: Row, region: str, kind: str) -> float:
@@ -198,7 +201,7 @@ def test_a_type_with_fewer_gpus_than_the_job_asks_for_is_no_option_as_its_file_w
     definition, variants = stack("sft-h100")
     four = [variant for variant in variants if variant.scenario == "zero3-4xa100"]  # gpus: 4
     types = ("g6e.2xlarge", "g6e.12xlarge")
-    found = compare.every_option(definition, four, load_catalog(), types=types, runs=10)
+    found = ranking.every_option(definition, four, load_catalog(), types=types, runs=10)
     assert {row.type for row in found if row.ranked} == {"g6e.12xlarge"}
     (said,) = {row.lost for row in found if row.type == "g6e.2xlarge"}
     assert said == "has 1 GPU, and job.parameters.gpus asks for 4: leave that out"
@@ -223,7 +226,7 @@ def test_a_row_that_a_limit_leaves_too_little_to_stop_in_is_beyond_it() -> None:
 
 def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_nodes_at_p90() -> None:
     definition, _ = stack("tinystories-growth")
-    footing = compare.nothing(replace(definition, estimate=replace(definition.estimate, hazard_per_hour=Decimal(3))))
+    footing = ranking.nothing(replace(definition, estimate=replace(definition.estimate, hazard_per_hour=Decimal(3))))
     option = type_cost(definition, load_catalog(), "g5.2xlarge")
     drafted = compare_rows.draft(footing, "own", option, "spot", load_catalog(), {})
 
@@ -309,7 +312,7 @@ GPU_HOURS = (("kernel-sft", "conservative"), ("kernel-sft", "ours"), ("sft-h100"
 def options(within: float | None = None) -> list[Row]:
     definition, variants = stack("tinystories-growth")
     own = [variant for variant in variants if variant.scenario == "g5-1000-b16"]
-    return compare.every_option(definition, own, load_catalog(), hours_left=within)
+    return ranking.every_option(definition, own, load_catalog(), hours_left=within)
 
 
 def test_an_option_is_late_where_the_job_would_begin_to_stop_before_it_is_done() -> None:
@@ -348,15 +351,15 @@ def test_options_are_ranked_by_mean_dollars_and_every_loser_says_why() -> None:
     added = {row.usd.mean - row.side.total: row for row in able if row.capacity == "spot" and row.usd and row.side}
     least, most = min(added), max(added)
     assert abs(least) >= Decimal("0.01")
-    assert f", interruptions cost {most - least:.2f} more" in compare._lost(added[most], added[least], None)
-    assert "late in 20% of runs" in compare._lost(replace(able[1], late=0.2), best, 1.0)
+    assert f", interruptions cost {most - least:.2f} more" in ranking._lost(added[most], added[least], None)
+    assert "late in 20% of runs" in ranking._lost(replace(able[1], late=0.2), best, 1.0)
     assert options()[: len(able)] == able
 
 
 def test_an_unfit_type_names_the_nearest_change_that_fits() -> None:
     definition, variants = stack("tinystories-growth")
     wide = [variant for variant in variants if variant.scenario == "g6e-1000-b16"]
-    found = compare.every_option(definition, wide, load_catalog(), types=["g5.2xlarge"])
+    found = ranking.every_option(definition, wide, load_catalog(), types=["g5.2xlarge"])
     assert all("nearest: job.parameters.precision.phase3_state: bf16" in row.lost for row in found)
 
 
@@ -366,14 +369,14 @@ def test_step_times_of_the_file_are_of_its_own_gpus_alone() -> None:
     timed = replace(plan, estimate=replace(plan.estimate, step_ms=(Decimal(50), Decimal(100), Decimal(400))))
     types = ["g5.xlarge", "g5.2xlarge", "g6.2xlarge", "g6e.2xlarge"]
     plain, found = (
-        {row.type: row for row in compare.every_option(each, [each], load_catalog(), types=types, runs=10)}
+        {row.type: row for row in ranking.every_option(each, [each], load_catalog(), types=types, runs=10)}
         for each in (plan, timed)
     )
     assert {type_ for type_, row in found.items() if row.basis == "measured"} == {"g5.xlarge", "g5.2xlarge"}
     assert [found[type_].compute_h for type_ in types[:2]] == [pytest.approx(550 / 3600)] * 2
     assert [found[type_].compute_h for type_ in types[2:]] == [plain[type_].compute_h for type_ in types[2:]]
     whole = replace(timed, fleet=replace(timed.fleet, instance_types=("g6.2xlarge",)))
-    rows = compare.every_option(whole, [whole], load_catalog(), types=["g6.2xlarge", "g6f.2xlarge"], runs=10)
+    rows = ranking.every_option(whole, [whole], load_catalog(), types=["g6.2xlarge", "g6f.2xlarge"], runs=10)
     assert {row.type: row.basis for row in rows} == {"g6.2xlarge": "measured", "g6f.2xlarge": "target"}  # a slice of it
 
 
@@ -381,18 +384,18 @@ def test_scenarios_that_share_their_work_share_the_widest_of_their_limits() -> N
     plan, _ = stack("tinystories-growth")
     dear = replace(plan, scenario="dear", limits=replace(plan.limits, max_usd=Decimal(9)))
     long = replace(plan, scenario="long", limits=replace(plan.limits, max_hours=Decimal(20)))
-    found = compare.every_option(plan, [plan, dear, long], load_catalog(), types=["g5.48xlarge"], runs=10)
+    found = ranking.every_option(plan, [plan, dear, long], load_catalog(), types=["g5.48xlarge"], runs=10)
     assert {row.scenario for row in found} == {"tinystories-growth, dear, long"}
     assert {(row.limits.max_usd, row.limits.max_hours) for row in found if row.limits} == {(Decimal(9), Decimal(20))}
     assert not any(row.over_limit for row in found)
-    alone = compare.every_option(plan, [plan], load_catalog(), types=["g5.48xlarge"], runs=10)
+    alone = ranking.every_option(plan, [plan], load_catalog(), types=["g5.48xlarge"], runs=10)
     assert all(row.over_limit for row in alone)
 
 
 def test_what_misses_the_deadline_comes_after_what_meets_it() -> None:
     within = 0.5
     found = options(within)
-    late = [row.late > compare.SURE for row in found if row.ranked]
+    late = [row.late > ranking.SURE for row in found if row.ranked]
     assert any(late)
     assert late == sorted(late)
     assert any("misses the deadline, 0.50 h from now" in row.lost for row in found)
@@ -404,9 +407,9 @@ def test_a_slice_of_a_gpu_is_not_no_gpu() -> None:
 
 
 def test_the_frontier_falls_in_dollars_only_where_hours_rise() -> None:
-    edge = compare.frontier(options())
+    edge = ranking.frontier(options())
     assert len(edge) >= 2
-    assert compare.frontier([edge[0], replace(edge[0], type="another")]) == edge[:1]  # as good is no better
+    assert ranking.frontier([edge[0], replace(edge[0], type="another")]) == edge[:1]  # as good is no better
     points = [(row.usd.mean, row.wall_hours.p50) for row in edge if row.usd and row.wall_hours]
     assert points == sorted(points)
     assert [hours for _, hours in points] == sorted((hours for _, hours in points), reverse=True)
@@ -418,11 +421,11 @@ def test_the_frontier_falls_in_dollars_only_where_hours_rise() -> None:
 def test_a_work_is_on_one_node_in_the_stacks_own_region_and_another_where_it_is_held() -> None:
     definition, variants = stack("sft-h100")
     moved = [replace(each, fleet=replace(each.fleet, region=W2)) for each in variants]
-    works = compare._works(definition, moved)
+    works = ranking._works(definition, moved)
     assert {work.fleet.region for work, _ in works} == {definition.fleet.region}
     assert not any("fsdp-2xh100" in names for _, names in works)
     definition, variants = stack("kernel-sft")
-    held = [names for _, names in compare._works(definition, variants)]
+    held = [names for _, names in ranking._works(definition, variants)]
     assert any("conservative" in names and "ours" not in names.split(", ") for names in held)
 
 
@@ -431,16 +434,16 @@ def test_a_scenario_that_keeps_its_bucket_longer_is_not_ranked_at_the_dollars_of
     own = next(each for each in variants if each.scenario == "o")
     keep = replace(own.storage.keep, days=300)
     long = replace(own, scenario="long", storage=replace(own.storage, keep=keep))
-    assert [names for _, names in compare._works(definition, (own, long))] == ["o", "long"]
-    assert [names for _, names in compare._works(definition, (own, replace(own, scenario="again")))] == ["o, again"]
+    assert [names for _, names in ranking._works(definition, (own, long))] == ["o", "long"]
+    assert [names for _, names in ranking._works(definition, (own, replace(own, scenario="again")))] == ["o, again"]
 
 
 def test_refining_keeps_the_order_by_mean_dollars() -> None:
-    again = compare.refined(options())
+    again = ranking.refined(options())
     means = [row.usd.mean for row in again if row.ranked and row.usd]
     assert means == sorted(means)
     runs = {row.side.runs for row in again if row.side is not None and row.capacity == "spot"}
-    assert runs == {risk.RUNS, compare.RUNS_SHOWN, compare.RUNS_EACH}
+    assert runs == {simulation.RUNS, ranking.RUNS_SHOWN, ranking.RUNS_EACH}
 
 
 def test_the_resume_tests_that_the_matrix_names_exist() -> None:
@@ -491,7 +494,7 @@ def test_a_scenario_lies_over_the_file_and_leaves_the_rest() -> None:
 
 def test_a_scenario_costs_in_the_comparison_what_its_own_bill_says_it_takes_to_finish() -> None:
     plan, _ = stack("tinystories-growth")
-    (row,) = compare.scenarios(plan, [plan], load_catalog(), runs=1000)
+    (row,) = ranking.scenarios(plan, [plan], load_catalog(), runs=1000)
     found = price(plan, load_catalog(), runs=1000).chosen
     assert (row.usd, row.hours, row.interruptions) == (found.needed_usd, found.needed_hours, found.interruptions)
 
@@ -502,7 +505,7 @@ def test_what_was_learned_of_a_type_moves_its_spot_rows_alone() -> None:
     plain, learned = (
         {
             (row.type, row.capacity): row
-            for row in compare.every_option(plan, [plan], load_catalog(), hazards=hazards, runs=100)
+            for row in ranking.every_option(plan, [plan], load_catalog(), hazards=hazards, runs=100)
         }
         for hazards in (None, rough)
     )

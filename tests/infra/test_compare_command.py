@@ -13,11 +13,11 @@ import pytest
 
 from infra.cli import main
 from infra.commands import compare as compare_command
-from infra.cost import compare
-from infra.cost.compare_rows import Row
-from infra.definition import StackDefinition
-from infra.loader import load
-from infra.scenarios import scenarios
+from infra.compare import ranking
+from infra.compare.rows import Row
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
+from infra.definition.scenarios import scenarios
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = 60_000  # a tenth of what sft-h100 expects
@@ -224,15 +224,15 @@ def test_the_file_as_it_is_is_not_the_scenario_that_holds_its_node_longer(
     listed = [_row(each) for each in variants]
     names = [row.scenario for row in listed]
     assert names.index(first_held) < names.index(as_it_is)
-    assert compare.default_row(definition, variants, listed).scenario == as_it_is
+    assert ranking.default_row(definition, variants, listed).scenario == as_it_is
 
     others = tuple(each for each in variants if each.scenario != as_it_is)
-    default = compare.default_row(definition, others, [_row(each) for each in others])
+    default = ranking.default_row(definition, others, [_row(each) for each in others])
     assert not default.reference
-    assert default.settings == compare.settings(definition)  # what the matrix counts the settings of the others from
+    assert default.settings == ranking.settings(definition)  # what the matrix counts the settings of the others from
 
 
 def _row(variant: StackDefinition) -> Row:
-    own = compare.settings(variant)
+    own = ranking.settings(variant)
     reference = variant.variant.reference
     return Row(scenario=variant.scenario, type="", capacity="spot", region="", reference=reference, settings=own)

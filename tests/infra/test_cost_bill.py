@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from cost_definitions import definition, growth
 
+from infra.bill import record
+from infra.bill.bill import Bill
+from infra.bill.estimate import price
 from infra.catalog import load_catalog
-from infra.cost import record
-from infra.cost.bill import Bill
-from infra.cost.estimate import price
-from infra.definition import Disk, Job, Keep, Variant
+from infra.definition.model import Disk, Job, Keep, Variant
 from job.spec import SftConfig
 
 CATALOG = load_catalog()

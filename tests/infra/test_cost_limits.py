@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 from cost_definitions import definition, growth
 
+from infra.bill import side
+from infra.bill.bill import Bill
+from infra.bill.estimate import price, problems
+from infra.bill.fit import cheapest_holder
+from infra.bill.limits import deadline_problems, deadline_warnings, enough, slowest
+from infra.bill.record import to_json
+from infra.bill.table import render
 from infra.catalog import load_catalog
-from infra.cost import risk, side
-from infra.cost.bill import Bill
-from infra.cost.estimate import price, problems
-from infra.cost.fit import cheapest_holder
-from infra.cost.limits import deadline_problems, deadline_warnings, enough, slowest
-from infra.cost.record import to_json
-from infra.cost.table import render
-from infra.definition import Disk, Keep, StackDefinition
-from infra.loader import load
-from infra.scenarios import scenario
+from infra.definition.loader import load
+from infra.definition.model import Disk, Keep, StackDefinition
+from infra.definition.scenarios import scenario
+from infra.risk import simulation
 from job.contract import run as run_file
 from job.contract.run import Rates
 from job.spec import SftConfig
@@ -231,7 +232,7 @@ def test_an_uncalibrated_bill_says_at_which_speed_a_limit_stops_the_run() -> Non
     exposure = found.chosen.exposure
     for speed, stopped in ((0.92, True), (0.93, False)):
         slower = replace(exposure, phase_ends_h=tuple(end / speed for end in exposure.phase_ends_h))
-        assert bool(risk.simulate(slower, runs=1).stopped) is stopped
+        assert bool(simulation.simulate(slower, runs=1).stopped) is stopped
     assert f"{said}, even uninterrupted" in bill(max_hours="0.5").warnings
     assert "limits.max_usd stops" in " ".join(bill(max_usd="0.95").warnings)
     assert not any("of the assumed speed" in warning for warning in bill(max_hours="1").warnings)
@@ -252,13 +253,13 @@ def test_a_p50_that_stands_on_free_hours_says_what_it_is_with_them_charged() -> 
 
 def test_half_the_speed_is_followed_through_as_many_nodes_as_the_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    simulate = risk.simulate
+    simulate = simulation.simulate
 
     def watched(*given: Any, **named: Any) -> Any:
         seen.append(named.get("attempts"))
         return simulate(*given, **named)
 
-    monkeypatch.setattr(risk, "simulate", watched)
+    monkeypatch.setattr(simulation, "simulate", watched)
     found = bill(hazard_per_hour="10", config=growth(steps_per_phase=5000), max_usd="50", max_hours="500")
     assert seen == [None]  # risk.MAX_ATTEMPTS
     assert found.chosen.interruptions > 64

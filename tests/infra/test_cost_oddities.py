@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from cost_definitions import definition, growth
 
+from infra.bill import doubts, fit, record
+from infra.bill.bill import Bill
+from infra.bill.estimate import price, problems
+from infra.bill.limits import enough
 from infra.catalog import load_catalog
-from infra.cost import doubts, fit, record
-from infra.cost.bill import Bill
-from infra.cost.estimate import price, problems
-from infra.cost.limits import enough
-from infra.definition import Disk, Keep, Variant
+from infra.definition.model import Disk, Keep, Variant
 from infra.errors import DefinitionError, GpufleetError
 from job.spec import SftConfig
 from job.spec.pretrain import CharData, CharModel, PretrainConfig, RowBatch

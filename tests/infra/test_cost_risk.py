@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from infra.cost.closed_form import break_even, expected_hours
-from infra.cost.hazard import Hazard
-from infra.cost.risk import Exposure, Outcome, quantiles, simulate
+from infra.risk.closed_form import break_even, expected_hours
+from infra.risk.hazard import Hazard
+from infra.risk.simulation import Exposure, Outcome, quantiles, simulate
 
 # Half an hour of set-up and 4 hours of work at 2 USD/h; nothing else costs anything.
 RUN = Exposure(

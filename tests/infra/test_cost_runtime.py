@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from cost_definitions import growth
 
+from infra.bill import runtime
 from infra.catalog import Instance, load_catalog
-from infra.cost import runtime
-from infra.definition import Disk, Estimate
+from infra.definition.model import Disk, Estimate
 from infra.errors import GpufleetError
 from job.spec import GrowthConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowerConfig
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from cost_definitions import definition, growth
 
+from infra.bill.estimate import price
+from infra.bill.table import render
 from infra.catalog import load_catalog
-from infra.cost.estimate import price
-from infra.cost.table import render
-from infra.definition import Disk, Keep, Variant
+from infra.definition.model import Disk, Keep, Variant
 
 GOLDEN = Path(__file__).parent / "golden" / "bill.txt"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.cost.text import hours
+from infra.text import hours
 from job.text import counted
 
 

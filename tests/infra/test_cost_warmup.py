@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from infra.bill.estimate import price
 from infra.catalog import load_catalog
 from infra.commands import prepare
-from infra.cost.estimate import price
-from infra.definition import StackDefinition
-from infra.loader import load
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SHIPPED = Path(__file__).parents[2] / "stacks"

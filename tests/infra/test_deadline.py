@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from infra.cost.deadline import switch
-from infra.cost.risk import Exposure, Leave, simulate
+from infra.compare.deadline import switch
+from infra.risk.simulation import Exposure, Leave, simulate
 
 SPOT = Exposure(
     setup_h=0.25,

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from review_world import STACK, Project, changed, reviewed, run
 
+from infra.bill.estimate import price
 from infra.catalog import SHIPPED, files, read_catalog
-from infra.cost.estimate import price
+from infra.definition.loader import load
 from infra.errors import GpufleetError
-from infra.loader import load
 from infra.review.review import review_commits
 
 KEY = ("g5.2xlarge", "us-east-2")

@@ -11,10 +11,10 @@ from test_calibration import measurement
 from test_receipts import node, receipt
 
 from infra.catalog import SHIPPED
-from infra.cost.hazard import Hazard
 from infra.errors import GpufleetError
 from infra.review.markdown import LIMIT, MARKER
 from infra.review.review import review_commits
+from infra.risk.hazard import Hazard
 
 
 def calibration(step_ms: float) -> str:

@@ -13,9 +13,9 @@ from test_receipts import receipt
 
 from infra.account import late_receipt
 from infra.commands.receipts import table
-from infra.cost import hazard
 from infra.errors import GpufleetError
 from infra.evidence import calibration, observations, outcomes, receipts, traces
+from infra.risk import hazard
 from job.contract import metrics, reading
 
 RUN = {

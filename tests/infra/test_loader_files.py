@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from infra.definition.loader import find, load, names_of, project_root, rehearsal_text
+from infra.definition.pin import pin
+from infra.definition.readiness import not_ready
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import find, load, names_of, project_root, rehearsal_text
-from infra.pin import pin
-from infra.readiness import not_ready
 from job.spec import GrowthConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.definition.loader import load
 from infra.errors import DefinitionError, Problem
-from infra.loader import load
 from job.spec import GrowthConfig
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)

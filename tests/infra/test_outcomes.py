@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from infra.catalog import load_catalog
-from infra.cost import compare, compare_table
-from infra.cost.compare_rows import Row
-from infra.definition import StackDefinition
+from infra.compare import ranking
+from infra.compare import table as compare_table
+from infra.compare.rows import Row
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
+from infra.definition.scenarios import scenarios
 from infra.evidence import outcomes
-from infra.loader import load
-from infra.scenarios import scenarios
 from job.contract import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def variants() -> dict[str, StackDefinition]:
 @pytest.fixture(scope="module")
 def rows(variants: dict[str, StackDefinition]) -> dict[str, Row]:
     some = [variants[name] for name in (DEFAULT, OTHER)]
-    listed = compare.scenarios(load(STACK, now=NOW, past_deadline=True), some, load_catalog(), runs=20)
+    listed = ranking.scenarios(load(STACK, now=NOW, past_deadline=True), some, load_catalog(), runs=20)
     return {row.scenario: row for row in listed}
 
 
@@ -103,7 +104,7 @@ def test_the_newest_run_counts_and_other_work_or_another_ending_does_not(
 
 
 def test_other_work_is_no_other_layout(tmp_path: Path, variants: dict[str, StackDefinition]) -> None:
-    listed = compare.scenarios(
+    listed = ranking.scenarios(
         load(STACK, now=NOW, past_deadline=True),
         [variants[name] for name in (DEFAULT, "full-ft-8xh100")],
         load_catalog(),

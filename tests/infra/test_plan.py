@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from infra.commands.prepare import prepared
+from infra.definition.loader import load, rehearsal_text
+from infra.definition.pin import pin
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import load, rehearsal_text
-from infra.pin import pin
 from infra.program.plan import Plan, make
 from infra.program.run_guard import Previous
 

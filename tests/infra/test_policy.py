@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from cost_definitions import definition
 
-from infra import policy
+from infra.bill.estimate import price
 from infra.catalog import load_catalog
-from infra.cost.estimate import price
 from infra.errors import DefinitionError, GpufleetError
-from infra.policy import Facts, Policy, broken, facts, parse
+from infra.review import policy
+from infra.review.policy import Facts, Policy, broken, facts, parse
 
 RUN = Facts(
     region="us-east-2",

@@ -1,4 +1,4 @@
-"""The policy pack's facts come from run.json as the engine is about to declare it, its judgement from infra.policy.
+"""The policy pack's facts come from run.json as the engine is about to declare it.
 
 pulumi-policy itself lives in an environment of its own (docs/review.md); its few names stand in here.
 """
@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from cost_definitions import definition
 
-from infra import policy
+from infra.bill.estimate import price
 from infra.catalog import load_catalog
-from infra.cost.estimate import price
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import DefinitionError
 from infra.program.boot import run_config
+from infra.review import policy
 from job.contract import run as run_file
 
 PACK = Path(__file__).parents[2] / "policy"

@@ -11,9 +11,9 @@ import pytest
 
 import infra
 from infra.commands.prepare import prepared
-from infra.definition import StackDefinition
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
 from infra.errors import GpufleetError
-from infra.loader import load
 
 STACK = Path(infra.__file__).parent.parent / "stacks/pretrain-d64.yaml"
 

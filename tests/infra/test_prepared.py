@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.commands.prepare import prepared
-from infra.loader import load, rehearsal_text
-from infra.readiness import not_ready
+from infra.definition.loader import load, rehearsal_text
+from infra.definition.readiness import not_ready
 from job.dataset import weights
 from job.models import hf_config
 from job.spec import SftConfig

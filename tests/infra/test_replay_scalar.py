@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from traces import markov
 
-from infra.cost import replay
-from infra.cost.risk import Exposure
 from infra.evidence.traces import Trace
+from infra.risk import replay
+from infra.risk.simulation import Exposure
 
 MINUTE_H = 1 / 60
 RUN = Exposure(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from declared_world import ROOT, Declared, declare
 
-from infra.loader import load, rehearsal_text
+from infra.definition.loader import load, rehearsal_text
 from infra.program.resources.identity import node_statements
 from rehearsal.handlers.table import UNKNOWN
 

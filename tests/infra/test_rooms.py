@@ -25,9 +25,9 @@ def imported(package: str) -> Iterator[str]:
     ("package", "above"),
     [
         ("job", ("infra", "rehearsal")),
-        ("infra.catalog", ("infra.cost", "infra.evidence", "infra.account", "infra.prices", "infra.commands")),
-        ("infra.evidence", ("infra.cost", "infra.review", "infra.account", "infra.commands", "infra.pricing")),
-        ("infra.cost", ("infra.review", "infra.account", "infra.commands", "infra.pricing", "infra.program")),
+        ("infra.catalog", ("infra.bill", "infra.evidence", "infra.account", "infra.prices", "infra.commands")),
+        ("infra.evidence", ("infra.bill", "infra.review", "infra.account", "infra.commands", "infra.pricing")),
+        ("infra.bill", ("infra.review", "infra.account", "infra.commands", "infra.pricing", "infra.program")),
         ("infra.review", ("infra.account", "infra.commands", "infra.program")),
         ("infra.program", ("infra.account", "infra.commands")),
         ("infra.account", ("infra.commands", "infra.cli")),

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from infra.definition import Disk, StackDefinition
+from infra.definition.loader import load
+from infra.definition.model import Disk, StackDefinition
 from infra.errors import DefinitionError
-from infra.loader import load
 from infra.program.run_guard import Previous, Verdict, judge, timer_seconds
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 250_000, tzinfo=UTC)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from infra.definition.loader import load, rehearsal_text
+from infra.definition.scenarios import scenario as one
+from infra.definition.scenarios import scenarios
 from infra.errors import DefinitionError, GpufleetError
-from infra.loader import load, rehearsal_text
 from infra.program.run_guard import creation_digest
-from infra.scenarios import scenario as one
-from infra.scenarios import scenarios
 from job.spec import GrowthConfig
 
 ROOT = Path(__file__).parents[2]

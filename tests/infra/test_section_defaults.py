@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from infra import yaml_tree
-from infra.schema import Findings, build
+from infra.definition import yaml_tree
+from infra.definition.schema import Findings, build
 from job.spec import EXPERIMENTS, from_json
 
 

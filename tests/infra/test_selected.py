@@ -12,10 +12,10 @@ from commands_world import NAME, declare_bucket, project, put
 
 from infra.cli import main
 from infra.commands import stack
+from infra.definition.selected import selected
 from infra.errors import GpufleetError
 from infra.program.plan import make
 from infra.program.run_guard import Previous
-from infra.selected import selected
 from rehearsal.cloud import Cloud
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.commands.prepare import prepared
-from infra.loader import load, rehearsal_text
-from infra.pin import pin
+from infra.definition.loader import load, rehearsal_text
+from infra.definition.pin import pin
 from rehearsal import engine, scratch
 from rehearsal.account import AMI_PARAMETERS, ami_id
 

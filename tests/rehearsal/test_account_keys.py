@@ -13,7 +13,7 @@ from botocore.exceptions import ClientError
 from declared import as_node
 from engine_world import STACK, pinned, project
 
-from infra.loader import load
+from infra.definition.loader import load
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, InProcess
 from rehearsal.handlers import handler, table

@@ -13,7 +13,7 @@ import pytest
 from declared import fleet
 from engine_world import DEFINITION, STACK, pinned, project
 
-from infra.loader import load
+from infra.definition.loader import load
 from rehearsal.clock import ManualClock
 from rehearsal.cloud import Cloud
 from rehearsal.engine import Engine, InProcess, Result

@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 from declared import as_node, fleet, living, role, template
 
 from infra.account.iam_policy import Asked
-from infra.loader import load
+from infra.definition.loader import load
 from infra.program.resources.identity import node_statements
 from infra.program.resources.tags import tags
 from job.supervisor.fleet import changes, of_node

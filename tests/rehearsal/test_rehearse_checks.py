@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from infra.definition.loader import load
 from infra.errors import GpufleetError
-from infra.loader import load
 from rehearsal import evidence
 from rehearsal.evidence import Evidence
 from rehearsal.interruptions import Planned

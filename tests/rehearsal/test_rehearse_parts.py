@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.definition import Interruptions
-from infra.loader import load
+from infra.definition.loader import load
+from infra.definition.model import Interruptions
 from rehearsal import environment, picture, scratch
 from rehearsal.interruptions import plan, possible
 from rehearsal.timeline import Timeline, clock

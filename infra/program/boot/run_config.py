@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from infra.cost import record
-from infra.cost.bill import Bill
-from infra.definition import StackDefinition
+from infra.bill import record
+from infra.bill.bill import Bill
+from infra.definition.model import StackDefinition
 from job.contract import run
 
 

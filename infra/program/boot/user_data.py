@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.errors import Problem
 from infra.program.run_guard import timer_seconds
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pulumi
 import pulumi_aws as aws
 
-from infra.definition import Disk, StackDefinition
+from infra.definition.model import Disk, StackDefinition
 from infra.program.boot.user_data import DATA_DEVICE, ROOT_DEVICE
 from infra.program.resources.tags import named, tags
 

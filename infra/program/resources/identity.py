@@ -18,7 +18,7 @@ import pulumi
 import pulumi_aws as aws
 
 from infra import ecr
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.program.resources.tags import own_tags, tags
 from job.contract import bucket
 from job.contract.workdir import RUN

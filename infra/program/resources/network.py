@@ -13,7 +13,7 @@ import json
 import pulumi
 import pulumi_aws as aws
 
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.program.resources.tags import named, tags
 
 VPC_CIDR = ipaddress.ip_network("10.0.0.0/16")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pulumi
 import pulumi_aws as aws
 
-from infra.definition import StackDefinition
+from infra.definition.model import StackDefinition
 from infra.program.resources.tags import tags
 from job.contract import bucket
 

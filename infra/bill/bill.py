@@ -1,0 +1,83 @@
+"""The bill of one run, as data: what it costs if nothing interrupts it, what interruptions add, what it is likely to
+end at. infra.bill.estimate makes it, infra.bill.record writes it for programs, infra.bill.table for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
+
+from infra.bill.fit import Fit, Notice
+from infra.bill.lines import Line
+from infra.bill.options import TypeCost
+from infra.bill.side import Quantiles, Side
+from infra.catalog.reclaim import Reclaimed
+from infra.definition.model import Capacity, Deadline
+from infra.risk.cadence import Cadence
+from infra.risk.hazard import Hazard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cap:
+    """The bound of the definition, and how likely the run is to meet it."""
+
+    max_usd: Decimal
+    max_hours: Decimal
+    probability: float  # that the run is stopped before its work is done
+    first: str  # limits.max_usd or limits.max_hours: the one that stops it
+    at_hours: Decimal  # node-hours at which it does
+    deadline: Deadline | None = None  # in no figure: the bill knows no clock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What stays in the bucket after `pulumi destroy`, until it expires."""
+
+    what: str
+    gb: Decimal
+    usd_per_month: Decimal
+    days: int
+    parts: tuple[tuple[str, Decimal], ...]  # (name, GB)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """Everything a researcher may ask before spending a cent."""
+
+    stack: str
+    scenario: str  # of the stack's file; empty: the file as it is
+    only_priced: str  # why this scenario cannot be run; empty when it can
+    run: str
+    region: str
+    zones: tuple[str, ...]  # the definition's, by name
+    capacity: Capacity
+    lines: tuple[Line, ...]  # of the chosen capacity, `interruptions` last; their sum is usd.p50
+    usd: Quantiles
+    hours: Quantiles
+    spot: Side | None
+    on_demand: Side | None
+    hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
+    chance: Hazard | None  # per node-hour, what it is drawn from and where that comes from; None on demand
+    reclaimed: Reclaimed | None  # AWS's own words on the chosen type; in no calculation. None on demand or not known
+    cadence: Cadence | None  # the checkpoint interval that costs least; spot only
+    usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); spot only
+    half_speed: Quantiles  # USD if every step takes twice as long
+    break_even_hazard: float | None  # None: spot is cheaper at any hazard up to 10, or has nothing to compare with
+    types: tuple[TypeCost, ...]  # every listed type, in the file's order
+    fits: tuple[Fit, ...]
+    notice: tuple[Notice, ...]
+    cap: Cap | None  # None: no limit is held against what is only priced
+    kept: Kept
+    warnings: tuple[str, ...]
+    prices_as_of: date  # the oldest of its lines
+    max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence
+    calibrated: bool
+    hourly_usd: Mapping[str, Decimal]  # per node-hour, by line: what a node costs beside compute
+
+    @property
+    def chosen(self) -> Side:
+        side = self.spot if self.capacity == "spot" else self.on_demand
+        assert side is not None  # infra.bill.estimate raises without it
+        return side

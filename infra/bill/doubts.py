@@ -1,0 +1,164 @@
+"""What a reader of the bill should doubt, one sentence each. Static: no clock, so the bill is the same every day."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+from infra.bill import fit, limits
+from infra.bill.bill import Bill
+from infra.bill.limits import AS_COUNTED
+from infra.bill.options import Calibrations
+from infra.bill.runtime import Runtime, hours
+from infra.definition.model import StackDefinition
+from infra.evidence.calibration import Refused
+from job.spec import JobConfig
+from job.text import counted
+
+_IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
+_FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise
+_EMPTY_SHARE = 0.05  # of a step's rows: with more of them empty it is worth a sentence
+_WORTH = 0.9  # of a step's time: what a larger micro-batch has to come below to be worth a sentence
+_SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
+
+
+def warnings(
+    definition: StackDefinition, bill: Bill, dataset_bytes: int | None, calibrations: Calibrations
+) -> Iterator[str]:
+    """In the order a reader needs them."""
+    if not bill.calibrated:
+        yield f"uncalibrated: {bill.chosen.runtime.basis}; p10 to p90 cover interruptions, not a wrong speed"
+    for type_, calibration in calibrations.items():
+        if isinstance(calibration, Refused):
+            yield f"{type_}: {calibration.why}"
+    yield from schedule(definition.job.parameters, bill.chosen.runtime)
+    yield from _micro(definition, bill)
+    yield from _limits(bill)
+    yield from _free_hours(bill)
+    yield from _types(definition, bill)
+    for notice in bill.notice if bill.capacity == "spot" else ():
+        if not notice.fits:
+            yield (
+                f"{notice.type}, phase {notice.phase}: save and upload take {notice.total_s:.0f} s, a notice gives"
+                f" {fit.NOTICE_S:.0f} s: up to one checkpoint interval is lost at each interruption"
+            )
+    storage = next(line.amount for line in bill.lines if line.item == "s3_storage")
+    if 2 * storage > bill.usd.p50 and definition.storage.keep.bucket:
+        yield (
+            f"{storage / bill.usd.p50:.0%} of p50 is keeping the bucket for storage.keep.days: {bill.kept.days};"
+            " delete what you do not need, or keep it for fewer days"
+        )
+    if dataset_bytes is None and not definition.storage.dataset.startswith("s3://"):
+        yield "the size of the dataset is assumed from what job.parameters.data says of it"
+    if definition.account.vpc:
+        yield "not priced: what account.vpc has of its own, NAT gateways and endpoints and their traffic"
+    if definition.account.kms_key:
+        yield "not priced: account.kms_key and the requests to it"
+
+
+def cut_short(bill: Bill) -> str:
+    """That limits.max_usd lets less than nine runs in ten end, or nothing."""
+    cap, needed = bill.cap, bill.chosen.metered_usd
+    if cap is None or not needed.p50 <= cap.max_usd < needed.p90:
+        return ""
+    return (
+        f"limits.max_usd {cap.max_usd} lies between p50 {needed.p50:.2f} and p90 {needed.p90:.2f} {AS_COUNTED}: "
+        f"{cap.probability:.0%} of runs stop before they are done"
+    )
+
+
+def _limits(bill: Bill) -> Iterator[str]:
+    cap = bill.cap
+    if cap is None:
+        return
+    if short := cut_short(bill):
+        yield short
+    elif cap.probability >= 0.01:
+        yield f"{cap.probability:.0%} of runs stop at {cap.first} before they are done"
+    if late := limits.expiry_warning(bill):
+        yield late
+    if slow := limits.too_slow(bill, min(bill.chosen.exposure.hours_at_cap()), cap.first):
+        yield slow
+
+
+def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
+    """What of the job's own settings makes a paid run worthless."""
+    yield from config.doubts(max(phase.steps for phase in runtime.phases))
+
+
+def _micro(definition: StackDefinition, bill: Bill) -> Iterator[str]:
+    """Micro-batches that the GPU is through with before the host has launched the next: the ladder begins at what a
+    large model holds, and a small one is paid for its launches.
+    """
+    runtime = bill.chosen.runtime
+    config: Any = definition.job.parameters
+    setting = config.micro_setting()
+    if runtime.measured or setting is None:
+        return
+    key, row = setting
+    instance = next(option.instance for option in bill.types if option.type == bill.chosen.type)
+    if getattr(config.batch, key) is not None or bill.chosen.exposure.nodes > 1:
+        return
+    now = shortest = runtime.phases[0].step_ms
+    memory_gb, ranks = instance.gpu_memory_gb, config.ranks(instance.gpu_count)
+    first = config.choose_rung(memory_gb, ranks=ranks)
+    while first is not None and not first.checkpointing:
+        micro = first.micro
+        batch: Any = config.batch
+        config = replace(config, batch=replace(batch, **{key: 2 * micro * row}))
+        first = config.ladder(ranks)[0]
+        if first.micro == micro or config.choose_rung(memory_gb, ranks=ranks) != first:
+            break  # all of a rank's rows, or more than its memory holds
+        took = hours(config, instance, definition.estimate, definition.storage.root).phases[0].step_ms
+        if took > _WORTH * shortest:
+            break
+        shortest, best = took, first.micro * row
+    if shortest < now:
+        yield (
+            f"batch.{key} is not set: a micro-batch is so small that its GPU waits for the host. batch.{key}: {best}"
+            f" fits {instance.type} and takes {shortest:.1f} ms a step instead of {now:.1f}"
+        )
+
+
+def _free_hours(bill: Bill) -> Iterator[str]:
+    side = bill.chosen
+    free_usd = side.metered_usd.p50 - side.needed_usd.p50
+    node_hours = free_usd / side.price.amount
+    if node_hours > _FREE_SHARE * side.needed_hours.p50 * side.exposure.nodes:
+        yield (
+            f"p50 counts on AWS not charging {counted(round(node_hours, 1), 'node-hour')}, first hours that it"
+            f" interrupts; charged, p50 is {side.metered_usd.p50:.2f}"
+        )
+
+
+def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
+    config = definition.job.parameters
+    needs_gb = fit.scratch_gb(config)
+    for option in bill.types:
+        instance, nodes = option.instance, definition.nodes
+        used, paid = config.ranks(instance.gpu_count, nodes), instance.gpu_count * nodes
+        if used < paid and config.device == "cuda":
+            has = f"{option.type} has" if nodes == 1 else f"{nodes} nodes of {option.type} have"
+            yield f"{has} {paid} GPUs, this job uses {'one' if used == 1 else used}"
+        rows, empty = config.rows(), config.empty_rows(used)
+        if empty > _EMPTY_SHARE * rows and config.device == "cuda":
+            yield f"{option.type}: a step of {rows} rows takes {used} GPUs as long as one of {rows + empty}"
+        room_gb = instance.nvme_gb or (definition.storage.root.size_gib - _IMAGE_AND_SYSTEM_GIB) * 1.073741824
+        if needs_gb > room_gb:
+            yield (
+                f"{option.type}: checkpoints and exports may need {needs_gb:.0f} GB of scratch, there are about"
+                f" {room_gb:.0f}; raise storage.root.size_gib"
+            )
+        if option.spot and bill.capacity == "spot":
+            low, high = option.spot[0], option.spot[-1]
+            if high.price.amount >= _SPREAD * low.price.amount:
+                yield (
+                    f"{option.type}: spot zones differ, {low.price.amount} ({low.zone}) to {high.price.amount}"
+                    f" ({high.zone}); the bill stands on the dearest"
+                )
+            if option.on_demand and high.price.amount >= option.on_demand.amount:
+                yield f"{option.type}: spot in {high.zone} costs as much as on demand"
+    if len(bill.types) > 1 and definition.estimate.step_ms is not None:
+        yield "estimate.step_ms is taken for every listed type, though they differ in speed"

@@ -1,0 +1,149 @@
+"""From a definition and the catalog to the bill of its run.
+
+Lines are exact and price the run without interruptions; one more line, `interruptions`, makes their sum the p50 of the
+simulation. It can be negative: AWS does not charge an interrupted first hour, and a limit may end the run (the table
+shows that apart). The bill knows no clock: the same definition, catalog and dataset size give the same bill on any day
+(its table may say how old the prices are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from decimal import Decimal
+
+from infra.bill import doubts, limits, lines, options
+from infra.bill.bill import Bill, Cap, Kept
+from infra.bill.lines import Line
+from infra.bill.side import UNBOUND, Hazards, Side, cadence, exact, half_speed, price_side, usd_at_hazards
+from infra.catalog import Catalog
+from infra.catalog.reclaim import reclaimed
+from infra.definition.model import StackDefinition
+from infra.errors import Problem
+from infra.risk import closed_form, simulation
+
+
+def price(
+    definition: StackDefinition,
+    catalog: Catalog,
+    *,
+    dataset_bytes: int | None = None,
+    not_ready: Sequence[str] = (),
+    calibrations: options.Calibrations | None = None,
+    hazards: Hazards | None = None,
+    runs: int = simulation.RUNS,
+) -> Bill:
+    """The bill of `definition`. Without `dataset_bytes` the dataset's size is assumed.
+
+    `not_ready` are sentences to show among the warnings; `calibrations` come from infra.evidence.calibration.find_all,
+    `hazards` from infra.risk.hazard.learn, and count where the definition fixes none. Raises PriceMissing
+    when a needed price of a service is not in the catalog, DefinitionError when the job fits no listed type or none of
+    them has a price.
+    """
+    only_priced = definition.variant.only_priced
+    if only_priced:
+        definition = replace(definition, limits=UNBOUND)
+    types, capacity = options.type_costs(definition, catalog, calibrations), definition.fleet.capacity
+    if options.dearest(types, capacity) is None:
+        raise options.refuse(definition, types)
+    spot = price_side(definition, catalog, types, "spot", dataset_bytes=dataset_bytes, runs=runs, hazards=hazards)
+    on_demand = price_side(definition, catalog, types, "on-demand", dataset_bytes=dataset_bytes, runs=runs)
+    chosen = spot if capacity == "spot" else on_demand
+    assert chosen is not None
+    bill = Bill(
+        stack=definition.name,
+        scenario=definition.scenario,
+        only_priced=only_priced,
+        run=definition.run.id,
+        region=definition.fleet.region,
+        zones=definition.fleet.zones,
+        capacity=capacity,
+        lines=(*chosen.lines, _interruptions(chosen)),
+        usd=chosen.usd,
+        hours=chosen.hours,
+        spot=spot,
+        on_demand=on_demand,
+        hazard=definition.estimate.hazard_per_hour,
+        chance=chosen.exposure.chance if capacity == "spot" else None,
+        reclaimed=reclaimed(chosen.type, definition.fleet.region) if capacity == "spot" else None,
+        cadence=cadence(chosen) if capacity == "spot" else None,
+        usd_at_hazard=usd_at_hazards(chosen) if capacity == "spot" else (),
+        half_speed=half_speed(chosen, definition.variant),
+        break_even_hazard=_break_even(spot, on_demand),
+        types=types,
+        fits=tuple(phase for option in types for phase in option.fits),
+        notice=tuple(phase for option in types for phase in option.notices),
+        cap=None if only_priced else _cap(definition, chosen),
+        kept=_kept(definition, catalog),
+        warnings=(),
+        prices_as_of=min(line.as_of for line in chosen.lines),
+        max_price_age_days=definition.estimate.max_price_age_days,
+        calibrated=chosen.runtime.calibrated,
+        hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
+    )
+    return replace(bill, warnings=(*doubts.warnings(definition, bill, dataset_bytes, calibrations or {}), *not_ready))
+
+
+def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
+    """Why this definition must not be declared at this bill: a listed type on which the job does not fit, or which has
+    no price, a limit below p50, a listed type whose run no limit lets end.
+    """
+    found = [*options.fit_problems(definition, bill.types), *options.unpriced(definition, bill.types)]
+    return found if bill.only_priced else [*found, *limits.problems(definition, bill)]
+
+
+def _interruptions(side: Side) -> Line:
+    amount = side.usd.p50 - side.total
+    drawn = f"p50 of {side.runs} simulated runs less the lines above" if side.runs > 1 else "none on demand"
+    return Line(
+        name="interruptions",
+        kind="interruptions",
+        quantity=Decimal(1),
+        unit="run",
+        unit_price=amount,
+        amount=amount,
+        source=drawn,
+        as_of=side.price.as_of,
+    )
+
+
+def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
+    if spot is None or on_demand is None:
+        return None
+    return closed_form.break_even(spot.exposure, float(on_demand.total))
+
+
+def _cap(definition: StackDefinition, chosen: Side) -> Cap:
+    by_money, by_hours = chosen.exposure.hours_at_cap()
+    return Cap(
+        max_usd=definition.limits.max_usd,
+        max_hours=definition.limits.max_hours,
+        probability=chosen.probability_stopped,
+        first="limits.max_usd" if by_money < by_hours else "limits.max_hours",
+        at_hours=exact(min(by_money, by_hours)),
+        deadline=definition.limits.deadline,
+    )
+
+
+def _kept(definition: StackDefinition, catalog: Catalog) -> Kept:
+    """The run's own objects: job archive and dataset are the stack's, and a destroy deletes them."""
+    keep, nothing = definition.storage.keep, Decimal("0.0000")
+    if not keep.bucket:
+        return Kept(what="nothing: the bucket goes with the stack", gb=nothing, usd_per_month=nothing, days=0, parts=())
+    held = lines.stored(definition, None)
+    named = {
+        "checkpoints": held.checkpoints,
+        "exports": held.exports,
+        "final weights": held.final,
+        "reports and logs": held.small,
+    }
+    parts = tuple((name, exact(gb)) for name, gb in named.items() if gb)
+    total = sum((gb for _, gb in parts), nothing)
+    monthly = catalog.price("s3_storage", definition.fleet.region).amount
+    return Kept(
+        what=f"bucket, at most {total:.1f} GB: {', '.join(name for name, _ in parts)}; expires after {keep.days} days",
+        gb=total,
+        usd_per_month=(total * monthly).quantize(lines.CENT_100),
+        days=keep.days,
+        parts=parts,
+    )

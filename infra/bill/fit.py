@@ -1,0 +1,167 @@
+"""Does the job fit: GPU memory per type and phase, host memory, and save + upload inside the notice.
+
+Says the nearest change that would fit; never changes anything itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infra.bill.runtime import SHA256_GB_S, Runtime, scratch_rate, upload_rate
+from infra.catalog import Catalog, Instance
+from infra.definition.model import Disk, Estimate
+from job.spec import JobConfig
+from job.spec.common import DEVICE_RESERVE_GB, Memory, Rung
+
+NOTICE_S = 120.0  # AWS: two minutes, best effort
+POLL_S = 5.0  # the supervisor looks this often
+_HOST_RESERVE_GB = 4.0  # operating system, container, trainer: assumption
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """One phase on one instance type. `why` and `nearest` are empty when it fits."""
+
+    type: str
+    phase: str
+    fits: bool
+    needs_gb: float  # predicted peak at the chosen rung, or at the last one when none fits
+    has_gb: float
+    micro: int
+    checkpointing: bool
+    why: str = ""
+    nearest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """From the notice to a published manifest, worst case: the step has just begun."""
+
+    type: str
+    phase: str
+    checkpoint_gb: float
+    step_s: float
+    save_s: float
+    hash_s: float
+    upload_s: float
+
+    @property
+    def total_s(self) -> float:
+        return POLL_S + self.step_s + self.save_s + self.hash_s + self.upload_s
+
+    @property
+    def fits(self) -> bool:
+        return self.total_s <= NOTICE_S
+
+
+def fits(
+    config: JobConfig, instance: Instance, catalog: Catalog, region: str, *, holder: str | None = None
+) -> tuple[Fit, ...]:
+    """One Fit per phase. A run uses one rung throughout, the highest that holds every phase.
+
+    `holder`: what `cheapest_holder` says, for who asks about many types.
+    """
+    whole = config.choose_rung(instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count))
+
+    def nearest() -> str:
+        return _narrower(config, instance) or (cheapest_holder(config, catalog, region) if holder is None else holder)
+
+    return tuple(_fit(config, instance, index, whole, nearest) for index in range(len(config.phases())))
+
+
+def notices(config: JobConfig, instance: Instance, runtime: Runtime, estimate: Estimate, root: Disk) -> list[Notice]:
+    """One Notice per phase."""
+    found = []
+    for index, phase in enumerate(runtime.phases):
+        size_gb = config.sizes().checkpoints[index] / 1e9
+        found.append(
+            Notice(
+                type=instance.type,
+                phase=phase.name,
+                checkpoint_gb=size_gb,
+                step_s=phase.step_ms / 1e3,
+                save_s=size_gb / scratch_rate(instance, root),
+                hash_s=size_gb / SHA256_GB_S,
+                upload_s=size_gb / upload_rate(instance, estimate),
+            )
+        )
+    return found
+
+
+def scratch_gb(config: JobConfig) -> float:
+    """Local disk a run may need: best, last, last but one, one being written (x 1.2), exports and final weights."""
+    exports = (*config.sizes().exports.values(), *config.sizes().final.values())
+    largest = max(config.sizes().checkpoints[index] for index in range(len(config.phases())))
+    return (largest * 4.2 + sum(exports)) / 1e9
+
+
+def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, nearest: Callable[[], str]) -> Fit:
+    ranks = config.ranks(instance.gpu_count)
+    rung = whole or config.choose_rung(instance.gpu_memory_gb, index, ranks)
+    shown = rung or config.ladder(ranks)[-1]
+    needs = config.memory(index, shown.micro, checkpointing=shown.checkpointing, ranks=ranks)
+    why = _why(config, instance, index, rung, needs)
+    return Fit(
+        type=instance.type,
+        phase=config.phases()[index].name,
+        fits=not why,
+        needs_gb=needs.total_gb + DEVICE_RESERVE_GB,
+        has_gb=instance.gpu_memory_gb,
+        micro=shown.micro,
+        checkpointing=shown.checkpointing,
+        why=why,
+        nearest=nearest() if why else "",
+    )
+
+
+def _why(config: JobConfig, instance: Instance, index: int, rung: Rung | None, needs: Memory) -> str:
+    if config.device == "cpu":
+        return ""  # a rehearsal on a laptop: no GPU is used
+    if config.precision.compute == "bf16" and not instance.gpu.bf16:
+        return f"{instance.gpu.name} has no bf16"
+    if rung is None:
+        state = needs.weights_gb + needs.gradients_gb + needs.moments_gb
+        return (
+            f"needs {needs.total_gb + DEVICE_RESERVE_GB:.1f} GB per GPU even at the smallest micro-batch with"
+            f" activation checkpointing (weights, gradients and moments alone {state:.1f}), has"
+            f" {instance.gpu_memory_gb:.1f}"
+        )
+    host_gb = instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
+    staged_gb = config.sizes().checkpoints[index] / 1e9
+    if staged_gb > host_gb:
+        return f"host memory: a checkpoint is staged there, {staged_gb:.1f} GB, {host_gb:.1f} GB are free"
+    return ""
+
+
+def _narrower(config: JobConfig, instance: Instance) -> str:
+    """The narrow state, where that is enough."""
+    narrow = config.narrower()
+    return narrow[1] if narrow is not None and _holds(narrow[0], instance) else ""
+
+
+def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
+    """The cheapest type of the region, on demand, that holds the job as it is, in words; of known speed, since a type
+    without has no bill.
+    """
+    priced = []
+    for type_, other in catalog.instances.items():
+        if other.unusable or not other.gpu.has_a_roofline(config.products()) or not _holds(config, other):
+            continue
+        if price := catalog.on_demand_prices.get((type_, region)):
+            priced.append((price.amount, other))
+    if not priced:
+        return f"no type of {region} whose speed is known holds it; a smaller model or batch"
+    amount, best = min(priced, key=lambda pair: pair[0])
+    return f"{best.type} ({best.gpu.name}, {best.gpu_memory_gb:g} GB, {amount:f} USD/h on demand)"
+
+
+def _holds(config: JobConfig, instance: Instance) -> bool:
+    if config.precision.compute == "bf16" and not instance.gpu.bf16:
+        return False
+    if instance.gpu_count < config.least_gpus():
+        return False
+    if config.choose_rung(instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count)) is None:
+        return False
+    largest = max(config.sizes().checkpoints[index] for index in range(len(config.phases())))
+    return largest / 1e9 <= instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB

@@ -1,0 +1,168 @@
+"""Whether the limits let a run end, on the dearest listed type and on every other: max_usd and max_hours by the bill,
+the deadline by who knows what time it is.
+
+The fleet may pick any listed type, and the meter that stops a run knows no free first hour, so the dollars here are
+those it counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from decimal import ROUND_CEILING, Decimal
+
+from infra.bill import options
+from infra.bill.bill import Bill
+from infra.bill.side import Side, reserve_h
+from infra.definition.model import WAITING_TIME, StackDefinition, deadline_text
+from infra.errors import Problem
+from infra.risk.simulation import MINIMUM_H
+
+AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
+
+
+def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
+    """A limit below p50 and what the job keeps to stop in, and each other listed type on which even an uninterrupted
+    run passes a limit.
+    """
+    (stop_usd, stop_h), side = bill.chosen.reserve, bill.chosen
+    for key, limit, need, stop, unit, as_counted in (
+        ("max_usd", definition.limits.max_usd, side.metered_usd, stop_usd, "USD", f" {AS_COUNTED}"),
+        ("max_hours", definition.limits.max_hours, side.needed_hours, stop_h, "node-hours", ""),
+    ):
+        if limit >= need.p50 + stop:
+            continue
+        drawn = bill.capacity == "spot"
+        who = "half of the simulated runs need that or more" if drawn else "the run needs that"
+        clean = f"{side.exposure.reserve_h * 3600:.0f} s for a clean stop included"
+        allowed = f"at least {enough(need.p50 + stop)} {unit}: {who}{as_counted}, {clean}"
+        hint = f"{enough(need.p90 + stop)} suffices for nine in ten." if drawn else ""
+        hint = f"{hint} {_own(definition, key)}".strip()
+        yield definition.problem(f"limits.{key}", str(limit), allowed, hint)
+    yield from _types(definition, bill)
+
+
+def _own(definition: StackDefinition, key: str) -> str:
+    """Where a scenario is given a limit other than the file's; nothing where it has one."""
+    path = f"scenarios.{definition.scenario}.limits.{key}"
+    if not definition.scenario or definition.problem(f"limits.{key}", "", "").path == path:
+        return ""
+    return f"A scenario may have its own limits: {path}."
+
+
+def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) -> list[Problem]:
+    """The deadline, where a listed type cannot be done by then even if it has a node now and keeps it.
+
+    Not held against the p50 as max_hours is: who takes the run to on demand in time (`gpufleet compare`) meets a
+    deadline that spot alone misses in most runs.
+    """
+    deadline, left_h = definition.limits.deadline, definition.limits.hours_left(now)
+    needs = {
+        option.type: max(option.runtime.total_s / 3600, MINIMUM_H) + reserve_h(definition.job.parameters, option)
+        for option in bill.types
+        if option.runtime and option.holds_the_job and not option.why
+    }
+    if bill.only_priced or deadline is None or left_h is None or not needs:
+        return []
+    slowest_type = max(needs, key=lambda type_: needs[type_])
+    if needs[slowest_type] <= left_h:
+        return []
+    first = now + timedelta(hours=needs[slowest_type], minutes=1)
+    allowed = (
+        f"at least the {needs[slowest_type]:.2f} hours that {slowest_type} needs uninterrupted and to stop in,"
+        f" {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from now"
+    )
+    hint = "Move it, or list faster types: `gpufleet compare` ranks them by it."
+    return [definition.problem("limits.deadline", deadline_text(deadline), allowed, hint)]
+
+
+def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) -> Iterator[str]:
+    """Which share of the simulated runs misses the deadline, waits for capacity counted, if at least 1 %; and at what
+    speed all would, where the deadline comes before the other limits.
+    """
+    left_h, exposure = definition.limits.hours_left(now), bill.chosen.exposure
+    if bill.only_priced or left_h is None:
+        return
+    late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())
+    if late >= 0.01:
+        yield (
+            f"{late:.0%} of runs miss limits.deadline, {left_h:.1f} h from now: p50 is"
+            f" {bill.chosen.wall_hours.p50:.2f} h, waits for capacity included; `gpufleet compare"
+            f" {definition.argument}` says when to switch to on demand"
+        )
+    by_h = left_h - exposure.reserve_h
+    if by_h < min(exposure.hours_at_cap()) and (slow := too_slow(bill, by_h, "limits.deadline")):
+        yield slow
+
+
+def too_slow(bill: Bill, by_h: float, limit: str) -> str:
+    """Below which share of a speed that nobody has measured `limit`, which begins to stop the run after `by_h` hours,
+    comes before its end; nothing where that is less than half the speed.
+    """
+    share = slowest(bill.chosen, by_h)
+    if bill.calibrated or not 0.5 < share < 1:
+        return ""
+    drawn = ", even uninterrupted" if bill.capacity == "spot" else ""
+    return (
+        f"uncalibrated: below about {share:.0%} of the assumed speed (set-up apart) {limit} stops the run"
+        f" before it is done{drawn}"
+    )
+
+
+def expiry_warning(bill: Bill) -> str:
+    """Which share of the simulated runs their fleet does not outlive where no deadline says for how long; nothing below
+    1 %. Only waits take a run there: what a node works, max_hours stops before.
+    """
+    cap, needed, stop_h = bill.cap, bill.chosen.needed, bill.chosen.exposure.reserve_h
+    if cap is None or cap.deadline is not None:
+        return ""
+    unstopped = needed.hours <= min(bill.chosen.exposure.hours_at_cap())
+    late = float((unstopped & (needed.wall_hours + stop_h > float(cap.max_hours) + _hours(WAITING_TIME))).mean())
+    if late < 0.01:
+        return ""
+    return (
+        f"{late:.0%} of runs wait so long for capacity that they are not done when their fleet expires,"
+        f" limits.max_hours + {_hours(WAITING_TIME):.0f} h after `up`; limits.deadline sets another time"
+    )
+
+
+def _hours(span: timedelta) -> float:
+    return span.total_seconds() / 3600
+
+
+def enough(needed: Decimal) -> Decimal:
+    """In hundredths, never less than `needed`: as a limit it is accepted."""
+    return needed.quantize(Decimal("0.01"), rounding=ROUND_CEILING)
+
+
+def slowest(side: Side, by_h: float) -> float:
+    """The share of the bill's speed at which an uninterrupted run of the dearest type takes `by_h` hours."""
+    exposure = side.exposure
+    room_h = by_h - exposure.setup_h
+    return exposure.phase_ends_h[-1] / room_h if room_h > 0 else math.inf
+
+
+def _types(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
+    """The dearest is judged by its p50 above, which is no less than its uninterrupted run."""
+    limits = definition.limits
+    extras = float(sum(bill.hourly_usd.values()))
+    for index, option in enumerate(bill.types):
+        hourly, runtime = option.hourly(bill.capacity), option.runtime
+        if option.type == bill.chosen.type or option.why or not option.holds_the_job or not hourly or not runtime:
+            continue
+        hours = max(runtime.total_s / 3600, MINIMUM_H) + reserve_h(definition.job.parameters, option)
+        usd = bill.chosen.exposure.fixed_usd + hours * (float(hourly.amount) + extras)
+        passed = [
+            (key, limit, enough(Decimal(needed)), unit)
+            for key, limit, needed, unit in (
+                ("limits.max_usd", limits.max_usd, usd, "USD"),
+                ("limits.max_hours", limits.max_hours, hours, "node-hours"),
+            )
+            if needed > limit
+        ]
+        if passed:
+            needs = " and ".join(f"{needed} {unit} where {key} is {limit}" for key, limit, needed, unit in passed)
+            allowed = f"types on which the run can end within the limits; uninterrupted it needs {needs}"
+            raised = " and ".join(f"{key} to {needed} or more" for key, _, needed, _ in passed)
+            yield definition.problem(options.listed(index), option.type, allowed, f"Remove it, or raise {raised}.")

@@ -1,0 +1,230 @@
+"""The lines of a bill: one small function per charge. Amounts are exact decimals, rounded once, to 1/100 cent.
+
+What a line counts is an upper bound where the run decides (checkpoints kept, saves made); docs/bill.md explains each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from decimal import ROUND_HALF_EVEN, Decimal
+from typing import Literal
+
+from infra.bill.runtime import Runtime
+from infra.catalog import Catalog, Price
+from infra.definition.model import Disk, StackDefinition
+from job.spec.common import PART_BYTES
+
+MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
+CENT_100 = Decimal("0.0001")
+FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
+KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones; without evaluations there is no best
+SAVE_REQUESTS = 6  # beside a checkpoint's data: two small files, manifest, best.json, metrics, a listing
+# Of what `up` sends: the provider's aws_s3_object leaves its SDK's uploader at 5 MiB (AWS SDK for Go v2, read 2026-11).
+INPUT_PART_BYTES = 5 * 1024 * 1024
+SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
+LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
+LOG_LINE_BYTES = 250
+UNKEPT_DAYS = 1  # a bucket that goes with the stack: assumed destroyed within a day
+
+NOT_PRICED = (
+    "taxes, support, credits, savings plans, free tiers",
+    "incoming data (free)",
+    "log storage and API calls (below a cent)",
+    "checkpoints until newer ones replace them, and compiled graphs (cents)",
+    "a dataset, weights or snapshot that exists already",
+    "what others add to the bucket",
+)
+
+
+# How the job's meter counts a line: compute at the price of each hour, hourly at its own rate for each node-hour, fixed
+# as billed. Nothing else tells lines apart: their names are for people.
+Kind = Literal["compute", "hourly", "fixed", "interruptions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One charge. `amount` is quantity x unit_price, rounded to 4 decimals."""
+
+    name: str
+    kind: Kind
+    quantity: Decimal
+    unit: str
+    unit_price: Decimal
+    amount: Decimal
+    source: str
+    as_of: date
+    inferred: bool = False
+    item: str = ""  # of the catalog's services; empty for compute and interruptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Charge:
+    """What a node costs per hour beside compute: `units` of `price` for each `hours`."""
+
+    name: str
+    item: str
+    units: int
+    price: Price
+    hours: Decimal = Decimal(1)
+
+    @property
+    def usd_per_hour(self) -> Decimal:
+        """USD per node-hour, to a millionth: what the job's meter counts."""
+        return (self.units * self.price.amount / self.hours).quantize(Decimal("0.000001"))
+
+    def line(self, node_hours: float) -> Line:
+        """The line of a bill for so many node-hours."""
+        return line(self.name, self.units * (node_hours / float(self.hours)), self.price, "hourly", self.item)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """What a run leaves in its bucket, GB."""
+
+    dataset: float  # and base weights that the stack uploads
+    checkpoints: float
+    exports: float
+    final: float
+    small: float = SMALL_FILES_GB
+
+    @property
+    def total(self) -> float:
+        return self.dataset + self.checkpoints + self.exports + self.final + self.small
+
+
+def line(name: str, quantity: float, price: Price, kind: Kind, item: str = "") -> Line:
+    """A line with its quantity rounded to a millionth first, so that amount = quantity x unit price can be checked."""
+    exact = Decimal(f"{quantity:.6f}")
+    return Line(
+        name=name,
+        kind=kind,
+        quantity=exact,
+        unit=price.unit,
+        unit_price=price.amount,
+        amount=(exact * price.amount).quantize(CENT_100, rounding=ROUND_HALF_EVEN),
+        source=price.source,
+        as_of=price.as_of,
+        inferred=price.status == "inferred",
+        item=item,
+    )
+
+
+def stored(definition: StackDefinition, dataset_bytes: int | None) -> Stored:
+    """Upper bound of what lies in the bucket when the run has ended."""
+    config = definition.job.parameters
+    kept = max(  # of the phase that leaves most: one without optimizer steps saves nothing over the one before
+        (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * config.sizes().checkpoints[index]
+        + config.sizes().phase_ends[index]
+        for index, phase in enumerate(config.phases())
+    )
+    return Stored(
+        dataset=dataset_gb(definition, dataset_bytes) + weights_gb(definition),
+        checkpoints=kept / 1e9,
+        exports=sum(config.sizes().exports.values()) / 1e9,
+        final=sum(config.sizes().final.values()) / 1e9,
+    )
+
+
+def dataset_gb(definition: StackDefinition, dataset_bytes: int | None) -> float:
+    """What the stack puts into its own bucket; nothing for a dataset that lies in S3 already."""
+    if definition.storage.dataset.startswith("s3://"):
+        return 0.0
+    if dataset_bytes is None:
+        return definition.job.parameters.sizes().dataset / 1e9
+    return dataset_bytes / 1e9
+
+
+def weights_gb(definition: StackDefinition) -> float:
+    """Base weights that the stack puts into its own bucket."""
+    place = definition.storage.base_weights
+    return 0.0 if place is None or place.startswith("s3://") else definition.job.parameters.sizes().base_weights / 1e9
+
+
+def node_lines(definition: StackDefinition, catalog: Catalog, node_hours: float, compute: Price) -> list[Line]:
+    """What running nodes cost: compute first, then what else each hour costs. A start is billed for 60 s at least."""
+    node_hours = max(node_hours, 60 / 3600) * definition.nodes
+    charges = hourly_charges(definition, catalog)
+    return [line("compute", node_hours, compute, "compute"), *(charge.line(node_hours) for charge in charges)]
+
+
+def hourly_charges(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
+    """What each node costs per hour beside compute."""
+    return [charge for charges in HOURLY for charge in charges(definition, catalog)]
+
+
+def bucket_lines(
+    definition: StackDefinition, catalog: Catalog, runtime: Runtime, dataset_bytes: int | None
+) -> list[Line]:
+    """What does not depend on how long the node lives: storage until expiry, requests, transfer, logs."""
+    region, config, keep = definition.fleet.region, definition.job.parameters, definition.storage.keep
+    held = stored(definition, dataset_bytes)
+    days = keep.days if keep.bucket else UNKEPT_DAYS
+    writes = sum(
+        (phase.saves - 1) * math.ceil(config.sizes().checkpoints[i] / PART_BYTES)
+        + math.ceil(config.sizes().phase_ends[i] / PART_BYTES)
+        + phase.saves * (2 * runtime.ranks + SAVE_REQUESTS)
+        for i, phase in enumerate(runtime.phases)
+        if phase.saves
+    )
+    writes += (held.exports + held.final) * 1e9 / PART_BYTES + 100
+    writes += held.dataset * 1e9 / INPUT_PART_BYTES
+    writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
+    reads = (held.final + held.dataset) * 1e9 / PART_BYTES + 100
+    reads += runtime.total_s / config.checkpoint.heartbeat_s  # whether somebody has asked it to stop
+    logs_gb = LOG_GB_PER_BOOT + config.total_steps() / config.log.every * LOG_LINE_BYTES / 1e9
+
+    def fixed(name: str, quantity: float, item: str) -> Line:
+        return line(name, quantity, catalog.price(item, region), "fixed", item)
+
+    return [
+        fixed("S3 storage", held.total * days * 24 / float(MONTH_H), "s3_storage"),
+        fixed("S3 write requests", writes / 1000, "s3_write_requests"),
+        fixed("S3 read requests", reads / 1000, "s3_read_requests"),
+        fixed("transfer of results", held.final + held.small, "transfer_out"),
+        fixed("logs", logs_gb, "logs_ingestion"),
+    ]
+
+
+def _disks(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
+    storage, region = definition.storage, definition.fleet.region
+    data = _disk("data disk", storage.data, catalog, region) if storage.data else []
+    return [*_disk("root disk", storage.root, catalog, region), *data]
+
+
+def _disk(name: str, disk: Disk, catalog: Catalog, region: str) -> list[Charge]:
+    """gp3 by GiB-second, a charge for each of what `gp3_usd_per_month` counts."""
+
+    def monthly(name: str, units: int, key: str) -> list[Charge]:
+        price = catalog.price(key, region)
+        return [Charge(name=name, item=key, units=units, price=price, hours=MONTH_H)] if units > 0 else []
+
+    return [
+        *monthly(name, disk.size_gib, "ebs_gp3_storage"),
+        *monthly(f"{name} IOPS above {FREE_IOPS}", disk.iops - FREE_IOPS, "ebs_gp3_iops"),
+        *monthly(f"{name} MiB/s above {FREE_MIBPS}", disk.throughput_mibps - FREE_MIBPS, "ebs_gp3_throughput"),
+    ]
+
+
+def _address(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
+    return [
+        Charge(
+            name="public IPv4",
+            item="public_ipv4",
+            units=1,
+            price=catalog.price("public_ipv4", definition.fleet.region),
+        )
+    ]
+
+
+# Each hourly charge of a node; one more is a row of services.csv and a function here.
+HOURLY: tuple[Callable[[StackDefinition, Catalog], list[Charge]], ...] = (_disks, _address)
+
+
+def gp3_usd_per_month(catalog: Catalog, region: str, size_gib: int, iops: int, mibps: int) -> Decimal:
+    """Of one volume: size always, IOPS and throughput only above what is included."""
+    usd = size_gib * catalog.price("ebs_gp3_storage", region).amount
+    usd += max(0, iops - FREE_IOPS) * catalog.price("ebs_gp3_iops", region).amount
+    return usd + max(0, mibps - FREE_MIBPS) * catalog.price("ebs_gp3_throughput", region).amount

@@ -1,0 +1,161 @@
+"""What each listed instance type would mean: does the job fit, how long, at which hourly price.
+
+The fleet may pick any listed type in any listed zone, so the bill stands on the dearest one and shows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from infra.bill import fit
+from infra.bill import runtime as runtimes
+from infra.catalog import Catalog, Instance, Price, SpotPrice
+from infra.definition.model import Capacity, StackDefinition
+from infra.errors import DefinitionError, GpufleetError, PriceMissing, Problem
+from infra.evidence.calibration import Calibration, Refused
+
+Calibrations = Mapping[str, Calibration | Refused]  # by instance type: evidence.calibration.find_all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footing:
+    """What a bill of a definition stands on beside the catalog, as infra.pricing.footing finds it."""
+
+    definition: StackDefinition  # with what its prepared dataset counts
+    dataset_bytes: int | None = None  # None: not prepared, assumed
+    calibrations: Calibrations = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TypeCost:
+    """One listed instance type. `why` says what is missing when it cannot be priced."""
+
+    type: str
+    instance: Instance
+    runtime: runtimes.Runtime | None
+    fits: tuple[fit.Fit, ...]
+    notices: tuple[fit.Notice, ...]
+    spot: tuple[SpotPrice, ...]  # cheapest zone first
+    on_demand: Price | None
+    why: str
+
+    def hourly(self, capacity: Capacity) -> Price | None:
+        """The dearest price per node-hour that the fleet can meet."""
+        if capacity == "on-demand":
+            return self.on_demand
+        return self.spot[-1].price if self.spot else None
+
+    @property
+    def holds_the_job(self) -> bool:
+        return all(phase.fits for phase in self.fits)
+
+
+def type_costs(
+    definition: StackDefinition, catalog: Catalog, calibrations: Calibrations | None = None
+) -> tuple[TypeCost, ...]:
+    """Every listed type, in the file's order."""
+    types = definition.fleet.instance_types
+    return tuple(type_cost(definition, catalog, type_, calibrations=calibrations) for type_ in types)
+
+
+def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float = 0.0) -> TypeCost | None:
+    """The type on which the uninterrupted run costs most, among those that hold the job when any does. `extras_usd_h`:
+    disks and address, which a slow type needs for longer.
+    """
+
+    def usd(option: TypeCost) -> float:
+        price, runtime = option.hourly(capacity), option.runtime
+        return (float(price.amount) + extras_usd_h) * runtime.total_s if price and runtime else -1.0
+
+    holding = [option for option in types if option.holds_the_job] or list(types)
+    found = max(holding, key=usd, default=None)
+    return found if found and usd(found) >= 0 else None
+
+
+def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetError:
+    """Why no listed type can be priced, as the error to raise."""
+    problems = fit_problems(definition, types)
+    if problems:
+        return DefinitionError(str(definition.source), problems)
+    found = unpriced(definition, types)
+    return DefinitionError(str(definition.source), found) if found else GpufleetError("fleet.instance_types is empty")
+
+
+def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
+    """One problem per listed type without a price or a known speed: the fleet could pick it."""
+    allowed, found = "types with a known price and speed", []
+    for index, option in enumerate(types):
+        if option.why:
+            instead = "on-demand" if definition.fleet.capacity == "spot" else "spot"
+            known = bool(option.on_demand if instead == "on-demand" else option.spot)
+            priced = bool(option.hourly(definition.fleet.capacity))
+            other = f", write fleet.capacity: {instead}" if known and not priced else ""
+            read = "" if priced else f", or ask AWS: `gpufleet prices refresh --region {definition.fleet.region}`"
+            hint = f"{option.why}. Take it out{other}{read}."
+            found.append(definition.problem(listed(index), option.type, allowed, hint))
+    return found
+
+
+def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
+    """One problem per listed type that does not hold every phase: the fleet could pick it."""
+    problems = []
+    for index, option in enumerate(types):
+        bad = [phase for phase in option.fits if not phase.fits]
+        if bad:
+            worst = max(bad, key=lambda phase: phase.needs_gb)
+            path, allowed = listed(index), f"types on which every phase fits; phase {worst.phase}: {worst.why}"
+            problems.append(definition.problem(path, option.type, allowed, f"Nearest: {worst.nearest}."))
+    return problems
+
+
+def listed(index: int) -> str:
+    """Where the definition lists its type number `index`."""
+    return f"fleet.instance_types[{index}]"
+
+
+def type_cost(
+    definition: StackDefinition,
+    catalog: Catalog,
+    type_: str,
+    *,
+    nearest: str | None = None,
+    calibrations: Calibrations | None = None,
+) -> TypeCost:
+    """One type, listed or not. `nearest`: fit.cheapest_holder's words, for who asks about many types. Raises
+    GpufleetError for one that the catalog has never heard of, which no definition file may list.
+    """
+    calibration = (calibrations or {}).get(type_)
+    config, region, estimate = definition.job.parameters, definition.fleet.region, definition.estimate
+    root = definition.storage.root
+    instance = catalog.instances.get(type_)
+    if instance is None:
+        raise GpufleetError(catalog.unknown_type(type_))
+    why, runtime = [], None
+    try:  # the other price may be missing: it is only compared with
+        (catalog.spot if definition.fleet.capacity == "spot" else catalog.on_demand)(type_, region)
+    except PriceMissing as missing:
+        why.append(str(missing))
+    try:
+        runtime = runtimes.hours(
+            config,
+            instance,
+            estimate,
+            root,
+            nodes=definition.nodes,
+            buffer=float(definition.variant.buffer),
+            hold_hours=None if definition.variant.hold_hours is None else float(definition.variant.hold_hours),
+            calibration=calibration if isinstance(calibration, Calibration) else None,
+        )
+    except GpufleetError as unknown:
+        why.append(str(unknown))
+    return TypeCost(
+        type=type_,
+        instance=instance,
+        runtime=runtime,
+        fits=fit.fits(config, instance, catalog, region, holder=nearest),
+        notices=tuple(fit.notices(config, instance, runtime, estimate, root)) if runtime else (),
+        spot=catalog.spot_prices.get((type_, region), ()),
+        on_demand=catalog.on_demand_prices.get((type_, region)),
+        why="; ".join(why),
+    )

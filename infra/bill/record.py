@@ -1,0 +1,213 @@
+"""The bill as plain values: JSON for programs, stack outputs, and the parts of run.json that come from it.
+
+Money and hours are decimal strings. Nothing depends on the clock: run.json holds these bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from decimal import Decimal
+from typing import Any
+
+from infra.bill.bill import Bill, Cap
+from infra.bill.lines import NOT_PRICED
+from infra.bill.side import Quantiles, Side
+from infra.compare.cheaper import Cheaper
+from infra.risk.cadence import Cadence
+from infra.risk.hazard import Hazard
+
+SCHEMA = 1
+
+
+def to_json(bill: Bill) -> dict[str, Any]:
+    """Keys as documented in docs/bill.md."""
+    nodes = bill.chosen.exposure.nodes
+    return {
+        "schema": SCHEMA,
+        "stack": bill.stack,
+        "scenario": bill.scenario or None,
+        "only_priced": bill.only_priced or None,
+        "run": bill.run,
+        "region": bill.region,
+        "capacity": bill.capacity,
+        "type": bill.chosen.type,
+        "zone": bill.chosen.zone,
+        "lines": [
+            {
+                "name": line.name,
+                "kind": line.kind,
+                "quantity": str(line.quantity),
+                "unit": line.unit,
+                "unit_price": str(line.unit_price),
+                "amount": str(line.amount),
+                "source": line.source,
+                "as_of": line.as_of.isoformat(),
+                "inferred": line.inferred,
+            }
+            for line in bill.lines
+        ],
+        "usd": quantiles(bill.usd),
+        "hours": quantiles(bill.hours.times(nodes)),
+        "wall_hours": quantiles(bill.chosen.wall_hours),
+        "needed": {
+            "usd": quantiles(bill.chosen.needed_usd),
+            "hours": quantiles(bill.chosen.needed_hours.times(nodes)),
+        },
+        "metered": {"usd": quantiles(bill.chosen.metered_usd)},
+        "uninterrupted": {"usd": str(bill.chosen.total), "hours": str(bill.chosen.compute.quantity)},
+        "spot": bill.spot and _side(bill.spot),
+        "on_demand": bill.on_demand and _side(bill.on_demand),
+        "interruptions_expected": round(bill.chosen.interruptions, 3),
+        "hazard_per_hour": None if bill.hazard is None else str(bill.hazard),
+        "hazard": bill.chance and _hazard(bill.chance),
+        "reclaimed_a_month": bill.reclaimed and asdict(bill.reclaimed) | {"as_of": bill.reclaimed.as_of.isoformat()},
+        "cadence": bill.cadence and _cadence(bill.cadence),
+        "usd_at_hazard": {str(hazard): str(usd) for _, hazard, usd in bill.usd_at_hazard},
+        "half_speed": {"usd": quantiles(bill.half_speed)},
+        "break_even_hazard": None if bill.break_even_hazard is None else round(bill.break_even_hazard, 2),
+        "types": [
+            {
+                "type": option.type,
+                "hours": f"{option.runtime.total_s / 3600:.4f}" if option.runtime else None,
+                "spot": {spot.zone: str(spot.price.amount) for spot in option.spot},
+                "on_demand": str(option.on_demand.amount) if option.on_demand else None,
+                "fits": option.holds_the_job,
+                "why": option.why,
+            }
+            for option in bill.types
+        ],
+        "fits": [asdict(fit) | {"needs_gb": round(fit.needs_gb, 2)} for fit in bill.fits],
+        "notice": [
+            {
+                "type": notice.type,
+                "phase": notice.phase,
+                "checkpoint_gb": round(notice.checkpoint_gb, 3),
+                "seconds": round(notice.total_s, 1),
+                "fits": notice.fits,
+            }
+            for notice in bill.notice
+        ],
+        "phases": predicted(bill),
+        "basis": bill.chosen.runtime.basis,
+        "calibrated": bill.calibrated,
+        "cap": bill.cap and _cap(bill.cap),
+        "kept": {
+            "what": bill.kept.what,
+            "gb": str(bill.kept.gb),
+            "usd_per_month": str(bill.kept.usd_per_month),
+            "days": bill.kept.days,
+            "parts": {name: str(gb) for name, gb in bill.kept.parts},
+        },
+        "not_priced": list(NOT_PRICED),
+        "warnings": list(bill.warnings),
+        "prices_as_of": bill.prices_as_of.isoformat(),
+    }
+
+
+def cheaper(found: Cheaper) -> dict[str, Any]:
+    """Keys as documented in docs/bill.md."""
+    return {
+        "options": [
+            {
+                "type": row.type,
+                "capacity": row.capacity,
+                "gpus": row.gpus,
+                "gpus_used": row.ranks,
+                "usd": row.usd and quantiles(row.usd),
+                "hours": row.hours and quantiles(row.hours),
+                "basis": row.basis,
+            }
+            for row in found.rows
+        ],
+        "more": found.more,
+        "beyond": found.beyond,
+    }
+
+
+def outputs(bill: Bill) -> dict[str, str]:
+    """One dollar string per line, then the total."""
+    return {line.name: f"${line.amount:.4f}" for line in bill.lines} | {"total": f"${bill.usd.p50:.4f}"}
+
+
+def rates(bill: Bill) -> dict[str, Any]:
+    """Only types with an on-demand price: the meter falls back to it, a spot-only type meters at spot. `gpus`: of a
+    node; one with fewer is refused.
+    """
+    found: dict[str, Any] = {}
+    for option in bill.types:
+        spot = option.hourly("spot")
+        fallback = option.on_demand or spot
+        if fallback is None:
+            continue
+        by_zone = {zone: str(spot.amount) for zone in bill.zones} if spot else {}
+        gpus = option.instance.gpu_count
+        found[option.type] = {"on_demand": str(fallback.amount), "spot": by_zone, "gpus": gpus}
+    return found
+
+
+def extras(bill: Bill) -> dict[str, Any]:
+    """USD per node-hour beside compute, by line, and the sum of the lines that do not depend on hours."""
+    fixed = (line.amount for line in bill.lines if line.kind == "fixed")
+    return {
+        "hourly_usd": {name: str(usd) for name, usd in bill.hourly_usd.items()},
+        "fixed_usd": str(sum(fixed, Decimal(0))),
+    }
+
+
+def predicted(bill: Bill) -> list[dict[str, Any]]:
+    """What the job prints before its first step."""
+    memory = {fit.phase: fit.needs_gb for fit in bill.fits if fit.type == bill.chosen.type}
+    return [
+        {
+            "phase": phase.name,
+            "params_total": phase.params_total,
+            "params_active": phase.params_active,
+            "flops_per_token": phase.flops_per_token,
+            "steps": phase.steps,
+            "step_ms": round(phase.step_ms, 2),
+            "tokens_per_s": round(phase.tokens_per_s, 1),
+            "mfu": None if phase.mfu is None else round(phase.mfu, 4),
+            "memory_gb": round(memory[phase.name], 2),
+        }
+        for phase in bill.chosen.runtime.phases
+        if phase.steps
+    ]
+
+
+def quantiles(values: Quantiles) -> dict[str, str]:
+    return {"p10": str(values.p10), "p50": str(values.p50), "p90": str(values.p90), "mean": str(values.mean)}
+
+
+def _cap(cap: Cap) -> dict[str, Any]:
+    return {
+        "max_usd": str(cap.max_usd),
+        "max_hours": str(cap.max_hours),
+        "probability": round(cap.probability, 4),
+        "first": cap.first,
+        "at_hours": str(cap.at_hours),
+    }
+
+
+def _hazard(chance: Hazard) -> dict[str, Any]:
+    p10, p90 = chance.quantile(0.1), chance.quantile(0.9)
+    return {"median": round(chance.median, 4), "p10": round(p10, 4), "p90": round(p90, 4), "source": chance.source}
+
+
+def _cadence(found: Cadence) -> dict[str, Any]:
+    return {
+        "interval_s": round(found.interval_s, 1),
+        "present_s": round(found.present_s, 1),
+        "saved_usd": f"{found.saved_usd:.4f}",
+        "saved_hours": f"{found.saved_h:.4f}",
+    }
+
+
+def _side(side: Side) -> dict[str, Any]:
+    return {
+        "type": side.type,
+        "zone": side.zone,
+        "usd_per_hour": str(side.price.amount),
+        "usd": quantiles(side.usd),
+        "hours": quantiles(side.hours.times(side.exposure.nodes)),
+        "uninterrupted_usd": str(side.total),
+    }

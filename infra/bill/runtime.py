@@ -1,0 +1,296 @@
+"""Work to seconds: how long each phase of a job takes on one instance type, without interruptions.
+
+A step is priced from the job's own shape: FLOP at the dense peak of the GPUs used plus optimizer traffic at their
+memory bandwidth (the roofline), divided by an efficiency; or from `estimate.step_ms`, somebody's own figures. Neither
+is a measurement of this job on this device, and the bill says so; a calibration is one, and then evaluations, saves,
+what lies between phases and the end are as they were measured too. Where optimizer traffic is small, as it is
+everywhere but in tinystories-growth, that efficiency is the MFU of a job in bf16.
+
+The constants are assumptions of ours unless a source is named. None of them is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infra.catalog import Instance
+from infra.definition.model import Disk, Estimate
+from infra.errors import GpufleetError
+from infra.evidence.calibration import Calibration, PhaseSpeed
+from job.spec import JobConfig
+from job.spec.common import PhaseSize
+
+SETUP_MINUTES = {"g": 8.0, "p": 15.0}  # launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
+SAVE_BLOCKS_S = 0.1  # per save, beside the copy; a 1.2 GB save on CPU blocked 0.35 s in all (measured, 2 cores)
+HOST_COPY_GB_S = 4.0  # device to host, PCIe 4.0 x8 shared with the step
+NVME_WRITE_GB_S = 1.0
+SHA256_GB_S = 1.4  # measured on one core
+UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above the type's sustained network
+DECODE_S = 0.02  # one token of every sequence at once in plain PyTorch: launch-bound; never below reading the weights
+_STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTime:
+    """One phase on one instance type. Without optimizer steps `step_ms`, `tokens_per_s` are 0 and `mfu` None."""
+
+    name: str
+    params_total: int
+    params_active: int  # per token
+    flops_per_token: int  # useful work of training
+    steps: int
+    step_ms: float
+    limit_ms: float | None  # the roofline; None where a peak is not known
+    tokens_per_s: float
+    mfu: float | None  # useful FLOP over the dense bf16 peak of the GPUs used, fp32 too: as the job measures it
+    saves: float  # checkpoints written: timed, one per evaluation at most, and the one at its end
+    seconds: float  # steps, evaluations, samples, checkpoint stalls, growth before it, final upload after the last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    """A run on one instance type, if nothing interrupts it."""
+
+    phases: tuple[PhaseTime, ...]
+    ranks: int  # GPUs used, of all nodes
+    setup_s: float
+    restart_s: float  # the same for a replacement node, checkpoint download included
+    evaluation_s: float
+    stalls_s: float  # checkpoint stalls
+    growth_s: float
+    upload_s: float  # final save, hash and upload
+    held_s: float  # at the end: a buffer, or a node that is kept longer than its work
+    basis: str
+    measured: bool  # step times come from a measurement, not from a roofline
+    calibrated: bool  # from one of this job on this device, not from the definition
+
+    @property
+    def compute_s(self) -> float:
+        """Optimizer steps alone: what the tables of an experiment call compute."""
+        return sum(phase.steps * phase.step_ms / 1e3 for phase in self.phases)
+
+    @property
+    def work_s(self) -> float:
+        """First step to shutdown."""
+        return sum(phase.seconds for phase in self.phases) + self.held_s
+
+    @property
+    def total_s(self) -> float:
+        """Launch to shutdown: what is billed without interruptions."""
+        return self.setup_s + self.work_s
+
+
+def hours(
+    config: JobConfig,
+    instance: Instance,
+    estimate: Estimate,
+    root: Disk,
+    *,
+    nodes: int = 1,
+    hold_hours: float | None = None,
+    buffer: float = 0.0,
+    calibration: Calibration | None = None,
+) -> Runtime:
+    """The run on `nodes` nodes of `instance`, each kept for `hold_hours` when that is longer than the work; the
+    work grows by the share `buffer`, at its end.
+
+    `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it.
+    Raises GpufleetError when its speed can be derived from nothing.
+    """
+    sizes = config.phases()
+    ranks = config.ranks(instance.gpu_count, nodes)
+    if estimate.step_ms is not None or nodes > 1:
+        calibration = None
+    upload_gb_s = upload_rate(instance, estimate)
+    ends_with = (*list(config.sizes().exports.values())[-1:], *config.sizes().final.values())
+    last_gb = (config.sizes().phase_ends[len(sizes) - 1] + sum(ends_with)) / 1e9
+    finish_s = calibration.finish_s if calibration and sizes[-1].steps else None
+    written_s = last_gb / scratch_rate(instance, root) if finish_s is None else finish_s
+    upload_s = written_s + last_gb / SHA256_GB_S + last_gb / upload_gb_s
+
+    phases: list[PhaseTime] = []
+    launched: list[str] = []  # phases whose GPU waits for its host
+    evaluation_s = stalls_s = growth_s = 0.0
+    for index, size in enumerate(sizes):
+        limit_ms = _limit_ms(size, instance, config, ranks)
+        seen = calibration.phase(size.name) if calibration else None
+        last = index == len(sizes) - 1
+        after = calibration.phase(sizes[index + 1].name) if calibration and not last else None
+        ended = (after is not None and after.boundary_s is not None) or (last and finish_s is not None)
+        launch_ms = _launch_ms(size, instance, config, ranks)
+        step_ms = _step_ms(index, sizes, limit_ms, launch_ms, config, instance, estimate, seen)
+        if size.steps and step_ms == launch_ms:
+            launched.append(size.name)
+        beside = _beside_s(config, size, instance, ranks, step_ms, seen, ended=ended)
+        growth = size.growth_s if seen is None or seen.boundary_s is None or not index else seen.boundary_s
+        training_s = size.steps * step_ms / 1e3
+        saves = (training_s + beside) / config.checkpoint.interval_s + size.evaluations + 1 if size.steps else 0.0
+        blocked_s = saves * _save_s(config, size, index, ranks, scratch_rate(instance, root), seen)
+        peak = instance.gpu.bf16_tflops
+        flop = size.tokens_per_step * size.flops_per_token
+        phases.append(
+            PhaseTime(
+                name=size.name,
+                params_total=size.params_total,
+                params_active=size.params_active,
+                flops_per_token=size.flops_per_token,
+                steps=size.steps,
+                step_ms=step_ms if size.steps else 0.0,
+                limit_ms=limit_ms if size.steps else None,
+                tokens_per_s=size.tokens_per_step / step_ms * 1e3 if size.steps else 0.0,
+                mfu=None
+                if peak is None or config.device == "cpu" or not size.steps
+                else flop / (step_ms / 1e3) / (peak * instance.gpu_share * ranks * 1e12),
+                saves=saves,
+                seconds=training_s + beside + blocked_s + growth + (upload_s if last else 0.0),
+            )
+        )
+        evaluation_s += beside
+        stalls_s += blocked_s
+        growth_s += growth
+
+    setup_s = _setup_s(instance, estimate, calibration)
+    worked_s = sum(phase.seconds for phase in phases)
+    restart = estimate.restart_minutes
+    return Runtime(
+        phases=tuple(phases),
+        ranks=ranks,
+        setup_s=setup_s,
+        restart_s=setup_s if restart is None else float(restart) * 60,
+        evaluation_s=evaluation_s,
+        stalls_s=stalls_s,
+        growth_s=growth_s,
+        upload_s=upload_s,
+        held_s=max(buffer * worked_s, 0.0 if hold_hours is None else hold_hours * 3600 - (setup_s + worked_s)),
+        basis=calibration.basis if calibration else _basis(config, estimate, launched),
+        measured=estimate.step_ms is not None or calibration is not None,
+        calibrated=calibration is not None,
+    )
+
+
+def upload_rate(instance: Instance, estimate: Estimate) -> float:
+    """Node to S3 in GB/s: the definition's figure as it is, else the measured one capped by the sustained network."""
+    if estimate.upload_gb_per_s is not None:
+        return float(estimate.upload_gb_per_s)
+    return min(UPLOAD_GB_S, instance.network_gbps / 8)
+
+
+def scratch_rate(instance: Instance, root: Disk) -> float:
+    """Writing checkpoints locally, GB/s: instance store where there is one, else the root disk."""
+    if instance.nvme_gb:
+        return NVME_WRITE_GB_S
+    return min(root.throughput_mibps * 1.048576e-3, instance.ebs_gbps / 8)
+
+
+def efficiency(config: JobConfig, estimate: Estimate) -> float:
+    """Share of the roofline: the definition's figure, else the experiment's."""
+    return config.efficiency if estimate.efficiency is None else float(estimate.efficiency)
+
+
+def _limit_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float | None:
+    peak, bandwidth = instance.gpu.peak_tflops(config.products()), instance.gpu.bandwidth_gb_s
+    if peak is None or bandwidth is None:
+        return None
+    tokens = size.tokens_per_step * (1 + config.empty_rows(ranks) / config.rows())
+    compute_s = tokens * size.flops_per_token / (peak * instance.gpu_share * ranks * 1e12)
+    cut = ranks if size.sharded else 1
+    traffic_s = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
+    return (compute_s + traffic_s / (bandwidth * instance.gpu_share * 1e9)) * 1e3
+
+
+def _step_ms(
+    index: int,
+    sizes: tuple[PhaseSize, ...],
+    limit_ms: float | None,
+    launch_ms: float,
+    config: JobConfig,
+    instance: Instance,
+    estimate: Estimate,
+    seen: PhaseSpeed | None,
+) -> float:
+    """Of a phase; of one without optimizer steps, what a step of its shape would take."""
+    if estimate.step_ms is not None:
+        training = [place for place, size in enumerate(sizes) if size.steps and place <= index]
+        return float(estimate.step_ms[len(training) - 1])
+    if seen is not None:
+        return seen.step_ms
+    if config.device == "cpu":
+        raise GpufleetError(f"job.parameters.device: cpu has no roofline; give {_STEP_MS}")
+    if limit_ms is None:
+        raise GpufleetError(
+            f"{instance.type}: the peak of its GPU ({instance.gpu.name}) in this job's precision is not in the catalog,"
+            f" so its speed cannot be derived; give {_STEP_MS}"
+        )
+    return max(limit_ms / efficiency(config, estimate), launch_ms)
+
+
+def _launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
+    """Of the host, in a step with the micro-batches that the node's GPUs hold."""
+    if not size.micro_launch_ms:
+        return size.launch_ms
+    rung = config.choose_rung(instance.gpu_memory_gb, ranks=ranks) or config.ladder(ranks)[-1]
+    return size.launch_ms + config.micro_batches(rung, ranks) * size.micro_launch_ms
+
+
+def _save_s(
+    config: JobConfig, size: PhaseSize, index: int, ranks: int, write_gb_s: float, seen: PhaseSpeed | None
+) -> float:
+    """What one save keeps the trainer waiting: each rank copies what it holds, a part of what is sharded or all. Saves
+    that are not asynchronous are waited for until they are written.
+    """
+    whole_gb = config.sizes().checkpoints[index] / 1e9
+    copied_s = SAVE_BLOCKS_S + whole_gb / (ranks if size.sharded else 1) / HOST_COPY_GB_S
+    written_s = whole_gb / write_gb_s
+    if seen is not None:
+        copied_s = copied_s if seen.save_blocks_s is None else seen.save_blocks_s
+        written_s = written_s if seen.save_write_s is None else seen.save_write_s
+    return copied_s + (written_s if config.waits_for_saves() else 0.0)
+
+
+def _beside_s(
+    config: JobConfig,
+    size: PhaseSize,
+    instance: Instance,
+    ranks: int,
+    step_ms: float,
+    seen: PhaseSpeed | None,
+    *,
+    ended: bool,
+) -> float:
+    """Work beside the steps: evaluations and passes, which are forward only, decoding, the node's cores and GPUs at
+    work on something else. `ended`: all but evaluations is in what was measured after the last step.
+    """
+    token_s = step_ms / 1e3 / size.tokens_per_step * size.forward_share
+    evaluation_s = size.evaluation_s(step_ms / 1e3)
+    if seen is not None and seen.evaluation_s is not None:
+        evaluation_s = seen.evaluation_s
+    if ended:
+        return size.evaluations * evaluation_s
+    forward_s = size.evaluations * evaluation_s + token_s * size.forward_tokens
+    decode_s = DECODE_S
+    if instance.gpu.bandwidth_gb_s is not None and config.device != "cpu":
+        width = 2 if config.precision.compute == "bf16" else 4
+        decode_s = max(decode_s, size.params_total * width / 1e9 / (instance.gpu.bandwidth_gb_s * instance.gpu_share))
+    workers = size.workers or (ranks if config.device == "cpu" else instance.gpu_count)
+    beside_s = size.cpu_core_s / instance.vcpu + size.gpu_s / workers
+    rounds = math.ceil(math.ceil(size.decode_sequences / ranks) / size.decode_at_once)
+    return forward_s + rounds * size.decode_steps * decode_s + beside_s
+
+
+def _setup_s(instance: Instance, estimate: Estimate, calibration: Calibration | None) -> float:
+    """Launch to first step. A probe knows the trainer's own part of it only, a receipt all of it."""
+    if estimate.setup_minutes is not None:
+        return float(estimate.setup_minutes) * 60
+    if calibration is not None and calibration.setup_s is not None:
+        return calibration.setup_s
+    assumed = SETUP_MINUTES["p" if instance.type.startswith("p") else "g"] * 60
+    return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0)
+
+
+def _basis(config: JobConfig, estimate: Estimate, launched: Sequence[str]) -> str:
+    if estimate.step_ms is not None:
+        return "step times from estimate.step_ms"
+    said = f"roofline at efficiency {efficiency(config, estimate):g}"
+    return f"{said}, but for {', '.join(launched)}: what the host needs to launch a step" if launched else said

@@ -1,0 +1,266 @@
+"""One side of the bill: the run on spot, or on demand, at the dearest type and zone the fleet may pick."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+
+from infra.bill import lines, options
+from infra.bill.lines import Line
+from infra.bill.options import TypeCost
+from infra.bill.runtime import Runtime
+from infra.catalog import Catalog, Price
+from infra.definition.model import Capacity, Limits, StackDefinition, Variant
+from infra.risk import simulation
+from infra.risk.cadence import Cadence, optimal
+from infra.risk.hazard import HAZARD_WORDS, Hazard, Key, find
+from job.spec import JobConfig
+from job.supervisor.forecast import RESERVE_S, Forecast
+
+UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
+Hazards = Mapping[Key, Hazard]  # as infra.risk.hazard.learn gives them
+_FEW = 2_000  # simulated runs behind a figure that is only a comparison
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantiles:
+    """Of the simulated runs."""
+
+    p10: Decimal
+    p50: Decimal
+    p90: Decimal
+    mean: Decimal
+
+    def times(self, count: int) -> Quantiles:
+        """Of so many nodes, of one's."""
+        return Quantiles(p10=self.p10 * count, p50=self.p50 * count, p90=self.p90 * count, mean=self.mean * count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A side before its luck: what it is, its lines, and what one run puts at risk."""
+
+    option: TypeCost
+    zone: str | None  # by zone id; None on demand
+    price: Price  # per node-hour
+    lines: tuple[Line, ...]  # without interruptions
+    runtime: Runtime
+    exposure: simulation.Exposure
+
+    @property
+    def type(self) -> str:
+        return self.option.type
+
+    @property
+    def compute(self) -> Line:
+        """The line of the node itself."""
+        return next(line for line in self.lines if line.kind == "compute")
+
+    @property
+    def total(self) -> Decimal:
+        """Sum of the lines: the run without interruptions."""
+        return sum((line.amount for line in self.lines), Decimal(0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side(Prepared):
+    """The same with its luck: what the simulated runs came to."""
+
+    usd: Quantiles  # as the limits of the definition cut it
+    hours: Quantiles  # of each node
+    wall_hours: Quantiles  # with the waits for capacity
+    needed_usd: Quantiles  # without the limits: what it takes to finish
+    needed_hours: Quantiles
+    metered_usd: Quantiles  # the same as the job's meter counts: interrupted first hours not credited
+    interruptions: float  # expected
+    probability_stopped: float  # by a limit, before the work is done
+    needed: simulation.Outcome = field(repr=False, compare=False)  # the simulated runs behind needed_usd
+    runs: int
+
+    @property
+    def reserve(self) -> tuple[Decimal, Decimal]:
+        """USD and hours of each node that a limit has to leave, for the job to stop in."""
+        hours, of = self.exposure.reserve_h, self.exposure
+        return exact(hours * of.usd_h), exact(hours)
+
+
+def prepare(
+    definition: StackDefinition,
+    catalog: Catalog,
+    types: Sequence[TypeCost],
+    capacity: Capacity,
+    *,
+    dataset_bytes: int | None,
+    hazards: Hazards | None = None,
+) -> Prepared | None:
+    """None when no listed type has both a price of this kind and a known speed."""
+    option = options.dearest(
+        types, capacity, float(sum(each.usd_per_hour for each in lines.hourly_charges(definition, catalog)))
+    )
+    hourly = option.hourly(capacity) if option else None
+    if option is None or hourly is None or option.runtime is None:
+        return None
+    node = lines.node_lines(definition, catalog, option.runtime.total_s / 3600, hourly)
+    bucket = lines.bucket_lines(definition, catalog, option.runtime, dataset_bytes)
+    chance = _chance(definition, option.type, hazards or {}) if capacity == "spot" else 0.0
+    return Prepared(
+        option=option,
+        zone=option.spot[-1].zone if capacity == "spot" else None,
+        price=hourly,
+        lines=(*node, *bucket),
+        runtime=option.runtime,
+        exposure=_exposure(definition, option, option.runtime, chance, node, bucket),
+    )
+
+
+def price_side(
+    definition: StackDefinition,
+    catalog: Catalog,
+    types: Sequence[TypeCost],
+    capacity: Capacity,
+    *,
+    dataset_bytes: int | None,
+    runs: int,
+    hazards: Hazards | None = None,
+) -> Side | None:
+    """None when no listed type has both a price of this kind and a known speed."""
+    prepared = prepare(definition, catalog, types, capacity, dataset_bytes=dataset_bytes, hazards=hazards)
+    if prepared is None:
+        return None
+    runs = 1 if capacity == "on-demand" else runs  # nothing is drawn
+    outcome, needed = simulation.simulate_each([prepared.exposure, prepared.exposure.unlimited], runs=runs)
+    return settle(prepared, outcome, needed if outcome.stopped.any() else outcome)
+
+
+def settle(prepared: Prepared, outcome: simulation.Outcome, needed: simulation.Outcome) -> Side:
+    """The side, from the simulated runs within the limits and without."""
+    usd, hours, wall_hours, metered_usd = _figures(outcome, prepared)
+    needed_usd, needed_hours = usd, hours
+    if needed is not outcome:
+        needed_usd, needed_hours, _, metered_usd = _figures(needed, prepared)
+    return Side(
+        option=prepared.option,
+        zone=prepared.zone,
+        price=prepared.price,
+        lines=prepared.lines,
+        runtime=prepared.runtime,
+        exposure=prepared.exposure,
+        usd=usd,
+        hours=hours,
+        wall_hours=wall_hours,
+        needed_usd=needed_usd,
+        needed_hours=needed_hours,
+        metered_usd=metered_usd,
+        interruptions=float(outcome.interruptions.mean()),
+        probability_stopped=float(outcome.stopped.mean()),
+        needed=needed,
+        runs=len(outcome.usd),
+    )
+
+
+def cadence(side: Side) -> Cadence | None:
+    """The checkpoint interval that costs least. None for a run without interruptions or saves, or that gets nowhere."""
+    saves = sum(phase.saves for phase in side.runtime.phases)
+    if not side.exposure.chance.median or not saves or not side.exposure.phase_ends_h[-1]:
+        return None
+    return optimal(side.exposure, side.runtime.stalls_s / saves)
+
+
+def half_speed(side: Side, variant: Variant) -> Quantiles:
+    """USD to finish if every step takes twice as long. A node that is held waits that much less afterwards."""
+    *ends, last = (2 * end for end in side.exposure.phase_ends_h)
+    if variant.hold_hours is not None:
+        held = side.runtime.held_s / 3600
+        last = max((last - 2 * held) * float(1 + variant.buffer), last / 2)
+    slow = replace(side.exposure.unlimited, phase_ends_h=(*ends, last))
+    return _figures(simulation.simulate(slow, runs=min(_FEW, side.runs)), side)[0]
+
+
+def usd_at_hazards(side: Side) -> tuple[tuple[str, float, Decimal], ...]:
+    """(word, interruptions per node-hour, mean USD to finish)."""
+    fixed = [replace(side.exposure.unlimited, hazard=hazard) for _, hazard in HAZARD_WORDS]
+    outcomes = simulation.simulate_each(fixed, runs=min(_FEW, side.runs))
+    means = [_figures(outcome, side)[0].mean for outcome in outcomes]
+    return tuple((word, hazard, mean) for (word, hazard), mean in zip(HAZARD_WORDS, means, strict=True))
+
+
+def exact(value: float) -> Decimal:
+    """Four decimals, never minus zero."""
+    return Decimal(f"{value:.4f}") or Decimal("0.0000")
+
+
+def _exposure(
+    definition: StackDefinition,
+    option: TypeCost,
+    runtime: Runtime,
+    chance: Hazard | float,
+    node: Sequence[Line],
+    bucket: Sequence[Line],
+) -> simulation.Exposure:
+    nodes = definition.nodes
+    wait, missed = definition.estimate.capacity_wait_minutes, definition.estimate.notice_missed
+    ends, worked_h = [], 0.0
+    for phase in runtime.phases:
+        worked_h += phase.seconds / 3600
+        ends.append(worked_h)
+    ends[-1] += runtime.held_s / 3600
+    (compute,) = (line for line in node if line.kind == "compute")
+    extras = [line for line in node if line.kind == "hourly"]
+    return simulation.Exposure(
+        setup_h=runtime.setup_s / 3600,
+        restart_h=runtime.restart_s / 3600,
+        phase_ends_h=tuple(ends),
+        saves_fit=tuple(notice.fits for notice in option.notices),
+        interval_h=definition.job.parameters.checkpoint.interval_s / 3600,
+        compute_usd_h=float(compute.unit_price) * nodes,
+        extras_usd_h=float(sum(line.quantity * line.unit_price for line in extras) / compute.quantity) * nodes,
+        fixed_usd=float(sum(line.amount for line in bucket)),
+        hazard=chance,
+        nodes=nodes,
+        wait_h=(simulation.CAPACITY_WAIT_MINUTES if wait is None else float(wait)) / 60,
+        notice_missed=simulation.NOTICE_MISSED if missed is None else float(missed),
+        max_usd=float(definition.limits.max_usd),
+        max_hours=float(definition.limits.max_hours) / nodes,
+        reserve_h=reserve_h(definition.job.parameters, option),
+    )
+
+
+def reserve_h(config: JobConfig, option: TypeCost) -> float:
+    """Hours before a limit at which the job's meter stops it at the end of its work, so that all is saved by then."""
+    seconds = [{"type": each.type, "phase": each.phase, "seconds": each.total_s} for each in option.notices]
+    phases = option.runtime.phases if option.runtime else ()
+    pace = [{"phase": each.name, "steps": each.steps, "step_ms": each.step_ms} for each in phases if each.steps]
+    forecast = Forecast(config, {"notice": seconds, "phases": pace}, option.type)
+    return (forecast.end_s(config.total_steps(), None) + RESERVE_S) / 3600
+
+
+def _chance(definition: StackDefinition, type_: str, hazards: Hazards) -> Hazard | float:
+    """Per node-hour: the definition's figure, else what was learned of the type, else the prior.
+
+    What was learned of one zone counts for a fleet of that zone alone; any other fleet may be given a zone without
+    history, and gets the type's.
+    """
+    fixed = definition.estimate.hazard_per_hour
+    if fixed is not None:
+        return float(fixed)
+    zones = definition.fleet.zones
+    return find(hazards, type_, zones[0] if len(zones) == 1 else None)
+
+
+def _figures(outcome: simulation.Outcome, of: Prepared) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
+    """USD, node-hours, hours by the wall, and USD as the job's meter counts.
+
+    Dollars are the exact total without interruptions plus the simulated difference: no interruption costs exactly
+    nothing.
+    """
+    exposure, total = of.exposure, of.total
+    beyond = [usd - exposure.uninterrupted_usd for usd in (outcome.usd, exposure.metered(outcome.hours))]
+    values = (beyond[0], outcome.hours, outcome.wall_hours, beyond[1])
+    usd, hours, wall_hours, metered_usd = ([exact(value) for value in simulation.quantiles(each)] for each in values)
+    return _of([total + value for value in usd]), _of(hours), _of(wall_hours), _of([total + v for v in metered_usd])
+
+
+def _of(values: Sequence[Decimal]) -> Quantiles:
+    p10, p50, p90, mean = values
+    return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)

@@ -1,0 +1,295 @@
+"""The bill as text for people: plain ASCII, at most 100 columns, one block for Pulumi's Diagnostics or a terminal.
+
+Short enough to be read at every preview. What each figure means is in docs/bill.md; everything else is in the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import date
+from decimal import Decimal
+
+from infra.bill.bill import Bill
+from infra.bill.fit import NOTICE_S
+from infra.bill.limits import AS_COUNTED
+from infra.bill.lines import NOT_PRICED
+from infra.bill.side import Quantiles, Side
+from infra.compare.cheaper import Cheaper
+from infra.definition.model import deadline_text
+from infra.risk.hazard import word
+from infra.text import table, wrap
+from job.text import counted
+
+
+def render(bill: Bill, *, today: date | None = None, accuracy: object = None, cheaper: Cheaper | None = None) -> str:
+    """The whole bill. With `today` it also says how old the prices are; with `accuracy`, a Score of
+    infra.evidence.receipts, how right earlier bills were; with `cheaper` what else would do the same work for less.
+    """
+    types = [_types(bill)] if len(bill.types) > 1 else []
+    options = [] if cheaper is None else [_cheaper(cheaper)]
+    blocks = [_head(bill), _lines(bill), _totals(bill), *options, *types, _phases(bill), _rest(bill, today, accuracy)]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _head(bill: Bill) -> Iterator[str]:
+    side = bill.chosen
+    dearest = "the dearest listed type, " if len(bill.types) > 1 else ""
+    price = f"{side.price.amount} USD/h"
+    if side.zone:
+        spot = next(option.spot for option in bill.types if option.type == side.type)
+        price += " (dearest zone)" if len(spot) > 1 else ""
+    name = f"{bill.stack}, scenario {bill.scenario}" if bill.scenario else bill.stack
+    yield from wrap(f"{name}, run {bill.run}: {_nodes(bill)} in {bill.region}, {dearest}{side.type} at {price}")
+
+
+def _nodes(bill: Bill) -> str:
+    nodes = bill.chosen.exposure.nodes
+    return f"one {bill.capacity} node" if nodes == 1 else f"{nodes} {bill.capacity} nodes"
+
+
+def _lines(bill: Bill) -> Iterator[str]:
+    rows = [
+        (
+            f"{line.name} *" if line.inferred else line.name,
+            f"{line.quantity:.4f}",
+            line.unit,
+            f"{line.unit_price:f}",
+            f"{line.amount:.4f}",
+        )
+        for line in bill.chosen.lines
+    ]
+    sums = [("interruptions", _interruptions_usd(bill))]
+    if bill.cap is not None and (cut := bill.usd.p50 - bill.chosen.needed_usd.p50):
+        sums += [("total to finish = p50", bill.chosen.needed_usd.p50), (f"stopped by {bill.cap.first}", cut)]
+    sums.append((f"total = p50{_within(bill)}", bill.usd.p50))
+    rows += [(name, "", "", "", f"{amount:.4f}") for name, amount in sums]
+    yield from table(("line", "quantity", "unit", "USD each", "USD"), rows, right=(1, 3, 4))
+    if any(line.inferred for line in bill.lines):
+        yield f"* price inferred, not read in any source for {bill.region}"
+
+
+def _interruptions_usd(bill: Bill) -> Decimal:
+    """What interruptions add to a run that ends finished; the bill's own line is of the run that a limit may stop."""
+    return bill.chosen.needed_usd.p50 - bill.chosen.total
+
+
+def _totals(bill: Bill) -> Iterator[str]:
+    chosen = bill.chosen
+    within = _within(bill)
+    rows = [_row(f"USD{within}, done or not" if within else "USD", bill.usd)]
+    if within:
+        rows.append(_row("USD to finish, were there no limit", chosen.needed_usd))
+    # Its mean is made by few runs that hardly get beyond a first hour: a million of them tell another than 10,000.
+    counted_usd = (*_row(f"USD {AS_COUNTED}", chosen.metered_usd)[:4], "-")
+    beside = bill.cap is not None and counted_usd[2:4] != _row("", chosen.needed_usd)[2:4]
+    if beside:
+        rows.append(counted_usd)
+    rows.append(_row("USD at half the speed", bill.half_speed))
+    rows.append(_other(bill, bill.on_demand if bill.capacity == "spot" else bill.spot))
+    hours = "hours of each node" if chosen.exposure.nodes > 1 else "node-hours"
+    rows.append(_row(hours, bill.hours))
+    if bill.capacity == "spot":
+        rows.append(_row("hours with waits for capacity", chosen.wall_hours))
+    yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
+    if beside:
+        yield "limits.max_usd counts interrupted first hours as well, which AWS does not charge."
+
+
+def _within(bill: Bill) -> str:
+    """What tells the p50 of a run that a limit may stop from the p50 of finishing it."""
+    stopped = bill.chosen.probability_stopped >= 0.01 or bill.usd.p50 != bill.chosen.needed_usd.p50
+    return " within the limits" if stopped else ""
+
+
+def _row(name: str, values: Quantiles) -> tuple[str, ...]:
+    digits = 2 if values.p90 >= Decimal("0.1") else 4
+    return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
+
+
+def _other(bill: Bill, other: Side | None) -> tuple[str, ...]:
+    kind = "on demand" if bill.capacity == "spot" else "on spot"
+    if other is None:
+        return f"USD {kind}: no price known", "", "", "", ""
+    return _row(f"USD {kind}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
+
+
+def _cheaper(found: Cheaper) -> Iterator[str]:
+    beyond = f"{counted(found.beyond, 'cheaper one')} beyond a limit or rule" if found.beyond else ""
+    if not found.rows:
+        others = f"; {beyond}" if beyond else ""
+        yield from wrap(f"No other type does this work for less{others}; all: `{found.command}`.")
+        return
+    heads = ("cheaper to finish this work", "GPUs", "used", "USD p50", "USD p90", "hours")
+    rows = []
+    for row in found.rows:
+        assert row.usd is not None
+        assert row.hours is not None
+        place = "on spot" if row.capacity == "spot" else "on demand"
+        usd = _row(f"{row.type} {place}{' *' if row.type in found.assumed else ''}", row.usd)
+        rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}"))
+    yield from table(heads, rows, right=range(2, 6))
+    if found.assumed:
+        yield "* at an assumed speed; the bill's own is measured"
+    more = f"{found.more} more within the limits" if found.more else ""
+    others = ", ".join(filter(None, (more, beyond)))
+    yield from wrap(f"{f'{others}; all: ' if others else 'All: '}`{found.command}`.")
+
+
+def _types(bill: Bill) -> Iterator[str]:
+    rows = []
+    for option in bill.types:
+        hourly, runtime = option.hourly(bill.capacity), option.runtime
+        low, high = (option.spot[0].price.amount, option.spot[-1].price.amount) if option.spot else (None, None)
+        compute = "no price or speed"
+        if hourly and runtime:
+            node_s = Decimal(max(runtime.total_s, 60)) * bill.chosen.exposure.nodes
+            compute = f"{hourly.amount * node_s / 3600:.4f}"
+        rows.append(
+            (
+                option.type,
+                option.instance.gpus,
+                f"{runtime.total_s / 3600:.3f}" if runtime else "-",
+                "-" if low is None else f"{low}" if low == high else f"{low} to {high}",
+                f"{option.on_demand.amount}" if option.on_demand else "-",
+                compute,
+                "yes" if option.holds_the_job else "NO",
+            )
+        )
+    heads = ("listed type", "GPU", "hours", "spot USD/h by zone", "on demand", "compute USD", "fits")
+    yield from table(heads, rows, right=(2, 5))
+    for option in bill.types:
+        if option.why:
+            yield from wrap(f"{option.type}: {option.why}")
+
+
+def _phases(bill: Bill) -> Iterator[str]:
+    runtimes = {option.type: option.runtime for option in bill.types}
+    notices = {(notice.type, notice.phase): notice for notice in bill.notice}
+    rows = []
+    for fit in bill.fits:
+        runtime = runtimes[fit.type]
+        time = next((phase for phase in runtime.phases if phase.name == fit.phase), None) if runtime else None
+        notice = notices.get((fit.type, fit.phase))
+        rows.append(
+            (
+                fit.type,
+                fit.phase,
+                f"{time.seconds / 3600:.3f}" if time else "-",
+                f"{time.step_ms:.1f}" if time and time.steps else "-",
+                f"{time.tokens_per_s:,.0f}" if time and time.steps else "-",
+                f"{time.mfu:.0%}" if time and time.mfu else "-",
+                f"{fit.needs_gb:.1f} of {fit.has_gb:g} GB" + ("" if fit.fits else " NO"),
+                f"{fit.micro}{' ckpt' if fit.checkpointing else ''}",
+                f"{notice.total_s:.0f} of {NOTICE_S:.0f} s{'' if notice.fits else ' NO'}" if notice else "-",
+            )
+        )
+    heads = ("type", "phase", "hours", "step ms", "tok/s", "MFU", "GPU memory", "micro", "save + upload")
+    yield from table(heads, rows, right=(2, 3, 4, 5))
+    yield from wrap(_beside(bill))
+    for fit in bill.fits:
+        if not fit.fits:
+            yield from wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
+
+
+def _beside(bill: Bill) -> str:
+    """What the hours of a node hold beside the phases."""
+    runtime = bill.chosen.runtime
+    parts = [f"{runtime.setup_s / 60:.1f} min of set-up before the first phase"]
+    if runtime.held_s:
+        parts.append(f"{runtime.held_s / 3600:.2f} h held idle after the last")
+    used = "one GPU" if runtime.ranks == 1 else f"{runtime.ranks} GPUs"
+    return f"{bill.chosen.type}: {', '.join(parts)}; {used} in use."
+
+
+def _rest(bill: Bill, today: date | None, accuracy: object) -> Iterator[str]:
+    yield from wrap(_interruptions(bill))
+    if bill.cadence is not None:
+        said = bill.cadence.sentence()
+        yield from wrap(f"{said[0].upper()}{said[1:]}.")
+    yield from wrap(_limits(bill))
+    kept = bill.kept
+    left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
+    yield from wrap(f"Kept after destroy: {left if kept.days else 'nothing'}.")
+    days = [line.as_of for line in bill.lines]
+    age = "" if today is None else f"; {price_age(bill, today)}"
+    yield from wrap(f"Prices: of {min(days)} to {max(days)}{age}.")
+    yield from wrap(f"Not priced: {'; '.join(NOT_PRICED)}.")
+    if bill.calibrated:
+        yield from wrap(f"Calibrated: {bill.chosen.runtime.basis}.")
+    if accuracy is not None:
+        yield f"How right earlier bills were: {accuracy}."
+    for warning in bill.warnings:
+        yield from wrap(f"Warning: {warning}")
+
+
+def price_age(bill: Bill, today: date) -> str:
+    """How old the price of compute is, and what share of the dollars stands on prices older than the definition allows.
+
+    The share is of the uninterrupted run's dollars: the line `interruptions` has no price of its own.
+    """
+    age = (today - bill.chosen.price.as_of).days
+    said = f"compute is {age} days old" if age >= 0 else f"compute is of {-age} days from now, which cannot be"
+    old = [line for line in bill.chosen.lines if (today - line.as_of).days > bill.max_price_age_days]
+    if not old or not bill.chosen.total:
+        return said
+    share = sum((line.amount for line in old), Decimal(0)) / bill.chosen.total
+    return (
+        f"{said}; {share:.0%} of the dollars stand on prices older than {bill.max_price_age_days} days:"
+        " `gpufleet prices refresh`"
+    )
+
+
+def _interruptions(bill: Bill) -> str:
+    if bill.capacity == "on-demand":
+        return "Interruptions: none on demand."
+    if bill.on_demand is None:
+        against = "no on-demand price to compare with"
+    elif bill.break_even_hazard == 0:
+        against = "on demand costs no more at any hazard"
+    elif bill.break_even_hazard is None:
+        against = "spot is cheaper than on demand up to 10 per node-hour"
+    else:
+        against = f"on demand is cheaper above {bill.break_even_hazard:.2g} per node-hour"
+    aws = ""
+    if bill.reclaimed is not None:
+        when = f"{bill.reclaimed.as_of:%Y-%m}"
+        aws = f" AWS reclaimed {bill.reclaimed} of such instances a month ({when}); never converted."
+    return f"Interruptions: {bill.chosen.interruptions:.2f} expected, {_hazard(bill)}; {against}.{_negative(bill)}{aws}"
+
+
+def _negative(bill: Bill) -> str:
+    """Why the line `interruptions` takes dollars away, when it does."""
+    if _interruptions_usd(bill) >= 0:
+        return ""
+    return " Their line is negative: AWS does not charge an interrupted first hour."
+
+
+def _hazard(bill: Bill) -> str:
+    chance = bill.chance
+    assert chance is not None  # on spot
+    if not chance.sigma:
+        return f"at {chance.median:g} per node-hour ({word(chance.median)}; {chance.source})"
+    p10, p90 = chance.quantile(0.1), chance.quantile(0.9)
+    return (
+        f"at about {chance.median:.2g} per node-hour, in eight runs of ten between {p10:.2g} and {p90:.2g}"
+        f" ({word(p10)} to {word(p90)}; {chance.source})"
+    )
+
+
+def _limits(bill: Bill) -> str:
+    cap = bill.cap
+    if cap is None:
+        return f"Cannot be launched: it {bill.only_priced}. Only priced, so no limit of the file is held against it."
+    money, hours = f"{cap.max_usd} USD", counted(cap.max_hours, "node-hour")
+    if cap.first == "limits.max_usd":
+        money += f" (comes first, at {cap.at_hours:.2f} node-hours)"
+    else:
+        hours += " (comes first)"
+    chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
+    said = f"Limits: {money}, {hours}; chance that one stops the run, if the speed is right: {chance}."
+    if cap.deadline is None:
+        return said
+    return (
+        f"{said} limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any figure"
+        " here: `gpufleet compare` holds it against the hours."
+    )

@@ -1,0 +1,1 @@
+"""What else could do the same work, where, and for how much."""

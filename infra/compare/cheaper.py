@@ -1,0 +1,93 @@
+"""What would do a bill's work for less: every other type of the catalog, on spot and on demand, as a short list.
+
+The bill says what the chosen fleet costs; this says what else to list in its place. `gpufleet compare` shows all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+from infra.bill.bill import Bill
+from infra.bill.side import UNBOUND, Hazards
+from infra.catalog import Catalog
+from infra.compare import ranking
+from infra.compare.rows import Row, filled
+from infra.definition.model import StackDefinition
+
+SHOWN = 3
+REFINED = 6  # simulated more closely, so that noise neither names nor hides one
+ATTEMPTS = 64  # nodes of such a run before it is carried on: moves the mean by less than LEAST
+LEAST = Decimal("0.02")  # of the bill's mean: what is saved at least; less is noise of the simulation
+CENT = Decimal("0.01")
+LATE = 0.1  # share of runs that may miss the deadline, as of those that may pass another limit
+# Of an uninterrupted run's dollars: what free first hours take off at most, at one interruption an hour or fewer.
+FREE = Decimal("0.5")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cheaper:
+    """Options whose mean is below the bill's, in the definition's region."""
+
+    rows: tuple[Row, ...]  # the SHOWN with the lowest mean, of those allowed
+    more: int  # others that are
+    beyond: int  # cheaper ones that pass a limit or the deadline in more than one run in ten, or break a rule
+    assumed: frozenset[str]  # types of `rows` whose speed is assumed, where the bill's is measured
+    command: str  # shows all of them
+
+
+def cheaper(
+    definition: StackDefinition,
+    bill: Bill,
+    catalog: Catalog,
+    *,
+    hours_left: float | None = None,
+    hazards: Hazards | None = None,
+    found: ranking.Found = ranking.nothing,
+    allowed: Callable[[Row], bool] = lambda row: True,
+) -> Cheaper | None:
+    """`allowed`: whether the project's rules let the row be. None for what cannot be taken to another type: several
+    nodes, or a run that was elsewhere.
+    """
+    if definition.nodes > 1 or definition.variant.reference:
+        return None
+    if definition.variant.only_priced:  # no limit is held against its bill either
+        definition, hours_left = replace(definition, limits=UNBOUND), None
+    mean = bill.chosen.needed_usd.mean
+    below = mean - max(LEAST * mean, CENT)
+
+    def able(rows: list[Row]) -> list[Row]:
+        return sorted((row for row in rows if _mean(row) < below), key=_mean)
+
+    def within(row: Row) -> bool:
+        return not row.over_limit and row.late <= LATE and allowed(row)
+
+    options = ranking.every_option(
+        definition, (definition,), catalog, hours_left=hours_left, hazards=hazards, found=found, most=below / FREE
+    )
+    rows = able([row for row in options if row.ranked and not _listed(row, definition)])
+    likely = [row for row in rows if within(row)][:REFINED]
+    closer = filled(likely, hours_left, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
+    rows = able([*closer, *(row for row in rows if row not in likely)])
+    chosen = [row for row in rows if within(row)]
+    shown = tuple(chosen[:SHOWN])
+    measured = bill.chosen.runtime.measured
+    scenario = f" --scenario {definition.scenario}" if definition.scenario else ""
+    return Cheaper(
+        rows=shown,
+        more=len(chosen) - len(shown),
+        beyond=len(rows) - len(chosen),
+        assumed=frozenset(row.type for row in shown if measured and row.basis != "measured"),
+        command=f"gpufleet compare {definition.argument}{scenario}",
+    )
+
+
+def _listed(row: Row, definition: StackDefinition) -> bool:
+    """The fleet may pick it as it is."""
+    return row.type in definition.fleet.instance_types and row.capacity == definition.fleet.capacity
+
+
+def _mean(row: Row) -> Decimal:
+    assert row.usd is not None  # of a ranked one
+    return row.usd.mean

@@ -1,0 +1,80 @@
+"""What else could be run for a definition file: read with all that its project knows, compared and ranked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from infra.bill.options import Footing
+from infra.catalog import load_catalog
+from infra.compare import deadline, ranking
+from infra.compare.rows import Row
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition, deadline_text
+from infra.definition.scenarios import chosen, scenarios
+from infra.errors import GpufleetError
+from infra.evidence import outcomes
+from infra.evidence.observations import observations
+from infra.pricing import footing
+from infra.risk.hazard import learn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The scenarios of a file, and every option for their work."""
+
+    definition: StackDefinition  # whose region all are compared in: the file's, or the chosen scenario's
+    scenario: str  # the chosen one, else the one that is the file as it is
+    listed: list[Row]  # its scenarios, in order
+    default: Row  # of these, the file as it is
+    rows: list[Row]  # options, ranked
+    frontier: list[Row]  # of these
+    policy: tuple[deadline.Policy, str] | None  # with a deadline: spot first, then on demand, and the type
+
+    @property
+    def runnable(self) -> bool:
+        """Whether anything could be run in time."""
+        return any(row.ranked and row.late <= ranking.SURE for row in self.rows)
+
+
+def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None, within: float | None) -> Comparison:
+    """The comparison of a file's work, or of one scenario's, on what `root` (the project) has measured. `within`: hours
+    from now, instead of the file's deadline. Raises GpufleetError.
+    """
+    catalog = load_catalog()
+    definition = load(path, now=now, past_deadline=True)
+    variants = scenarios(path, now=now)
+    asked = chosen(path, variants, scenario)
+    whose = asked[0] if scenario else definition
+    left = _hours_left(within, whose, now)
+    hazards = learn(observations(root))
+
+    def found(work: StackDefinition) -> Footing:
+        return footing(work, root, catalog)
+
+    listed = ranking.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=found)
+    ended = outcomes.read(root, definition.name)
+    listed = [replace(row, outcome=outcomes.newest(ended, row.settings, row.type)) for row in listed]
+    rows = ranking.every_option(whose, asked, catalog, hours_left=left, hazards=hazards, found=found)
+    rows = ranking.refined(rows, hours_left=left)
+    default = ranking.default_row(definition, variants, listed)
+    name = scenario or default.scenario
+    return Comparison(
+        definition=whose,
+        scenario=name,
+        listed=listed,
+        default=default,
+        rows=rows,
+        frontier=ranking.frontier(rows),
+        policy=ranking.deadline_policy(rows, name, left),
+    )
+
+
+def _hours_left(within: float | None, definition: StackDefinition, now: datetime) -> float | None:
+    if within is not None:
+        return within
+    left, due = definition.limits.hours_left(now), definition.limits.deadline
+    if left is not None and due is not None and left <= 0:
+        raise GpufleetError(f"limits.deadline, {deadline_text(due)}, has passed; move it")
+    return left

@@ -1,0 +1,118 @@
+"""The policy 'spot until slack runs out, then on-demand': at what hour to switch, and what it costs.
+
+Slack is the time left to the deadline beyond what the rest of the work takes on demand, restart included. It shrinks
+while the run waits for capacity, starts up, or repeats lost work; when it is down to a margin, the run is ended with a
+checkpoint and goes on on demand, where a node is taken to be there at once. The margin is the least with which enough
+runs are on time. On time is done before the job, whose own deadline it is, begins to stop. No fleet switches by itself,
+nor does gpufleet: this prices what the owner would do by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from infra.risk.hazard import Floats
+from infra.risk.simulation import MINIMUM_H, Exposure, Leave, Outcome, quantiles, simulate
+from infra.text import hours
+
+ON_TIME = 0.95
+RUNS = 2_000
+_MARGINS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What to do by when, and what it comes to. Hours are by the wall, from the run's start."""
+
+    hours_left: float  # to the deadline
+    stop_h: float  # before it the job begins to stop
+    switch_h: float | None  # with nothing done yet; None: spot alone is on time; 0: on demand at once
+    typical_switch_h: float | None  # the median of the runs that switch; None: none does
+    margin_h: float  # slack at which to switch
+    on_time: float  # probability, with the switch
+    on_time_spot: float  # probability that spot alone is on time
+    switched: float  # probability of a switch
+    usd: tuple[float, float, float, float]  # p10, p50, p90, mean
+    wall_hours: tuple[float, float, float, float]
+
+    def sentence(self) -> str:
+        """For people."""
+        deadline, cost = f"{hours(self.hours_left)} h", f"${self.usd[1]:.2f} p50, ${self.usd[2]:.2f} p90"
+        if self.switch_h is None:
+            return f"spot alone is done in {deadline} in {self.on_time:.0%} of runs: no switch needed; {cost}"
+        if not self.on_time:
+            takes = f"{hours(self.wall_hours[1])} h, and {60 * self.stop_h:.0f} min to stop in"
+            return f"the deadline in {deadline} cannot be met: on demand from the first hour takes {takes}"
+        if not self.switch_h:
+            return f"a deadline in {deadline} leaves too little slack for spot: begin on demand; {cost}"
+        typical = "" if self.typical_switch_h is None else f", typically at {hours(self.typical_switch_h)} h"
+        return (
+            f"begin on spot and switch to on demand {hours(self.switch_h)} h after the start if nothing is done by"
+            f" then, later by the hours of work that are done ({self.switched:.0%} of runs switch{typical}); "
+            f"no fleet switches by itself; {self.on_time:.0%} are done in {deadline}; {cost}"
+        )
+
+
+def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: float = ON_TIME) -> Policy:
+    """The policy for a run that begins now and has `hours_left` by the wall.
+
+    Both exposures are the same job, on the type that each side would use; their limits are not applied, and progress
+    counts as the share of the hours of work. Raises ValueError for a share outside 0 to 1, hours that are no number,
+    or a run without work.
+    """
+    if not (0 < on_time <= 1) or not math.isfinite(hours_left):
+        raise ValueError(f"on_time is {on_time}, hours_left {hours_left}; allowed: above 0 to 1, and hours")
+    if not (spot.phase_ends_h[-1] > 0 and on_demand.phase_ends_h[-1] > 0):
+        raise ValueError("the run has no work; allowed: hours above 0")
+    spot = spot.unlimited
+    alone = simulate(spot, runs=RUNS)
+    stop_h = max(spot.reserve_h, on_demand.reserve_h)
+    by_h = hours_left - stop_h
+    on_time_spot = float((alone.wall_hours <= by_h).mean())
+    slack_h = by_h - on_demand.restart_h - on_demand.phase_ends_h[-1]
+    switch_h: float | None = None
+    margin_h, met, begun, usd, wall = 0.0, on_time_spot, alone, alone.usd, alone.wall_hours
+    if on_time_spot < on_time:
+
+        def leaving(at_h: float) -> tuple[Outcome, Floats, Floats]:
+            leave = Leave(by_h=at_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
+            found = simulate(replace(spot, leave=leave), runs=RUNS)
+            return found, *_finished(found, spot, on_demand)
+
+        # Finer where it is small: what has to be made up for is mostly one lost checkpoint interval.
+        for margin_h in max(slack_h, 0.0) * np.linspace(0, 1, _MARGINS) ** 2:
+            switch_h = max(0.0, slack_h - margin_h)
+            begun, usd, wall = leaving(switch_h)
+            if (wall <= by_h + 1e-6).mean() >= on_time:
+                break
+        sure = leaving(0.0)
+        # Too little slack to get anything done on spot: its nodes are paid in vain.
+        if sure[1].mean() < usd.mean() - 1e-9:
+            margin_h, switch_h, (begun, usd, wall) = max(slack_h, 0.0), 0.0, sure
+        met = float((wall <= by_h + 1e-6).mean())
+    left_at_h = begun.wall_hours[begun.stopped]
+    return Policy(
+        hours_left=hours_left,
+        stop_h=stop_h,
+        switch_h=switch_h,
+        typical_switch_h=float(np.median(left_at_h)) if left_at_h.size else None,
+        margin_h=float(margin_h),
+        on_time=met,
+        on_time_spot=on_time_spot,
+        switched=float(begun.stopped.mean()),
+        usd=quantiles(usd),
+        wall_hours=quantiles(wall),
+    )
+
+
+def _finished(begun: Outcome, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
+    """Dollars and hours by the wall of runs whose rest is done on demand where they left spot."""
+    left_share = 1 - begun.done_h / spot.phase_ends_h[-1]
+    start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)
+    rest_h = np.maximum(start_h + left_share * on_demand.phase_ends_h[-1], MINIMUM_H)
+    more_h = np.where(begun.stopped, rest_h, 0.0)
+    usd = begun.usd + more_h * on_demand.usd_h
+    return usd, begun.wall_hours + more_h

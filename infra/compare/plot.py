@@ -1,0 +1,59 @@
+"""The comparison as a picture: dollars against hours by the wall, p10 to p90 both ways, the frontier marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.compare.rows import Row
+
+SHOWN = 40  # the cheapest; more cannot be told apart
+
+
+def draw(rows: Sequence[Row], frontier: Sequence[Row], title: str, path: Path) -> None:
+    """Writes a PNG or SVG, by the name's ending. Raises ImportError without matplotlib, and OSError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    able = [row for row in rows if row.ranked][:SHOWN]
+    able += [row for row in frontier if row not in able]
+    figure, axes = pyplot.subplots(figsize=(10, 6.2), layout="constrained")
+    for capacity, colour in (("spot", "#1f77b4"), ("on-demand", "#d62728")):
+        own = [row for row in able if row.capacity == capacity and row.usd and row.wall_hours]
+        if not own:
+            continue
+        hours, usd = [row.wall_hours for row in own if row.wall_hours], [row.usd for row in own if row.usd]
+        axes.errorbar(
+            [float(h.p50) for h in hours],
+            [float(u.p50) for u in usd],
+            xerr=[[float(h.p50 - h.p10) for h in hours], [float(h.p90 - h.p50) for h in hours]],
+            yerr=[[float(u.p50 - u.p10) for u in usd], [float(u.p90 - u.p50) for u in usd]],
+            fmt="o",
+            color=colour,
+            ecolor=colour,
+            elinewidth=0.8,
+            alpha=0.75,
+            markersize=4,
+            label=capacity,
+        )
+    edge = sorted(
+        ((float(row.wall_hours.p50), float(row.usd.p50), row) for row in frontier if row.wall_hours and row.usd),
+        key=lambda point: point[0],
+    )
+    axes.plot([x for x, _, _ in edge], [y for _, y, _ in edge], color="black", linewidth=1, label="frontier")
+    for x, y, row in edge:
+        axes.annotate(f"{row.type} {row.capacity}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    axes.set_xlabel("hours by the wall, waits for capacity included (p50, p10 to p90)")
+    axes.set_ylabel("USD to finish (p50, p10 to p90)")
+    axes.set_title(title)
+    axes.grid(visible=True, which="both", linewidth=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

@@ -1,0 +1,257 @@
+"""What else could be run, where, and for how much: a stack's scenarios, and every instance type for their work.
+
+Two views of one Row. `scenarios` prices each scenario of the file on the fleet it asks for, beside what its plan
+claimed. `options` takes the distinct pieces of work among them to every type of the catalog, on spot and on demand, and
+ranks what finishes in time by mean dollars; the others say why they lost. Limits of the definition do not cut a run
+here, since one that is stopped early is cheap and not done: rows beyond them are marked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from decimal import Decimal
+from typing import Any
+
+from infra import text
+from infra.bill import fit, options
+from infra.bill.options import Footing
+from infra.bill.side import Hazards
+from infra.catalog import Catalog
+from infra.compare import deadline
+from infra.compare.rows import Row, draft, filled, rate
+from infra.definition.model import Capacity, StackDefinition
+from infra.evidence.outcomes import dotted
+from infra.risk import simulation
+
+CAPACITIES: tuple[Capacity, ...] = ("spot", "on-demand")
+RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
+RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these
+ATTEMPTS_EACH = 24  # nodes of such a run before it is carried on as it went so far
+REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those that the table shows
+SURE = 0.5  # an option that misses the deadline more often than this is none
+
+
+Found = Callable[[StackDefinition], Footing]  # what lies here of a definition: infra.pricing.footing
+
+
+def nothing(definition: StackDefinition) -> Footing:
+    """No prepared dataset, no calibrations."""
+    return Footing(definition=definition)
+
+
+def scenarios(
+    definition: StackDefinition,
+    variants: Sequence[StackDefinition],
+    catalog: Catalog,
+    *,
+    hours_left: float | None = None,
+    runs: int = simulation.RUNS,
+    hazards: Hazards | None = None,
+    found: Found = nothing,
+) -> list[Row]:
+    """Each scenario on the first type of its own fleet, in the file's order. Without any, the file as it is."""
+    regions = [definition.fleet.region, *(r for r in catalog.regions() if r != definition.fleet.region)]
+    drafts = []
+    for variant in variants or (definition,):
+        name, fleet = variant.scenario or definition.name, variant.fleet
+        if variant.variant.reference:
+            row = Row(
+                scenario=name,
+                type="elsewhere",
+                capacity=fleet.capacity,
+                region="",
+                note=variant.variant.note,
+                claim=variant.variant.claim,
+                reference=True,
+                basis="claim",
+            )
+            drafts.append(row)
+            continue
+        footing = found(_of(variant, fleet.instance_types[:1]))
+        option = options.type_costs(footing.definition, catalog, footing.calibrations)[0]
+        drafted = draft(footing, name, option, fleet.capacity, catalog, hazards or {})
+        rates = tuple(rate(drafted, option, region, catalog) for region in regions)
+        drafts.append(replace(drafted, rates=rates, settings=settings(variant)))
+    return filled(drafts, hours_left, runs=runs)
+
+
+def every_option(
+    definition: StackDefinition,
+    variants: Sequence[StackDefinition],
+    catalog: Catalog,
+    *,
+    hours_left: float | None = None,
+    types: Sequence[str] | None = None,
+    runs: int = RUNS_EACH,
+    hazards: Hazards | None = None,
+    found: Found = nothing,
+    most: Decimal | None = None,
+) -> list[Row]:
+    """Every (work, type, capacity), the best first; those that cannot run come last with the reason. `most`: leaves out
+    whose uninterrupted run costs more USD than this.
+    """
+    drafts = []
+    for work, name in _works(definition, variants):
+        listed = tuple(types or catalog.instances)
+        footing = found(_of(work, listed))
+        found_work, measured = footing.definition, footing.calibrations
+        elsewhere = replace(found_work, estimate=replace(found_work.estimate, step_ms=None))
+        own = {_device(found_work, type_, catalog) for type_ in work.fleet.instance_types}
+        holder = fit.cheapest_holder(found_work.job.parameters, catalog, work.fleet.region)
+        for type_ in listed:
+            asked = found_work if _device(found_work, type_, catalog) in own else elsewhere
+            option = options.type_cost(asked, catalog, type_, nearest=holder, calibrations=measured)
+            if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
+                option = replace(option, why="")
+            drafts += [draft(footing, name, option, capacity, catalog, hazards or {}) for capacity in CAPACITIES]
+    if most is not None:
+        drafts = [row for row in drafts if row.prepared is None or row.prepared.total <= most]
+    return _ranked(filled(drafts, hours_left, runs=runs, attempts=ATTEMPTS_EACH), hours_left)
+
+
+def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:
+    """The same, the first ones of each work simulated with more runs, so that what is read is not noise."""
+    seen = Counter[str]()
+    shown: dict[int, list[Row]] = {simulation.RUNS: [], RUNS_SHOWN: []}
+    each = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
+    for row in rows:
+        seen[row.scenario] += 1
+        if seen[row.scenario] <= each and row.ranked and row.side is not None and row.side.runs > 1:
+            shown[simulation.RUNS if seen[row.scenario] == 1 else RUNS_SHOWN].append(row)
+    better: dict[int, Row] = {}
+    for runs, some in shown.items():
+        better.update(zip(map(id, some), filled(some, hours_left, runs=runs), strict=True))
+    return _ranked([better.get(id(row), row) for row in rows], hours_left)
+
+
+def settings(definition: StackDefinition) -> dict[str, Any]:
+    """Every setting of job parameters, fleet and estimate by its path."""
+    trees = {
+        "job.parameters": asdict(definition.job.parameters),
+        "fleet": asdict(definition.fleet),
+        "estimate": asdict(definition.estimate),
+    }
+    return {path: value for name, tree in trees.items() for path, value in dotted(tree, name)}
+
+
+def frontier(rows: Sequence[Row]) -> list[Row]:
+    """Of the rows that could be run, those that no other of the same work beats in both mean dollars and median hours
+    by the wall.
+    """
+    best: dict[str, list[Row]] = {}
+    able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
+    for row in sorted(able, key=lambda r: (r.usd.mean, r.wall_hours.p50)):  # type: ignore[union-attr]
+        own = best.setdefault(row.scenario, [])
+        if not own or row.wall_hours.p50 < own[-1].wall_hours.p50:  # type: ignore[union-attr]
+            own.append(row)
+    return [row for own in best.values() for row in own]
+
+
+def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
+    """The distinct (parameters, estimate, what it is held, storage) among the scenarios on one node, each with its
+    names and the widest of their limits.
+    """
+    found: dict[tuple[object, ...], list[StackDefinition]] = {}
+    for variant in variants or (definition,):
+        if variant.variant.reference or variant.nodes > 1:
+            continue
+        held = variant.variant.hold_hours, variant.variant.buffer
+        key = (variant.job.parameters, variant.estimate, held, variant.storage, variant.own_data)
+        found.setdefault(key, []).append(variant)
+    # Where a scenario asks for another region, the stack's own is what is compared.
+    return [
+        (
+            replace(
+                works[0],
+                fleet=replace(works[0].fleet, region=definition.fleet.region),
+                limits=replace(
+                    works[0].limits,
+                    max_usd=max(work.limits.max_usd for work in works),
+                    max_hours=max(work.limits.max_hours for work in works),
+                ),
+            ),
+            ", ".join(work.scenario or definition.name for work in works),
+        )
+        for works in found.values()
+    ]
+
+
+def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[str, float, int]:
+    """What estimate.step_ms is of: the GPUs of the fleet's own types, as many as work on a step."""
+    instance = catalog.instances[type_]
+    return instance.gpu.name, instance.gpu_share, definition.job.parameters.ranks(instance.gpu_count)
+
+
+def _of(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:
+    """The same on these types."""
+    return replace(definition, fleet=replace(definition.fleet, instance_types=types))
+
+
+def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
+    """In time first, by mean dollars; then late ones; then those that cannot run. The reasons are against the first of
+    the same work.
+    """
+
+    def order(row: Row) -> tuple[int, Decimal, str]:
+        group = 2 if not row.ranked else 1 if row.late > SURE else 0
+        return group, row.usd.mean if row.usd else Decimal(0), row.type
+
+    ordered = sorted(rows, key=order)
+    first: dict[str, Row] = {}
+    for row in ordered:
+        if row.ranked and row.late <= SURE:
+            first.setdefault(row.scenario, row)
+    return [replace(row, lost=_lost(row, first.get(row.scenario), hours_left)) for row in ordered]
+
+
+def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
+    if not row.ranked:
+        change = f"; nearest: {row.nearest}" if row.nearest else ""
+        return (row.why or f"no {row.capacity} price in {row.region}") + change
+    if row.late > SURE:
+        return f"misses the deadline, {text.hours(hours_left or 0.0)} h from now, in {row.late:.0%} of runs"
+    if best is None or row is best or best.usd is None or row.usd is None:
+        return ""
+    assert row.side is not None
+    assert best.side is not None
+    hours = row.side.runtime.total_s / best.side.runtime.total_s
+    price = float(row.side.price.amount / best.side.price.amount)
+    again = row.side.usd.mean - row.side.total - (best.side.usd.mean - best.side.total)
+    words = [f"+{row.usd.mean - best.usd.mean:.2f} USD: {hours:.2f}x the hours at {price:.2f}x the price"]
+    if row.capacity == "spot" and again >= Decimal("0.01"):
+        words.append(f"interruptions cost {again:.2f} more")
+    if row.late >= 0.1:
+        words.append(f"late in {row.late:.0%} of runs")
+    return ", ".join(words)
+
+
+def default_row(definition: StackDefinition, variants: tuple[StackDefinition, ...], listed: list[Row]) -> Row:
+    """The scenario that is the file as it is, not one that only holds its node longer; else the first that is priced,
+    with the file's settings.
+    """
+    for variant, row in zip(variants or (definition,), listed, strict=True):
+        if not variant.variant.only_priced and _work(variant) == _work(definition):
+            return row
+    first = next((row for row in listed if not row.reference), listed[0])
+    return replace(first, settings=settings(definition))
+
+
+def _work(definition: StackDefinition) -> tuple[object, ...]:
+    return definition.job, definition.fleet, definition.storage, definition.estimate
+
+
+def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[deadline.Policy, str] | None:
+    """For that scenario's work on its best type that has both prices, and that type, when there is a deadline."""
+    if left is None:
+        return None
+    for row in rows:
+        if not row.ranked or row.capacity != "spot" or row.side is None or scenario not in row.scenario.split(", "):
+            continue
+        sure = next(
+            (r for r in rows if r.type == row.type and r.scenario == row.scenario and r.capacity == "on-demand"), None
+        )
+        if sure is not None and sure.side is not None:
+            return deadline.switch(row.side.exposure, sure.side.exposure, left), row.type
+    return None

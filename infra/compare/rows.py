@@ -1,0 +1,223 @@
+"""One row of a comparison: a way to do a piece of work, drafted from the catalog and filled by simulated runs.
+
+Rows are drafted one by one and simulated together: they meet the same luck, so that their differences are not noise,
+and rows with the same exposure share its runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from statistics import median
+from typing import Any
+
+from infra.bill import side
+from infra.bill.lines import CENT_100
+from infra.bill.options import Footing, TypeCost
+from infra.bill.runtime import Runtime
+from infra.bill.side import Prepared, Quantiles, Side
+from infra.catalog import Catalog, Instance
+from infra.definition.model import Capacity, Claim, Limits, StackDefinition
+from infra.evidence.outcomes import FinishedRun
+from infra.risk import simulation
+from infra.text import hours
+from job.spec import JobConfig
+from job.text import counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """Compute dollars of the run in one region, without interruptions and set-up. None: no price known there."""
+
+    region: str
+    on_demand: Decimal | None
+    spot: Decimal | None  # at the median zone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One way to do one piece of work. Figures are None where they cannot be known; `why` says so."""
+
+    scenario: str  # every name with this work, the first one leading
+    type: str
+    capacity: Capacity
+    region: str
+    gpus: str = ""
+    gpu_count: int = 0  # of one node
+    ranks: int = 0  # GPUs used, of all nodes
+    nodes: int = 1
+    note: str = ""
+    claim: Claim = field(default_factory=Claim)
+    reference: bool = False
+    tokens: int = 0  # trained on
+    dataset: str = ""  # the prepared one whose counts and size these are; empty: as job.parameters.data says
+    used_gpu_h: float | None = None  # GPUs used x hours of work, without set-up and idling
+    billed_gpu_h: float | None = None  # all GPUs of the nodes x node-hours, p50
+    work: str = ""  # phases, their hours, the GPUs they use
+    compute_h: float | None = None  # optimizer steps alone; a held node's hours where they are longer
+    hours: Quantiles | None = None  # node-hours
+    wall_hours: Quantiles | None = None
+    usd: Quantiles | None = None  # to finish, with everything the bill counts
+    free_usd: Decimal | None = None  # mean of what AWS does not charge: interrupted first hours; part of usd
+    interruptions: float | None = None
+    interrupted: float | None = None  # probability of at least one
+    lost_minutes: float | None = None  # mean work done twice and restarts
+    rates: tuple[Rate, ...] = ()
+    fits: bool = False
+    launchable: bool = False
+    why: str = ""  # does not fit, has no price, has left EC2, is several nodes
+    nearest: str = ""  # change that would make it fit
+    limits: Limits | None = None  # of the file; None: nothing is priced
+    over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
+    late: float = 0.0  # probability of missing the deadline, before which the job stops as before any limit
+    basis: str = ""  # claim, target (roofline and an efficiency), measured
+    sharded: bool = False  # trained state cut over the GPUs
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)  # path -> value, of job, fleet and estimate
+    outcome: FinishedRun | None = None  # of a finished run of it
+    lost: str = ""  # why it is not the first
+    prepared: Prepared | None = field(default=None, repr=False)  # None: without figures, `why` says so
+    side: Side | None = field(default=None, repr=False)
+
+    @property
+    def ranked(self) -> bool:
+        """Could be run as it is."""
+        return self.launchable and self.fits and self.usd is not None
+
+
+def draft(
+    footing: Footing,
+    name: str,
+    option: TypeCost,
+    capacity: Capacity,
+    catalog: Catalog,
+    hazards: side.Hazards,
+) -> Row:
+    """What can be said of the row before anything is simulated. The definition's limits are marked, never applied."""
+    definition = footing.definition
+    fleet, instance, runtime = definition.fleet, option.instance, option.runtime
+    config, variant = definition.job.parameters, definition.variant
+    unfit = next((phase for phase in option.fits if not phase.fits), None)
+    why = _unlaunchable(option, fleet.region, definition.nodes) or _lacking(config, instance)
+    prepared = None
+    if runtime is not None and option.hourly(capacity) is not None and unfit is None:
+        size = footing.dataset_bytes
+        prepared = side.prepare(definition, catalog, [option], capacity, dataset_bytes=size, hazards=hazards)
+    return Row(
+        scenario=name,
+        type=option.type,
+        capacity=capacity,
+        region=fleet.region,
+        gpus=instance.gpus,
+        gpu_count=instance.gpu_count,
+        ranks=runtime.ranks if runtime else 0,
+        nodes=definition.nodes,
+        note=variant.note,
+        claim=variant.claim,
+        tokens=sum(phase.steps * phase.tokens_per_step for phase in config.phases()),
+        dataset="" if footing.dataset_bytes is None else definition.storage.dataset,
+        compute_h=_compute_h(definition, option),
+        used_gpu_h=None if runtime is None else runtime.ranks * sum(p.seconds for p in runtime.phases) / 3600,
+        work="" if runtime is None else _work(runtime),
+        fits=unfit is None,
+        launchable=not why,
+        why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.why),
+        nearest=unfit.nearest if unfit else "",
+        basis="measured" if runtime and runtime.measured else "target",
+        sharded=any(phase.sharded for phase in config.phases()),
+        limits=definition.limits,
+        prepared=prepared,
+    )
+
+
+def filled(
+    rows: Sequence[Row], hours_left: float | None, *, runs: int, attempts: int = simulation.MAX_ATTEMPTS
+) -> list[Row]:
+    """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate."""
+    prepared = [row.prepared for row in rows if row.prepared is not None]
+    outcomes = _simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts)
+    sides = (side.settle(each, outcome, outcome) for each, outcome in zip(prepared, outcomes, strict=True))
+    return [row if row.prepared is None else _figures(row, next(sides), hours_left) for row in rows]
+
+
+def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.Outcome]:
+    """Of each. One simulation per different exposure; a single run where nothing can interrupt it."""
+    found: dict[simulation.Exposure, simulation.Outcome] = {}
+    different = list(dict.fromkeys(exposures))
+    for many, some in (
+        (runs, [each for each in different if each.chance.median]),
+        (1, [each for each in different if not each.chance.median]),
+    ):
+        outcomes = simulation.simulate_each(some, runs=many, attempts=attempts)
+        found.update(zip(some, outcomes, strict=True))
+    return [found[each] for each in exposures]
+
+
+def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
+    """What the simulated runs say."""
+    outcome, (stop_usd, stop_h) = found.needed, found.reserve
+    assert row.limits is not None
+    over = found.metered_usd.p90 + stop_usd > row.limits.max_usd
+    return replace(
+        row,
+        over_limit=over or (found.hours.p90 + stop_h) * row.nodes > row.limits.max_hours,
+        hours=found.hours.times(row.nodes),
+        billed_gpu_h=float(found.hours.p50) * row.nodes * row.gpu_count,
+        wall_hours=found.wall_hours,
+        usd=found.usd,
+        free_usd=side.exact(float((found.exposure.metered(outcome.hours) - outcome.usd).mean())),
+        interruptions=found.interruptions,
+        interrupted=float((outcome.interruptions > 0).mean()),
+        lost_minutes=60 * max(0.0, float(outcome.hours.mean()) - found.exposure.uninterrupted_h),
+        late=0.0 if hours_left is None else float((outcome.wall_hours + found.exposure.reserve_h > hours_left).mean()),
+        side=found,
+    )
+
+
+def _compute_h(definition: StackDefinition, option: TypeCost) -> float | None:
+    if option.runtime is None:
+        return None
+    held = definition.variant.hold_hours
+    return option.runtime.compute_s / 3600 if held is None else max(float(held), option.runtime.compute_s / 3600)
+
+
+def _work(runtime: Runtime) -> str:
+    """`sft 0.05 h, generate 0.01 h, each on 8 GPUs`."""
+    phases = ", ".join(f"{phase.name} {hours(phase.seconds / 3600)} h" for phase in runtime.phases)
+    spare = f", {hours(runtime.held_s / 3600)} h held or spare" if runtime.held_s else ""
+    gpus = f"{runtime.ranks} GPUs" if runtime.ranks > 1 else "one GPU"
+    return f"{phases} on {gpus}{spare}"
+
+
+def _unlaunchable(option: TypeCost, region: str, nodes: int) -> str:
+    instance = option.instance
+    if instance.unusable:
+        return instance.unusable
+    if instance.regions is not None and region not in instance.regions:
+        return f"not offered in {region}"
+    return "" if nodes == 1 else f"{nodes} nodes: priced only, a run is one node"
+
+
+def _lacking(config: JobConfig, instance: Instance) -> str:
+    """Why a file that lists the type would be refused, and a node of it too."""
+    asked = config.least_gpus()
+    if asked <= instance.gpu_count:
+        return ""
+    return f"has {counted(instance.gpu_count, 'GPU')}, and job.parameters.gpus asks for {asked}: leave that out"
+
+
+def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
+    """Compute hours x price, as the tables of an experiment print them."""
+
+    def amount(price: Decimal | None) -> Decimal | None:
+        if price is None or row.compute_h is None:
+            return None
+        return (Decimal(f"{row.compute_h:.6f}") * price * row.nodes).quantize(CENT_100)
+
+    zones = catalog.spot_prices.get((option.type, region), ())
+    on_demand = catalog.on_demand_prices.get((option.type, region))
+    return Rate(
+        region=region,
+        on_demand=amount(on_demand.amount if on_demand else None),
+        spot=amount(median(zone.price.amount for zone in zones) if zones else None),
+    )

@@ -1,0 +1,221 @@
+"""A comparison as text: scenarios beside their claims, the ranked options, the decision matrix."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+
+from infra.bill.side import Quantiles
+from infra.catalog.regions import known_regions
+from infra.compare import criteria
+from infra.compare.deadline import Policy
+from infra.compare.rows import Row
+from infra.text import hours, table, wrap
+
+WIDTH = 120
+BEST = 3  # options of each work, when there are many
+_REASONS = 12  # groups of losers that are named
+
+
+def scenarios(rows: Sequence[Row]) -> str:
+    """Each scenario of the file: what was claimed, what it comes to; then its compute in each region."""
+    heads = ("scenario", "type", "capacity", "claim h", "USD", "h p50", "h p90", "USD p50", "USD p90", "basis", "")
+    cells = [
+        (
+            row.scenario,
+            row.type + (f" x{row.nodes}" if row.nodes > 1 else ""),
+            "" if row.reference else row.capacity,
+            _number(row.claim.hours),
+            _number(row.claim.usd),
+            *_pair(row.hours),
+            *_pair(row.usd),
+            row.basis,
+            ", ".join(_marks(row)),
+        )
+        for row in rows
+    ]
+    lines = [
+        *table(heads, cells, right=range(3, 9)),
+        "",
+        *_wrap(
+            "h and USD: node-hours and everything the bill counts, to the end, interruptions included, at the dearest"
+            " zone, whatever the limits. basis: claim = somebody's word, target = roofline at a stated efficiency,"
+            " measured = from a measurement."
+        ),
+        *_wrap(_counted(rows)),
+        *(line for row in rows if (text := _note(row)) for line in _wrap(f"{row.scenario}: {text}")),
+        "",
+        *_rates([row for row in rows if row.rates]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rates(rows: Sequence[Row]) -> Iterator[str]:
+    """The compute of each scenario at every region's prices."""
+    if not rows:
+        return
+    regions = [rate.region for rate in rows[0].rates]
+    names = [known_regions()[region].short for region in regions]
+    heads = ("scenario", "compute h", *(f"OD {n}" for n in names), *(f"spot {n}" for n in names), "GPU-h", "used")
+    cells = []
+    for row in rows:
+        rates = {rate.region: rate for rate in row.rates}
+        cells.append(
+            (
+                row.scenario,
+                _hours(row.compute_h),
+                *(_number(rates[region].on_demand) for region in regions),
+                *(_number(rates[region].spot) for region in regions),
+                _hours(row.billed_gpu_h),
+                _hours(row.used_gpu_h),
+            )
+        )
+    yield from table(heads, cells, right=range(1, len(heads)))
+    yield ""
+    yield from _wrap(
+        "compute h: optimizer steps alone, or the hours a node is held; OD and spot: those hours at the region's"
+        " on-demand and median-zone spot price. GPU-h: every GPU of the node, as billed (p50); used: those the job"
+        " works on, without set-up and idling."
+    )
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    """Whose counts the rows stand on; nothing where no dataset is prepared."""
+    prepared = list(dict.fromkeys(row.dataset for row in rows if row.dataset))
+    if not prepared:
+        return ""
+    own = [row.scenario for row in rows if not row.dataset and not row.reference]
+    but = f", but for {', '.join(own)}" if own else ""
+    return f"Counted from {', '.join(prepared)} as prepared, not as job.parameters.data expects{but}."
+
+
+def ranked(rows: Sequence[Row], *, shown: int | None, frontier: Sequence[Row]) -> str:
+    """The options that can be run, by work, the cheapest first, then why the others cannot. At most `shown`, and of one
+    work no more than its share, so that small work does not hide the rest; None: each on its own line.
+    """
+    able = [row for row in rows if row.ranked]
+    works = len({row.scenario for row in able})
+    edge = {id(row) for row in frontier}
+    heads = (
+        "", "type", "GPU", "used", "capacity", "h p50", "h p90", "USD p50", "USD p90", "mean", "free", "stops",
+    )  # fmt: skip
+    picked = list(rows if shown is None else _share(able, max(BEST, shown // max(1, works))))
+    order = list(dict.fromkeys(row.scenario for row in picked))
+    picked.sort(key=lambda row: order.index(row.scenario))
+    cells = [
+        (
+            "*" if id(row) in edge else "",
+            row.type,
+            row.gpus,
+            str(row.ranks) if row.ranks else "-",
+            row.capacity,
+            *_pair(row.hours),
+            *_pair(row.usd),
+            f"{row.usd.mean:.2f}" if row.usd else "-",
+            f"{row.free_usd:.2f}" if row.free_usd is not None else "-",
+            "-" if row.interruptions is None else f"{row.interruptions:.2f}",
+        )
+        for row in picked
+    ]
+    head, rule, *shown_rows = table(heads, cells, right=(3, *range(5, 12)))
+    lines = [head, rule]
+    for index, (row, line) in enumerate(zip(picked, shown_rows, strict=True)):
+        if index == 0 or row.scenario != picked[index - 1].scenario:
+            lines += _wrap(f"the work of {row.scenario}:")
+        lines.append(line)
+        if why := row.lost + (" (over limit)" if row.over_limit else ""):
+            lines += textwrap.wrap(why.strip(), WIDTH, initial_indent="     ", subsequent_indent="     ")
+    lines.append("")
+    lines += _wrap(
+        "* nothing does the same work for fewer mean dollars in fewer hours by the wall. Below an option: why it is not"
+        " the first of its work. free: mean dollars of interrupted first hours, which AWS does not charge, already left"
+        " out of USD. stops: interruptions expected."
+    )
+    if shown is not None:
+        if len(able) > len(picked):
+            # Of a single work --scenario would show these same rows.
+            one = "--scenario NAME shows more of one scenario, " if works > 1 else ""
+            lines += _wrap(f"{len(able) - len(picked)} more options could be run; {one}--all shows every one.")
+        lines += _losers([row for row in rows if not row.ranked])
+    return "\n".join(lines) + "\n"
+
+
+def matrix(rows: Sequence[Row], defaults: Row) -> str:
+    """The measured criteria, a line per scenario in each of two tables: side by side no terminal holds them."""
+    shown = [row for row in rows if not row.reference]
+    lines: list[str] = []
+    for part in (criteria.CRITERIA[:4], criteria.CRITERIA[4:]):
+        cells = [(row.scenario, *(measure(row, defaults) for _, measure in part)) for row in shown]
+        lines += [*table(("scenario", *(name for name, _ in part)), cells, right=()), ""]
+    return "\n".join([*lines, *_wrap(criteria.EXPLAINED)]) + "\n"
+
+
+def policy(found: Policy, type_: str) -> str:
+    """Spot until slack runs out, then on demand, on that type."""
+    return "\n".join(_wrap(f"With the deadline, on {type_}: {found.sentence()}.")) + "\n"
+
+
+def _share(rows: Sequence[Row], each: int) -> list[Row]:
+    """The first `each` of every work, in order."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for row in rows:
+        seen[row.scenario] += 1
+        if seen[row.scenario] <= each:
+            kept.append(row)
+    return kept
+
+
+def _losers(rows: Sequence[Row]) -> Iterator[str]:
+    """Grouped by reason, the commonest first."""
+    if not rows:
+        return
+    groups: dict[str, Counter[str]] = {}
+    for row in rows:
+        reason = row.lost.replace(f"{row.type}: ", "").replace(row.type, "it")
+        groups.setdefault(reason, Counter())[row.type] += 1
+    yield f"Cannot be run ({len(rows)} options):"
+    for reason, types in sorted(groups.items(), key=lambda pair: -sum(pair[1].values()))[:_REASONS]:
+        names = ", ".join(sorted(types))
+        yield from _wrap(f"  {sum(types.values())} x {textwrap.shorten(names, 60, placeholder=' ...')}: {reason}", 4)
+    if len(groups) > _REASONS:
+        yield f"  and {len(groups) - _REASONS} more reasons; --all shows each"
+
+
+def _marks(row: Row) -> Iterator[str]:
+    if row.reference:
+        yield "reference"
+        return
+    if not row.launchable:
+        yield "NOT LAUNCHABLE"
+    if not row.fits:
+        yield "DOES NOT FIT"
+    if row.over_limit:
+        yield "over limit"
+    if row.late >= 0.005:
+        yield f"late in {row.late:.0%}"
+
+
+def _note(row: Row) -> str:
+    parts = [part for part in (row.note, row.work, row.why, f"nearest: {row.nearest}" if row.nearest else "") if part]
+    if row.tokens and not row.reference:
+        parts.append(f"{row.tokens / 1e6:,.0f} M tokens" if row.tokens >= 10_000_000 else f"{row.tokens:,} tokens")
+    return "; ".join(parts)
+
+
+def _pair(values: Quantiles | None) -> tuple[str, str]:
+    return ("-", "-") if values is None else (f"{values.p50:.2f}", f"{values.p90:.2f}")
+
+
+def _number(value: Decimal | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if value >= Decimal("0.1") else f"{float(value):.2g}"
+
+
+def _hours(value: float | None) -> str:
+    return "-" if value is None else hours(value)
+
+
+def _wrap(text: str, indent: int = 2) -> list[str]:
+    return wrap(text, WIDTH, indent)

@@ -1,0 +1,1 @@
+"""What a definition file says: read, checked, laid over by its rehearsal and scenarios."""

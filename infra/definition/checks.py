@@ -1,0 +1,208 @@
+"""What must hold between the keys of a definition file, on the dataclasses that the schema built.
+
+Pure: the caller gives the moment and the catalog. Not here: single values (infra.definition.rules), prices and the cap
+against p50 (infra.bill), anything that only AWS knows (`gpufleet doctor`).
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from infra.definition.model import Account, Disk, Fleet, Limits, StackDefinition, Storage, days_to_keep
+from infra.definition.schema import Findings, nearest
+from infra.definition.type_checks import gpus_asked, instance_types
+from job.spec import JobConfig
+from job.text import counted, stamp
+
+if TYPE_CHECKING:
+    from infra.catalog import Catalog
+
+ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
+IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
+MIBPS_PER_IOPS = 0.25  # the same
+BASE_IOPS = 3000  # included with any size
+_TAG = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
+PLACE = "a folder inside the project, or s3://bucket/prefix"
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
+
+
+def check(
+    s: StackDefinition,
+    findings: Findings,
+    *,
+    now: datetime,
+    catalog: Catalog,
+    past_deadline: bool,
+    launchable: bool = True,
+) -> None:
+    """Adds every contradiction in the file to `findings`. Without `launchable` the types need only be known: a scenario
+    may ask for one that EC2 has retired or that is too small, and is then shown with the reason.
+    """
+    impossible = _model(s.job.parameters, findings)
+    _placement(s.fleet, findings, catalog)
+    # Of what cannot be read, or built, nobody knows phases, memory or weights; the types are judged all the same.
+    unknown = impossible or bool(findings.bad & {"job.experiment", "job.parameters"})
+    instance_types(s.fleet, None if unknown else s.job.parameters, findings, catalog, launchable=launchable)
+    if launchable and not unknown:
+        gpus_asked(s.fleet, s.job.parameters, findings, catalog)
+    _storage(s.storage, findings)
+    _account(s.account, s.fleet, findings)
+    _limits(s.limits, findings, now, past_deadline)
+    _kept(s, findings, now)
+    if not unknown:
+        _base_weights(s, findings)
+        _estimate(s, findings)
+
+
+def _model(config: JobConfig, findings: Findings) -> bool:
+    """Whether there is anything: no model of such a run config can be built."""
+    found = config.problems()
+    for path, sentence in found:
+        findings.add(f"job.parameters.{path}", sentence, default=_standing(config, path))
+    return bool(found)
+
+
+def _standing(config: JobConfig, path: str) -> str:
+    """The value at `model.heads` of the run config, as the file would have it; nothing for a section or none."""
+    value: object = config
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value) if isinstance(value, int | float | str) else ""
+
+
+def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
+    regions = sorted(catalog.regions())
+    if fleet.region not in regions:
+        findings.add(
+            "fleet.region", "a region with prices in the catalog: " + ", ".join(regions), nearest(fleet.region, regions)
+        )
+    zones = sorted(catalog.zones(fleet.region)) if fleet.region in regions else []
+    for index, zone in enumerate(fleet.zones):
+        path = f"fleet.zones[{index}]"
+        if zone in fleet.zones[:index]:
+            findings.add(path, "each zone once (a fleet takes one subnet per zone)")
+        elif zones and zone not in zones:
+            other = next((region for region in regions if zone in catalog.zones(region)), None)
+            theirs = [each for each in fleet.zones if other and each in catalog.zones(other)]
+            if zone in theirs[1:]:
+                continue  # told with the first: one slip, in the region or in the zones
+            hint = f"In {other}: {', '.join(theirs)}." if other else nearest(zone, zones)
+            findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
+
+
+def _storage(storage: Storage, findings: Findings) -> None:
+    _disk("storage.root", storage.root, findings)
+    if storage.root.snapshot is not None:
+        findings.add(
+            "storage.root.snapshot", "no snapshot: the root disk comes from the AMI", "Put it under storage.data."
+        )
+    if storage.root.size_gib < ROOT_MINIMUM_GIB:
+        findings.add(
+            "storage.root.size_gib", f"at least {ROOT_MINIMUM_GIB} (GiB): the AMI's own snapshot is that large"
+        )
+    if storage.data is not None:
+        _disk("storage.data", storage.data, findings)
+    for name, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
+        if place is not None and (problem := _place_problem(place)):
+            findings.add(f"storage.{name}", PLACE, problem)
+
+
+def _account(account: Account, fleet: Fleet, findings: Findings) -> None:
+    for key in account.tags or {}:
+        if not _TAG.fullmatch(key):
+            allowed = "keys of 1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, but not Name, aws:... or gpufleet:..."
+            findings.add(f"account.tags.{key}", allowed, "Those three are the stack's own, or AWS's.")
+    if account.kms_key and account.kms_key.split(":")[3] != fleet.region:
+        findings.add("account.kms_key", f"a key of {fleet.region}: bucket and disks are there")
+    known = not any(path.startswith(("account.vpc.subnets", "fleet.zones")) for path in findings.bad)
+    if account.vpc and known and set(account.vpc.subnets) != set(fleet.zones):
+        allowed = f"one subnet for each of fleet.zones: {', '.join(fleet.zones)}"
+        findings.add("account.vpc.subnets", allowed, value=", ".join(account.vpc.subnets))
+
+
+def _base_weights(s: StackDefinition, findings: Findings) -> None:
+    named, config = s.storage.base_weights is not None, s.job.parameters
+    if not config.sizes().base_weights:
+        if named:
+            hint = f"{s.job.experiment} starts from no weights: take the key out."
+            findings.add("storage.base_weights", "nothing in this experiment", hint)
+    elif not named and not config.data.source.startswith("generated-"):  # a node would say so after its paid set-up
+        hint = f"{s.job.experiment} starts from a model, and only generated data from random weights."
+        findings.add("storage.base_weights", PLACE, hint)
+
+
+def _disk(path: str, disk: Disk, findings: Findings) -> None:
+    most = max(BASE_IOPS, IOPS_PER_GIB * disk.size_gib)
+    if disk.iops > most:
+        least = -(-disk.iops // IOPS_PER_GIB)
+        findings.add(
+            f"{path}.iops",
+            f"at most {IOPS_PER_GIB} per GiB, {most:,} for {disk.size_gib} GiB",
+            f"It takes size_gib: {least}.",
+        )
+    if disk.throughput_mibps > MIBPS_PER_IOPS * disk.iops:
+        findings.add(
+            f"{path}.throughput_mibps",
+            f"at most {MIBPS_PER_IOPS:g} MiB/s per IOPS, {MIBPS_PER_IOPS * disk.iops:g} for {disk.iops:,} IOPS",
+            f"It takes iops: {int(disk.throughput_mibps / MIBPS_PER_IOPS)}.",
+        )
+
+
+def _place_problem(place: str) -> str:
+    """Why this is neither a folder of the project nor an s3:// prefix, or nothing."""
+    if place.startswith("s3://"):
+        return (
+            ""
+            if _BUCKET.fullmatch(place) and ".." not in place
+            else "After s3:// come a bucket name and plain folder names."
+        )
+    if ":" in place:
+        return "Only s3:// addresses are read; a local folder has no colon."
+    path = PurePosixPath(place)
+    if path.is_absolute() or ".." in path.parts or not path.parts or place.startswith("~"):
+        return "Write it relative to the project, as in data/tinystories."
+    if not place.isprintable():  # NUL no system takes; the others make two names look like one, or break a line in two
+        return "It holds a line break or another character that is not shown: write a plain name."
+    return (
+        "" if place == place.strip() and "\\" not in place else "Write it with forward slashes and no blanks around it."
+    )
+
+
+def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bool) -> None:
+    if (due := limits.due(now)) is None:
+        return
+    if due <= now and not past_deadline:
+        findings.add("limits.deadline", f"a time after now, {stamp(now)}", "Move it, and give the run a new id.")
+    elif due > now + timedelta(days=366):
+        findings.add("limits.deadline", "a time within a year: it is what stops the fleet when everything else failed")
+
+
+def _kept(s: StackDefinition, findings: Findings, now: datetime) -> None:
+    """Refused rather than kept for longer in silence: what is kept is on the bill."""
+    if "limits.max_hours" in findings.bad or "limits.deadline" in findings.bad:
+        return
+    end = s.limits.expiry(now)
+    least = days_to_keep(now, end)
+    if s.storage.keep.days < least:
+        findings.add(
+            "storage.keep.days",
+            f"at least {least} (days), so that run.json and the record of what was spent outlive the fleet",
+            f"It may live until {end:%Y-%m-%dT%H:%MZ}: limits.deadline, or limits.max_hours + 24 h from its start.",
+            default=str(s.storage.keep.days),
+        )
+
+
+def _estimate(s: StackDefinition, findings: Findings) -> None:
+    steps = s.estimate.step_ms
+    phases = sum(1 for phase in s.job.parameters.phases() if phase.steps)
+    if steps is not None and len(steps) != phases:
+        findings.add(
+            "estimate.step_ms",
+            f"{counted(phases, 'number')} (ms), one per phase with optimizer steps",
+            value=f"{len(steps)} of them",
+        )

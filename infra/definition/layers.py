@@ -1,0 +1,136 @@
+"""What a definition file's tree means: by itself, with its `rehearsal` laid over it, with each of its `scenarios`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infra.definition import checks
+from infra.definition.model import Interruptions, StackDefinition, Variant
+from infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of
+from infra.definition.yaml_tree import Mapping, Node, at, merge
+from infra.errors import Problem, of_form
+from infra.program.boot import user_data
+
+if TYPE_CHECKING:
+    from infra.catalog import Catalog
+
+# What may be laid over; the run's identity is not among them.
+OVERLAID = ("job", "fleet", "storage", "limits", "account", "estimate")
+MOST_SCENARIOS = 100  # a choice: each is a whole file to check and to price
+SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
+
+
+def definition(
+    tree: Mapping,
+    path: Path,
+    text: str,
+    now: datetime,
+    past_deadline: bool,
+    *,
+    launchable: bool = True,
+    catalog: Catalog | None = None,
+) -> tuple[StackDefinition, list[Problem]]:
+    """The tree's definition and what is wrong in it. Not `launchable`: its types need only be known."""
+    findings = Findings(tree=tree)
+    check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
+    parts = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
+    interruptions = build(Interruptions, at(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings)
+    definition = StackDefinition(
+        name=path.stem, source=path, purpose=purpose(text), interruptions=interruptions, tree=tree, **parts
+    )
+    if catalog is None:
+        from infra.catalog import load_catalog  # here: reading tables costs time that `pin` need not spend
+
+        catalog = load_catalog()
+    checks.check(definition, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
+    _user_data(definition, findings)
+    return definition, findings.problems
+
+
+def rehearsed(tree: Mapping) -> Mapping:
+    """The tree with the sections of `rehearsal` laid over; `rehearsal` itself stays, for its interruptions."""
+    overlay = tree.entries.get("rehearsal")
+    return over(tree, overlay.entries) if isinstance(overlay, Mapping) else tree
+
+
+def over(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
+    """The tree with the sections that may be laid over it."""
+    entries: dict[str, Node] = dict(tree.entries)
+    for name in OVERLAID:
+        if name in overlay:
+            entries[name] = merge(entries.get(name), _laid_over(name, overlay[name]))
+    return replace(tree, entries=entries)
+
+
+def variants(
+    tree: Mapping, path: Path, text: str, now: datetime, catalog: Catalog | None = None
+) -> tuple[list[StackDefinition], list[Problem]]:
+    """Every entry of the tree's `scenarios`, laid over it, and what is wrong in them."""
+    findings = Findings(tree=tree)
+    section = entries_of(tree.entries.get("scenarios"), "scenarios", "a section with one entry per scenario", findings)
+    if len(section) > MOST_SCENARIOS:
+        findings.add("scenarios", f"a section with at most {MOST_SCENARIOS} scenarios", value=f"{len(section)} of them")
+        section = {}
+    own = [field.name for field in fields(Variant)]
+    laid_over, problems = [], []
+    for name, entry in section.items():
+        where = f"scenarios.{name}"
+        if not SCENARIO_NAME.fullmatch(name):
+            findings.add(where, "a name of 1 to 40 of a-z, 0-9, dots and hyphens", node=entry)
+            continue
+        entries = entries_of(entry, where, f"a section with the keys {', '.join([*own, *OVERLAID])}", findings)
+        check_keys(entries, [*own, *OVERLAID], where, findings)
+        _parameters_alone(entries, where, findings)
+        kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
+        variant = build(Variant, kept, where, findings)
+        sections = {key: node for key, node in entries.items() if key in OVERLAID}
+        laid = over(tree, sections)
+        merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog)
+        problems += of_form(where, found)
+        own_data = at(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
+        laid_over.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
+    return laid_over, findings.problems + problems
+
+
+def overlay_problems(overlay: Node) -> list[Problem]:
+    allowed = [*OVERLAID, "interruptions"]
+    findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
+    entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
+    check_keys(entries, allowed, "rehearsal", findings)
+    _parameters_alone(entries, "rehearsal", findings)
+    return findings.problems
+
+
+def purpose(text: str) -> str:
+    """The comment block that opens the file, without its marks."""
+    block = []
+    for line in text.lstrip("\ufeff").splitlines():
+        if not line.startswith("#"):
+            break
+        block.append(line.lstrip("#").strip())
+    return "\n".join(block)
+
+
+def _parameters_alone(entries: dict[str, Node], where: str, findings: Findings) -> None:
+    """Reports what else of `job` is to be laid over: it would be left out."""
+    if isinstance(job := entries.get("job"), Mapping):
+        check_keys(job.entries, ["parameters"], f"{where}.job", findings)
+
+
+def _laid_over(section: str, overlay: Node) -> Node:
+    """Of `job` only the parameters: a rehearsal or scenario runs the same experiment in the same image."""
+    if section != "job" or not isinstance(overlay, Mapping):
+        return overlay
+    return replace(overlay, entries={key: node for key, node in overlay.entries.items() if key == "parameters"})
+
+
+def _user_data(definition: StackDefinition, findings: Findings) -> None:
+    """The node's script must fit EC2's limit with this file's values."""
+    if findings.bad & {"run.id", "job.image", "fleet.region", "limits.max_hours"}:
+        return
+    if problem := user_data.too_long(user_data.known(definition)):
+        findings.add(problem.path, problem.allowed, problem.hint)

@@ -1,0 +1,128 @@
+"""Reads, checks and pins definition files: the one way from `stacks/<experiment>.yaml` to a StackDefinition.
+
+Program, CLI and tests all load through here. Every load validates the whole file, as written, with its `rehearsal`
+section laid over it and with each of its `scenarios`, and reports the problems of all at once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infra.definition import layers
+from infra.definition.model import StackDefinition
+from infra.definition.schema import nearest
+from infra.definition.yaml_tree import Mapping, dump, open_file
+from infra.errors import SHOWN, DefinitionError, GpufleetError, Problem, in_order, of_form
+
+if TYPE_CHECKING:
+    from infra.catalog import Catalog
+
+STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
+
+
+def load(
+    path: Path,
+    *,
+    now: datetime,
+    rehearsal: bool = False,
+    past_deadline: bool = False,
+    catalog: Catalog | None = None,
+) -> StackDefinition:
+    """The definition in `path`, with its `rehearsal` section laid over it when asked.
+
+    `now` (aware) is what the deadline is compared with. `past_deadline` accepts one that has passed: for a run that is
+    already over. `catalog`: the types and regions that there are; None: those known here. Raises DefinitionError with
+    every problem of the file.
+    """
+    if now.tzinfo is None:
+        raise ValueError("now must be aware of its time zone")
+    text, tree = open_file(path)
+    problems = _name_problems(path)
+    plain, found = layers.definition(tree, path, text, now, past_deadline, catalog=catalog)
+    problems += found
+    overlay = tree.entries.get("rehearsal")
+    merged = plain
+    if len(problems) > SHOWN:  # enough to mend; each form that is laid over would find them all again
+        raise DefinitionError(str(path), in_order(problems))
+    if overlay is not None:
+        problems += layers.overlay_problems(overlay)
+        merged, found = layers.definition(layers.rehearsed(tree), path, text, now, past_deadline, catalog=catalog)
+        problems += of_form("rehearsal", found)
+    problems += layers.variants(tree, path, text, now, catalog)[1]
+    if problems:
+        raise DefinitionError(str(path), in_order(problems))
+    return merged if rehearsal else plain
+
+
+def find(name_or_path: str, root: Path) -> Path:
+    """`stacks/<name>.yaml` under `root`, or the file at a path. Raises GpufleetError naming the nearest."""
+    if is_path(name_or_path):
+        for path in (Path(name_or_path), root / name_or_path):  # the program's working directory is infra/
+            if path.is_file():
+                return path
+        meant = Path(name_or_path).name.removesuffix(".yaml").removesuffix(".yml")
+        there = (root / "stacks" / f"{meant}.yaml").is_file()
+        hint = f"; stacks/{meant}.yaml is there: write {meant}" if there else ""
+        if Path(name_or_path).is_dir():
+            raise GpufleetError(f"{name_or_path} is a folder, and a stack is one file{hint or ': name that'}")
+        raise GpufleetError(f"there is no file {name_or_path}{hint}")
+    path = root / "stacks" / f"{name_or_path}.yaml"
+    if path.is_file():
+        return path
+    if path.exists():
+        raise GpufleetError(f"{path} is a folder or device, not a file; a stack is one file: move it away")
+    if path.with_suffix(".yml").is_file():
+        raise GpufleetError(f"stacks/{name_or_path}.yml is there: give it the ending .yaml, by which stacks are found")
+    names = stacks_of(root)
+    said = f"there is no stack {name_or_path!r}; stacks/ has {', '.join(names)}. {nearest(name_or_path, names)}"
+    raise GpufleetError(said.rstrip())
+
+
+def is_path(stack: str) -> bool:
+    """Whether STACK is the path of a file, not a name."""
+    return stack.endswith((".yaml", ".yml")) or "/" in stack
+
+
+def stacks_of(root: Path) -> list[str]:
+    """The stacks of `stacks/`, by name, at least one. Raises GpufleetError."""
+    if names := names_of(root):
+        return names
+    raise GpufleetError(f"there is no stacks/ folder with definition files in {root}; run this inside the project")
+
+
+def names_of(root: Path) -> list[str]:
+    """The stacks of `stacks/`, by name; hidden files are none, such as macOS's `._name.yaml`."""
+    return sorted(file.stem for file in (root / "stacks").glob("[!.]*.yaml") if file.is_file())
+
+
+def project_root(start: Path) -> Path:
+    """The nearest folder at or above `start` that holds `stacks/`; `start` itself when there is none."""
+    for folder in (start, *start.parents):
+        if (folder / "stacks").is_dir():
+            return folder
+    return start
+
+
+def rehearsal_text(path: Path) -> str:
+    """The file as a rehearsal sees it, as text: the merged form, with only `interruptions` left of its `rehearsal`."""
+    text, tree = open_file(path)
+    merged = layers.rehearsed(tree)
+    overlay = tree.entries.get("rehearsal")
+    entries = {name: node for name, node in merged.entries.items() if name != "scenarios"}
+    if isinstance(overlay, Mapping) and "interruptions" in overlay.entries:
+        entries["rehearsal"] = replace(overlay, entries={"interruptions": overlay.entries["interruptions"]})
+    else:
+        entries.pop("rehearsal", None)
+    heading = "".join(f"# {line}".rstrip() + "\n" for line in layers.purpose(text).splitlines())
+    return heading + "\n" + dump(replace(merged, entries=entries))
+
+
+def _name_problems(path: Path) -> list[Problem]:
+    if STACK_NAME.fullmatch(path.stem):
+        return []
+    allowed = "2 to 40 of a-z, 0-9 and inner hyphens, starting with a letter (it names the bucket)"
+    return [Problem(path="the file's name", value=path.stem, allowed=allowed)]

@@ -1,0 +1,266 @@
+"""The definition of one experiment: what `stacks/<experiment>.yaml` says, as frozen dataclasses.
+
+Pure: no pulumi, no boto3, no clock. The same object feeds the bill, the resources and the tests.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal
+
+from infra.definition.yaml_tree import Mapping, Scalar, at
+from infra.errors import Problem
+from job.spec import JobConfig
+from job.text import stamp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One run is one id: a new id is a new fleet on the same bucket."""
+
+    id: str
+    owner: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is trained, and in which container image."""
+
+    experiment: str
+    image: str  # repository:tag, or repository:tag@sha256:... once pinned
+    parameters: JobConfig  # the experiment's own typed config; the file holds only what differs from its defaults
+
+
+Capacity = Literal["spot", "on-demand"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """Where it runs. One node; the set of types has no order, the fleet's strategy picks."""
+
+    region: str
+    zones: tuple[str, ...]
+    instance_types: tuple[str, ...]
+    capacity: Capacity = "spot"
+    ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """A gp3 volume. `snapshot` only for the data volume, which is mounted at /data."""
+
+    size_gib: int
+    iops: int = 3000
+    throughput_mibps: int = 125
+    snapshot: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keep:
+    """What outlives `pulumi destroy`: the whole bucket with its policy and lifecycle, or nothing."""
+
+    bucket: bool = True
+    days: int = 30  # objects of a run expire after this many days
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """Disks and inputs. `dataset` and `base_weights` are each a local folder or an s3:// prefix."""
+
+    dataset: str
+    base_weights: str | None = None
+    root: Disk = Disk(size_gib=100)
+    data: Disk | None = None
+    keep: Keep = Keep()
+
+    def dataset_folder(self, root: Path) -> Path | None:
+        """Where the dataset lies, or will. None: it is in a bucket."""
+        return _local(self.dataset, root)
+
+    def weights_folder(self, root: Path) -> Path | None:
+        """Where the base weights lie. None: there are none, or they are in a bucket."""
+        return None if self.base_weights is None else _local(self.base_weights, root)
+
+
+def _local(place: str, root: Path) -> Path | None:
+    return None if place.startswith("s3://") else root / place
+
+
+# Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
+WAITING_TIME = timedelta(hours=24)
+
+Deadline = datetime | timedelta  # a time in UTC, or so long after the first `up` of the run
+
+
+def deadline_text(deadline: Deadline) -> str:
+    """As a definition file writes it: 2026-12-31T18:00:00Z, or in 10 h."""
+    return f"in {deadline / timedelta(hours=1):g} h" if isinstance(deadline, timedelta) else stamp(deadline)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The bound of the run. Hours are billed hours, summed over attempts."""
+
+    max_usd: Decimal
+    max_hours: Decimal
+    deadline: datetime | timedelta | None = None  # None = creation + max_hours + 24 h
+
+    def due(self, begin: datetime) -> datetime | None:
+        """The deadline of a run whose first `up` is then; None without one."""
+        return begin + self.deadline if isinstance(self.deadline, timedelta) else self.deadline
+
+    def expiry(self, begin: datetime) -> datetime:
+        """When AWS ends a fleet that begins then, whatever the job says."""
+        return self.due(begin) or begin + timedelta(hours=float(self.max_hours)) + WAITING_TIME
+
+    def hours_left(self, now: datetime) -> float | None:
+        """Until the deadline of a run that begins now, negative once it has passed; None without one."""
+        due = self.due(now)
+        return None if due is None else (due - now).total_seconds() / 3600
+
+
+def days_to_keep(begin: datetime, end: datetime) -> int:
+    """The least storage.keep.days for a fleet that lives so long. Nodes cannot boot without run.json, and attempts and
+    heartbeats are what the caps count; S3 takes an object's age from its creation. One day to spare.
+    """
+    return math.ceil((end - begin) / timedelta(days=1)) + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vpc:
+    """A network that is there already. Its routes are its owner's."""
+
+    id: str
+    subnets: dict[str, str]  # by zone, one for each of fleet.zones
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """What the rules of an organisation ask of all that a stack makes."""
+
+    tags: dict[str, str] | None = None  # beside the stack's own
+    permissions_boundary: str | None = None  # of the nodes' role; a policy's ARN
+    vpc: Vpc | None = None  # None: the stack makes its own
+    kms_key: str | None = None  # of bucket and disks; an ARN in the fleet's region
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Assumptions behind the bill. None = the default, stated with its source where infra.bill uses it."""
+
+    hazard_per_hour: Decimal | None = None  # fixes the interruption hazard instead of drawing it per simulated run
+    efficiency: Decimal | None = None  # share of the roofline (compute + optimizer traffic) a step reaches, in (0, 1]
+    step_ms: tuple[Decimal, ...] | None = None  # milliseconds per optimizer step, one per phase: measured elsewhere
+    setup_minutes: Decimal | None = None  # launch to first step: boot, image pull, staging
+    restart_minutes: Decimal | None = None  # the same for a replacement node
+    capacity_wait_minutes: Decimal | None = None  # mean wait for a replacement, not billed
+    notice_missed: Decimal | None = None  # probability that a notice is not handled
+    upload_gb_per_s: Decimal | None = None  # node to S3
+    max_price_age_days: int = 90  # a bill from older prices says so; changes no figure
+
+
+Place = Literal["step", "first", "boundary", "save", "stage"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interruptions:
+    """The rehearsal's interruptions, drawn from `seed`: how many with a notice and how many without, and when: at a
+    training step after the first phase or in it, between two phases, while a checkpoint is written, or in a stage
+    after training.
+    """
+
+    seed: int = 7
+    with_notice: int = 1
+    without_notice: int = 1
+    notice_at: Place = "step"
+    loss_at: Place = "step"
+    stage_results: int = 1  # of a stage after training, before a node is taken away in it
+    notice_s: int = 20  # AWS gives 120 s; the rehearsal does not wait that long
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What the plan behind a scenario said it would take; shown beside what it comes to."""
+
+    hours: Decimal | None = None
+    usd: Decimal | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """The keys of one entry of `scenarios` beside those it lays over the file's sections."""
+
+    note: str = ""
+    claim: Claim = Claim()
+    reference: bool = False  # ran or was planned elsewhere: shown as claimed, never priced
+    nodes: int = 1  # more than one is priced, not launchable: a run is one node
+    hold_hours: Decimal | None = None  # each node is kept this long when its work is done sooner
+    buffer: Decimal = Decimal(0)  # share added to the work for what goes wrong
+
+    @property
+    def only_priced(self) -> str:
+        """Why it is there to be priced and cannot be run; empty when it can."""
+        reasons = {
+            "ran elsewhere": self.reference,
+            "is several nodes, and a run is one": self.nodes > 1,
+            "holds its node beyond its work": self.hold_hours is not None,
+            "adds a buffer to its work": bool(self.buffer),
+        }
+        return next((reason for reason, true in reasons.items() if true), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackDefinition:
+    """One file of stacks/, validated; or one of its scenarios."""
+
+    name: str  # tinystories-growth: the file's stem
+    source: Path
+    purpose: str  # the comment block that opens the file
+    run: Run
+    job: Job
+    fleet: Fleet
+    storage: Storage
+    limits: Limits
+    account: Account = Account()
+    estimate: Estimate = Estimate()
+    interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
+    scenario: str = ""  # its name; empty for the file as it is
+    variant: Variant = Variant()
+    own_data: bool = False  # a scenario that says itself what its data counts (job.parameters.data)
+    tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: no file holds it
+    asked: str = field(default="", compare=False, repr=False)  # STACK as it was given; empty: by no command
+
+    @property
+    def argument(self) -> str:
+        """What further commands take for it: a name leads only to a file of stacks/, or through a stack's own
+        configuration.
+        """
+        return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
+
+    @property
+    def is_earlier_run(self) -> bool:
+        """Whether it is a run that --run named, and not the one of its file: `pulumi destroy` is about the file's."""
+        own = at(self.tree, "run.id") if self.tree else None
+        return isinstance(own, Scalar) and own.text != self.run.id
+
+    @property
+    def run_argument(self) -> str:
+        """`argument`, with --run where need be: what further commands about the same run take."""
+        return f"{self.argument} --run {self.run.id}" if self.is_earlier_run else self.argument
+
+    @property
+    def nodes(self) -> int:
+        """Machines at once."""
+        return self.variant.nodes
+
+    def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
+        """What is wrong at `path`, with the line it was written at, under its own path where a scenario wrote it."""
+        node = at(self.tree, path) if self.tree else None
+        if node is None:
+            return Problem(path=path, value=value, allowed=allowed, hint=hint)
+        return Problem(path=node.path, value=value, allowed=allowed, hint=hint, line=node.line)

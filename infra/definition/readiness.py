@@ -1,0 +1,81 @@
+"""What has to be there before `pulumi up`: pinned AMI and image, a prepared dataset, base weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infra.definition.model import StackDefinition
+from job.contract.inputs import DATASET
+
+
+def not_ready(definition: StackDefinition, root: Path) -> list[str]:
+    """What `pulumi up` needs first, one sentence each. Not errors: the bill and the preview work without."""
+    name, sentences = definition.argument, []
+    if definition.fleet.ami == "unpinned":
+        sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
+    if "@sha256:" not in definition.job.image:
+        sentences.append(f"job.image has a tag but no digest: run `gpufleet doctor {name} --pin`.")
+    dataset, folder = definition.storage.dataset, definition.storage.dataset_folder(root)
+    if folder is not None and (reason := _unprepared(definition, folder, root)):
+        sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition)}`.")
+    weights, folder = definition.storage.base_weights, definition.storage.weights_folder(root)
+    if folder is not None:
+        if not folder.is_dir():
+            sentences.append(f"storage.base_weights, {weights}, is not there: download the weights into that folder.")
+        elif reason := _unlisted(folder):
+            sentences.append(f"storage.base_weights, {weights}, {reason}: run `gpufleet prepare {name}`.")
+        elif reason := definition.job.parameters.weights_differ(folder):
+            sentences.append(f"storage.base_weights, {weights}, {reason}")
+    return sentences
+
+
+def command(definition: StackDefinition) -> str:
+    """The `gpufleet prepare` that makes its dataset; sources that are files are named by hand."""
+    return f"gpufleet prepare {definition.argument} {definition.job.parameters.file_argument()}".rstrip()
+
+
+def _unlisted(folder: Path) -> str:
+    """Why these weights cannot be declared yet, or nothing."""
+    from job.dataset import weights  # here: most callers have none
+
+    if not (folder / weights.MANIFEST).is_file():
+        return f"are not listed in {weights.MANIFEST}"
+    try:
+        weights.read(folder)
+    except ValueError as error:
+        return f"are not as listed ({error})"
+    return ""
+
+
+def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
+    """Why the folder is not the prepared dataset that the file asks for, or nothing. Its files are hashed by whoever
+    uploads them, not here.
+    """
+    if not (folder / DATASET).is_file():
+        return "is not prepared"
+    from job.dataset.prepare import read_manifest  # here: most callers never have a local dataset
+
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return f"is damaged ({error})"
+    for file in manifest.files:
+        place = folder / file.name
+        if not place.is_file() or place.stat().st_size != file.bytes:
+            return f"is incomplete ({file.name})"
+    return dataset_differs(definition, root)
+
+
+def dataset_differs(definition: StackDefinition, root: Path) -> str:
+    """How the prepared dataset is another than the file's settings ask for, in words that follow its name; or nothing.
+
+    The node asks the same before it trains, when its set-up is paid for already. Raises ValueError for a folder that is
+    no prepared dataset.
+    """
+    from job.dataset.prepare import read_manifest
+
+    config = definition.job.parameters
+    manifest = read_manifest(root / definition.storage.dataset)
+    if manifest.kind != config.dataset_kind:
+        return f"is a dataset of {manifest.kind}, {definition.job.experiment} needs {config.dataset_kind}"
+    return config.dataset_differs(manifest, definition.storage.weights_folder(root))

@@ -1,0 +1,106 @@
+"""What one key of a definition file may hold beyond its type, and why. The experiment's own bounds stand in job.spec.
+
+docs/definition.md explains every key, and a test compares it with this table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infra.definition.model import (
+    Account,
+    Claim,
+    Disk,
+    Estimate,
+    Fleet,
+    Interruptions,
+    Job,
+    Keep,
+    Limits,
+    Run,
+    Storage,
+    Variant,
+    Vpc,
+)
+from job.spec import EXPERIMENTS
+from job.spec.convert import Rule
+
+# gp3: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; larger than the 2020 limits since 2025-09.
+RULES: dict[tuple[type[Any], str], Rule] = {
+    (Run, "id"): Rule(
+        pattern=r"(?!inputs$)[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?",
+        allowed="1 to 32 of a-z, 0-9 and inner hyphens, and not `inputs` (it is a folder in the bucket and a tag)",
+    ),
+    (Run, "owner"): Rule(
+        pattern=r"(?!aws:)[A-Za-z0-9_.:/=+@-]([A-Za-z0-9 _.:/=+@-]{0,126}[A-Za-z0-9_.:/=+@-])?",
+        allowed="1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, not starting with aws: (it is a tag)",
+    ),
+    (Job, "image"): Rule(
+        # As docker tells a registry from a folder of Docker Hub's: by a dot or a port in its name.
+        pattern=r"(?=.{1,255}$)(?=[^/]*[.:])[a-z0-9.-]+(:443)?(/[a-z0-9._-]+)+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})(@sha256:[0-9a-f]{64})?",
+        allowed="registry/repository:tag, with @sha256: and 64 hexadecimal digits once pinned",
+        hint="Name the registry (docker.io is Docker Hub; nodes reach port 443 alone) and a tag; "
+        "gpufleet doctor --pin adds the digest.",
+    ),
+    (Fleet, "zones"): Rule(most=6),  # us-east-1 has the most
+    (Fleet, "instance_types"): Rule(most=20),  # a choice: a longer list is no longer read by anyone
+    (Fleet, "ami"): Rule(
+        pattern=r"unpinned|ami-([0-9a-f]{8}|[0-9a-f]{17})",
+        allowed="unpinned, or a literal ami-...",
+        hint="Write unpinned, then gpufleet doctor --pin; a maintain fleet resolves no parameters.",
+    ),
+    (Disk, "size_gib"): Rule(minimum=1, maximum=65_536, unit="GiB"),
+    (Disk, "iops"): Rule(minimum=3_000, maximum=80_000, unit="operations/s"),
+    (Disk, "throughput_mibps"): Rule(minimum=125, maximum=2_000, unit="MiB/s"),
+    (Disk, "snapshot"): Rule(pattern=r"snap-([0-9a-f]{8}|[0-9a-f]{17})", allowed="snap-... of the fleet's region"),
+    (Keep, "days"): Rule(minimum=1, maximum=3_650, unit="days"),
+    (Limits, "max_usd"): Rule(minimum=0.01, maximum=100_000, unit="USD"),
+    (Limits, "max_hours"): Rule(minimum=0.01, maximum=720, unit="hours"),
+    (Account, "tags"): Rule(
+        pattern=r"[A-Za-z0-9 _.:/=+@-]{0,256}",
+        most=7,  # of the 10 that S3 allows an object three are the stack's own
+        allowed="a section of tags, each value up to 256 of A-Z a-z 0-9 space _ . : / = + - @",
+    ),
+    (Account, "permissions_boundary"): Rule(
+        pattern=r"arn:aws:iam::(aws|[0-9]{12}):policy/[\w+=,.@/-]{1,512}",
+        allowed="a policy's ARN, such as arn:aws:iam::111122223333:policy/boundary",
+    ),
+    (Account, "kms_key"): Rule(
+        pattern=r"arn:aws:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]+",
+        allowed="a key's ARN, such as arn:aws:kms:us-east-2:111122223333:key/...",
+        hint="An alias is none: the nodes' rights name the key itself.",
+    ),
+    (Vpc, "id"): Rule(pattern=r"vpc-([0-9a-f]{8}|[0-9a-f]{17})", allowed="vpc-... of the fleet's region"),
+    (Vpc, "subnets"): Rule(
+        pattern=r"subnet-([0-9a-f]{8}|[0-9a-f]{17})",
+        allowed="a section with a subnet-... for each of fleet.zones, such as {us-east-2a: subnet-...}",
+    ),
+    (Estimate, "hazard_per_hour"): Rule(minimum=0, maximum=100, unit="interruptions per node-hour"),
+    (Estimate, "efficiency"): Rule(minimum=0.001, maximum=1, unit="share of the roofline"),
+    (Estimate, "step_ms"): Rule(minimum=0.001, maximum=3_600_000, unit="ms"),
+    (Estimate, "setup_minutes"): Rule(minimum=0, maximum=240, unit="minutes"),
+    (Estimate, "restart_minutes"): Rule(minimum=0, maximum=240, unit="minutes"),
+    (Estimate, "capacity_wait_minutes"): Rule(minimum=0, maximum=10_080, unit="minutes"),
+    (Estimate, "notice_missed"): Rule(minimum=0, maximum=1, unit="probability"),
+    (Estimate, "upload_gb_per_s"): Rule(minimum=0.001, maximum=400, unit="GB/s"),
+    (Estimate, "max_price_age_days"): Rule(minimum=1, maximum=3_650, unit="days"),
+    (Claim, "hours"): Rule(minimum=0, maximum=100_000, unit="hours"),
+    (Claim, "usd"): Rule(minimum=0, maximum=10_000_000, unit="USD"),
+    (Variant, "nodes"): Rule(minimum=1, maximum=64),
+    (Variant, "buffer"): Rule(minimum=0, maximum=10, unit="share of the work"),
+    (Variant, "hold_hours"): Rule(minimum=0.01, maximum=720, unit="hours"),
+    (Interruptions, "seed"): Rule(minimum=0, maximum=2**31 - 1),
+    (Interruptions, "with_notice"): Rule(minimum=0, maximum=10),
+    (Interruptions, "without_notice"): Rule(minimum=0, maximum=10),
+    (Interruptions, "stage_results"): Rule(minimum=1, maximum=100_000),
+    (Interruptions, "notice_s"): Rule(minimum=1, maximum=120, unit="seconds"),
+}
+
+# What is allowed under a required key that is missing, where its type alone (text, a list) would not say it.
+REQUIRED: dict[tuple[type[Any], str], str] = {
+    (Job, "experiment"): "one of " + ", ".join(sorted(EXPERIMENTS)),
+    (Fleet, "region"): "a region with prices in the catalog, such as us-east-2",
+    (Fleet, "zones"): "a list of the region's zones, such as [us-east-2a, us-east-2b]",
+    (Fleet, "instance_types"): "a list of GPU instance types, such as [g5.2xlarge]",
+    (Storage, "dataset"): "a folder inside the project, or s3://bucket/prefix",
+}

@@ -1,0 +1,79 @@
+"""The `scenarios` section of a definition file: variants laid over it, to be compared and, one node at a time, run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from infra.definition.layers import definition, over, variants
+from infra.definition.loader import load
+from infra.definition.model import StackDefinition
+from infra.definition.schema import nearest
+from infra.definition.yaml_tree import Mapping, open_file
+from infra.errors import DefinitionError, GpufleetError, in_order, of_form
+
+
+def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
+    """Every entry in order, each laid over the file. None need be launchable as it is: types need only be known.
+
+    Raises DefinitionError with every problem of the file.
+    """
+    load(path, now=now, past_deadline=True)
+    text, tree = open_file(path)
+    return tuple(variants(tree, path, text, now)[0])
+
+
+def scenario(
+    path: Path, name: str, *, now: datetime, past_deadline: bool = False, to_run: bool = True
+) -> StackDefinition:
+    """One entry as something to run: judged like the file itself. Without `to_run` also one that is only priced.
+
+    Raises GpufleetError when it is not there or cannot be run, DefinitionError for what is wrong in it.
+    """
+    found = {each.scenario: each for each in scenarios(path, now=now)}
+    if name not in found:
+        raise unknown(path, name, found)
+    variant = found[name].variant
+    if variant.only_priced:
+        if not to_run:
+            return found[name]
+        raise GpufleetError(
+            f"{path.name}: scenario {name} {variant.only_priced}: it cannot be run; "
+            f"`gpufleet cost {found[name].argument} --scenario {name}` prices it"
+        )
+    text, tree = open_file(path)
+    section = tree.entries["scenarios"]  # `found` came from it
+    assert isinstance(section, Mapping)
+    entry = section.entries[name]
+    entries = entry.entries if isinstance(entry, Mapping) else {}
+    judged, problems = definition(over(tree, entries), path, text, now, past_deadline)
+    if problems:
+        raise DefinitionError(str(path), in_order(of_form(f"scenarios.{name}", problems)))
+    return replace(judged, scenario=name, variant=variant)
+
+
+def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
+    """What to raise for a scenario that the file does not have."""
+    names = list(known)
+    said = f"{path.name} has no scenario {name!r}; it has {', '.join(names) or 'none'}. {nearest(name, names)}"
+    return GpufleetError(said.rstrip())
+
+
+def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
+    """Of a file's scenarios the one called `name`, whose work can be taken to other types; all without a name. Raises
+    GpufleetError.
+    """
+    if name is None:
+        return variants
+    found = tuple(variant for variant in variants if variant.scenario == name)
+    if not found:
+        raise unknown(path, name, (variant.scenario for variant in variants))
+    (variant,) = (work.variant for work in found)
+    if variant.reference or variant.nodes > 1:
+        raise GpufleetError(
+            f"scenario {name} {variant.only_priced}: its work is taken to no other type; without --scenario its own row"
+            " is there"
+        )
+    return found

@@ -1,0 +1,344 @@
+"""From a tree of text to the dataclasses of infra.definition, every problem collected on the way.
+
+What a key may hold stands in rules.py, or, for the experiment's own parameters, in job.spec's field metadata.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterable, KeysView
+from dataclasses import dataclass, field, is_dataclass
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from itertools import islice
+from typing import Any, Literal
+
+from infra.definition.model import Account, Estimate, Fleet, Job, Limits, Run, Storage
+from infra.definition.rules import REQUIRED, RULES
+from infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, at
+from infra.errors import Problem
+from job.spec import EXPERIMENTS, JobConfig
+from job.spec.convert import Rule, describe, rule_of, unwrap
+from job.spec.convert import hints as hints_of
+
+SECTIONS: dict[str, type[Any]] = {
+    "run": Run,
+    "job": Job,
+    "fleet": Fleet,
+    "storage": Storage,
+    "limits": Limits,
+    "account": Account,
+    "estimate": Estimate,
+}
+# One folder of keys per section: where a key written in the wrong place belongs.
+_HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
+# What other tools call it.
+_ALSO = {"gpu": "cuda", "nvidia": "cuda", "learning_rate": "lr", "learning-rate": "lr"}
+_BAD: Any = object()
+_SCALARS = (str, bool, datetime, int, float, Decimal)
+
+
+@dataclass(slots=True)
+class Findings:
+    """The problems of one tree. A path reported once hides what follows from it."""
+
+    tree: Mapping
+    found: dict[str, Problem | None] = field(default_factory=dict)  # by path; None: another problem tells it
+
+    @property
+    def bad(self) -> KeysView[str]:
+        """The paths whose values cannot be relied on."""
+        return self.found.keys()
+
+    @property
+    def problems(self) -> list[Problem]:
+        """In the order in which they were found."""
+        return [problem for problem in self.found.values() if problem]
+
+    def add(
+        self,
+        path: str,
+        allowed: str,
+        hint: str = "",
+        value: str | None = None,
+        node: Node | None = None,
+        default: str = "",
+        unknown_key: bool = False,
+    ) -> None:
+        """A problem at `path`, in the words of the file; where the file is silent, at the section above, with the
+        `default` that holds there.
+
+        `node` where the path cannot be trusted to lead there: an unknown key may hold dots and brackets.
+        """
+        separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)  # a key may hold any number of them
+        if path in self.found or any(path[: each.start()] in self.found for each in separators):
+            return
+        node = node or at(self.tree, path)
+        if node is not None:
+            written = value if value is not None else _written(node)
+            self.found[path] = Problem(
+                path=node.path, value=written, allowed=allowed, hint=hint, line=node.line, unknown_key=unknown_key
+            )
+            return
+        above, _, key = path.rpartition(".")
+        parent = at(self.tree, above)
+        origin = f"{parent.path}.{key}".lstrip(".") if parent else path
+        line = parent.line if parent else None
+        written = value or (f"{default} (the default)" if default else "")
+        self.found[path] = Problem(path=origin, value=written, allowed=allowed, hint=hint, line=line)
+
+    def written_elsewhere(self, path: str) -> None:
+        """That a problem already tells what belongs at `path`: where nothing stands, it is not missing as well."""
+        if at(self.tree, path) is None:
+            self.found[path] = None
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """`Nearest: zones.`, or nothing."""
+    meant = _meant(word, names)
+    return f"Nearest: {meant}." if meant else ""
+
+
+def _meant(word: str, names: Iterable[str]) -> str:
+    """The name that is spelled most like `word`, or nothing."""
+    known, low = sorted(names), word.lower()
+    if _ALSO.get(low) in known:
+        return _ALSO[low]
+    close = difflib.get_close_matches(low, known, n=1, cutoff=0.6)
+    begun = [name for name in known if len(low) > 2 and name.startswith(f"{low}-")]  # sft: sft-h100
+    return (close or begun)[0] if close or len(begun) == 1 else ""
+
+
+def build(cls: type[Any], node: Node | None, path: str, findings: Findings, default: Any = None) -> Any:
+    """The dataclass at `path`. A wrong or missing value is reported, and a placeholder stands in. What is not written
+    is as in `default`, where the section around it has one of its own, or else as in `cls`.
+    """
+    names = [f.name for f in dataclasses.fields(cls)]
+    hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
+    hint_text = _as_section(cls, hints, node.text) if isinstance(node, Scalar) else ""
+    entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings, hint_text)
+    check_keys(entries, names, path, findings, None if cls is Job else _below(names, hints))
+    values: dict[str, Any] = {}
+    for spec in dataclasses.fields(cls):
+        hint, rule, where = hints[spec.name], _rule(cls, spec), f"{path}.{spec.name}"
+        if cls is Job and spec.name == "parameters":
+            values["parameters"] = _parameters(entries, where, findings)
+            continue
+        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        kept = spec.default if default is None else getattr(default, spec.name)
+        allowed = REQUIRED.get((cls, spec.name), "")
+        written = entries.get(spec.name)
+        value = _BAD if written is None else _convert(hint, written, where, rule, findings, kept, allowed)
+        if value is not _BAD:
+            values[spec.name] = value
+        elif required and default is None:
+            if written is None:
+                findings.add(where, allowed or describe(hint, rule))
+            values[spec.name] = _placeholder(hint)
+    return cls(**values) if default is None else dataclasses.replace(default, **values)
+
+
+def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, hint: str = "") -> dict[str, Node]:
+    """What a section holds: nothing for one without keys, nor for what is no section, which is reported."""
+    if isinstance(node, Mapping):
+        return node.entries
+    if node is not None and not (isinstance(node, Scalar) and node.is_null):
+        findings.add(path, allowed, hint, node=node)
+    return {}
+
+
+def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
+    """How a value is written where a section is expected: under the one key that takes it, a required one first."""
+    plain = re.sub(r"(?<=[0-9]) ?Gi?B?$", "", text, flags=re.IGNORECASE)
+    specs = dataclasses.fields(cls)
+    required = [spec for spec in specs if spec.default is dataclasses.MISSING is spec.default_factory]
+    takes = [
+        spec.name
+        for spec in required or specs
+        if (kind := unwrap(hints[spec.name])[0]) in _SCALARS or typing.get_origin(kind) is Literal
+        if _scalar(kind, plain, _rule(cls, spec))[0] is not _BAD
+    ]
+    return f"Write {{{takes[0]}: {plain}}}." if len(takes) == 1 and plain else ""
+
+
+def _below(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
+    """The keys of the sections `names`, each as it is called from above: `lr` is `optim.lr`."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        inner, _ = unwrap(hints[name])
+        for each in dataclasses.fields(inner) if is_dataclass(inner) else ():
+            found.setdefault(each.name, []).append(f"{name}.{each.name}")
+    return found
+
+
+def check_keys(
+    entries: dict[str, Node],
+    names: list[str],
+    path: str,
+    findings: Findings,
+    below: dict[str, list[str]] | None = None,
+) -> None:
+    """Reports every key that is not one of `names`, with the nearest, or with the section it belongs to, which may be
+    one of those `below`. What it stands for is then not missing as well.
+    """
+    prefix = f"{path}." if path else ""
+    for key, node in entries.items():
+        if key in names:
+            continue
+        meant = ""
+        if (other := _ALSO.get(key.lower())) in names:
+            hint, meant = f"It is called {path.rpartition('.')[2]}.{other}.", f"{prefix}{other}"
+        elif inside := (below or {}).get(other or key):
+            hint, meant = f"It is called {' or '.join(inside)}.", f"{prefix}{inside[0]}"
+        elif key in _HOME:  # written exactly so elsewhere: more than a likeness
+            hint, meant = f"It belongs under {_HOME[key]}.", f"{_HOME[key]}.{key}"
+        elif near := _meant(key, names):
+            hint, meant = f"Nearest: {near}.", f"{prefix}{near}"
+        else:
+            hint = ""
+        findings.add(f"{prefix}{key}", ", ".join(names), hint, value=key or "''", node=node, unknown_key=True)
+        if meant:
+            findings.written_elsewhere(meant)
+
+
+def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> JobConfig:
+    experiment = entries.get("experiment")
+    name = experiment.text if isinstance(experiment, Scalar) else ""
+    if name in EXPERIMENTS:
+        config: JobConfig = build(EXPERIMENTS[name], entries.get("parameters"), where, findings)
+        return config
+    findings.add("job.experiment", "one of " + ", ".join(sorted(EXPERIMENTS)), nearest(name, EXPERIMENTS))
+    return next(iter(EXPERIMENTS.values()))()
+
+
+def _rule(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
+    return RULES.get((cls, spec.name)) or rule_of(spec)
+
+
+def _convert(
+    hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None, allowed: str = ""
+) -> Any:
+    """The typed value, or _BAD after reporting why not. A section keeps of `default` what is not written."""
+    inner, optional = unwrap(hint)
+    null = isinstance(node, Scalar) and node.is_null
+    if null and optional:
+        return None
+    if is_dataclass(inner) and isinstance(inner, type):
+        return build(inner, node, path, findings, default if isinstance(default, inner) else None)
+    allowed = allowed or describe(hint, rule)
+    if typing.get_origin(inner) is tuple:
+        if not isinstance(node, Items):
+            hint_text = _as_list(path, node.text, findings) if isinstance(node, Scalar) and node.text else ""
+            findings.add(path, allowed, hint_text)
+            return _BAD
+        if rule.most is not None and not 1 <= len(node.items) <= rule.most:
+            written = f"{len(node.items)} of them" if node.items else "an empty list"
+            findings.add(path, f"a list of 1 to {rule.most}", value=written)
+            return _BAD
+        arm = typing.get_args(inner)[0]
+        values = [_convert(arm, item, f"{path}[{index}]", rule, findings) for index, item in enumerate(node.items)]
+        return _BAD if _BAD in values else tuple(values)
+    if typing.get_origin(inner) is dict:
+        if not isinstance(node, Mapping):
+            findings.add(path, allowed)
+            return _BAD
+        if rule.most is not None and len(node.entries) > rule.most:
+            findings.add(path, f"at most {rule.most}", value=f"{len(node.entries)} of them")
+            return _BAD
+        named = {key: _convert(str, each, f"{path}.{key}", rule, findings) for key, each in node.entries.items()}
+        return _BAD if _BAD in named.values() else named
+    if not isinstance(node, Scalar):
+        findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
+        return _BAD
+    if null:
+        findings.add(path, allowed, value="" if not node.text else node.text)
+        return _BAD
+    value, hint_text = _scalar(inner, node.text, rule)
+    if value is _BAD:
+        findings.add(path, allowed, hint_text, value=_written(node) or "''")
+    return value
+
+
+def _as_list(path: str, text: str, findings: Findings) -> str:
+    """How one value is written where a list is expected: as many times as there are phases where each has its own."""
+    if path not in ("job.parameters.optim.lr", "estimate.step_ms"):
+        return f"Write [{text}]."
+    experiment = at(findings.tree, "job.experiment")
+    name = experiment.text if isinstance(experiment, Scalar) else ""
+    if name not in EXPERIMENTS:
+        return ""
+    count = sum(1 for phase in EXPERIMENTS[name]().phases() if phase.steps)
+    if count == 1:
+        return f"Write [{text}]."
+    words = {2: "two", 3: "three", 4: "four"}.get(count, str(count))
+    return f"One per phase, {words} values, as in [{', '.join([text] * count)}]."
+
+
+def _scalar(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        return (text, "") if text in choices else (_BAD, nearest(text, choices))
+    if hint is str:
+        if rule.pattern:
+            return (text, "") if re.fullmatch(rule.pattern, text) else (_BAD, rule.hint)
+        return (text, "") if text.strip() else (_BAD, "")
+    if hint is bool:
+        if text in ("true", "false"):
+            return text == "true", ""
+        meant = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(text.lower(), text.lower())
+        return _BAD, f"Write {meant}." if meant in ("true", "false") else ""
+    if hint is datetime:
+        return _time(text)
+    assert hint in (int, float, Decimal), hint
+    return _numeric(hint, text, rule)
+
+
+def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
+    if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text) or len(text) > 40:
+        return _BAD, "Write a plain number, without unit, sign or separator." if re.search(r"[0-9]", text) else ""
+    value = Decimal(f"{Decimal(text):f}")  # 1e3 is 1000 wherever it is shown
+    if hint is int and value != value.to_integral_value():
+        return _BAD, ""
+    if hint is int and not re.fullmatch(r"[+-]?[0-9]+", text):  # 1e3 and 3.0 are floats to YAML
+        return _BAD, f"Write {int(value)}." if abs(value) < 10**12 else ""
+    if re.match(r"[+-]?0[0-9]", text):  # 010 is 8 to YAML 1.1 and 10 to everyone else
+        return _BAD, f"Write {value:f}." if abs(value) < 10**12 else ""
+    if not rule.includes(value):
+        return _BAD, ""
+    return hint(text) if hint is not Decimal else value, ""
+
+
+def _time(text: str) -> tuple[Any, str]:
+    """A time in UTC, or the span of `in 10 h`."""
+    if span := re.fullmatch(r"(in |\+)?([0-9]{1,5}(?:\.[0-9]{1,4})?) ?(h|hours?|hrs?|m|min|minutes?|d|days?)", text):
+        hours = float(span[2]) * {"h": 1.0, "m": 1 / 60, "d": 24.0}[span[3][0]]
+        written = f"in {hours:.6g} h"
+        return (timedelta(seconds=round(hours * 3600)), "") if text == written else (_BAD, f"Write {written}.")
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return _BAD, ""
+    if re.fullmatch(r"[0-9-]+", text):
+        return _BAD, f"A date has no hour: write {text}T00:00:00Z."
+    if moment.tzinfo is None:
+        return _BAD, f"Say which time zone: {text}Z for UTC."
+    if moment.microsecond:
+        return _BAD, "Whole seconds only: the fleet's expiry has no fractions."
+    if not 2000 <= moment.year <= 2100:  # also keeps the conversion to UTC inside the calendar
+        return _BAD, ""
+    return moment.astimezone(UTC), ""
+
+
+def _placeholder(hint: Any) -> Any:
+    """Stands in for a required value, reported already, so that the rest of the file is still checked."""
+    made: dict[Any, Any] = {tuple: (), dict: {}, str: "", Decimal: Decimal(1), int: 1}
+    return made[typing.get_origin(hint) or hint]
+
+
+def _written(node: Node) -> str:
+    if isinstance(node, Scalar):
+        return node.text
+    return "a list" if isinstance(node, Items) else "a section"

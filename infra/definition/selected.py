@@ -1,0 +1,105 @@
+"""Which definition a stack runs, said once: by its Pulumi configuration, which program and commands read alike.
+
+`definition` names the file of a stack that is not called like it, `scenario` one of the file's scenarios. The engine
+keeps both in Pulumi.STACK.yaml, under the project's name, so the commands need no engine to know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.definition.loader import find, is_path, load
+from infra.definition.model import StackDefinition
+from infra.definition.scenarios import scenario as one_scenario
+from infra.errors import GpufleetError
+
+DEFINITION, SCENARIO = "definition", "scenario"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selected:
+    """A definition file, and the scenario of it that is run; empty: the file as it is."""
+
+    path: Path
+    scenario: str = ""
+    asked: str = ""  # as the user names it
+
+    def load(self, *, now: datetime, past_deadline: bool = False) -> StackDefinition:
+        """The definition, judged as something to run. Raises as loader.load and scenarios.scenario."""
+        if not self.scenario:
+            found = load(self.path, now=now, past_deadline=past_deadline)
+        else:
+            found = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
+        return replace(found, asked=self.asked)
+
+
+def selected(stack: str, root: Path) -> Selected:
+    """What the program would run as `stack`: a stack's name, or the path of its file.
+
+    A path names that very file; the stack called like it has a say where it runs the same one. Raises GpufleetError.
+    """
+    name = Path(stack).stem if is_path(stack) else stack
+    config = _config(root / f"Pulumi.{name}.yaml", _project(root / "Pulumi.yaml"))
+    theirs = config.get(DEFINITION) or name
+    if not is_path(stack):
+        return Selected(path=find(theirs, root), scenario=config.get(SCENARIO, ""), asked=stack)
+    path = find(stack, root)
+    with suppress(GpufleetError):
+        if path.samefile(find(theirs, root)):
+            return Selected(path=path, scenario=config.get(SCENARIO, ""), asked=stack)
+    return Selected(path=path, asked=stack)
+
+
+def refuse_unread(keys: Iterable[str], project: str) -> None:
+    """Raises GpufleetError for a setting that nothing reads: of a misspelled scenario the file itself would be run, and
+    of another profile the program would use one account and the commands the other.
+    """
+    for key in keys:
+        namespace, _, name = key.partition(":")
+        remove = f"`pulumi config rm {key}` takes it away"
+        if namespace == "aws":
+            raise GpufleetError(
+                f"{key} in the Pulumi configuration is not followed. The region is the definition file's, and the "
+                "credentials are the shell's, for the program and every command alike: AWS_PROFILE names a profile, "
+                f"which may assume a role. {remove}"
+            )
+        if namespace == project and name not in (DEFINITION, SCENARIO):
+            raise GpufleetError(
+                f"{key} in the Pulumi configuration is not a setting; allowed: {DEFINITION}, {SCENARIO}. {remove}"
+            )
+
+
+def _config(path: Path, project: str) -> dict[str, str]:
+    """Definition and scenario, as far as the engine's file names them."""
+    config = _tree(path).get("config")
+    if not isinstance(config, dict):
+        return {}
+    refuse_unread(config, project)
+    found = {key: config[f"{project}:{key}"] for key in (DEFINITION, SCENARIO) if f"{project}:{key}" in config}
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise GpufleetError(f"{path}: {key} is no plain text; `pulumi config set {key} NAME` writes one")
+    return found
+
+
+def _project(path: Path) -> str:
+    """The project's name, which `pulumi new` asks for."""
+    return str(_tree(path).get("name") or "gpufleet")
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    """A file of the engine, all of it as text; empty without one."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise GpufleetError(f"{path} cannot be read: {error}") from None
+    return tree if isinstance(tree, dict) else {}

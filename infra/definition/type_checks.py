@@ -1,0 +1,139 @@
+"""Which instance types a definition file may list, and what to write instead of another: a part of checks.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from infra.definition.model import Fleet
+from infra.definition.schema import Findings
+from job.spec import JobConfig
+from job.spec.common import DEVICE_RESERVE_GB
+
+if TYPE_CHECKING:
+    from infra.catalog import Catalog, Instance
+
+
+def instance_types(
+    fleet: Fleet, config: JobConfig | None, findings: Findings, catalog: Catalog, *, launchable: bool
+) -> None:
+    """Adds a problem for each listed type that is unknown, repeated or no good for this run. Without a readable run
+    config nothing is said about memory.
+    """
+    names = fleet.instance_types
+    current = _launchable(fleet.region, catalog)
+    for index, name in enumerate(names):
+        path, kind = f"fleet.instance_types[{index}]", catalog.instances.get(name)
+        if name in names[:index]:
+            findings.add(path, "each instance type once: it is a set")
+        elif kind is None:
+            known = sorted(k.type for k in current)
+            family = [k for k in known if k.split(".")[0] == name.split(".")[0]] or sorted(
+                {k.split(".")[0] + ".*" for k in known}
+            )
+            closest = catalog.nearest_type(name, known)
+            hint, allowed = _with_gpus(name, config, current), "a GPU instance type of the catalog"
+            if not hint:
+                hint, allowed = f"Nearest: {closest}." if closest else "", f"{allowed}: {', '.join(family)}"
+            findings.add(path, allowed, hint)
+        elif not launchable:
+            continue
+        elif kind.unusable:
+            instead = _instead(kind, config, current)
+            use = f"Use {instead} instead." if instead else ""
+            allowed = (
+                "a type that EC2 still offers" if kind.left_ec2 else "a type whose GPU the AMI and the image can use"
+            )
+            findings.add(path, allowed, f"{name} {kind.unusable}. {use}".strip())
+        elif kind.regions is not None and fleet.region in catalog.regions() and fleet.region not in kind.regions:
+            findings.add(path, f"a type offered in {fleet.region}", f"{name} is offered in {', '.join(kind.regions)}.")
+        elif reason := _misfit(kind, config):
+            instead = _instead(kind, config, current)
+            use = f"Nearest that fits: {instead}." if instead else "No type in the catalog fits."
+            findings.add(path, f"a type on which every phase fits; {reason}", use)
+
+
+def _with_gpus(written: str, config: JobConfig | None, current: Sequence[Instance]) -> str:
+    """Which types have the GPUs that a name such as L40S, L40S:4 or 4xL40S asks for, the smallest first; nothing for
+    another name. Those on which the run does not fit are named only where there is no other.
+    """
+    parts = re.fullmatch(r"(?:([0-9]{1,3}) ?x ?)?(.+?)(?:[:x]([0-9]{1,3}))?", written.strip(), re.IGNORECASE)
+    name, count = (_letters(parts[2]), int(parts[1] or parts[3] or 1)) if parts else ("", 1)
+    kinds = sorted((k for k in current if name in _gpu_names(k)), key=lambda k: (k.gpu_count, k.vcpu))
+    if not kinds:
+        return ""
+    gpu = kinds[0].gpu.name if len({k.gpu.name for k in kinds}) == 1 else kinds[0].gpu.name.split()[0]
+    enough = [k for k in kinds if k.gpu_count >= count]
+    if not enough:
+        return f"No type has more than {kinds[-1].gpu_count} x {gpu}."
+    named = ", ".join(k.type for k in [k for k in enough if not _misfit(k, config)] or enough)
+    return f"{gpu} is the GPU of {named}." if count == 1 else f"At least {count} x {gpu}: {named}."
+
+
+def _gpu_names(kind: Instance) -> set[str]:
+    """L40S also as L40S 48GB, A100 80GB also as A100."""
+    first = kind.gpu.name.split()[0]
+    return {_letters(name) for name in (first, kind.gpu.name, f"{first}{kind.gpu.memory_gb:g}GB")}
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"^nvidia|[^a-z0-9]", "", name.lower())
+
+
+def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
+    """A node with fewer GPUs than the job asks for would be refused, and so would its replacement."""
+    asked = config.least_gpus()
+    kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instances.get(name)) is not None]
+    few = [f"{kind.type} has {kind.gpu_count}" for kind in kinds if kind.gpu_count < asked]
+    if few:
+        findings.add("job.parameters.gpus", f"at most the GPUs of each listed type; {', '.join(few)}", value=str(asked))
+
+
+def _launchable(region: str, catalog: Catalog) -> list[Instance]:
+    """What could stand in the file instead; in any region while the file's own is wrong."""
+    kinds = [kind for kind in catalog.instances.values() if not kind.unusable]
+    known = region in catalog.regions()
+    return [kind for kind in kinds if not known or kind.regions is None or region in kind.regions]
+
+
+def _misfit(kind: Instance, config: JobConfig | None) -> str:
+    """Why the run config cannot run on this type, or nothing. A CPU run fits anywhere."""
+    if config is None or config.device == "cpu":
+        return ""
+    if config.precision.compute == "bf16" and not kind.gpu.bf16:
+        return f"{kind.gpu.name} has no bf16 tensor cores (job.parameters.precision.compute)"
+    ranks = config.ranks(kind.gpu_count)
+    needs: list[tuple[float, str]] = []
+    for index, phase in enumerate(config.phases()):
+        if config.choose_rung(kind.gpu_memory_gb, index, ranks) is None:
+            micro = config.ladder(ranks)[-1]
+            used = config.memory(index, micro.micro, checkpointing=micro.checkpointing, ranks=ranks)
+            needs.append((used.total_gb + DEVICE_RESERVE_GB, phase.name))
+    if not needs:
+        return ""
+    need, phase_name = max(needs)  # the one that decides which type fits
+    has = f"{kind.gpu.name} has {kind.gpu_memory_gb:g}"
+    return f"phase {phase_name} needs {need:.1f} GB at its smallest micro-batch, {has}"
+
+
+def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
+    """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits; one
+    whose speed cannot be derived, so that it has no bill, only where there is no other.
+    """
+    gpus = 1 if config is None else config.least_gpus()
+    fits = [
+        other
+        for other in current
+        if other.gpu_memory_gb >= kind.gpu_memory_gb
+        and other.vcpu >= kind.vcpu
+        and other.gpu_count >= gpus
+        and not _misfit(other, config)
+    ]
+
+    def order(other: Instance) -> tuple[bool, int, float, int, str]:
+        unknown = config is not None and not other.gpu.has_a_roofline(config.products())
+        return unknown, other.gpu_count, other.gpu_memory_gb, other.vcpu, other.type
+
+    best = min(fits, key=order, default=None)
+    return best.type if best else ""

@@ -1,0 +1,170 @@
+"""The rules of an organisation over any run: `policy.yaml`, and what of it a run breaks.
+
+One source for two judges: `gpufleet diff` takes the facts from definition and bill, the Pulumi policy pack in `policy/`
+takes them from the resources that are about to be declared. Pure: no pulumi, no boto3, no clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping as Properties
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra.definition.schema import Findings, build, nearest
+from infra.definition.yaml_tree import Items, Mapping, Scalar, UnreadableError, decode, read
+from infra.errors import DefinitionError, GpufleetError
+
+if TYPE_CHECKING:
+    from infra.bill.bill import Bill
+    from infra.definition.model import StackDefinition
+
+OBJECT = "aws:s3/bucketObjectv2:BucketObjectv2"
+RUN_CONFIG = "run-config"  # the name of run.json's resource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What every run must hold. None (no such key) or false: no such rule. Patterns know * and ?."""
+
+    max_usd_per_run: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 1_000_000})
+    allowed_types: tuple[str, ...] | None = None  # patterns: g5.*
+    allowed_regions: tuple[str, ...] | None = None
+    spot_only: bool = False
+    required_owner: tuple[str, ...] | None = None  # patterns, one of which the owner matches: *@example.org
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the rules ask of a run. `usd_p90` None: there is no bill to judge (a run that is over)."""
+
+    region: str
+    instance_types: tuple[str, ...]
+    capacity: str
+    owner: str
+    usd_p90: Decimal | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Broken:
+    """One rule that a run breaks."""
+
+    rule: str
+    message: str
+
+
+RULES = {  # rule -> what it demands, for people; the policy pack shows it
+    "max_usd_per_run": "The 90th percentile of a run's bill is at most this many dollars.",
+    "allowed_types": "Every instance type that the fleet may pick is on the list.",
+    "allowed_regions": "The run's region is on the list.",
+    "spot_only": "The fleet asks for spot capacity.",
+    "required_owner": "run.owner, the tag gpufleet:owner, is on the list.",
+}
+
+
+def facts(definition: StackDefinition, bill: Bill | None) -> Facts:
+    """Of a definition file and its bill."""
+    return Facts(
+        region=definition.fleet.region,
+        instance_types=definition.fleet.instance_types,
+        capacity=definition.fleet.capacity,
+        owner=definition.run.owner,
+        usd_p90=bill.usd.p90 if bill else None,
+    )
+
+
+def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts | None:
+    """Of one resource, spelled as the engine spells it: those that run.json states. None for any other resource.
+
+    run.json is an object that the program declares before the fleet, which depends on it: a rule that refuses it keeps
+    the fleet from being made, even where nobody looked at a preview. No other property is read: in a first preview the
+    bucket's name is unknown, and reading it an error.
+    """
+    if type_ != OBJECT or name != RUN_CONFIG:
+        return None
+    run = json.loads(properties["content"])
+    return Facts(
+        region=run["region"],
+        instance_types=tuple(option["type"] for option in run["estimate"]["types"]),
+        capacity=run["capacity"],
+        owner=run["run"]["owner"],
+        usd_p90=Decimal(run["estimate"]["usd"]["p90"]),
+    )
+
+
+def broken(policy: Policy, found: Facts) -> tuple[Broken, ...]:
+    """Every rule that the run breaks, in the order of the file's keys. Empty: none."""
+    said: list[Broken] = []
+    cap = policy.max_usd_per_run
+    if cap is not None and found.usd_p90 is not None and found.usd_p90 > cap:
+        said.append(Broken(rule="max_usd_per_run", message=f"p90 is {found.usd_p90:f} USD, allowed are {cap:f}"))
+    if policy.allowed_types is not None:
+        others = [type_ for type_ in found.instance_types if not _matches(type_, policy.allowed_types)]
+        if others:
+            said.append(_outside("allowed_types", "instance types", ", ".join(others), policy.allowed_types))
+    if policy.allowed_regions is not None and not _matches(found.region, policy.allowed_regions):
+        said.append(_outside("allowed_regions", "region", found.region, policy.allowed_regions))
+    if policy.spot_only and found.capacity != "spot":
+        said.append(Broken(rule="spot_only", message=f"capacity is {found.capacity}, allowed is spot"))
+    if policy.required_owner is not None and not _matches(found.owner, policy.required_owner):
+        said.append(_outside("required_owner", "owner", found.owner, policy.required_owner))
+    return tuple(said)
+
+
+def of(folder: Path) -> Policy | None:
+    """The rules of the policy.yaml in `folder`; None without one. Raises as load()."""
+    return load(folder / "policy.yaml") if (folder / "policy.yaml").is_file() else None
+
+
+def load(path: Path) -> Policy:
+    """The rules in `path`. Raises DefinitionError with every problem, GpufleetError when there is no such file."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise GpufleetError(f"{path} cannot be read: {error.strerror}") from None
+    return parse(raw, str(path))
+
+
+def parse(raw: bytes, source: str) -> Policy:
+    """The rules in the bytes of a policy file. An empty file has none. Raises DefinitionError with every problem."""
+    try:
+        text = decode(raw)
+        holds = "rules (spot_only: true, max_usd_per_run: 50, ...)"
+        tree = read(text, holds=holds, see="docs/review.md") if _says_something(text) else Mapping(path="", line=1)
+    except UnreadableError as error:
+        raise DefinitionError(source, error.problems) from None
+    findings = Findings(tree=tree)
+    names = [each.name for each in dataclasses.fields(Policy)]
+    for key, node in tree.entries.items():
+        if key not in names:
+            findings.add(key, ", ".join(names), nearest(key, names), value=key or "''", node=node, unknown_key=True)
+        elif isinstance(node, Scalar) and node.is_null:  # a rule whose value was deleted must not be taken for none
+            findings.add(key, "a value", "Leave the key out for no such rule.", node=node)
+    owner = tree.entries.get("required_owner")
+    if isinstance(owner, Scalar) and not owner.is_null:  # one pattern needs no brackets
+        alone = Items(path=owner.path, line=owner.line, items=[owner])
+        tree = replace(tree, entries={**tree.entries, "required_owner": alone})
+    policy: Policy = build(Policy, tree, "", findings)
+    for name in ("allowed_types", "allowed_regions", "required_owner"):
+        if getattr(policy, name) == () and not findings.problems:
+            findings.add(f".{name}", "at least one name or pattern", "Leave the key out for no such rule.")
+    if findings.problems:
+        raise DefinitionError(source, findings.problems)
+    return policy
+
+
+def _says_something(text: str) -> bool:
+    return any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines())
+
+
+def _matches(value: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(value, pattern) for pattern in patterns)
+
+
+def _outside(rule: str, what: str, value: str, allowed: Sequence[Any]) -> Broken:
+    return Broken(rule=rule, message=f"{what} {value}, allowed: {', '.join(allowed)}")

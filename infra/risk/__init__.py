@@ -1,0 +1,1 @@
+"""What interruptions do to a run: how often, and what they cost."""

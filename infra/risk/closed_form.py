@@ -1,0 +1,53 @@
+"""The closed form of the simulation: mean hours at a fixed hazard, and the hazard from which spot does not pay."""
+
+from __future__ import annotations
+
+import math
+
+from infra.risk.simulation import NOTICE_H, Exposure
+
+FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: that are told apart, that are looked at
+
+
+def expected_hours(exposure: Exposure, hazard: float) -> float:
+    """Mean hours of its nodes at one fixed hazard per node-hour, without limits; the simulation is checked against it.
+
+    A node gets past its first `a` = restart + notice with probability exp(-hazard a), so one useful stretch costs
+    (exp(hazard a) - 1) / hazard on average, and work W is cut into 1 + hazard W stretches on average. Work grows by
+    what interruptions tear off. Exact when set-up equals restart and no checkpoint interval outlasts an attempt.
+    """
+    work_h = exposure.phase_ends_h[-1]
+    if not hazard:
+        return exposure.uninterrupted_h
+    hazard *= exposure.nodes  # any of them interrupts the run
+    starts = (0.0, *exposure.phase_ends_h[:-1])
+    shares = [(end - start) / work_h for start, end in zip(starts, exposure.phase_ends_h, strict=True)]
+    missed = sum(
+        s * (exposure.notice_missed if fit else 1.0) for s, fit in zip(shares, exposure.saves_fit, strict=True)
+    )
+    torn = hazard * missed * exposure.interval_h / 2  # per hour of work
+    exponent = hazard * (exposure.restart_h + NOTICE_H)
+    if torn >= 1 or exponent > 50:
+        return math.inf
+    grown_h = work_h / (1 - torn)
+    stretch_h = math.expm1(exponent) / hazard
+    return (1 + hazard * grown_h) * stretch_h + grown_h - NOTICE_H + exposure.setup_h - exposure.restart_h
+
+
+def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
+    """The hazard per node-hour from which spot costs more on average than `on_demand_usd`.
+
+    Without limits, since a run that a limit stops is cheap but not done; and with interrupted first hours billed, since
+    otherwise a node lost every ten minutes would cost nothing. None: spot is cheaper up to HIGHEST.
+    """
+
+    def dearer(hazard: float) -> bool:
+        return exposure.metered(expected_hours(exposure, hazard)) > on_demand_usd
+
+    if not dearer(HIGHEST):
+        return None
+    low, high = 0.0, HIGHEST
+    while high - low > FINEST:
+        middle = (low + high) / 2
+        low, high = (low, middle) if dearer(middle) else (middle, high)
+    return 0.0 if high <= FINEST else high  # also where only the rounding of the lines' amounts is between them

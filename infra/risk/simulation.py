@@ -1,0 +1,335 @@
+"""Interruptions: a seeded, vectorised simulation of one run on spot capacity, thousands of times.
+
+A run is attempts. Each attempt is billed from launch: set-up, then work, until the work is done, the node is
+interrupted (exponential life with the node's hazard), or a limit of the definition stops it. Then comes a wait for
+capacity, not billed, and a replacement that pays its restart. What an interruption costs:
+
+- in the node's first hour nothing for compute (AWS does not charge an interrupted first hour; disk and address go on);
+- with the notice handled, the 120 s of the notice: everything before it is saved;
+- where save and upload do not fit it, those 120 s and up to one checkpoint interval of work before them;
+- with the notice missed, up to one checkpoint interval of work.
+
+The hazard is itself uncertain: drawn once per simulated run, unless a figure is given (infra/risk/hazard.py). The
+limits stop a run as the job's meter does, on hours times rates, without crediting free hours. Several nodes are one
+run: it is interrupted when any of them is, and only the one that AWS took has its first hour free.
+
+Random numbers belong to (run, attempt), not to the order of evaluation, so two variants of a run see the same luck and
+their difference is not noise. Same seed, same figures, whether asked one by one or many at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infra.risk.hazard import Floats, Hazard, Indices, of_node
+from infra.risk.luck import Luck
+
+NOTICE_MISSED = 0.05  # assumption
+CAPACITY_WAIT_MINUTES = 30.0  # assumption; outages of a zone in those traces lasted 0.8 to 3.6 h, more zones shorten it
+NOTICE_H = 120 / 3600
+FREE_H = 1.0
+MINIMUM_H = 60 / 3600  # each start is billed for 60 s at least
+
+RUNS = 10_000
+SEED = 7
+_EDGE_H = 1e-9
+_CHUNK = 50_000  # runs simulated together: fits the processor's cache
+MAX_ATTEMPTS = 200
+_NOWHERE = 1e4  # times what was done so far: a run that needs more never gets anywhere
+
+Flags = NDArray[np.bool_]
+Hours = TypeVar("Hours", float, Floats)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What becomes of the next node of each run that needs one."""
+
+    life_h: Floats  # from launch until AWS takes it; inf: never
+    wait_h: Floats  # for capacity, after that
+    missed: Floats  # uniform: the notice is missed where it is below Exposure.notice_missed
+    lost: Floats  # uniform: the share of a checkpoint interval that is lost then
+
+
+# (runs that need a node, which attempt it is, hours by the wall since the run was begun) -> their nodes
+Fate = Callable[[Indices, int, Floats], Node]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """A run's owner ends it, by the wall, at `by_h` less `work_h` for the share of its work that is not done."""
+
+    by_h: float
+    work_h: float
+
+    def at_h(self, left_share: Floats) -> Floats:
+        """The hour, for runs with that share of their work left."""
+        return self.by_h - self.work_h * left_share
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exposure:
+    """What one run puts at risk. Hours and USD, plain floats: exact money belongs to the bill's lines."""
+
+    setup_h: float
+    restart_h: float
+    phase_ends_h: tuple[float, ...]  # hours of work from the first step to each phase's end
+    saves_fit: tuple[bool, ...]  # per phase: save and upload fit the notice
+    interval_h: float  # between timed checkpoints
+    compute_usd_h: float  # of all nodes
+    extras_usd_h: float  # disks and addresses: never free
+    fixed_usd: float
+    hazard: Hazard | float | None  # per node-hour; drawn per run, None from the prior; a number is taken as it is
+    nodes: int = 1
+    wait_h: float = CAPACITY_WAIT_MINUTES / 60
+    notice_missed: float = NOTICE_MISSED
+    free_h: float = FREE_H
+    max_usd: float | None = None
+    max_hours: float | None = None
+    reserve_h: float = 0.0  # before a limit the job begins to stop: to save, upload and export
+    leave: Leave | None = None  # when its owner ends it, everything saved
+
+    @property
+    def chance(self) -> Hazard:
+        """`hazard` as a distribution."""
+        if isinstance(self.hazard, Hazard):
+            return self.hazard
+        return Hazard() if self.hazard is None else Hazard.fixed(self.hazard)
+
+    @property
+    def unlimited(self) -> Exposure:
+        """Without the limits of the definition: a run that one stops is cheap, and not done."""
+        return replace(self, max_usd=None, max_hours=None)
+
+    @property
+    def uninterrupted_h(self) -> float:
+        return self.setup_h + self.phase_ends_h[-1]
+
+    @property
+    def uninterrupted_usd(self) -> float:
+        return self.metered(max(self.uninterrupted_h, MINIMUM_H))
+
+    @property
+    def usd_h(self) -> float:
+        """Of a node-hour, where none is free."""
+        return self.compute_usd_h + self.extras_usd_h
+
+    def metered(self, hours: Hours) -> Hours:
+        """USD of a run of so many node-hours as the job's meter counts: interrupted first ones too."""
+        return self.fixed_usd + hours * self.usd_h
+
+    def hours_at_cap(self) -> tuple[float, float]:
+        """Node-hours at which (max_usd, max_hours) stop the run; inf without that limit."""
+        by_money, by_hours = self.hours_allowed()
+        return max(0.0, by_money - self.reserve_h), max(0.0, by_hours - self.reserve_h)
+
+    def hours_allowed(self) -> tuple[float, float]:
+        """Node-hours that (max_usd, max_hours) pay for; inf without that limit."""
+        rate = self.usd_h
+        by_money = np.inf if self.max_usd is None or not rate else max(0.0, self.max_usd - self.fixed_usd) / rate
+        return by_money, np.inf if self.max_hours is None else self.max_hours
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One value per simulated run."""
+
+    usd: Floats
+    hours: Floats  # node-hours, as `limits.max_hours` counts them: free first hours included
+    wall_hours: Floats  # with the waits for capacity
+    interruptions: NDArray[np.int64]
+    stopped: Flags  # by a limit or its owner, before the work was done
+    done_h: Floats  # hours of work that survive; only of runs that ended finished or by their owner
+
+
+def quantiles(values: Floats) -> tuple[float, float, float, float]:
+    """p10, p50, p90, mean. As np.quantile interpolates, which imports numpy.ma: 15 ms of a cold start."""
+    last, mean = len(values) - 1, float(values.mean())
+    if not last:
+        return mean, mean, mean, mean
+    places = [(min(int(share * last), last - 1), share * last) for share in (0.1, 0.5, 0.9)]
+    ordered = np.partition(values, [at + step for at, _ in places for step in (0, 1)])
+    p10, p50, p90 = (float(ordered[at] + (ordered[at + 1] - ordered[at]) * (place - at)) for at, place in places)
+    return p10, p50, p90, mean
+
+
+def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> Outcome:
+    """`runs` independent runs. One that is not done after `attempts` nodes is carried on as it went so far."""
+    return simulate_each([exposure], runs=runs, seed=seed, attempts=attempts)[0]
+
+
+def simulate_each(
+    exposures: Sequence[Exposure], *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS
+) -> list[Outcome]:
+    """What `simulate` gives for each, many at once. Raises ValueError for an owner who ends one of several."""
+    if len(exposures) > 1 and any(exposure.leave for exposure in exposures):
+        raise ValueError("a run that its owner ends is simulated alone")
+    sizes = [min(_CHUNK, runs - start) for start in range(0, runs, _CHUNK)]
+    together = max(1, _CHUNK // max(1, runs))
+    found: list[Outcome] = []
+    for start in range(0, len(exposures), together):
+        some = exposures[start : start + together]
+        seeds = np.random.SeedSequence(seed).spawn(len(sizes))  # anew: a seed remembers what was drawn from it
+        parts = [_chunk(some, size, np.random.default_rng(s), attempts) for size, s in zip(sizes, seeds, strict=True)]
+        found += [_joined(of_one) for of_one in zip(*parts, strict=True)]
+    return found
+
+
+def _joined(parts: Sequence[Outcome]) -> Outcome:
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in fields(Outcome)]
+    return Outcome(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
+def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, attempts: int) -> list[Outcome]:
+    """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on."""
+    normals, first_wait = rng.standard_normal(runs), rng.standard_exponential(runs)
+    hazard = np.concatenate([each.chance.of(normals) * each.nodes for each in exposures])
+    first_wait_h = np.concatenate([first_wait * (each.wait_h if each.chance.median else 0.0) for each in exposures])
+    wait_h = _of_each(exposures, runs, lambda each: each.wait_h)
+    uneven = rng.spawn(1)[0]  # of its own: the other luck stays what it is for an even hazard
+    unevenness = _of_each(exposures, runs, lambda each: each.chance.unevenness)
+
+    def fate(active: Indices, attempt: int, wall_h: Floats) -> Node:
+        luck = Luck(rng, runs, active, attempt)
+        (life, wait), (missed, lost) = luck.exponential(), luck.uniform()
+        with np.errstate(divide="ignore"):
+            life = life / hazard[active]
+        if np.any(unevenness):
+            factor = of_node(Luck(uneven, runs, active, attempt).normal(), _at(unevenness, active), first=attempt == 0)
+            life = life / factor
+        return Node(life_h=life, wait_h=wait * _at(wait_h, active), missed=missed, lost=lost)
+
+    return _account(exposures, runs, first_wait_h, fate, attempts)
+
+
+def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> Outcome:
+    """What runs cost that wait `first_wait_h` (one value per run) for their first node and whose nodes meet `fate`."""
+    return _account([exposure], len(first_wait_h), first_wait_h, fate, attempts)[0]
+
+
+def _account(
+    exposures: Sequence[Exposure], runs: int, first_wait_h: Floats, fate: Fate, attempts: int
+) -> list[Outcome]:
+    count = len(first_wait_h)
+    single = exposures[0] if len(exposures) == 1 else None
+
+    def of(get: Callable[[Exposure], float]) -> Floats | float:
+        return _of_each(exposures, runs, get)
+
+    work_h, cap_h = of(lambda e: e.phase_ends_h[-1]), of(lambda e: min(e.hours_at_cap()))
+    allowed_h, reserve_h = of(lambda e: min(e.hours_allowed())), of(lambda e: e.reserve_h)
+    free_h, charged = of(lambda e: e.free_h), of(lambda e: 1 - 1 / e.nodes)
+    interval_h, notice_missed = of(lambda e: e.interval_h), of(lambda e: e.notice_missed)
+    setup_h, restart_h = of(lambda e: e.setup_h), of(lambda e: e.restart_h)
+    phases = range(max(len(e.phase_ends_h) for e in exposures))
+    begins_h = [of(lambda e, i=i: e.phase_ends_h[i - 1] if i < len(e.phase_ends_h) else math.inf) for i in phases]  # type: ignore[misc]
+    fits = [of(lambda e, i=i: e.saves_fit[min(i, len(e.saves_fit) - 1)]) for i in phases]  # type: ignore[misc]
+
+    done = np.zeros(count)  # hours of work that survive
+    hours, billed, wall = np.zeros(count), np.zeros(count), np.zeros(count)
+    interruptions = np.zeros(count, dtype=np.int64)
+    stopped = np.zeros(count, dtype=bool)
+    active = np.arange(count)
+    wall += _patient(single, first_wait_h, wall, done)
+
+    for attempt in range(attempts):
+        if not active.size:
+            break
+        node = fate(active, attempt, wall[active])
+        done_h, before_h = done[active], hours[active]
+        start_h = _at(restart_h if attempt else setup_h, active)
+        need = start_h + _at(work_h, active) - done_h
+        left = _left(single, wall[active], done_h, start_h)
+        room = np.maximum(np.minimum(_at(cap_h, active) - before_h, left), 0.0)
+        ends_h = np.minimum(node.life_h, need)
+        node_h = np.minimum(ends_h, room)
+        at_limit = room < ends_h
+        interrupted = ~at_limit & (node.life_h < need)
+
+        allowed = np.maximum(_at(allowed_h, active) - before_h, 0.0)
+        stops = at_limit & np.isfinite(allowed)  # an owner who leaves has no limits
+        spent_h = np.where(stops, np.minimum(node_h + _at(reserve_h, active), allowed), node_h)
+        span = np.where(left > _EDGE_H, np.maximum(spent_h, MINIMUM_H), 0.0)
+        hours[active] = before_h + span
+        free = interrupted & (node_h < _at(free_h, active))
+        billed[active] += np.where(free, span * _at(charged, active), span)
+        wall_h = wall[active] + spent_h
+        interruptions[active] += interrupted
+        stopped[active] |= at_limit
+
+        trained = np.maximum(node_h - start_h, 0.0)
+        saved = np.maximum(node_h - start_h - NOTICE_H, 0.0)
+        heard = node.missed >= _at(notice_missed, active)
+        # Who hears no notice goes on to the end.
+        torn = np.maximum(np.where(heard, saved, trained) - node.lost * _at(interval_h, active), 0.0)
+        fit = _at(fits[0], active)
+        for index in phases[1:]:
+            if fits[index] is not fits[index - 1]:
+                fit = np.where(done_h + saved >= _at(begins_h[index], active), _at(fits[index], active), fit)
+        kept = np.where(heard & np.asarray(fit, dtype=bool), saved, torn)
+        done_h = done_h + np.where(interrupted, kept, trained)
+        done[active] = done_h
+
+        wait_h = _patient(single, node.wait_h, wall_h, done_h)
+        wall[active] = wall_h + np.where(interrupted, wait_h, 0.0)
+        active = active[interrupted]
+
+    if active.size:  # the same again, to the end of the work or to the limit
+        work, cap = _at(work_h, active), _at(cap_h, active)
+        grow = work / np.maximum(done[active], work / _NOWHERE)
+        at_limit = hours[active] * grow > cap
+        grow = np.where(at_limit, cap / hours[active], grow)
+        hours[active], billed[active], wall[active] = hours[active] * grow, billed[active] * grow, wall[active] * grow
+        interruptions[active] = (interruptions[active] * grow).astype(np.int64)
+        done[active] = np.where(at_limit, done[active], work)
+        stopped[active] |= at_limit
+    # What does not depend on hours is that of the whole run: a limit below it ends the run before it can be spent.
+    fixed_usd = of(lambda e: e.fixed_usd if e.max_usd is None else min(e.fixed_usd, e.max_usd))
+    usd = fixed_usd + billed * of(lambda e: e.compute_usd_h) + hours * of(lambda e: e.extras_usd_h)
+    return [
+        Outcome(
+            usd=usd[part],
+            hours=hours[part],
+            wall_hours=wall[part],
+            interruptions=interruptions[part],
+            stopped=stopped[part],
+            done_h=done[part],
+        )
+        for part in (slice(start, start + runs) for start in range(0, count, runs))
+    ]
+
+
+def _of_each(exposures: Sequence[Exposure], runs: int, get: Callable[[Exposure], float]) -> Floats | float:
+    """One value per run, or one for all where the exposures agree."""
+    values = [get(exposure) for exposure in exposures]
+    return values[0] if values.count(values[0]) == len(values) else np.repeat(np.asarray(values, dtype=float), runs)
+
+
+def _at(values: Floats | float, active: Indices) -> Floats | float:
+    return values[active] if isinstance(values, np.ndarray) else values
+
+
+def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floats) -> Floats:
+    """The wait for capacity, as long as the owner waits."""
+    if exposure is None or exposure.leave is None:
+        return wait_h
+    return np.clip(exposure.leave.at_h(1 - done / exposure.phase_ends_h[-1]) - wall, 0.0, wait_h)
+
+
+def _left(exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float) -> Floats | float:
+    """Hours until the owner ends the run, for a node launched now: while it works, what is left to do shrinks."""
+    if exposure is None or exposure.leave is None:
+        return math.inf
+    work_h = exposure.phase_ends_h[-1]
+    left = exposure.leave.at_h(1 - done / work_h) - wall
+    falling = 1 - exposure.leave.work_h / work_h  # per hour of work
+    working = start_h + (left - start_h) / falling if falling > _EDGE_H else np.full_like(left, math.inf)
+    return np.where(left > start_h, working, left)
