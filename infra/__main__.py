@@ -40,7 +40,8 @@ def main() -> None:
     except GpufleetError as error:
         pulumi.log.error(printable(f"{error}\nNothing was declared."))
         sys.exit(SHOWN)
-    pulumi.log.info(printable(render(plan.bill, today=now.date(), accuracy=score(root), cheaper=plan.cheaper)))
+    cheaper = plan.cheaper.lines() if plan.cheaper else None
+    pulumi.log.info(printable(render(plan.bill, today=now.date(), accuracy=score(root), cheaper=cheaper)))
     for warning in plan.warnings:
         pulumi.log.warn(printable(warning))
 

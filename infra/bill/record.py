@@ -12,7 +12,6 @@ from typing import Any
 from infra.bill.bill import Bill, Cap
 from infra.bill.lines import NOT_PRICED
 from infra.bill.side import Quantiles, Side
-from infra.compare.cheaper import Cheaper
 from infra.risk.cadence import Cadence
 from infra.risk.hazard import Hazard
 
@@ -101,26 +100,6 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "not_priced": list(NOT_PRICED),
         "warnings": list(bill.warnings),
         "prices_as_of": bill.prices_as_of.isoformat(),
-    }
-
-
-def cheaper(found: Cheaper) -> dict[str, Any]:
-    """Keys as documented in docs/bill.md."""
-    return {
-        "options": [
-            {
-                "type": row.type,
-                "capacity": row.capacity,
-                "gpus": row.gpus,
-                "gpus_used": row.ranks,
-                "usd": row.usd and quantiles(row.usd),
-                "hours": row.hours and quantiles(row.hours),
-                "basis": row.basis,
-            }
-            for row in found.rows
-        ],
-        "more": found.more,
-        "beyond": found.beyond,
     }
 
 

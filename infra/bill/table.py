@@ -5,7 +5,7 @@ Short enough to be read at every preview. What each figure means is in docs/bill
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date
 from decimal import Decimal
 
@@ -14,19 +14,20 @@ from infra.bill.fit import NOTICE_S
 from infra.bill.limits import AS_COUNTED
 from infra.bill.lines import NOT_PRICED
 from infra.bill.side import Quantiles, Side
-from infra.compare.cheaper import Cheaper
 from infra.definition.model import deadline_text
 from infra.risk.hazard import word
 from infra.text import table, wrap
 from job.text import counted
 
 
-def render(bill: Bill, *, today: date | None = None, accuracy: object = None, cheaper: Cheaper | None = None) -> str:
+def render(
+    bill: Bill, *, today: date | None = None, accuracy: object = None, cheaper: Iterable[str] | None = None
+) -> str:
     """The whole bill. With `today` it also says how old the prices are; with `accuracy`, a Score of
-    infra.evidence.receipts, how right earlier bills were; with `cheaper` what else would do the same work for less.
+    infra.evidence.receipts, how right earlier bills were; with `cheaper` the lines of infra.compare.cheaper.
     """
     types = [_types(bill)] if len(bill.types) > 1 else []
-    options = [] if cheaper is None else [_cheaper(cheaper)]
+    options = [] if cheaper is None else [cheaper]
     blocks = [_head(bill), _lines(bill), _totals(bill), *options, *types, _phases(bill), _rest(bill, today, accuracy)]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
@@ -76,20 +77,20 @@ def _interruptions_usd(bill: Bill) -> Decimal:
 def _totals(bill: Bill) -> Iterator[str]:
     chosen = bill.chosen
     within = _within(bill)
-    rows = [_row(f"USD{within}, done or not" if within else "USD", bill.usd)]
+    rows = [figures(f"USD{within}, done or not" if within else "USD", bill.usd)]
     if within:
-        rows.append(_row("USD to finish, were there no limit", chosen.needed_usd))
+        rows.append(figures("USD to finish, were there no limit", chosen.needed_usd))
     # Its mean is made by few runs that hardly get beyond a first hour: a million of them tell another than 10,000.
-    counted_usd = (*_row(f"USD {AS_COUNTED}", chosen.metered_usd)[:4], "-")
-    beside = bill.cap is not None and counted_usd[2:4] != _row("", chosen.needed_usd)[2:4]
+    counted_usd = (*figures(f"USD {AS_COUNTED}", chosen.metered_usd)[:4], "-")
+    beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
         rows.append(counted_usd)
-    rows.append(_row("USD at half the speed", bill.half_speed))
+    rows.append(figures("USD at half the speed", bill.half_speed))
     rows.append(_other(bill, bill.on_demand if bill.capacity == "spot" else bill.spot))
     hours = "hours of each node" if chosen.exposure.nodes > 1 else "node-hours"
-    rows.append(_row(hours, bill.hours))
+    rows.append(figures(hours, bill.hours))
     if bill.capacity == "spot":
-        rows.append(_row("hours with waits for capacity", chosen.wall_hours))
+        rows.append(figures("hours with waits for capacity", chosen.wall_hours))
     yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
     if beside:
         yield "limits.max_usd counts interrupted first hours as well, which AWS does not charge."
@@ -101,7 +102,8 @@ def _within(bill: Bill) -> str:
     return " within the limits" if stopped else ""
 
 
-def _row(name: str, values: Quantiles) -> tuple[str, ...]:
+def figures(name: str, values: Quantiles) -> tuple[str, ...]:
+    """A row of dollars or hours: the name, then p10, p50, p90 and mean."""
     digits = 2 if values.p90 >= Decimal("0.1") else 4
     return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
@@ -110,29 +112,7 @@ def _other(bill: Bill, other: Side | None) -> tuple[str, ...]:
     kind = "on demand" if bill.capacity == "spot" else "on spot"
     if other is None:
         return f"USD {kind}: no price known", "", "", "", ""
-    return _row(f"USD {kind}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
-
-
-def _cheaper(found: Cheaper) -> Iterator[str]:
-    beyond = f"{counted(found.beyond, 'cheaper one')} beyond a limit or rule" if found.beyond else ""
-    if not found.rows:
-        others = f"; {beyond}" if beyond else ""
-        yield from wrap(f"No other type does this work for less{others}; all: `{found.command}`.")
-        return
-    heads = ("cheaper to finish this work", "GPUs", "used", "USD p50", "USD p90", "hours")
-    rows = []
-    for row in found.rows:
-        assert row.usd is not None
-        assert row.hours is not None
-        place = "on spot" if row.capacity == "spot" else "on demand"
-        usd = _row(f"{row.type} {place}{' *' if row.type in found.assumed else ''}", row.usd)
-        rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}"))
-    yield from table(heads, rows, right=range(2, 6))
-    if found.assumed:
-        yield "* at an assumed speed; the bill's own is measured"
-    more = f"{found.more} more within the limits" if found.more else ""
-    others = ", ".join(filter(None, (more, beyond)))
-    yield from wrap(f"{f'{others}; all: ' if others else 'All: '}`{found.command}`.")
+    return figures(f"USD {kind}, {other.type} at {other.price.amount} USD/h", other.needed_usd)
 
 
 def _types(bill: Bill) -> Iterator[str]:

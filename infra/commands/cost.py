@@ -58,10 +58,12 @@ def run(args: argparse.Namespace) -> int:
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
     bill = replace(bill, warnings=(*bill.warnings, *limits.deadline_warnings(definition, bill, now)))
     if args.json:
-        tree = record.to_json(bill) | {"cheaper": options and record.cheaper(options)}
+        tree = record.to_json(bill) | {"cheaper": options and options.to_json()}
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
     else:
-        sys.stdout.write(render(bill, today=now.date(), accuracy=score(root), cheaper=options))
+        sys.stdout.write(
+            render(bill, today=now.date(), accuracy=score(root), cheaper=options.lines() if options else None)
+        )
     sys.stdout.flush()
     broken = () if definition.variant.only_priced else policy.broken(rules, policy.facts(definition, bill))
     for each in broken:

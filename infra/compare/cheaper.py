@@ -5,16 +5,21 @@ The bill says what the chosen fleet costs; this says what else to list in its pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from typing import Any
 
+from infra import text
 from infra.bill.bill import Bill
+from infra.bill.record import quantiles
 from infra.bill.side import UNBOUND, Hazards
+from infra.bill.table import figures
 from infra.catalog import Catalog
 from infra.compare import ranking
 from infra.compare.rows import Row, filled
 from infra.definition.model import StackDefinition
+from job.text import counted
 
 SHOWN = 3
 REFINED = 6  # simulated more closely, so that noise neither names nor hides one
@@ -35,6 +40,47 @@ class Cheaper:
     beyond: int  # cheaper ones that pass a limit or the deadline in more than one run in ten, or break a rule
     assumed: frozenset[str]  # types of `rows` whose speed is assumed, where the bill's is measured
     command: str  # shows all of them
+
+    def lines(self) -> Iterator[str]:
+        """Its block of the bill, line by line."""
+        beyond = f"{counted(self.beyond, 'cheaper one')} beyond a limit or rule" if self.beyond else ""
+        if not self.rows:
+            others = f"; {beyond}" if beyond else ""
+            yield from text.wrap(f"No other type does this work for less{others}; all: `{self.command}`.")
+            return
+        heads = ("cheaper to finish this work", "GPUs", "used", "USD p50", "USD p90", "hours")
+        rows = []
+        for row in self.rows:
+            assert row.usd is not None
+            assert row.hours is not None
+            place = "on spot" if row.capacity == "spot" else "on demand"
+            usd = figures(f"{row.type} {place}{' *' if row.type in self.assumed else ''}", row.usd)
+            rows.append((usd[0], row.gpus, str(row.ranks), *usd[2:4], f"{row.hours.p50:.2f}"))
+        yield from text.table(heads, rows, right=range(2, 6))
+        if self.assumed:
+            yield "* at an assumed speed; the bill's own is measured"
+        more = f"{self.more} more within the limits" if self.more else ""
+        others = ", ".join(filter(None, (more, beyond)))
+        yield from text.wrap(f"{f'{others}; all: ' if others else 'All: '}`{self.command}`.")
+
+    def to_json(self) -> dict[str, Any]:
+        """Keys as documented in docs/bill.md."""
+        return {
+            "options": [
+                {
+                    "type": row.type,
+                    "capacity": row.capacity,
+                    "gpus": row.gpus,
+                    "gpus_used": row.ranks,
+                    "usd": row.usd and quantiles(row.usd),
+                    "hours": row.hours and quantiles(row.hours),
+                    "basis": row.basis,
+                }
+                for row in self.rows
+            ],
+            "more": self.more,
+            "beyond": self.beyond,
+        }
 
 
 def cheaper(

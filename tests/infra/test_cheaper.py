@@ -41,7 +41,7 @@ def found(asked: StackDefinition, hours_left: float | None = None) -> Cheaper:
 
 
 def flat(bill: Bill, options: Cheaper) -> str:
-    return " ".join(render(bill, cheaper=options).split())
+    return " ".join(render(bill, cheaper=options.lines() if options else None).split())
 
 
 @pytest.mark.parametrize("stack", sorted(EXPERIMENTS))

@@ -21,14 +21,25 @@ def imported(package: str) -> Iterator[str]:
                 yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
+TOP = ("infra.account", "infra.commands", "infra.program")
+
+
 @pytest.mark.parametrize(
     ("package", "above"),
     [
         ("job", ("infra", "rehearsal")),
         ("infra.catalog", ("infra.bill", "infra.evidence", "infra.account", "infra.prices", "infra.commands")),
         ("infra.evidence", ("infra.bill", "infra.review", "infra.account", "infra.commands", "infra.pricing")),
-        ("infra.bill", ("infra.review", "infra.account", "infra.commands", "infra.pricing", "infra.program")),
-        ("infra.review", ("infra.account", "infra.commands", "infra.program")),
+        (
+            "infra.risk",
+            ("infra.bill", "infra.compare", "infra.review", "infra.account", "infra.commands", "infra.program"),
+        ),
+        (
+            "infra.bill",
+            ("infra.compare", "infra.review", "infra.account", "infra.commands", "infra.pricing", "infra.program"),
+        ),
+        ("infra.compare", TOP),
+        ("infra.review", TOP),
         ("infra.program", ("infra.account", "infra.commands")),
         ("infra.account", ("infra.commands", "infra.cli")),
     ],
