@@ -6,7 +6,7 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-slow lint fix
+.PHONY: help setup rehearse rehearse-all test test-slow test-all lint fix
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
@@ -33,6 +33,17 @@ test: .venv/ready ## run the tests that CI runs
 
 test-slow: .venv/ready ## run the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+test-all: .venv/ready policy/.venv/ready ## install the optional parts, and run what `make test` leaves out
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
+	$(BIN)/python -m pytest -m "slow or optional"
+
+# pulumi-policy wants an older protobuf than the rest.
+policy/.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv policy/.venv
+	grep -vE '^(protobuf|googleapis-common-protos)==' constraints.txt > policy/.venv/constraints.txt
+	policy/.venv/bin/python -m pip install --quiet --disable-pip-version-check -c policy/.venv/constraints.txt -e '.[policy]'
+	@touch $@
 
 lint: .venv/ready ## check style and types
 	$(BIN)/ruff check .

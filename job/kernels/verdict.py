@@ -52,7 +52,8 @@ class Verdict:
     reference_s: tuple[float, float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields, as JSON gives them back: quartiles as lists."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Verdict:

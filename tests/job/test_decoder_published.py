@@ -50,6 +50,7 @@ def theirs(transformers: Any, shape: Shape) -> Any:
     return module
 
 
+@pytest.mark.optional
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("shards", ["one file", "sharded"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,6 +70,7 @@ def test_a_checkpoint_of_transformers_gives_the_same_logits_and_losses(
     assert abs(loss.item() - wanted.loss.item()) < 1e-5
 
 
+@pytest.mark.optional
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hundred_steps_have_the_losses_of_transformers_within_a_ten_thousandth(
@@ -95,6 +97,7 @@ def test_a_hundred_steps_have_the_losses_of_transformers_within_a_ten_thousandth
     assert furthest < 1e-4
 
 
+@pytest.mark.optional
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_what_we_write_and_continues_a_prompt_alike(

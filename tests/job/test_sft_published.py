@@ -138,6 +138,7 @@ def test_the_adapter_names_its_base_as_users_know_it(tuned: Path) -> None:
     assert config["base_model_name_or_path"] == "Qwen/Qwen3-tiny"
 
 
+@pytest.mark.optional
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_transformers_alone_answers_in_the_template_and_stops(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", reason="parity needs the optional extra `hf`")
@@ -153,6 +154,7 @@ def test_transformers_alone_answers_in_the_template_and_stops(tuned: Path, monke
     assert tokenizer.eos_token == "<|im_end|>"
 
 
+@pytest.mark.optional
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_the_pages_way_to_ask_gets_the_answer(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", reason="parity needs the optional extra `hf`")
@@ -169,6 +171,7 @@ def test_the_pages_way_to_ask_gets_the_answer(tuned: Path, monkeypatch: pytest.M
     assert names["tokenizer"].decode(names["written"][0]).endswith("the answer<|im_end|>")
 
 
+@pytest.mark.optional
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_transformers_reads_the_merged_model(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", reason="parity needs the optional extra `hf`")

@@ -14,6 +14,7 @@ from rehearsal.engine import Engine, Pulumi
 PACK = Path(__file__).parents[2] / "policy"
 
 pytestmark = [
+    pytest.mark.optional,
     pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH"),
     pytest.mark.skipif(not (PACK / ".venv").exists(), reason="policy/.venv is not set up (docs/review.md)"),
 ]
