@@ -19,6 +19,7 @@ from infra.pricing import bill_of
 from job import atomic
 from job.dataset import prepare, weights
 from job.spec import JobConfig
+from job.spec.common import Given
 from job.text import counted
 
 OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8
@@ -141,7 +142,7 @@ def prepared(
                 raise ValueError(f"{error}: `{_again(definition)}`") from error
             config.report_found(folder, found, weights_folder, _say)
             return found
-        return config.prepare(folder, text=text, tokenizer=tokenizer, weights=weights_folder, say=_say)
+        return config.prepare(folder, Given(text=text, tokenizer=tokenizer, weights=weights_folder, say=_say))
     except (ValueError, ImportError) as error:
         raise _told(error) from error
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from job.text import counted
@@ -28,6 +29,16 @@ BELOW_ONE = 0.99999  # the largest that a share of what was before may be: at 1 
 def bounded(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
     """A field with a default and a closed range, in the field's own unit."""
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What `gpufleet prepare` was given beside the definition."""
+
+    text: Path | None = None  # in place of data.source
+    tokenizer: Path | None = None
+    weights: Path | None = None  # the folder of base weights
+    say: Say = lambda line: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

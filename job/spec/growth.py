@@ -16,12 +16,12 @@ from job.spec.common import (
     Checkpoint,
     Compute,
     Deliver,
+    Given,
     Guard,
     Log,
     Memory,
     PhaseSize,
     Rung,
-    Say,
     Sizes,
     bounded,
     cuts,
@@ -248,28 +248,20 @@ class GrowthConfig(JobConfig):
     def shortened(self, steps: int) -> GrowthConfig:
         return replace(self, steps_per_phase=min(self.steps_per_phase, -(-steps // len(_PHASES))))
 
-    def prepare(
-        self,
-        folder: Path,
-        *,
-        text: Path | None,
-        tokenizer: Path | None,
-        weights: Path | None,
-        say: Say,
-    ) -> DatasetManifest:
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         from job.dataset import prepare, sources
 
         ids = sources.TextTokenizer(
-            model_vocab=self.model.vocab, cache=folder.parent / "cache", file=tokenizer, say=say
+            model_vocab=self.model.vocab, cache=folder.parent / "cache", file=given.tokenizer, say=given.say
         )
         source: sources.Source
-        if text is not None:
-            source = sources.TextFile(path=text, text_tokenizer=ids)
+        if given.text is not None:
+            source = sources.TextFile(path=given.text, text_tokenizer=ids)
         elif self.data.source == "generated-stories":
             source = sources.Generated(count=self.data.stories, seed=self.seed)
         else:
-            source = sources.TinyStories(count=self.data.stories, text_tokenizer=ids, cache=ids.cache, say=say)
-        return prepare.prepare(folder, source, model_vocab=self.model.vocab, say=say)
+            source = sources.TinyStories(count=self.data.stories, text_tokenizer=ids, cache=ids.cache, say=given.say)
+        return prepare.prepare(folder, source, model_vocab=self.model.vocab, say=given.say)
 
     def is_own_data(self, made_from: str) -> bool:
         from job.dataset.sources import OWN_TEXT

@@ -18,6 +18,7 @@ from job.spec.common import (
     Checkpoint,
     Compute,
     Deliver,
+    Given,
     Guard,
     Log,
     Memory,
@@ -155,18 +156,8 @@ class JobConfig(ABC):
         return cast(Self, replace(cast(Any, self), **sections))
 
     @abstractmethod
-    def prepare(
-        self,
-        folder: Path,
-        *,
-        text: Path | None,
-        tokenizer: Path | None,
-        weights: Path | None,
-        say: Say,
-    ) -> DatasetManifest:
-        """Its dataset in `folder`, made now from `text` or data.source, or found there. `weights`: the folder of base
-        weights. Raises ValueError.
-        """
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        """Its dataset in `folder`, made now from the text given or data.source, or found there. Raises ValueError."""
 
     def is_own_data(self, made_from: str) -> bool:
         """Whether a dataset whose manifest says `made_from` is of a file of the user's, which is not named again."""

@@ -22,12 +22,12 @@ from job.spec.common import (
     Compute,
     CosineAdamW,
     Decoder,
+    Given,
     Guard,
     Log,
     Memory,
     PhaseSize,
     Rung,
-    Say,
     Sizes,
     TokenBatch,
     bounded,
@@ -235,18 +235,12 @@ class KernelConfig(TuningConfig):
     def doubts(self, steps: int) -> Iterator[str]:
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
 
-    def prepare(
-        self,
-        folder: Path,
-        *,
-        text: Path | None,
-        tokenizer: Path | None,
-        weights: Path | None,
-        say: Say,
-    ) -> DatasetManifest:
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         from job.dataset.kernel_pairs import prepare_kernels  # brings numpy
 
-        return prepare_kernels(folder, self, text=text, tokenizer=tokenizer_of(weights, tokenizer), say=say)
+        return prepare_kernels(
+            folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say
+        )
 
     def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
         """The trainer refuses one too short for a curriculum: it would act between two epochs, so between two steps."""

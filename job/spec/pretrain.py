@@ -17,12 +17,12 @@ from job.spec.common import (
     Checkpoint,
     Compute,
     Deliver,
+    Given,
     Guard,
     Log,
     Memory,
     PhaseSize,
     Rung,
-    Say,
     Sizes,
     bounded,
     cuts,
@@ -247,18 +247,10 @@ class PretrainConfig(JobConfig):
         stop = replace(self.early_stop, after=max(self.early_stop.after, steps))
         return replace(self, steps=min(self.steps, steps), early_stop=stop)
 
-    def prepare(
-        self,
-        folder: Path,
-        *,
-        text: Path | None,
-        tokenizer: Path | None,
-        weights: Path | None,
-        say: Say,
-    ) -> DatasetManifest:
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         from job.dataset.characters import prepare_characters
 
-        return prepare_characters(folder, self.data, seed=self.seed, text=text, say=say)
+        return prepare_characters(folder, self.data, seed=self.seed, text=given.text, say=given.say)
 
     def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
         held = manifest.facts.get("held_out", self.data.held_out)

@@ -19,6 +19,7 @@ from job.spec.common import (
     CosineAdamW,
     Decoder,
     Deliver,
+    Given,
     Guard,
     Log,
     Memory,
@@ -249,18 +250,12 @@ class SftConfig(TuningConfig):
             if held != share:
                 yield f"{counted(f'{held:,}', 'example')} held out, data.held_out in the file says {share:,}"
 
-    def prepare(
-        self,
-        folder: Path,
-        *,
-        text: Path | None,
-        tokenizer: Path | None,
-        weights: Path | None,
-        say: Say,
-    ) -> DatasetManifest:
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         from job.dataset.packed import prepare_sft  # brings numpy
 
-        return prepare_sft(folder, self, text=text, tokenizer=tokenizer_of(weights, tokenizer), say=say)
+        return prepare_sft(
+            folder, self, text=given.text, tokenizer=tokenizer_of(given.weights, given.tokenizer), say=given.say
+        )
 
     def report_found(self, folder: Path, manifest: DatasetManifest, weights: Path | None, say: Say) -> None:
         from job.dataset.packed import warn_of_untrained  # brings numpy

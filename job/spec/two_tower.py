@@ -18,6 +18,7 @@ from job.spec.common import (
     GB,
     Checkpoint,
     Compute,
+    Given,
     Guard,
     Log,
     Memory,
@@ -220,18 +221,10 @@ class TwoTowerConfig(JobConfig):
         each = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // EVALUATIONS_PROBED))
         return replace(self, epochs=min(self.epochs, EVALUATIONS_PROBED), steps_per_epoch=each)  # each is evaluated
 
-    def prepare(
-        self,
-        folder: Path,
-        *,
-        text: Path | None,
-        tokenizer: Path | None,
-        weights: Path | None,
-        say: Say,
-    ) -> DatasetManifest:
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         from job.dataset.ranking import prepare_ranking  # brings numpy
 
-        return prepare_ranking(folder, self, text=text, say=say)
+        return prepare_ranking(folder, self, text=given.text, say=given.say)
 
     def dataset_differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
         from job.dataset.ranking import mismatches

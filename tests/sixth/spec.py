@@ -11,12 +11,12 @@ from job.spec.common import (
     Checkpoint,
     Compute,
     CosineAdamW,
+    Given,
     Guard,
     Log,
     Memory,
     PhaseSize,
     Rung,
-    Say,
     Sizes,
     bounded,
     cuts,
@@ -114,10 +114,8 @@ class ToyConfig(JobConfig):
     def shortened(self, steps: int) -> ToyConfig:
         return self.changed(steps=min(self.steps, steps))
 
-    def prepare(
-        self, folder: Path, *, text: Path | None, tokenizer: Path | None, weights: Path | None, say: Say
-    ) -> DatasetManifest:
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         from job.dataset import prepare, sources
 
         stories = sources.Generated(count=self.data.stories, seed=self.seed)
-        return prepare.prepare(folder, stories, model_vocab=self.vocab, say=say)
+        return prepare.prepare(folder, stories, model_vocab=self.vocab, say=given.say)
