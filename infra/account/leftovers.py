@@ -23,6 +23,7 @@ from infra.catalog import load_catalog
 from infra.definition.model import StackDefinition
 from infra.errors import PriceMissing
 from infra.program.resources.tags import RUN_TAG, STACK_TAG
+from job.contract.aws import FLEET_TAG
 from job.text import counted
 
 _T = TypeVar("_T")
@@ -116,7 +117,7 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
     alive = ("instance-state-name", ["pending", "running", "shutting-down", "stopping", "stopped"])
     found = find_instances(ec2, [(f"tag:{STACK_TAG}", [definition.name]), alive])
     if fleets:
-        found += find_instances(ec2, [("tag:aws:ec2:fleet-id", fleets), alive])
+        found += find_instances(ec2, [(f"tag:{FLEET_TAG}", fleets), alive])
     return list({node["InstanceId"]: node for node in found}.values())
 
 

@@ -14,6 +14,7 @@ from infra.bill.options import Calibrations
 from infra.bill.runtime import Runtime, hours
 from infra.definition.model import StackDefinition
 from infra.evidence.calibration import Refused
+from job.contract.aws import NOTICE_S
 from job.spec import JobConfig
 from job.text import counted
 
@@ -42,7 +43,7 @@ def warnings(
         if not notice.fits:
             yield (
                 f"{notice.type}, phase {notice.phase}: save and upload take {notice.total_s:.0f} s, a notice gives"
-                f" {fit.NOTICE_S:.0f} s: up to one checkpoint interval is lost at each interruption"
+                f" {NOTICE_S:.0f} s: up to one checkpoint interval is lost at each interruption"
             )
     storage = next(line.amount for line in bill.lines if line.item == "s3_storage")
     if 2 * storage > bill.usd.p50 and definition.storage.keep.bucket:

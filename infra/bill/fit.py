@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from infra.bill.runtime import SHA256_GB_S, Runtime, scratch_rate, upload_rate
 from infra.catalog import Catalog, Instance
 from infra.definition.model import Disk, Estimate
+from job.contract.aws import NOTICE_S
 from job.spec import JobConfig
 from job.spec.common import DEVICE_RESERVE_GB, Memory, Rung
 
-NOTICE_S = 120.0  # AWS: two minutes, best effort
 POLL_S = 5.0  # the supervisor looks this often
 _HOST_RESERVE_GB = 4.0  # operating system, container, trainer: assumption
 

@@ -15,6 +15,7 @@ from typing import Literal
 from infra.bill.runtime import Runtime
 from infra.catalog import Catalog, Price
 from infra.definition.model import Disk, StackDefinition
+from job.contract.aws import MINIMUM_S
 from job.spec.common import PART_BYTES
 
 MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
@@ -145,7 +146,7 @@ def weights_gb(definition: StackDefinition) -> float:
 
 def node_lines(definition: StackDefinition, catalog: Catalog, node_hours: float, compute: Price) -> list[Line]:
     """What running nodes cost: compute first, then what else each hour costs. A start is billed for 60 s at least."""
-    node_hours = max(node_hours, 60 / 3600) * definition.nodes
+    node_hours = max(node_hours, MINIMUM_S / 3600) * definition.nodes
     charges = hourly_charges(definition, catalog)
     return [line("compute", node_hours, compute, "compute"), *(charge.line(node_hours) for charge in charges)]
 

@@ -10,13 +10,13 @@ from datetime import date
 from decimal import Decimal
 
 from infra.bill.bill import Bill
-from infra.bill.fit import NOTICE_S
 from infra.bill.limits import AS_COUNTED
 from infra.bill.lines import NOT_PRICED
 from infra.bill.side import Quantiles, Side
 from infra.definition.model import deadline_text
 from infra.risk.hazard import word
 from infra.text import table, wrap
+from job.contract.aws import NOTICE_S
 from job.text import counted
 
 

@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 
 from infra.risk.hazard import Floats, Hazard, Indices, of_node
 from infra.risk.luck import Luck
+from job.contract.aws import FREE_S, MINIMUM_S
 
 NOTICE_MISSED = 0.05  # assumption
 CAPACITY_WAIT_MINUTES = 30.0  # assumption; outages of a zone in those traces lasted 0.8 to 3.6 h, more zones shorten it
 NOTICE_H = 120 / 3600
-FREE_H = 1.0
-MINIMUM_H = 60 / 3600  # each start is billed for 60 s at least
+FREE_H, MINIMUM_H = FREE_S / 3600, MINIMUM_S / 3600
 
 RUNS = 10_000
 SEED = 7

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from job import atomic
 from job.contract import done as ends
+from job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
 from job.contract.bucket import ATTEMPTS, DONE, attempt_key, boot_log_key
 from job.contract.codes import AttemptExit
 from job.contract.workdir import RUN
@@ -27,9 +28,6 @@ from job.node import attempts, container, disks
 from job.node.outside import Metadata, Objects, aws, bounded, call, complaint, last_line, log, now, retry, say, tries
 from job.node.settings import Machine, Settings
 
-NOTICE = "meta-data/spot/instance-action"
-FLEET = "aws:ec2:fleet-id"  # the tag that AWS gives a fleet's instances
-FREE_S = 3600  # AWS charges a first hour that we end, not one that it interrupts
 LOG_LINES = 200  # of a job that crashed, in the boot log
 TIMER_STOP_S = 180  # a docker that hangs must not keep the machine
 
@@ -278,7 +276,7 @@ class Node:
     # What stays of it -----------------------------------------------------------------------------------------------
 
     def _noticed(self) -> bool:
-        return '"action"' in (self.metadata.get(NOTICE) or "")
+        return '"action"' in (self.metadata.get(NOTICE_PATH) or "")
 
     def _record(self, facts: Mapping[str, Any]) -> bool:
         """Adds to this machine's record what it lacks. False: the bucket does not take it."""
@@ -325,9 +323,9 @@ class Node:
             self._upload_log()
 
     def _find_fleet(self) -> str | None:
-        tag = f"Reservations[0].Instances[0].Tags[?Key=='{FLEET}']|[0].Value"
+        tag = f"Reservations[0].Instances[0].Tags[?Key=='{FLEET_TAG}']|[0].Value"
         described = ("ec2", "describe-instances", "--instance-ids", self.machine.instance, "--output", "text")
-        found = self.metadata.get(f"meta-data/tags/instance/{FLEET}") or aws(*described, "--query", tag)
+        found = self.metadata.get(f"meta-data/tags/instance/{FLEET_TAG}") or aws(*described, "--query", tag)
         return found if found is not None and found.startswith("fleet-") else None
 
     def _delete(self, fleet: str) -> bool:

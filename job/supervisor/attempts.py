@@ -18,6 +18,7 @@ from typing import Any
 from job import atomic
 from job.contract import attempt, bucket, reading
 from job.contract.attempt import Aside, Beat, Node
+from job.contract.aws import FREE_S
 from job.contract.codes import AttemptExit
 from job.contract.reading import epoch, iso
 from job.contract.run import RunFile
@@ -29,7 +30,6 @@ from job.supervisor.world import Cause
 LOST_BOOT_S = 480.0  # what the bills take for a small node's set-up, about half of a large one's
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
 WRONG = "node refused, bytes arrived wrong"
-FREE_S = 3600  # AWS does not charge compute when it takes a spot instance back in its first hour (EC2 User Guide)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

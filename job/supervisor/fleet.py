@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from job.contract.aws import FLEET_TAG
 from job.supervisor import store
 
 KEPT_S = 48 * 3600  # AWS keeps a fleet's events so long (EC2 API reference, DescribeFleetHistory)
@@ -44,7 +45,7 @@ def of_node(instance: str, client: Any = None) -> Changes:
             ec2 = client or store.ec2()
             (node,) = ec2.describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"]
             tags = {tag["Key"]: tag["Value"] for tag in node["Tags"]}
-            return changes(ec2, tags["aws:ec2:fleet-id"], since)
+            return changes(ec2, tags[FLEET_TAG], since)
         except (BotoCoreError, ClientError, OSError, LookupError, ValueError):
             return None
 

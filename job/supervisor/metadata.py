@@ -15,6 +15,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
+from job.contract import aws
 from job.contract.reading import epoch
 
 DEFAULT_BASE = "http://169.254.169.254"
@@ -25,7 +26,7 @@ TIMEOUT_S = 1.5
 MAX_BYTES = 65536
 PAST_S, AHEAD_S = 600.0, 900.0  # a notice gives 120 s; a time outside this window is not one
 ACTIONS = ("terminate", "stop", "hibernate")
-NOTICE_PATH = "/latest/meta-data/spot/instance-action"
+NOTICE_PATH = f"/latest/{aws.NOTICE_PATH}"
 REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
 
 Fetch = Callable[[str, str, dict[str, str]], tuple[int, bytes]]  # method, path, headers -> status, body; or OSError

@@ -23,9 +23,10 @@ from typing import Any
 
 from job import measured
 from job.contract import metrics
+from job.contract.aws import FREE_S
 from job.contract.run import RunFile
 from job.contract.workdir import METRICS
-from job.supervisor.attempts import FREE_S, Attempt
+from job.supervisor.attempts import Attempt
 from job.supervisor.meter import CENT_100, MINIMUM_S, hours
 
 SCHEMA = 1

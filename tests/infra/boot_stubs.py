@@ -31,7 +31,7 @@ PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a
 CODE = [
     "__init__.py",
     "atomic.py",
-    *(f"contract/{name}.py" for name in ("__init__", "bucket", "codes", "done", "environment", "workdir")),
+    *(f"contract/{name}.py" for name in ("__init__", "aws", "bucket", "codes", "done", "environment", "workdir")),
     *(path.relative_to(JOB).as_posix() for path in (JOB / "node").glob("*.py")),
 ]
 INSTANCE = "i-0123456789abcdef0"
