@@ -212,7 +212,7 @@ def _exposure(
         restart_h=runtime.restart_s / 3600,
         phase_ends_h=tuple(ends),
         saves_fit=tuple(notice.fits for notice in option.notices),
-        interval_h=definition.job.parameters.checkpoint.interval_s / 3600,
+        interval_h=definition.job.parameters.save_interval_s(runtime.phases[-1].step_ms / 1e3) / 3600,
         compute_usd_h=float(compute.unit_price) * nodes,
         extras_usd_h=float(sum(line.quantity * line.unit_price for line in extras) / compute.quantity) * nodes,
         fixed_usd=float(sum(line.amount for line in bucket)),

@@ -230,6 +230,8 @@ def _convert(
         return build(inner, node, path, findings, default if isinstance(default, inner) else None)
     allowed = allowed or describe(hint, rule)
     if typing.get_origin(inner) is tuple:
+        if rule.one and isinstance(node, Scalar):
+            node = Items(path=node.path, line=node.line, items=[node])
         if not isinstance(node, Items):
             hint_text = _as_list(path, node.text, findings) if isinstance(node, Scalar) and node.text else ""
             findings.add(path, allowed, hint_text)
@@ -248,7 +250,8 @@ def _convert(
         if rule.most is not None and len(node.entries) > rule.most:
             findings.add(path, f"at most {rule.most}", value=f"{len(node.entries)} of them")
             return _BAD
-        named = {key: _convert(str, each, f"{path}.{key}", rule, findings) for key, each in node.entries.items()}
+        arm = typing.get_args(inner)[1]
+        named = {key: _convert(arm, each, f"{path}.{key}", rule, findings) for key, each in node.entries.items()}
         return _BAD if _BAD in named.values() else named
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")

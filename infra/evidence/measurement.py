@@ -133,7 +133,7 @@ def shorten(config: JobConfig, steps: int) -> Shortened:
     sizes = short.phases()
     length = min([steps, *(size.steps for size in sizes if size.steps)])
     log = replace(config.log, every=max(1, min(config.log.every, length // LINES)), tensorboard=False)
-    short = short.changed(log=log, checkpoint=replace(config.checkpoint, interval_s=86400.0))
+    short = short.changed(log=log, checkpoint=config.untimed())
     if short.eval is not None:
         every = max(1, min(short.eval.every, length // EVALUATIONS_PROBED))
         short = short.changed(eval=replace(short.eval, every=every))

@@ -40,6 +40,9 @@ EXPORTS, FINAL = "exports", "final"  # models: at each phase's start and end, an
 SCALARS = "tb"  # TensorBoard's
 GRAPHS = "compile_cache"
 PACKAGES = "packages"  # what the image lacks
+USER = "user"  # of a command: all that its container sees, and CODE, KEPT, OUTPUTS, STATE, NAMED below it
+CODE, KEPT, OUTPUTS, STATE, NAMED = "code", "checkpoints", "outputs", "state", "inputs"
+CONTROL = "control"  # of a command: what job/command asks the node for, and its answers
 
 STEPS = "step_*"  # folders of checkpoints, as step_folder names them
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from job.spec import convert
+from job.spec import command, convert
+from job.spec.command import CommandConfig
 from job.spec.common import Checkpoint, Guard, Log, bounded
 from job.spec.growth import AdamW, Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
 from job.spec.job import JobConfig
@@ -23,6 +24,7 @@ __all__ = [
     "AdamW",
     "Batch",
     "Checkpoint",
+    "CommandConfig",
     "Eval",
     "GrowthConfig",
     "GrowthModel",
@@ -48,11 +50,14 @@ EXPERIMENTS: dict[str, type[JobConfig]] = {
 }
 
 
+KINDS: dict[str, type[JobConfig]] = {**EXPERIMENTS, command.NAME: CommandConfig}  # as run.json names them
+
+
 def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:
     """The typed config of `run.json`'s job.parameters. Raises ValueError naming an unknown experiment, or every unknown
     key and every value of another type or beyond its field's bounds, which are those that the loader checks.
     """
-    if experiment not in EXPERIMENTS:
-        raise ValueError(f"job.experiment: {experiment!r} is not one of {', '.join(sorted(EXPERIMENTS))}")
-    kind = EXPERIMENTS[experiment]
-    return convert.from_json(kind, tree, "job.parameters", kind())
+    if experiment not in KINDS:
+        raise ValueError(f"job.experiment: {experiment!r} is not one of {', '.join(sorted(KINDS))}")
+    kind = KINDS[experiment]
+    return convert.from_json(kind, tree, kind.path, kind())

@@ -31,6 +31,11 @@ def bounded(default: Any, minimum: float | None = None, maximum: float | None = 
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
+def one_or_more() -> Any:
+    """A field for a list of texts that a single one may stand for; empty by default."""
+    return field(default=(), metadata={"one": True})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
     """What `gpufleet prepare` was given beside the definition."""

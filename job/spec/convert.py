@@ -29,6 +29,7 @@ class Rule:
     allowed: str = ""  # the pattern in words
     hint: str = ""  # what to do when it does not match
     most: int | None = None  # items of a list or section
+    one: bool = False  # a single text stands for a list of it
 
     def includes(self, value: float | Decimal) -> bool:
         """Whether it is within the range."""
@@ -44,14 +45,15 @@ def hints(cls: type[Any]) -> dict[str, Any]:
 
 def unwrap(hint: Any) -> tuple[Any, bool]:
     """The type without `| None`, and whether None is allowed. Of a deadline's two types the first, read by _time."""
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return next(arm for arm in typing.get_args(hint) if arm is not types.NoneType), True
     return hint, False
 
 
 def rule_of(spec: Field[Any]) -> Rule:
     """What its field's metadata says."""
-    return Rule(minimum=spec.metadata.get("minimum"), maximum=spec.metadata.get("maximum"))
+    of = spec.metadata
+    return Rule(minimum=of.get("minimum"), maximum=of.get("maximum"), one=of.get("one", False))
 
 
 def describe(hint: Any, rule: Rule) -> str:
@@ -115,6 +117,9 @@ def _value(hint: Any, value: Any, path: str, rule: Rule, problems: list[str], de
     if typing.get_origin(inner) is tuple and isinstance(value, list | tuple):
         arm = typing.get_args(inner)[0]
         return tuple(_value(arm, item, f"{path}[{index}]", rule, problems) for index, item in enumerate(value))
+    if typing.get_origin(inner) is dict and isinstance(value, dict):
+        arm = typing.get_args(inner)[1]
+        return {key: _value(arm, item, f"{path}.{key}", rule, problems) for key, item in value.items()}
     if inner is float and type(value) is int and abs(value) < 2**53:  # larger ones are refused as what they are
         value = float(value)
     if not _is_allowed(inner, value, rule):

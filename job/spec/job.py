@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from job.spec.common import (
     DEVICE_RESERVE_GB,
@@ -41,6 +41,13 @@ def remembered(function: F) -> F:
     return cast(F, lru_cache(maxsize=4096)(function))
 
 
+class Beating(Protocol):
+    """A section `checkpoint`."""
+
+    @property
+    def heartbeat_s(self) -> float: ...
+
+
 class JobConfig(ABC):
     """The parameters of a job, as job.parameters of a definition and of run.json gives them."""
 
@@ -54,11 +61,13 @@ class JobConfig(ABC):
     optim: Any
     eval: Any = None  # None: it evaluates in a way of its own
     precision: Compute
-    checkpoint: Checkpoint
+    checkpoint: Beating
     guard: Guard
     log: Log
     deliver: Deliver = "last"  # the weights of final/
 
+    module: ClassVar[str] = "job.train"  # of the trainer's process: `python -m MODULE WORKDIR`
+    path: ClassVar[str] = "job.parameters"  # where a definition has them
     trainer: ClassVar[str]  # module:class, imported when a run asks for it
     # Share of the roofline that a step reaches. Anchors: llm-foundry 7B on 8 H100 46.4 % MFU, 13B 39.8 to 44.3 %;
     # nanochat d24 50.0 %; torchtitan 8B eager 5,762 tok/s per H100. None of ours is fitted.
@@ -126,6 +135,18 @@ class JobConfig(ABC):
     def waits_for_saves(self) -> bool:
         """Whether training stands still until a save is written."""
         return False
+
+    def save_interval_s(self, step_s: float) -> float:
+        """Between two timed checkpoints, in seconds, where a step takes `step_s`."""
+        return cast(Checkpoint, self.checkpoint).interval_s
+
+    def untimed(self) -> Beating:
+        """Its section `checkpoint` without saves that a clock asks for: a probe asks for its own."""
+        return replace(cast(Checkpoint, self.checkpoint), interval_s=86400.0)
+
+    def declared_step_ms(self, gpu: str) -> float | None:
+        """Milliseconds of a step on this GPU, as its own parameters say; None: they do not."""
+        return None
 
     def compiles(self) -> bool:
         """Whether blocks and loss are compiled on a GPU."""

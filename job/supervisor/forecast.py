@@ -71,7 +71,7 @@ class Forecast:
         an evaluation the trainer says how far it is.
         """
         step_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)
-        return min(self._config.log.every * step_s, self._config.checkpoint.interval_s + step_s)
+        return min(self._config.log.every * step_s, self._config.save_interval_s(step_s) + step_s)
 
     def upload_s(self, size: int) -> float:
         """To publish `size` bytes that are on the disk, as measured, or before that as the bills have it."""

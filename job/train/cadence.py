@@ -71,7 +71,7 @@ class Cadence:
                 self._event("a save is on its way already")
             self._wished = False
             return None
-        timed = self._wished or since >= self._session.config.checkpoint.interval_s
+        timed = self._wished or since >= self._session.config.save_interval_s(0.0)
         if improved and (timed or self.stall.seconds <= STALL * since):
             return "best"
         if improved:

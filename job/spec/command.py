@@ -1,0 +1,469 @@
+"""command: a training script of the user's own, in any container image, under the same promises as the ready-made jobs.
+
+Nothing of the script is known but what the file says of it: how it is started, what one of its checkpoints is, how it
+tells its step. One phase; no shapes, no FLOP: its speed is measured or declared, its memory declared or not predicted.
+What a format fills in stands in FORMATS, with what its framework does (docs/own-training.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from job.spec.common import (
+    GB,
+    Compute,
+    Deliver,
+    Given,
+    Guard,
+    Log,
+    Memory,
+    PhaseSize,
+    Rung,
+    Sizes,
+    bounded,
+    in_gb,
+    one_or_more,
+)
+from job.spec.job import JobConfig
+
+if TYPE_CHECKING:
+    from job.dataset.prepare import DatasetManifest
+
+NAME = "command"  # in run.json, where ready-made jobs have the name of their experiment
+PHASE = "train"
+SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one second
+ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
+STEP = "{step}"
+
+FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "file"]
+Signal = Literal["TERM", "INT", "USR1", "USR2"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """What a framework's checkpoints and output look like. Read in the frameworks' sources, 2026-11."""
+
+    each: tuple[str, ...] = ()  # names of one checkpoint below {checkpoints}; a folder ends in /
+    complete: str = ""  # a file of it that is written last
+    unless: str = ""  # a file whose presence means unfinished
+    progress: tuple[str, ...] = ()  # regular expressions with the groups that Progress names
+
+
+FORMATS: dict[str, Format] = {
+    "hf-trainer": Format(
+        each=("checkpoint-{step}/",),
+        complete="trainer_state.json",  # rank 0 writes it after weights and optimizer
+        unless="checkpoint-is-incomplete.txt",
+        progress=(
+            r"(?P<step>\d+)/(?P<total>\d+) \[",
+            r"'loss': '?(?P<loss>[\d.]+(e[+-]?\d+)?)",
+            r"'eval_loss': '?(?P<val>[\d.]+)",
+        ),
+    ),
+    "lightning": Format(
+        each=("*step={step}.ckpt",),
+        progress=(r"Epoch (?P<epoch>\d+).* (?P<batch>\d+)/(?P<batches>\d+) \[", r"train_loss[a-z_]*=(?P<loss>[\d.]+)"),
+    ),
+    "litgpt": Format(
+        each=("step-{step}/",),
+        complete="model_config.yaml",
+        progress=(r"step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+)(, val: (?P<val>[\d.]+))?",),
+    ),
+    "nanochat": Format(
+        each=("model_{step}.pt", "meta_{step}.json", "optim_{step}_rank*.pt"),
+        progress=(r"^step (?P<step>\d+)/(?P<total>\d+).*loss: (?P<loss>[\d.]+).*dt: (?P<step_ms>[\d.]+)ms",),
+    ),
+    "dcp": Format(each=("step-{step}/",), complete=".metadata"),
+    "file": Format(),
+}
+GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Code:
+    """The folder of the user's repository that is shipped, as a hashed archive."""
+
+    folder: str = "."
+    exclude: tuple[str, ...] = ()  # patterns beside what git ignores
+    max_mib: int = bounded(200, 1, 5000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume:
+    """What the command gets where a checkpoint was restored, and nothing of it where none was."""
+
+    args: str = ""  # with {checkpoint} and {step}
+    env: dict[str, str] | None = None
+    check: Literal["step", "none"] = "step"  # none: nobody looks whether it goes on from there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Every:
+    """How often the command saves by itself: what a loss repeats."""
+
+    steps: int | None = bounded(None, 1, 100_000_000)
+    minutes: float | None = bounded(None, 0.01, 10_000.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandCheckpoint:
+    """What one checkpoint of the command is, below {checkpoints}."""
+
+    format: FormatName | None = None
+    folder: str = "{checkpoints}"
+    each: tuple[str, ...] = one_or_more()
+    complete: str | None = None
+    unless: str | None = None
+    rewritten: bool = False  # one file that is overwritten: its step comes from the progress
+    also: tuple[str, ...] = ()  # kept with each: a tokenizer, say
+    every: Every = Every()
+    size_gb: float | None = bounded(None, 0.0001, 10_000.0)
+    same_gpus: bool = True  # what 8 GPUs wrote needs 8 again
+    keep_on_disk: int | None = bounded(None, 1, 10_000)  # of the command's own; None: it sees to that itself
+    heartbeat_s: float = bounded(60.0, 0.5, 3600.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How the command tells its step: regular expressions on its output with the groups of GROUPS, or a file of JSON
+    lines.
+    """
+
+    format: FormatName | None = None
+    stdout: tuple[str, ...] = one_or_more()
+    file: str | None = None
+    silence_minutes: float = bounded(30.0, 0.05, 1440.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hours:
+    """p10, p50 and p90 of the work, as the user sees it."""
+
+    low: float = bounded(0.0, 0.0, 10_000.0)
+    likely: float = bounded(0.0, 0.0, 10_000.0)
+    high: float = bounded(0.0, 0.0, 10_000.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandWork:
+    """How long the command is: steps, or hours, or nobody knows."""
+
+    steps: int | None = bounded(None, 1, 1_000_000_000)
+    step_ms: dict[str, float] | None = None  # by GPU as the catalog names it: declared, not measured
+    hours: Hours | None = None
+    early: bool = False  # it may end by itself before its last step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRules:
+    """How the command is asked to leave."""
+
+    signal: Signal = "TERM"
+    saves: Literal["true", "false", "unknown"] = "unknown"  # on that signal
+    grace_s: float = bounded(90.0, 0.1, 3600.0)
+    request: Signal | None = None  # saves and goes on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExitRules:
+    """What the command's exit codes mean, beyond 0."""
+
+    fatal: tuple[int, ...] = ()  # no node can do better
+    again: tuple[int, ...] = ()  # another node may
+    restarts: int = bounded(2, 0, 100)  # in place, from the last whole checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Own:
+    """Where its data comes from: the command sees to that."""
+
+    source: Literal["own"] = "own"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandConfig(JobConfig):
+    """A script of the user's own."""
+
+    module: ClassVar[str] = "job.command"
+    path: ClassVar[str] = "job"
+    trainer: ClassVar[str] = ""
+    efficiency: ClassVar[float] = 1.0
+    dataset_kind: ClassVar[str] = ""
+    data: ClassVar[Own] = Own()  # type: ignore[misc]
+    seed: ClassVar[int] = 0  # type: ignore[misc]
+    optim: ClassVar[None] = None  # type: ignore[misc]
+    precision: ClassVar[Compute] = Compute(compute="fp32")  # type: ignore[misc]  # it asks no GPU for anything
+    guard: ClassVar[Guard] = Guard(divergence=False)  # type: ignore[misc]
+    deliver: ClassVar[Deliver] = "last"  # type: ignore[misc]
+    leaves_speed: ClassVar[tuple[str, ...]] = (
+        "work", "stop", "exit", "outputs", "secrets", "registry", "resume", "memory_gb", "checkpoint.every",
+        "checkpoint.size_gb", "checkpoint.keep_on_disk", "progress",
+    )  # fmt: skip
+
+    command: str = ""  # for sh -ec
+    setup: str = ""  # once per node, before it
+    code: Code | None = None
+    registry: str | None = None  # ssm:/name of user:password, for an image that is private and not in ECR
+    resume: Resume = Resume()
+    env: dict[str, str] | None = None
+    secrets: dict[str, str] | None = None  # NAME: ssm:/name or secretsmanager:name
+    gpus: int | None = bounded(None, 1, 8)
+    aws: bool = False  # whether the command's container has the node's role
+    checkpoint: CommandCheckpoint = CommandCheckpoint()
+    progress: Progress = Progress()
+    work: CommandWork = CommandWork()
+    stop: StopRules = StopRules()
+    exit: ExitRules = ExitRules()
+    outputs: tuple[str, ...] = ("{outputs}",)
+    memory_gb: float | None = bounded(None, 0.1, 1000.0)  # per GPU
+    device: Literal["cuda", "cpu"] = "cuda"
+    log: Log = Log()
+
+    # What the file means, with its format filled in ------------------------------------------------------------------
+
+    @property
+    def format(self) -> Format:
+        """What the format fills in; nothing without one."""
+        return FORMATS[self.checkpoint.format or "file"]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One checkpoint's names below `checkpoint.folder`, with {step}."""
+        return self.checkpoint.each or self.format.each
+
+    @property
+    def complete(self) -> str:
+        """The file of a checkpoint that is written last; empty: not known."""
+        return self.format.complete if self.checkpoint.complete is None else self.checkpoint.complete
+
+    @property
+    def unless(self) -> str:
+        """The file that says a checkpoint is unfinished; empty: there is none."""
+        return self.format.unless if self.checkpoint.unless is None else self.checkpoint.unless
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Regular expressions for its output."""
+        if self.progress.stdout or self.progress.file:
+            return self.progress.stdout
+        return FORMATS[self.progress.format or self.checkpoint.format or "file"].progress
+
+    @property
+    def saves_on_signal(self) -> bool | None:
+        """Whether a stop leaves a checkpoint; None: not known."""
+        return {"true": True, "false": False, "unknown": None}[self.stop.saves]
+
+    # What bill, supervisor and rehearsal ask --------------------------------------------------------------------------
+
+    def phases(self) -> tuple[PhaseSize, ...]:
+        steps = self.work.steps
+        if steps is None:
+            steps = ENDLESS_S if self.work.hours is None else max(1, round(self.work.hours.likely * 3600))
+        return (
+            PhaseSize(
+                name=PHASE,
+                params_total=0,
+                params_active=0,
+                params_trained=0,
+                flops_per_token=0,
+                attention=None,
+                state_bytes_per_param=0,
+                optimizer_traffic_bytes_per_param=0,
+                steps=steps,
+                tokens_per_step=1,
+            ),
+        )
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether `phases` counts the command's steps, not seconds."""
+        return self.work.steps is not None
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether nobody says how long it is: it trains until a limit."""
+        return self.work.steps is None and self.work.hours is None
+
+    def declared_step_ms(self, gpu: str) -> float | None:
+        if not self.counts_steps:
+            return SECOND_MS
+        return (self.work.step_ms or {}).get(gpu)
+
+    def save_interval_s(self, step_s: float) -> float:
+        every = self.checkpoint.every
+        if every.minutes is not None:
+            return every.minutes * 60
+        if every.steps is not None and self.counts_steps:
+            return every.steps * step_s
+        return self.work.hours.likely * 3600 if self.work.hours else 3600.0
+
+    def memory(self, phase_index: int, micro_batch: int, *, checkpointing: bool = False, ranks: int = 1) -> Memory:
+        """As declared; nothing where nobody said."""
+        return in_gb(weights=(self.memory_gb or 0.0) * GB, gradients=0, moments=0, activations=0, logits=0)
+
+    def sizes(self) -> Sizes:
+        """A checkpoint as declared, and outputs as large as one."""
+        held = round((self.checkpoint.size_gb or 0.0) * GB)
+        return Sizes(
+            checkpoints=(held,),
+            phase_ends=(held,),
+            exports={},
+            final={"outputs": held},
+            final_if_cut=(0,),
+            dataset=0,
+        )
+
+    def rows(self) -> int:
+        return 1
+
+    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+        return (Rung(micro=1),)
+
+    def least_gpus(self) -> int:
+        return self.gpus or 1
+
+    def shortened(self, steps: int) -> CommandConfig:
+        """Itself: a command is stopped, not shortened."""
+        return self
+
+    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        raise ValueError("a command's inputs are prepared by nobody: storage.inputs names them as they are")
+
+    # What is wrong in it ----------------------------------------------------------------------------------------------
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What no field's own range can say, as (path under job, sentence)."""
+        return list(self._problems())
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        if not self.command.strip():
+            yield "command", "the command that trains, as you would type it in the code's folder"
+        yield from self._checkpoint_problems()
+        yield from self._progress_problems()
+        work = self.work
+        if work.steps is not None and work.hours is not None:
+            yield "work.hours", "one of work.steps and work.hours"
+        if work.hours is not None and not 0 < work.hours.low <= work.hours.likely <= work.hours.high:
+            yield "work.hours", "low, likely and high, in that order and above 0: p10, p50 and p90 of your own"
+        if work.step_ms is not None and any(not 0 < each < 1e9 for each in work.step_ms.values()):
+            yield "work.step_ms", "milliseconds above 0 by GPU, such as {A10G: 590}"
+        usr = self.stop.signal in ("USR1", "USR2") or self.stop.request in ("USR1", "USR2")
+        if usr and "torchrun" in self.command and "--signals-to-handle" not in self.command:
+            yield (
+                "stop.signal" if self.stop.signal in ("USR1", "USR2") else "stop.request",
+                "TERM with torchrun: USR1 and USR2 end torchrun itself and leave its ranks running, unless"
+                " --signals-to-handle names them",
+            )
+        yield from self._environment_problems()
+        for path, text in (("command", self.command), ("resume.args", self.resume.args), ("setup", self.setup)):
+            if unknown := unknown_placeholders(text, extra=path.startswith("resume")):
+                yield (
+                    path,
+                    f"the placeholders {', '.join(PLACEHOLDERS)}; {{{{ is a brace, and {unknown} is none of them",
+                )
+
+    def _checkpoint_problems(self) -> Iterator[tuple[str, str]]:
+        saved = self.checkpoint
+        if not self.names:
+            yield "checkpoint.each", "what one checkpoint is, such as checkpoint-{step}/ or ckpt.pt, or a `format`"
+            return
+        counted = [STEP in re.sub(r"\{step:[^}]*\}", STEP, name) for name in self.names]
+        if not saved.rewritten and not all(counted):
+            yield "checkpoint.each", "names with {step}; one without it is allowed with rewritten: true"
+        if saved.rewritten and any(counted):
+            yield "checkpoint.rewritten", "false where the names hold {step}: each is a file of its own"
+        for path, names in (("checkpoint.each", self.names), ("checkpoint.also", saved.also)):
+            if any(name.startswith("/") or ".." in name.split("/") for name in names):
+                yield path, "names below checkpoint.folder"
+        if saved.every.steps is not None and saved.every.minutes is not None:
+            yield "checkpoint.every", "one of steps and minutes"
+
+    def _progress_problems(self) -> Iterator[tuple[str, str]]:
+        if not self.patterns and not self.progress.file:
+            yield "progress", "stdout: a regular expression with the group (?P<step>...), or file: a path of JSON lines"
+            return
+        groups: set[str] = set()
+        for pattern in self.patterns:
+            try:
+                groups |= set(re.compile(pattern).groupindex)
+            except re.error as error:
+                yield "progress.stdout", f"a regular expression; at character {error.pos}: {error.msg}"
+                return
+        if unknown := sorted(groups - set(GROUPS)):
+            yield "progress.stdout", f"groups named {', '.join(GROUPS)}, and {', '.join(unknown)} is none of them"
+        elif self.patterns and not {"step"} <= groups and not {"epoch", "batch", "batches"} <= groups:
+            yield "progress.stdout", "a group named step, as in (?P<step>[0-9]+)"
+
+    def _environment_problems(self) -> Iterator[tuple[str, str]]:
+        secrets = self.secrets or {}
+        for name, value in (self.env or {}).items():
+            path = f"env.{name}"
+            if not VARIABLE.fullmatch(name):
+                yield path, "a name of letters, digits and _, not beginning with a digit"
+            elif name.startswith(("AWS_", "GPUFLEET_")):
+                yield path, "a name that does not begin with AWS_ or GPUFLEET_: those are the node's own"
+            elif name in secrets:
+                yield path, "one of job.env and job.secrets"
+            elif KEY_LIKE.search(value):
+                yield path, "no key: it looks like one, and run.json is no secret. Put it under job.secrets"
+        for name, value in secrets.items():
+            if not VARIABLE.fullmatch(name):
+                yield f"secrets.{name}", "a name of letters, digits and _, not beginning with a digit"
+            elif not SECRET.fullmatch(value):
+                yield f"secrets.{name}", "where the value is kept: ssm:/name or secretsmanager:name"
+        if self.registry is not None and not SECRET.fullmatch(self.registry):
+            yield "registry", "where user:password is kept: ssm:/name or secretsmanager:name. ECR needs none"
+
+    def doubts(self, steps: int) -> Iterator[str]:
+        """What makes a paid run worth less, a sentence each."""
+        if self.checkpoint.every == Every():
+            yield (
+                "job.checkpoint.every is not said: a loss is priced as if it repeated an hour, and only your script"
+                " knows how often it saves"
+            )
+        if self.checkpoint.size_gb is None:
+            yield (
+                "job.checkpoint.size_gb is not said: uploads, storage and whether a notice saves are priced as nothing"
+            )
+        if not self.resume.args and not self.resume.env and self.checkpoint.format in (None, "file"):
+            yield (
+                "job.resume is empty: the command is the same on a new node, so it must look for a checkpoint in"
+                " {checkpoints} itself"
+            )
+
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET = re.compile(r"ssm:/[A-Za-z0-9_.\-/]{1,1000}|secretsmanager:[A-Za-z0-9/_+=.@\-]{1,500}")
+# Tokens of Hugging Face, AWS and GitHub, and 40 hexadecimal digits (W&B's keys).
+KEY_LIKE = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\b[0-9a-f]{40}\b")
+PLACEHOLDERS = ("{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}")
+_NAMES = re.compile(r"checkpoints|outputs|state|inputs\.[A-Za-z0-9_-]+|gpus|run")
+
+
+def unknown_placeholders(text: str, *, extra: bool = False) -> str:
+    """The first {word} of a text that stands for nothing, or empty. `extra`: {checkpoint} and {step} are known too.
+    Braces that hold no plain name (${HOME}, {1..3}, {"json": 1}) are the shell's.
+    """
+    for match in re.finditer(r"(?<![{$])\{([A-Za-z_][A-Za-z0-9_.]*)(:[0-9a-z]+)?\}(?!\})", text):
+        known = _NAMES.fullmatch(match[1]) or (extra and match[1] in ("checkpoint", "step"))
+        if not known:
+            return match[0]
+    return ""
+
+
+def filled(text: str, values: dict[str, str | int]) -> str:
+    """The text with its placeholders replaced, {step:06d} too, and {{ }} as braces. What stands for nothing stays."""
+
+    def replaced(match: re.Match[str]) -> str:
+        if match[0] in ("{{", "}}"):
+            return match[0][0]
+        value = values.get(match["name"])
+        if value is None:
+            return match[0]
+        return format(value, match["form"] or "")
+
+    return re.sub(r"\{\{|\}\}|(?<!\$)\{(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)(:(?P<form>[0-9a-z]+))?\}", replaced, text)
