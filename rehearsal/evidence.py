@@ -16,7 +16,7 @@ from infra.errors import GpufleetError
 from infra.pricing import as_prepared
 from job import ledger
 from job.contract import bucket
-from job.contract.done import FINISHED
+from job.contract.done import FINISHED, Done
 from job.contract.workdir import METRICS, RECEIPT, RESULTS, STAGES
 from job.spec.common import PhaseSize
 from rehearsal.account import Resource
@@ -59,7 +59,7 @@ class Evidence:
         self.rehearsal = rehearsal
         self.folder = folder
         self.receipt = _document(folder / RECEIPT)
-        self.done = _document(folder / bucket.DONE)
+        self.done = Done.from_json(_document(folder / bucket.DONE))
         _document(folder / RESULTS)  # raises without one
         report = folder / "growth_report.json"
         self.growths: list[dict[str, Any]] = _document(report).get("boundaries", []) if report.exists() else []
@@ -119,7 +119,7 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
     rehearsal, definition = evidence.rehearsal, evidence.rehearsal.definition
     assert rehearsal.watch is not None
     views = list(rehearsal.watch.views.values())
-    reason = str(evidence.done.get("reason"))
+    reason = evidence.done.reason
     yield Check(name="the run's own end", figure=reason, held=reason == FINISHED)
     last = max((int(line["step"]) for line in evidence.metrics), default=0)
     yield _steps(evidence, last)

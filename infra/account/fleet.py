@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -10,6 +10,8 @@ from infra.account import removal
 from infra.account.aws import owner_of, pages, tags_of
 from infra.definition.model import StackDefinition
 from infra.program.resources.tags import RUN_TAG, STACK_TAG
+from job.contract.done import Done
+from job.contract.reading import epoch
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
 ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try
@@ -48,13 +50,10 @@ def is_over(fleet: dict[str, Any], now: datetime) -> bool:
     return fleet["FleetState"] in ENDED or has_expired(fleet, now)
 
 
-def why_needless(fleet: dict[str, Any], done: Mapping[str, Any], now: datetime) -> str:
+def why_needless(fleet: dict[str, Any], done: Done, now: datetime) -> str:
     """What to say of a fleet that goes on launching nodes for a run that is over; empty while its node ends it."""
-    try:
-        late = (now - datetime.fromisoformat(str(done.get("at")))).total_seconds() > ENDING_S
-    except (ValueError, TypeError):
-        late = True
-    if not late or not may_launch(fleet, now):
+    at = epoch(done.at)
+    if (at is not None and now.timestamp() - at <= ENDING_S) or not may_launch(fleet, now):
         return ""
     return (
         f"fleet {fleet['FleetId']} still launches nodes, each billed until it finds that the run is over: they may "

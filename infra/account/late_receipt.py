@@ -19,7 +19,7 @@ from infra.account.fleet import fleets_of, is_over, nodes_of
 from infra.account.run_folder import RunFolder, Stored
 from infra.definition.model import StackDefinition
 from job.contract import bucket, reading
-from job.contract.done import FLEET_GONE
+from job.contract.done import FLEET_GONE, Done
 from job.contract.reading import DoubtError, Fields
 from job.contract.run import load
 from job.contract.workdir import RUN
@@ -28,27 +28,26 @@ from job.supervisor.store import S3Store
 from job.text import stamp
 
 SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # what a node writes of itself while it lives
+GOES_ON = Done("", "", "", "")
 
 
-def cut_off(
-    definition: StackDefinition, owner: str, objects: Iterable[Stored], ec2: Any, now: datetime
-) -> dict[str, Any] | None:
+def cut_off(definition: StackDefinition, owner: str, objects: Iterable[Stored], ec2: Any, now: datetime) -> Done | None:
     """What done.json would be of a run without one that nothing goes on with: no fleet that launches, no node, of its
-    bucket's `owner`; another's have a bucket of their own. It ended when its nodes last wrote. Empty while it may go
-    on, and of a run that no node has begun; None where AWS does not say.
+    bucket's `owner`; another's have a bucket of their own. It ended when its nodes last wrote. Without a reason while
+    it may go on, and of a run that no node has begun; None where AWS does not say.
     """
     written = [each.written for each in objects if each.name.startswith(SIGNS)]
     if not written:
-        return {}
+        return GOES_ON
     try:
         nodes = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] != "terminated"]
         fleets = [fleet for fleet in fleets_of(ec2, definition) if not is_over(fleet, now)]
         if any(aws.owner_of(each) in ("", owner) or not owner for each in (*nodes, *fleets)):
-            return {}
+            return GOES_ON
     except (BotoCoreError, ClientError):
         return None
     detail = "its fleet was deleted or has expired, and it has no node"
-    return {"reason": FLEET_GONE, "detail": detail, "at": stamp(max(written))}
+    return Done(FLEET_GONE, detail, "", stamp(max(written)))
 
 
 def make(
@@ -56,7 +55,7 @@ def make(
     folder: RunFolder,
     ec2: Any,
     target: Path,
-    done: Mapping[str, Any],
+    done: Done,
     now: float,
     before: Mapping[str, Any],
     say: Callable[[str], None],
@@ -72,9 +71,7 @@ def make(
             raise ValueError("no node has left a record")
         found = attempts.told(found, _said(before))
         found = attempts.judged(found, _changes(definition, ec2), now)
-        return receipt.build(
-            run, found, reason=str(done.get("reason")), detail=str(done.get("detail") or ""), at=str(done.get("at"))
-        )
+        return receipt.build(run, found, done)
     except (OSError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 

@@ -47,7 +47,7 @@ class Reader:
         while True:
             folder = folder or self._folder()  # not each time: S3 charges for the listings
             group = self._group()
-            over = folder.document(bucket.DONE) if folder else None
+            over = folder.done() if folder else None
             self._cloudwatch(group)
             if over:
                 if polls:  # the last lines, the receipt among them, are still on their way
@@ -55,7 +55,7 @@ class Reader:
                     self._cloudwatch(group)
                 if not self.seen:
                     self._bucket(LOG)
-                self.say(f"-- the run is done: {over.get('reason')}")
+                self.say(f"-- the run is done: {over.reason}")
                 return 0
             if group is None or not (self.seen or folder):
                 raise AwsRefused(self._silence())
@@ -72,7 +72,7 @@ class Reader:
     def _gone(self, folder: RunFolder) -> str | None:
         objects = [each for sign in late_receipt.SIGNS for each in folder.objects(sign)]
         end = late_receipt.cut_off(self.definition, folder.owner, objects, self.ec2, datetime.now(UTC))
-        return (end or {}).get("detail")
+        return end.detail if end else None
 
     def _silence(self) -> str:
         """Why nothing is printed."""

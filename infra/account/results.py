@@ -23,8 +23,8 @@ from infra.errors import AwsRefused
 from infra.evidence import receipts
 from job import atomic
 from job.contract import reading
-from job.contract.bucket import CHECKPOINTS, DONE, EXPORTS, FINAL
-from job.contract.done import EARLY, NODE_ENDED
+from job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
+from job.contract.done import EARLY, NODE_ENDED, Done
 from job.contract.workdir import RECEIPT, RESULTS
 from job.supervisor.receipt import text as receipt_text
 from job.text import counted
@@ -83,12 +83,12 @@ def fetch(
         say(f"  {each.name}  {_readable(each.bytes)}")
     names = {each.name for each in wanted}
     lacking = [name for name in (RESULTS, RECEIPT) if name not in names]
-    done = folder.document(DONE) if lacking else {}
+    done: Done | None = folder.done() if lacking else None
     if RECEIPT in lacking:
         done, made = _late(definition, folder, objects, ec2, target, done, say)
         if made:
             lacking.remove(RECEIPT)
-    reason, detail = ((done or {}).get(key) for key in ("reason", "detail"))
+    reason, detail = (done.reason, done.detail) if done else ("", "")
     if lacking == [RESULTS] and reason in EARLY:
         if definition.job.parameters.sizes().final_if_cut[0] and not any(
             each.name.startswith(FINAL) for each in objects
@@ -117,9 +117,9 @@ def _late(
     objects: Sequence[Stored],
     ec2: Any,
     target: Path,
-    done: dict[str, Any] | None,
+    done: Done | None,
     say: Callable[[str], None],
-) -> tuple[dict[str, Any] | None, bool]:
+) -> tuple[Done | None, bool]:
     """Of a run that left no receipt: done.json, or what stands for it, None where AWS does not say whether the run goes
     on; and whether its receipt could be made, which is in `target` then.
     """
@@ -127,10 +127,10 @@ def _late(
     if done is None:  # a receipt made earlier may be all there is
         return None, False
     before = atomic.read_object(target / RECEIPT) or {}
-    if not before or before.get("counted_until") != done.get("at"):  # of an earlier life of this run's id
+    if not before or before.get("counted_until") != done.at:  # of an earlier life of this run's id
         before = {}
         (target / RECEIPT).unlink(missing_ok=True)
-    if not done.get("reason"):
+    if not done.reason:
         return done, False
     try:
         made = late_receipt.make(definition, folder, ec2, target, done, time.time(), before, say)

@@ -14,8 +14,9 @@ from infra.account.aws import owner_of, pages, tags_of
 from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from infra.program.resources.tags import STACK_TAG
-from job import atomic
-from job.contract.bucket import GRAPHS, INPUTS
+from job.contract import done as ends
+from job.contract.bucket import ASKED, DONE, GRAPHS, INPUTS
+from job.contract.done import Asked, Done
 
 NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that are no run's
 
@@ -113,9 +114,13 @@ class RunFolder:
         body: bytes = answer["Body"].read()
         return body
 
-    def document(self, name: str) -> dict[str, Any] | None:
-        """A JSON object, or None when it is not there or not (yet) JSON."""
-        return atomic.parse_object(self.read(name))
+    def done(self) -> Done | None:
+        """How the run ended; None while it goes on."""
+        return ends.read(self.read(DONE))
+
+    def asked(self) -> Asked | None:
+        """Who asked it to end; None: nobody."""
+        return ends.read_asked(self.read(ASKED))
 
 
 def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:

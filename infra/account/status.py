@@ -57,17 +57,16 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime) -> Ite
     ended = not fleets or is_over(fleets[0], now)
     yield from _progress(folder, definition, now, ended)
     yield from _checkpoints(folder)
-    done = folder.document(bucket.DONE)
-    asked = folder.document(bucket.ASKED)
+    done, asked = folder.done(), folder.asked()
     if asked and not done:
-        yield f"asked       to end, by {asked.get('by')} at {asked.get('at')}"
+        yield f"asked       to end, by {asked.by} at {asked.at}"
     resting = not ended and not wants(fleets[0])
     if resting and not done:
         yield f"next        the fleet is at 0: gpufleet wait {definition.argument} says how the run goes on"
     if ended and not done and not any(aws.owner_of(node) in ("", folder.owner) for node in nodes):
         yield f"next        nothing goes on with it: gpufleet results {definition.run_argument} brings what it left"
     if done:
-        yield f"done        {done.get('reason')}, {done.get('at')}. {done.get('detail') or ''}".rstrip()
+        yield f"done        {done.reason}, {done.at}. {done.detail}".rstrip()
         after = "" if definition.is_earlier_run else f"; pulumi destroy; gpufleet sweep {definition.argument}"
         own = bool(fleets) and aws.owner_of(fleets[0]) == definition.run.owner and not whose
         if own and (more := why_needless(fleets[0], done, now)):
@@ -133,7 +132,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
     written = epoch(beat.ts)
     age = None if written is None else now.timestamp() - written
     yield f"heartbeat   {beat.ts}{f', {age:.0f} s ago' if age is not None else ''}"
-    over = folder.document(bucket.DONE) is not None
+    over = folder.done() is not None
     interval = definition.job.parameters.checkpoint.heartbeat_s
     if age is not None and age > STALE_HEARTBEATS * interval and not over:
         late = f"that is more than {STALE_HEARTBEATS} intervals of {interval:g} s"

@@ -12,7 +12,8 @@ from infra.account.run_folder import find_folder, no_run
 from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from job import atomic
-from job.contract.bucket import ASKED, DONE
+from job.contract.bucket import ASKED
+from job.contract.done import Asked
 from job.text import stamp
 
 
@@ -23,9 +24,9 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
     name, run, owner = definition.name, definition.run.id, definition.run.owner
     again = definition.run_argument
     folder = find_folder(s3, definition)
-    done = folder.document(DONE) if folder and folder.is_of(owner) else None
+    done = folder.done() if folder and folder.is_of(owner) else None
     if done:
-        say(f"run {run} of {name} is over already: {done.get('reason')}, {done.get('at')}")
+        say(f"run {run} of {name} is over already: {done.reason}, {done.at}")
         return
     alive = [fleet for fleet in fleets_of(ec2, definition) if not is_over(fleet, now)]
     region = definition.fleet.region
@@ -47,10 +48,10 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
             f"no bucket of owner {owner} holds run {run} of {name}: no node of it can boot or be asked. "
             "`pulumi destroy` ends its fleet."
         )
-    if earlier := folder.document(ASKED):  # kept: when it was asked first tells whether a node should have heeded it
-        say(f"asked already, by {earlier.get('by')} at {earlier.get('at')}: s3://{folder.bucket}/{run}/{ASKED}")
+    if earlier := folder.asked():  # kept: when it was asked first tells whether a node should have heeded it
+        say(f"asked already, by {earlier.by} at {earlier.at}: s3://{folder.bucket}/{run}/{ASKED}")
     else:
-        asked = {"by": owner, "at": stamp(now)}
+        asked = Asked(owner, stamp(now)).to_json()
         s3.put_object(Bucket=folder.bucket, Key=f"{run}/{ASKED}", Body=atomic.json_bytes(asked))
         say(f"asked: s3://{folder.bucket}/{run}/{ASKED}")
     running = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] == "running"]

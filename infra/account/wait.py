@@ -28,7 +28,7 @@ from infra.account.run_folder import find_folder
 from infra.definition.model import StackDefinition
 from infra.errors import AwsRefused
 from infra.program.resources.tags import RUN_TAG
-from job.contract.bucket import DONE
+from job.contract.done import Done
 from job.text import counted
 
 POLL_S = 10.0
@@ -87,8 +87,8 @@ class Watch:
             self._say(f"waiting for fleet {fleet['FleetId']} to find a node ...")
             self.sleep(min(POLL_S, max(give_up - self.clock(), 0.0)))
 
-    def _over(self, done: dict[str, Any]) -> int:
-        self.say(f"the run is over: {done.get('reason')}. {done.get('detail') or ''}".strip())
+    def _over(self, done: Done) -> int:
+        self.say(f"the run is over: {done.reason}. {done.detail}".strip())
         self.say(f"Next: `gpufleet results {self.definition.argument}`, then `pulumi destroy`.")
         return 0
 
@@ -116,9 +116,9 @@ class Watch:
             made = f"{fleet['CreateTime']:%Y-%m-%d %H:%M:%S} UTC"
             self.say(f"  {end_command(fleet, self.definition.fleet.region)}   # made {made}")
 
-    def _done(self, owner: str) -> dict[str, Any] | None:
+    def _done(self, owner: str) -> Done | None:
         folder = find_folder(self.s3, self.definition)
-        return folder.document(DONE) if folder and folder.is_of(owner) else None
+        return folder.done() if folder and folder.is_of(owner) else None
 
     def _node(self, fleet: dict[str, Any]) -> bool:
         active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]

@@ -1,4 +1,5 @@
 """done.json: the run is over, and why. Written last of all, by the supervisor, or by the node where no job could.
+Before that, stop.json of the bucket: `gpufleet stop` asks the run to end.
 
 The node's own Python reads this: no newer than 3.9 here.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from job import atomic
 
 SCHEMA = 1
 
@@ -45,5 +48,32 @@ class Done:
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Done:
         """What cannot be believed is empty: that the object is there says enough."""
-        keys = ("reason", "detail", "instance", "at")
-        return cls(*(tree[key] if isinstance(tree.get(key), str) else "" for key in keys))
+        return cls(*_texts(tree, "reason", "detail", "instance", "at"))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who asked the run to end, and when (UTC, ISO)."""
+
+    by: str
+    at: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of stop.json in the bucket."""
+        return asdict(self)
+
+
+def read(content: bytes | None) -> Done | None:
+    """done.json; None where there is none, or what is there is not (yet) JSON."""
+    tree = atomic.parse_object(content)
+    return None if tree is None else Done.from_json(tree)
+
+
+def read_asked(content: bytes | None) -> Asked | None:
+    """stop.json of the bucket; None as in `read`."""
+    tree = atomic.parse_object(content)
+    return None if tree is None else Asked(*_texts(tree, "by", "at"))
+
+
+def _texts(tree: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    return tuple(tree[key] if isinstance(tree.get(key), str) else "" for key in keys)

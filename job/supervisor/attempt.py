@@ -138,8 +138,7 @@ class Supervisor:
 
     def _over(self) -> ends.Done | None:
         """done.json, where the run has ended already. Raises StoreError."""
-        there = atomic.parse_object(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
-        return None if there is None else ends.Done.from_json(there)
+        return ends.read(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
 
     def _register(self) -> None:
         """Earlier attempts and their cost, and this one's record beside theirs. Raises StoreError, OSError."""
@@ -390,14 +389,13 @@ class Supervisor:
             return self._crashed("the last checkpoints could not be uploaded")
         try:
             self._insist(until, lambda: self._beside(self.publisher.outputs))
-            at = iso(self.clock())
-            self.record.update(exit={"code": code, "reason": reason, "notice": False, "at": at})
+            done = ends.Done(reason, detail, self.node.instance, iso(self.clock()))
+            self.record.update(exit={"code": code, "reason": reason, "notice": False, "at": done.at})
             self._insist(until, lambda: self.pulse.last(self.heartbeat()))
-            self._insist(until, lambda: self._write_receipt(reason, detail, at))
+            self._insist(until, lambda: self._write_receipt(done))
             self._insist(until, self.record.flush)
             self._insist(until, lambda: self.store.put_bytes(self.world.log.path.read_bytes(), LOG))
-            done = ends.Done(reason, detail, self.node.instance, at).to_json()
-            self._insist(until, lambda: self.store.put_bytes(atomic.json_bytes(done), bucket.DONE))
+            self._insist(until, lambda: self.store.put_bytes(atomic.json_bytes(done.to_json()), bucket.DONE))
         except OSError as error:
             return self._crashed(f"the end of the run could not be written: {error}")
         return code
@@ -469,14 +467,14 @@ class Supervisor:
                     self.world.sleep(TICK_S)
                 pause = min(2 * pause, 60.0)
 
-    def _write_receipt(self, reason: str, detail: str, at: str) -> None:
+    def _write_receipt(self, done: ends.Done) -> None:
         """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
         try:
             run, record = self.run_file, self.record.fields
             own = Record.from_json(record, lambda why: self.say(f"of this node's record: {why}"))
             every = [*self.earlier, attempts.of(run, self.node.instance, own, self.heartbeat())]
-            measurement = receipt.measure(run, every, self.workdir, record, at=at)
-            made = receipt.build(run, every, reason=reason, detail=detail, at=at, measurement=measurement)
+            measurement = receipt.measure(run, every, self.workdir, record, at=done.at)
+            made = receipt.build(run, every, done, measurement=measurement)
             text = receipt.text(made)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             self.say(f"no receipt: {type(error).__name__}: {error}")

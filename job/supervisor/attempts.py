@@ -20,6 +20,7 @@ from job.contract import attempt, bucket, reading
 from job.contract.attempt import Aside, Beat, Node
 from job.contract.aws import FREE_S
 from job.contract.codes import AttemptExit
+from job.contract.done import Done
 from job.contract.reading import epoch, iso
 from job.contract.run import RunFile
 from job.supervisor import fleet
@@ -128,7 +129,7 @@ def read(
     run: RunFile,
     *,
     but: Node | None = None,
-    done: Mapping[str, Any] | None = None,
+    done: Done | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Attempt]:
     """Every attempt, oldest first, except that of the node `but`, which came after them; or all of a run that is over,
@@ -153,12 +154,11 @@ def read(
         return attempt.last_beat(texts.get(key), aside(key))
 
     records = {name: recorded(name) for name in set(named.values()) - {but.instance if but else ""}}
-    ended = str((done or {}).get("instance"))
-    if done and ended in records:
-        exit_ = {"code": 1, "reason": str(done.get("reason")), "notice": False, **(records[ended].exit or {})}
-        records[ended] = replace(records[ended], exit={**exit_, "at": done.get("at")})
+    if done and (last := records.get(done.instance)):
+        exit_ = {"code": 1, "reason": done.reason, "notice": False, **(last.exit or {})}
+        records[done.instance] = replace(last, exit={**exit_, "at": done.at})
     ordered = sorted(records, key=lambda name: records[name].launched_at)
-    end = but.launched_at if but else epoch((done or {}).get("at")) or 0.0
+    end = but.launched_at if but else (epoch(done.at) if done else None) or 0.0
     launches = [*(records[name].launched_at for name in ordered), end]
     known = {name: taken for each in records.values() for name, taken in each.reclaimed.items()}
     found = [of(run, name, records[name], beat(name), until) for name, until in zip(ordered, launches[1:], strict=True)]

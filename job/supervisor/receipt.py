@@ -24,6 +24,7 @@ from typing import Any
 from job import measured
 from job.contract import metrics
 from job.contract.aws import FREE_S
+from job.contract.done import Done
 from job.contract.run import RunFile
 from job.contract.workdir import METRICS
 from job.supervisor.attempts import Attempt
@@ -35,14 +36,12 @@ SCHEMA = 1
 def build(
     run: RunFile,
     attempts: Sequence[Attempt],
+    done: Done,
     *,
-    reason: str,
-    at: str,
-    detail: str = "",
     measurement: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """receipt.json; money and hours as decimal strings. `attempts` oldest first, the one that ends the run last.
-    `detail` of the reason, as in done.json; `measurement` as `measure` gives it.
+    `done` says how and until when it is counted; `measurement` as `measure` gives it.
     """
     estimate = run.estimate
     usd = {key: Decimal(estimate["usd"][key]) for key in ("p10", "p50", "p90")}
@@ -54,9 +53,9 @@ def build(
         "schema": SCHEMA,
         "run": run.run,
         "stack": run.tree["run"]["stack"],
-        "reason": reason,
-        "detail": detail,
-        "counted_until": at,
+        "reason": done.reason,
+        "detail": done.detail,
+        "counted_until": done.at,
         "device": run.config.device,
         "capacity": run.tree["capacity"],
         "usd": {"estimate": _money(usd["p50"]), "actual": _money(total), "difference": _money(difference)},

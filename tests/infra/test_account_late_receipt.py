@@ -182,8 +182,8 @@ def test_a_run_is_cut_off_once_nothing_of_its_owner_s_may_write_any_more(
     names = ("attempts/i-1.json", "heartbeat/i-1.jsonl", "node.log")  # a log is written later
     objects = [SimpleNamespace(name=n, written=datetime(2026, 11, 21, h, tzinfo=UTC)) for h, n in enumerate(names)]
     found = cut_off(stack, owner, objects, None, datetime.now(UTC))  # type: ignore[arg-type]
-    assert bool(found) is over
-    assert (found or {}).get("at") == ("2026-11-21T01:00:00Z" if over else None)
+    assert found is not None
+    assert (found.reason, found.at) == (("fleet-gone", "2026-11-21T01:00:00Z") if over else ("", ""))
 
 
 def test_a_run_that_left_too_little_for_a_receipt_says_so_and_keeps_no_old_one(

@@ -18,6 +18,7 @@ from supervisor_world import Bench
 from job import measured
 from job.contract import inputs, metrics, reading
 from job.contract.commit import Best, Commit, Manifest
+from job.contract.done import FINISHED, Done
 from job.contract.run import RunFile, load
 from job.dataset import prepare, weights
 from job.experiments import kernel_stages
@@ -32,6 +33,7 @@ from job.supervisor.store import Entry
 from job.train.committed import Committed
 from job.train.metrics import MetricsFile
 
+DONE = Done(FINISHED, "", "i-1", "2027-01-15T09:00:00Z")
 OUTSIDE = ["/usr/x", "../run.json", "a/../../x", "", ".", "a//b", "a/", "./a", "a\0b", "a\x1b[2Jb", "\ud800", "x" * 256]
 
 
@@ -162,7 +164,7 @@ def run_json(content: bytes, folder: Path) -> None:
     run.rates("g5.2xlarge", "us-east-2a")
     run.gpus("g5.2xlarge")
     Forecast(run.config, run.estimate, "g5.2xlarge").end_s(3, None)
-    receipt.text(receipt.build(run, [], reason="finished", at="2027-01-15T09:00:00Z"))
+    receipt.text(receipt.build(run, [], DONE))
     assert run.code_sha256 is None or run.code_sha256.isascii()
 
 
@@ -194,8 +196,8 @@ def attempted(key: str) -> Any:
             get_bytes=there.get, entries=lambda prefix: [Entry(key=k, bytes=1) for k in there if k.startswith(prefix)]
         )
         run, said = a_run(folder.parent), list[str]()
-        found = attempts.read(store, run, done={"instance": "i-1", "at": "2027-01-15T09:00:00Z"}, say=said.append)
-        made = receipt.build(run, found, reason="finished", at="2027-01-15T09:00:00Z")
+        found = attempts.read(store, run, done=DONE, say=said.append)
+        made = receipt.build(run, found, DONE)
         receipt.text(made)
         assert Decimal(made["usd"]["actual"]).is_finite()
 

@@ -12,10 +12,12 @@ import pytest
 import runs
 
 from job import measured
+from job.contract.done import FINISHED, Done
 from job.contract.run import RunFile, load
 from job.supervisor import receipt
 from job.supervisor.attempts import Attempt
 
+DONE = Done(FINISHED, "", "i-1", "2027-01-15T09:00:00Z")
 EXTRAS = Decimal("0.015959")
 
 
@@ -50,7 +52,7 @@ def run(tmp_path: Path) -> RunFile:
 
 
 def build(run: RunFile, *attempts: Attempt) -> dict[str, Any]:
-    return receipt.build(run, attempts, reason="finished", at="2027-01-15T09:00:00Z")
+    return receipt.build(run, attempts, DONE)
 
 
 CASES = {
@@ -244,7 +246,7 @@ def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp
     assert found["setup_s"] == 350.0  # launch to first step, the median of both nodes
     assert [found["device"][key] for key in ("name", "count", "ranks")] == ["NVIDIA A10G", 4, 2]
     assert found["settings"] == json.loads(json.dumps(measured.settings("tinystories-growth", asdict(runs.TINY))))
-    made = receipt.build(run, attempts, reason="finished", at="2027-01-15T09:00:00Z", measurement=found)
+    made = receipt.build(run, attempts, DONE, measurement=found)
     assert json.loads(json.dumps(made))["measured"] == found
 
 
