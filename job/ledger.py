@@ -37,7 +37,7 @@ class Ledger:
             os.truncate(path, len(whole))
         self.entries: list[dict[str, Any]] = atomic.objects(whole)
 
-    def kept(self, read: Callable[[dict[str, Any]], T]) -> list[T]:
+    def read(self, read: Callable[[dict[str, Any]], T]) -> list[T]:
         """The entries as `read` gives them. One that it doubts is passed over too."""
         found = []
         for entry in self.entries:

@@ -31,7 +31,7 @@ _BESIDE = ("timed", "best", "stop")  # saves beside the steps: that at a phase's
 def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that change speed, by dotted path, of `parameters` as in run.json's job.parameters."""
     free = (*SPEED_LEFT, *EXPERIMENTS[experiment].leaves_speed)
-    return {path: value for path, value in _flat(parameters, "") if path in _COUNTS or not _under(path, free)}
+    return {path: value for path, value in _flat(parameters, "") if path in _COUNTS or not _matches_any(path, free)}
 
 
 def code_sha256(folder: Path | None = None) -> str:
@@ -130,7 +130,7 @@ def _flat(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
             yield path, list(value) if isinstance(value, tuple) else value
 
 
-def _under(path: str, names: Sequence[str]) -> bool:
+def _matches_any(path: str, names: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 

@@ -101,7 +101,7 @@ def _run(
     records = _records(workdir)
     phases = measured.phases(records)
     if code not in (TrainerExit.FINISHED, TrainerExit.STOPPED) or not phases:
-        raise ProbeFailedError(_why(workdir, code))
+        raise ProbeFailedError(_failure_reason(workdir, code))
     for phase in phases:
         own = [record["step"] for record in records if record["phase"] == phase["name"]]
         took = [s for step, s in seen.written.items() if own[0] <= step <= own[-1]]
@@ -165,7 +165,7 @@ def _records(workdir: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _why(workdir: Path, code: int) -> str:
+def _failure_reason(workdir: Path, code: int) -> str:
     if (fatal := Fatal.read(workdir)) is not None:
         return f"{fatal.error}: {fatal.detail}"
     if code in (TrainerExit.FINISHED, TrainerExit.STOPPED):

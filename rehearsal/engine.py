@@ -54,7 +54,7 @@ class Result:
     outputs: Mapping[str, Any]  # of a preview: what is known before anything exists
     text: str = ""  # all that was printed
 
-    def done(self, operation: str) -> set[str]:
+    def affected(self, operation: str) -> set[str]:
         """Names of the resources to which it was done."""
         return {step.name for step in self.steps if step.operation == operation}
 

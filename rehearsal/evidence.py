@@ -132,14 +132,14 @@ def _checks(evidence: Evidence) -> Iterator[Check]:
     )
     nodes = planned.with_notice + planned.without_notice + 1
     yield Check(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
-    for moment in rehearsal.timeline.of("seen"):
+    for moment in rehearsal.timeline.select("seen"):
         seconds = float(moment.facts["seconds"])
         yield Check(
             name="notice seen",
             figure=f"after {seconds:.1f} s (limit {NOTICE_SEEN_S:.0f})",
             held=seconds <= NOTICE_SEEN_S,
         )
-    seen = len(rehearsal.timeline.of("seen"))
+    seen = len(rehearsal.timeline.select("seen"))
     if seen != planned.with_notice:
         yield Check(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
     ends = {last for _, _, last in evidence.spans()}

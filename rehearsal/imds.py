@@ -38,7 +38,7 @@ class Imds:
         clock: Clock | None = None,
     ) -> None:
         self.clock: Clock = clock or SystemClock()
-        self.instance = instance or _alone(self.clock.now())
+        self.instance = instance or _standalone_instance(self.clock.now())
         self.account, self.access_key, self.secret_key = account, access_key, secret_key
         self.fault: Fault | None = None  # on the two notice paths only, so that credentials still come
         self.slow_s = 30.0  # how long a slow answer takes
@@ -154,7 +154,7 @@ class Imds:
         return fixed.get(path.rstrip("/"))
 
 
-def _alone(now: datetime) -> Instance:
+def _standalone_instance(now: datetime) -> Instance:
     """An instance that no fleet launched."""
     return Instance(
         id="i-0123456789abcdef0",

@@ -27,7 +27,7 @@ _MESSAGE_BYTES = 64 * 1024 * 1024  # objects travel inside messages; gRPC's defa
 
 def plain(message: struct_pb2.Struct) -> Properties:
     """A Struct as JSON values; whole numbers as int, as boto3 wants them."""
-    return dict(_whole(json_format.MessageToDict(message)))
+    return dict(_with_integers(json_format.MessageToDict(message)))
 
 
 def struct(properties: Mapping[str, Any]) -> struct_pb2.Struct:
@@ -36,11 +36,11 @@ def struct(properties: Mapping[str, Any]) -> struct_pb2.Struct:
     return message
 
 
-def _whole(value: Any) -> Any:
+def _with_integers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
+        return {key: _with_integers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_whole(item) for item in value]
+        return [_with_integers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

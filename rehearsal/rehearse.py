@@ -59,7 +59,7 @@ def rehearse(name_or_path: str, *, root: Path | None = None, out: Callable[[str]
             f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
         )
     finished = root / "rehearsals" / definition.name / definition.run.id
-    with scratch.held(finished.parent):
+    with scratch.locked(finished.parent):
         folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
         shutil.rmtree(folder, ignore_errors=True)
         code = _attempt(path, definition, folder, root, out)
@@ -250,7 +250,7 @@ def _follow(rehearsal: Rehearsal) -> None:
             if not answered and waiting.poll() is not None:
                 answered = True
                 _answer(rehearsal, waiting, words)
-            seen = rehearsal.timeline.of("seen")
+            seen = rehearsal.timeline.select("seen")
             if seen and not rehearsal.torch_s and rehearsal.timeline.seconds > seen[0].t + QUIET_S:
                 rehearsal.torch_s = import_torch_s()
 

@@ -33,7 +33,7 @@ def write(
     (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())
     draw(evidence, folder / "loss.png")
     out(f"\n== {rehearsal.name}, run {rehearsal.definition.run.id}, rehearsed with {rehearsal.engine.name}\n")
-    for moment in rehearsal.timeline.of(*TOLD):
+    for moment in rehearsal.timeline.select(*TOLD):
         out(f"{clock(moment.t)}  {moment.text}")
     out("")
     out(receipts.text(evidence.receipt))
@@ -41,7 +41,7 @@ def write(
     for line in losses(evidence):
         out(line)
     out("")
-    checks = [*checks, whole(rehearsal.timeline.seconds)]
+    checks = [*checks, duration_check(rehearsal.timeline.seconds)]
     for check in checks:
         mark = "ok" if check.held else "slow" if not check.required else "NO"
         out(f"  {mark:<5} {check.name}: {check.figure}")
@@ -55,7 +55,7 @@ def write(
     out(closing(checks, rehearsal.timeline.seconds))
 
 
-def whole(seconds: float) -> Check:
+def duration_check(seconds: float) -> Check:
     """How long all of it took; a busy machine fails nothing."""
     figure = f"{seconds:.0f} s (bar {BAR_S:.0f})"
     return Check(name="the whole rehearsal", figure=figure, held=seconds <= BAR_S, required=False)
@@ -145,7 +145,7 @@ def draw(evidence: Evidence, target: Path) -> None:
         phases=phases,
         marks=marks,
         lanes=lanes,
-        checkpoints=[moment.t for moment in timeline.of("checkpoint")],
+        checkpoints=[moment.t for moment in timeline.select("checkpoint")],
     )
 
 

@@ -21,7 +21,7 @@ FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket lies 
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """`folder` for this process alone. Raises GpufleetError: another one rehearses in it, or it cannot be written."""
     path = folder / ".lock"
     try:

@@ -58,7 +58,7 @@ class Timeline:
         moments = sorted(self.moments, key=lambda m: m.t)
         self._log.write_text("".join(json.dumps(asdict(moment)) + "\n" for moment in moments), encoding="utf-8")
 
-    def of(self, *kinds: str) -> list[Moment]:
+    def select(self, *kinds: str) -> list[Moment]:
         """The moments of these kinds, in time order."""
         return sorted((m for m in self.moments if m.what in kinds), key=lambda m: m.t)
 

@@ -91,7 +91,7 @@ class Watch:
 
     def run(self, *, check: Callable[[], None] = lambda: None) -> None:
         """Raises RunFailedError when a node fails or the run hangs. What is left of `planned` never came."""
-        while not self._over():
+        while not self._all_ended():
             check()
             for instance in self.cloud.instances():
                 if instance.id not in self.views and instance.id in self.runner.nodes:
@@ -106,7 +106,7 @@ class Watch:
             time.sleep(POLL_S)
         self._checkpoints(at_once=True)
 
-    def _over(self) -> bool:
+    def _all_ended(self) -> bool:
         """Every node has ended and the fleet wants none."""
         fleets = [f for f in self.cloud.fleets.fleets.values() if f.state != "deleted"]
         return (
@@ -157,13 +157,13 @@ class Watch:
 
     def _saving(self, view: NodeView) -> bool:
         """A checkpoint is being written, or is written and on its way to the bucket."""
-        local = {int(path.name.rpartition("_")[2]) for path in _found(view, f"{CHECKPOINTS}/{STEPS}")}
-        return bool(local - self.manifests) or any(_found(view, f"{CHECKPOINTS}/.{STEPS}"))
+        local = {int(path.name.rpartition("_")[2]) for path in _job_files(view, f"{CHECKPOINTS}/{STEPS}")}
+        return bool(local - self.manifests) or any(_job_files(view, f"{CHECKPOINTS}/.{STEPS}"))
 
     def _written(self, view: NodeView) -> int:
         """Lines that the stages after training have added on this node."""
         after = (
-            path for path in _found(view, f"{STAGES}/*.jsonl") if "tried" not in path.name
+            path for path in _job_files(view, f"{STAGES}/*.jsonl") if "tried" not in path.name
         )  # a curriculum's: within
         lines = sum(len(_new(path, 0)) for path in after)
         if lines != view.results:
@@ -239,7 +239,7 @@ class Watch:
                 self._tell("step", line, quiet=False, node=view.node.instance.id)
 
     def _metrics(self, view: NodeView) -> None:
-        for path in _found(view, METRICS):
+        for path in _job_files(view, METRICS):
             for line in _new(path, 0):  # from the start: a resume cuts the file
                 try:
                     entry: dict[str, Any] = json.loads(line)
@@ -278,7 +278,7 @@ class Watch:
         self.timeline.add(what, text, **facts)
 
 
-def _found(view: NodeView, pattern: str) -> list[Path]:
+def _job_files(view: NodeView, pattern: str) -> list[Path]:
     """Files of the job's work folder, wherever the node put it."""
     return [path for folder in WORK_FOLDERS for path in (view.node.root / folder).glob(pattern)]
 

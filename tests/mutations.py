@@ -12,15 +12,15 @@ VALUES = ("null", "true", '"x"', '""', "-1", "0.5", "1e400", "NaN", HUGE, f'"{HU
           r'"\ud800"', r'"\u001b[2J"', '"../x"', '"/usr/x"', "[null]", '"1e9999"', DEEP)  # fmt: skip
 
 
-def of(tree: Any) -> Iterator[bytes]:
+def mutations(tree: Any) -> Iterator[bytes]:
     """The bytes of `tree`, each of its values replaced or left out; then what is no such document at all."""
     whole = json.dumps(tree)
     for path in _paths(tree):
-        marked = json.dumps(_with(tree, path, "\0here"))
+        marked = json.dumps(_with_value(tree, path, "\0here"))
         for value in VALUES:
             yield marked.replace(json.dumps("\0here"), value).encode()
         if path:
-            yield json.dumps(_without(tree, path)).encode()
+            yield json.dumps(_without_value(tree, path)).encode()
     for end in (0, 1, len(whole) // 3, len(whole) - 1):
         yield whole[:end].encode()
     yield from (b"\xff\xfe\0", b"\x00", b"null", DEEP.encode(), whole.encode() * 2, f"[{whole}]".encode())
@@ -33,15 +33,15 @@ def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
         yield from ((key, *rest) for rest in _paths(value))
 
 
-def _with(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+def _with_value(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
     if not path:
         return value
     key, *rest = path
-    changed = _with(tree[key], tuple(rest), value)
+    changed = _with_value(tree[key], tuple(rest), value)
     return {**tree, key: changed} if isinstance(tree, dict) else [*tree[:key], changed, *tree[key + 1 :]]
 
 
-def _without(tree: Any, path: tuple[Any, ...]) -> Any:
+def _without_value(tree: Any, path: tuple[Any, ...]) -> Any:
     *above, key = path
     parent = tree
     for step in above:
@@ -49,4 +49,4 @@ def _without(tree: Any, path: tuple[Any, ...]) -> Any:
     left = (
         {k: v for k, v in parent.items() if k != key} if isinstance(parent, dict) else parent[:key] + parent[key + 1 :]
     )
-    return _with(tree, tuple(above), left)
+    return _with_value(tree, tuple(above), left)

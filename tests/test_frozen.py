@@ -65,7 +65,7 @@ def test_every_bill_is_the_same(
     for each in scenarios(Path(path), now=NOW):
         one = bill("--scenario", each.scenario)
         found[each.scenario] = {key: value for key, value in one.items() if whole.get(key) != value}
-    held(f"bill-{stack}", found)
+    assert_frozen(f"bill-{stack}", found)
 
 
 @pytest.mark.parametrize("stack", EXPERIMENTS)
@@ -85,7 +85,7 @@ def test_every_resource_and_the_run_file_are_the_same(
         statements = node_statements(definition, bucket_arn="<bucket>", log_group_arn="<log group>")
         return json.loads(await pulumi.Output.json_dumps(statements).future() or "")
 
-    held(f"resources-{stack}", {"resources": found, "rights of the node": asyncio.run(rights())})
+    assert_frozen(f"resources-{stack}", {"resources": found, "rights of the node": asyncio.run(rights())})
 
 
 def arguments(resource: dict[str, Any]) -> dict[str, Any]:
@@ -108,10 +108,10 @@ def test_a_finished_run_leaves_the_same_in_its_bucket(tmp_path: Path) -> None:
     code = bench.attempt("i-1").run()
     taken = interrupted(tmp_path / "taken")
     second = taken.attempt("i-2").run()
-    held("bucket", {"uninterrupted": left(bench, code), "taken back once": left(taken, second)})
+    assert_frozen("bucket", {"uninterrupted": outcome(bench, code), "taken back once": outcome(taken, second)})
 
 
-def left(bench: Bench, code: int) -> dict[str, Any]:
+def outcome(bench: Bench, code: int) -> dict[str, Any]:
     """The listing of a run's prefix, and the documents that tell how it ended."""
     keys = sorted(entry.key for entry in bench.store.entries(""))
     documents = [key for key in keys if key in ("done.json", "receipt.json") or key.startswith("attempts/")]
@@ -146,7 +146,7 @@ def test_messages_tell_the_same(
             Path("stacks/two-tower.yaml").write_text(TEXTS["two-tower"].replace(*change))
         code = main(["cost", "two-tower"])
         found[name] = {"exit": code, "said": capsys.readouterr().err.splitlines()}
-    held("messages", found)
+    assert_frozen("messages", found)
 
 
 def lines(found: dict[str, Any]) -> str:
@@ -165,7 +165,7 @@ def lines(found: dict[str, Any]) -> str:
     return "{\n " + ",\n ".join(sections) + "\n}\n"
 
 
-def held(name: str, found: Any) -> None:
+def assert_frozen(name: str, found: Any) -> None:
     """Fails where `found` is not what is frozen under `name`."""
     text = lines(found)
     for pattern, word in CHANGING.items():

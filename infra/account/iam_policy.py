@@ -53,7 +53,7 @@ def speaks_of(statement: Statement, wish: Asked) -> bool | None:
     return False if False in parts else None if None in parts else True
 
 
-def like(text: str, pattern: str) -> bool:
+def matches_wildcard(text: str, pattern: str) -> bool:
     """IAM's wildcards: * for any text, slashes included, and ? for one character."""
     words = (".*" if letter == "*" else "." if letter == "?" else re.escape(letter) for letter in pattern)
     return re.fullmatch("".join(words), text, re.DOTALL) is not None
@@ -61,8 +61,8 @@ def like(text: str, pattern: str) -> bool:
 
 def _named(statement: Statement, key: str, text: str, spelled: Callable[[str], str]) -> bool:
     if f"Not{key}" in statement:
-        return not any(like(text, spelled(pattern)) for pattern in _listed(statement[f"Not{key}"]))
-    return any(like(text, spelled(pattern)) for pattern in _listed(statement.get(key, [])))
+        return not any(matches_wildcard(text, spelled(pattern)) for pattern in _listed(statement[f"Not{key}"]))
+    return any(matches_wildcard(text, spelled(pattern)) for pattern in _listed(statement.get(key, [])))
 
 
 def _principal(statement: Statement, wish: Asked) -> bool | None:
@@ -84,9 +84,9 @@ def _principal(statement: Statement, wish: Asked) -> bool | None:
 _OPERATORS: dict[str, Callable[[str, str], bool]] = {
     "StringEquals": str.__eq__,
     "StringEqualsIgnoreCase": lambda text, value: text.lower() == value.lower(),
-    "StringLike": like,
-    "ArnEquals": like,
-    "ArnLike": like,
+    "StringLike": matches_wildcard,
+    "ArnEquals": matches_wildcard,
+    "ArnLike": matches_wildcard,
     "Bool": lambda text, value: text.lower() == value.lower(),
 }
 

@@ -69,7 +69,7 @@ def make(
         found = attempts.read(store, run, done=done, say=say)
         if not found:
             raise ValueError("no node has left a record")
-        found = attempts.told(found, _said(before))
+        found = attempts.with_reclaims(found, _said(before))
         found = attempts.judged(found, _changes(definition, ec2), now)
         return receipt.build(run, found, done)
     except (OSError, ArithmeticError) as error:

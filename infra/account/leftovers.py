@@ -62,7 +62,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     region, unseen = definition.fleet.region, list[Left]()
     ec2 = client("ec2", region)
 
-    def seen(what: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
+    def collect_visible(what: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
         """As much of `part` as AWS shows."""
         found = list[_T]()
         try:
@@ -71,16 +71,16 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
             unseen.append(Left(kind=what, id=str(refusals.refusal(error)), unseen=True))
         return found
 
-    vpcs = seen("VPCs", lambda: aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=_tagged(definition)))
-    subnets = seen("subnets", lambda: _inside(ec2, "describe_subnets", "Subnets", "vpc-id", vpcs))
+    vpcs = collect_visible("VPCs", lambda: aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=_tagged(definition)))
+    subnets = collect_visible("subnets", lambda: _resources_in(ec2, "describe_subnets", "Subnets", "vpc-id", vpcs))
     within = _Within(
         vpcs=frozenset(vpc["VpcId"] for vpc in vpcs if not _other_owner(vpc, definition)),
         subnets={subnet["SubnetId"]: subnet["VpcId"] for subnet in subnets},
         definition=definition,
     )
-    fleets = seen("fleets", lambda: fleets_of(ec2, definition, every_run=True))
+    fleets = collect_visible("fleets", lambda: fleets_of(ec2, definition, every_run=True))
     fleets = [fleet for fleet in fleets if fleet["FleetState"] != "deleted"]
-    nodes = seen("instances", lambda: _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets]))
+    nodes = collect_visible("instances", lambda: _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets]))
     yield from _fleets(fleets, within, now)
     yield from _instances(nodes, within)
     for what, part in (
@@ -92,7 +92,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
         ("instance profiles", lambda: _profiles(client("iam", region), definition)),
         ("roles", lambda: _roles(client("iam", region), definition)),
     ):
-        yield from seen(what, part)
+        yield from collect_visible(what, part)
     yield from unseen
 
 
@@ -286,7 +286,7 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
     owners = {vpc["VpcId"]: _other_owner(vpc, definition) for vpc in vpcs}
     for part in _PARTS:
         tagged = list(aws.pages(ec2, part.describe, part.key, Filters=_tagged(definition)))
-        inside = _inside(ec2, part.describe, part.key, part.by_vpc, vpcs) if part.by_vpc else []
+        inside = _resources_in(ec2, part.describe, part.key, part.by_vpc, vpcs) if part.by_vpc else []
         every = {item[part.id]: item for item in (*tagged, *inside)}
         ours = {item[part.id] for item in tagged}
         for identifier, item in every.items():
@@ -306,7 +306,9 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
             yield Left(kind=part.kind, id=identifier, note=note, foreign=not mine, owner=owner, steps=steps)
 
 
-def _inside(ec2: Any, operation: str, key: str, by_vpc: str, vpcs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _resources_in(
+    ec2: Any, operation: str, key: str, by_vpc: str, vpcs: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """Everything of a kind in the VPCs."""
     if vpcs:
         within = [{"Name": by_vpc, "Values": [vpc["VpcId"] for vpc in vpcs]}]

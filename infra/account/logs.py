@@ -33,7 +33,7 @@ class Reader:
     seen: set[str] = field(default_factory=set)
     since_ms: int = 0
 
-    def once(self) -> int:
+    def print_all(self) -> int:
         """Everything there is, oldest first. Raises AwsRefused when there is nothing."""
         if self._cloudwatch(self._group()) or self._bucket(LOG):
             return 0
@@ -62,14 +62,14 @@ class Reader:
             if not self.seen and not said:
                 said = True
                 self.say(f"-- {self._silence()} Ctrl-C ends the waiting.")
-            if folder and polls % GONE_POLLS == 0 and (gone := self._gone(folder)):
+            if folder and polls % GONE_POLLS == 0 and (gone := self._end_detail(folder)):
                 again = self.definition.run_argument
                 self.say(f"-- nothing goes on with the run: {gone}. `gpufleet results {again}` makes its receipt.")
                 return 1
             polls += 1
             self.sleep(POLL_S)
 
-    def _gone(self, folder: RunFolder) -> str | None:
+    def _end_detail(self, folder: RunFolder) -> str | None:
         objects = [each for sign in late_receipt.SIGNS for each in folder.objects(sign)]
         end = late_receipt.cut_off(self.definition, folder.owner, objects, self.ec2, datetime.now(UTC))
         return end.detail if end else None

@@ -56,17 +56,19 @@ class Watch:
         while True:
             fleets = fleets_of(self.ec2, self.definition)
             if not fleets:
-                if done := self._done(self.definition.run.owner):
-                    return self._over(done)
+                if done := self._read_done(self.definition.run.owner):
+                    return self._report_end(done)
                 raise self._no_fleet()
             if len(twice := [each for each in fleets if self._ours(each)]) > 1:
-                self._twice(twice)
+                self._report_second_fleet(twice)
                 return 1
             fleet = fleets[0]
             stopped = not wants(fleet)
             ended, expired = fleet["FleetState"] in ENDED, has_expired(fleet, self.now())
-            if (stopped or ended or expired) and (done := self._done(aws.owner_of(fleet) or self.definition.run.owner)):
-                return self._over(done)
+            if (stopped or ended or expired) and (
+                done := self._read_done(aws.owner_of(fleet) or self.definition.run.owner)
+            ):
+                return self._report_end(done)
             if ended or fleet["FleetState"] == "failed":
                 return self._no_more(fleet, fleet["FleetState"])
             if stopped and not expired:
@@ -87,7 +89,7 @@ class Watch:
             self._say(f"waiting for fleet {fleet['FleetId']} to find a node ...")
             self.sleep(min(POLL_S, max(give_up - self.clock(), 0.0)))
 
-    def _over(self, done: Done) -> int:
+    def _report_end(self, done: Done) -> int:
         self.say(f"the run is over: {done.reason}. {done.detail}".strip())
         self.say(f"Next: `gpufleet results {self.definition.argument}`, then `pulumi destroy`.")
         return 0
@@ -104,7 +106,7 @@ class Watch:
     def _ours(self, fleet: dict[str, Any]) -> bool:
         return may_launch(fleet, self.now()) and aws.owner_of(fleet) == self.definition.run.owner
 
-    def _twice(self, fleets: list[dict[str, Any]]) -> None:
+    def _report_second_fleet(self, fleets: list[dict[str, Any]]) -> None:
         """The engine forgets what it was making when an `up` was killed, and the next `up` makes another."""
         run = self.definition.run.id
         self.say(
@@ -116,7 +118,7 @@ class Watch:
             made = f"{fleet['CreateTime']:%Y-%m-%d %H:%M:%S} UTC"
             self.say(f"  {end_command(fleet, self.definition.fleet.region)}   # made {made}")
 
-    def _done(self, owner: str) -> Done | None:
+    def _read_done(self, owner: str) -> Done | None:
         folder = find_folder(self.s3, self.definition)
         return folder.done() if folder and folder.is_of(owner) else None
 
@@ -137,7 +139,7 @@ class Watch:
         """A node runs: 1 where it is one that finds its run over, as did those before it. Another owner's trains for a
         run of that owner.
         """
-        done = self._done(self.definition.run.owner) if self._ours(fleet) else None
+        done = self._read_done(self.definition.run.owner) if self._ours(fleet) else None
         needless = why_needless(fleet, done, self.now()) if done else ""
         if needless:
             self.say(f"The run is over, but {needless}\n  {end_command(fleet, self.definition.fleet.region)}")

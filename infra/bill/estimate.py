@@ -74,7 +74,7 @@ def price(
         fits=tuple(phase for option in types for phase in option.fits),
         notice=tuple(phase for option in types for phase in option.notices),
         cap=None if only_priced else _cap(definition, chosen),
-        kept=_kept(definition, catalog),
+        kept=_kept_storage(definition, catalog),
         warnings=(),
         prices_as_of=min(line.as_of for line in chosen.lines),
         max_price_age_days=definition.estimate.max_price_age_days,
@@ -125,7 +125,7 @@ def _cap(definition: StackDefinition, chosen: Side) -> Cap:
     )
 
 
-def _kept(definition: StackDefinition, catalog: Catalog) -> Kept:
+def _kept_storage(definition: StackDefinition, catalog: Catalog) -> Kept:
     """The run's own objects: job archive and dataset are the stack's, and a destroy deletes them."""
     keep, nothing = definition.storage.keep, Decimal("0.0000")
     if not keep.bucket:

@@ -101,7 +101,7 @@ def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, 
     rung = whole or config.choose_rung(instance.gpu_memory_gb, index, ranks)
     shown = rung or config.ladder(ranks)[-1]
     needs = config.memory(index, shown.micro, checkpointing=shown.checkpointing, ranks=ranks)
-    why = _why(config, instance, index, rung, needs)
+    why = _misfit_reason(config, instance, index, rung, needs)
     return Fit(
         type=instance.type,
         phase=config.phases()[index].name,
@@ -115,7 +115,7 @@ def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, 
     )
 
 
-def _why(config: JobConfig, instance: Instance, index: int, rung: Rung | None, needs: Memory) -> str:
+def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung | None, needs: Memory) -> str:
     if config.device == "cpu":
         return ""  # a rehearsal on a laptop: no GPU is used
     if config.precision.compute == "bf16" and not instance.gpu.bf16:

@@ -258,9 +258,14 @@ def _figures(outcome: simulation.Outcome, of: Prepared) -> tuple[Quantiles, Quan
     beyond = [usd - exposure.uninterrupted_usd for usd in (outcome.usd, exposure.metered(outcome.hours))]
     values = (beyond[0], outcome.hours, outcome.wall_hours, beyond[1])
     usd, hours, wall_hours, metered_usd = ([exact(value) for value in simulation.quantiles(each)] for each in values)
-    return _of([total + value for value in usd]), _of(hours), _of(wall_hours), _of([total + v for v in metered_usd])
+    return (
+        _quantiles([total + value for value in usd]),
+        _quantiles(hours),
+        _quantiles(wall_hours),
+        _quantiles([total + v for v in metered_usd]),
+    )
 
 
-def _of(values: Sequence[Decimal]) -> Quantiles:
+def _quantiles(values: Sequence[Decimal]) -> Quantiles:
     p10, p50, p90, mean = values
     return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)

@@ -62,7 +62,7 @@ def _lines(bill: Bill) -> Iterator[str]:
     sums = [("interruptions", _interruptions_usd(bill))]
     if bill.cap is not None and (cut := bill.usd.p50 - bill.chosen.needed_usd.p50):
         sums += [("total to finish = p50", bill.chosen.needed_usd.p50), (f"stopped by {bill.cap.first}", cut)]
-    sums.append((f"total = p50{_within(bill)}", bill.usd.p50))
+    sums.append((f"total = p50{_limits_note(bill)}", bill.usd.p50))
     rows += [(name, "", "", "", f"{amount:.4f}") for name, amount in sums]
     yield from table(("line", "quantity", "unit", "USD each", "USD"), rows, right=(1, 3, 4))
     if any(line.inferred for line in bill.lines):
@@ -76,7 +76,7 @@ def _interruptions_usd(bill: Bill) -> Decimal:
 
 def _totals(bill: Bill) -> Iterator[str]:
     chosen = bill.chosen
-    within = _within(bill)
+    within = _limits_note(bill)
     rows = [figures(f"USD{within}, done or not" if within else "USD", bill.usd)]
     if within:
         rows.append(figures("USD to finish, were there no limit", chosen.needed_usd))
@@ -96,7 +96,7 @@ def _totals(bill: Bill) -> Iterator[str]:
         yield "limits.max_usd counts interrupted first hours as well, which AWS does not charge."
 
 
-def _within(bill: Bill) -> str:
+def _limits_note(bill: Bill) -> str:
     """What tells the p50 of a run that a limit may stop from the p50 of finishing it."""
     stopped = bill.chosen.probability_stopped >= 0.01 or bill.usd.p50 != bill.chosen.needed_usd.p50
     return " within the limits" if stopped else ""
@@ -165,13 +165,13 @@ def _phases(bill: Bill) -> Iterator[str]:
         )
     heads = ("type", "phase", "hours", "step ms", "tok/s", "MFU", "GPU memory", "micro", "save + upload")
     yield from table(heads, rows, right=(2, 3, 4, 5))
-    yield from wrap(_beside(bill))
+    yield from wrap(_setup_and_idle(bill))
     for fit in bill.fits:
         if not fit.fits:
             yield from wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
 
 
-def _beside(bill: Bill) -> str:
+def _setup_and_idle(bill: Bill) -> str:
     """What the hours of a node hold beside the phases."""
     runtime = bill.chosen.runtime
     parts = [f"{runtime.setup_s / 60:.1f} min of set-up before the first phase"]

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             raise GpufleetError(said)
         print(said)
         return 0
-    rules = policy.of(root) or policy.Policy()
+    rules = policy.find_policy(root) or policy.Policy()
     missing = [] if definition.variant.only_priced else not_ready(definition, root)
     catalog = load_catalog()
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)

@@ -24,4 +24,4 @@ def run(args: argparse.Namespace) -> int:
     reader = Reader(definition=definition, logs=logs, s3=s3, ec2=ec2)
     if args.boot:
         return reader.boot()
-    return reader.follow() if args.follow else reader.once()
+    return reader.follow() if args.follow else reader.print_all()

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if (weights_folder := definition.storage.weights_folder(root)) is not None:
             definition.job.parameters.check_weights(weights_folder, _say)  # before an hour of tokenising is spent
     except (ValueError, ImportError) as error:
-        raise _told(error) from error
+        raise _as_user_error(error) from error
     made = prepared(definition, root, text=args.text, tokenizer=args.tokenizer)
     _agrees(definition, root)
     try:
@@ -139,15 +139,15 @@ def prepared(
             try:
                 found = prepare.as_found(folder, lambda line: None)
             except ValueError as error:  # prepare it again, it says to whoever has just done that
-                raise ValueError(f"{error}: `{_again(definition)}`") from error
+                raise ValueError(f"{error}: `{_prepare_command(definition)}`") from error
             config.report_found(folder, found, weights_folder, _say)
             return found
         return config.prepare(folder, Given(text=text, tokenizer=tokenizer, weights=weights_folder, say=_say))
     except (ValueError, ImportError) as error:
-        raise _told(error) from error
+        raise _as_user_error(error) from error
 
 
-def _told(error: ValueError | ImportError) -> GpufleetError:
+def _as_user_error(error: ValueError | ImportError) -> GpufleetError:
     """The same for who prepares."""
     if isinstance(error, ValueError):
         return GpufleetError(str(error))
@@ -178,11 +178,11 @@ def _agrees(definition: StackDefinition, root: Path) -> None:
     if reason := dataset_differs(definition, root):
         raise GpufleetError(
             f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it anew,"
-            f" `{_again(definition)}`"
+            f" `{_prepare_command(definition)}`"
         )
 
 
-def _again(definition: StackDefinition) -> str:
+def _prepare_command(definition: StackDefinition) -> str:
     """The command that makes a dataset of the user's own file anew."""
     return f"gpufleet prepare {definition.argument} {definition.job.parameters.file_argument(own=True)}".rstrip()
 

@@ -76,6 +76,6 @@ def summary(total: Score) -> Iterator[str]:
 def _graded(receipt: Receipt) -> str:
     if not receipt.counts:
         return "-"
-    if receipt.inside is None:
+    if receipt.within_range is None:
         return "no range"
-    return "inside" if receipt.inside else "below p10" if receipt.actual < receipt.p10 else "above p90"
+    return "inside" if receipt.within_range else "below p10" if receipt.actual < receipt.p10 else "above p90"

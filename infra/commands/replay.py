@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
     found = [replay.compare(exposure, trace) for trace in traces]
-    held = replay_table.held(found)
+    held = replay_table.interval_held(found)
     if args.json:
         sys.stdout.write(json.dumps(replay_table.record(args.stack, type_, exposure, found), indent=2) + "\n")
     else:

@@ -32,16 +32,16 @@ def run(args: argparse.Namespace) -> int:
         raise AwsRefused(who.found)
     print(f"{region}, {who.found}:")  # in another account there is nothing left over either
 
-    def found() -> list[Left]:
+    def list_leftovers() -> list[Left]:
         return list(look(definition, aws.client, datetime.now(UTC)))
 
-    left = found()
+    left = list_leftovers()
     print("\n".join(sweep.table(definition, left)))
     if args.delete and any(each.unwanted for each in left):
         if not args.yes:
             _ask(definition, who.found)
-        sweep.delete(found, lambda service: aws.client(service, region), pause=time.sleep)
-        left = found()
+        sweep.delete(list_leftovers, lambda service: aws.client(service, region), pause=time.sleep)
+        left = list_leftovers()
         print("\n".join(sweep.table(definition, left)))
     if any(each.unwanted for each in left):
         return 1

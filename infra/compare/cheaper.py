@@ -106,17 +106,17 @@ def cheaper(
     def able(rows: list[Row]) -> list[Row]:
         return sorted((row for row in rows if _mean(row) < below), key=_mean)
 
-    def within(row: Row) -> bool:
+    def within_limits(row: Row) -> bool:
         return not row.over_limit and row.late <= LATE and allowed(row)
 
     options = ranking.every_option(
         definition, (definition,), catalog, hours_left=hours_left, hazards=hazards, found=found, most=below / FREE
     )
     rows = able([row for row in options if row.ranked and not _listed(row, definition)])
-    likely = [row for row in rows if within(row)][:REFINED]
+    likely = [row for row in rows if within_limits(row)][:REFINED]
     closer = filled(likely, hours_left, runs=ranking.RUNS_SHOWN, attempts=ATTEMPTS)
     rows = able([*closer, *(row for row in rows if row not in likely)])
-    chosen = [row for row in rows if within(row)]
+    chosen = [row for row in rows if within_limits(row)]
     shown = tuple(chosen[:SHOWN])
     measured = bill.chosen.runtime.measured
     scenario = f" --scenario {definition.scenario}" if definition.scenario else ""

@@ -50,13 +50,13 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     left = _hours_left(within, whose, now)
     hazards = learn(observations(root))
 
-    def found(work: StackDefinition) -> Footing:
+    def find_footing(work: StackDefinition) -> Footing:
         return footing(work, root, catalog)
 
-    listed = ranking.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=found)
+    listed = ranking.scenarios(definition, variants, catalog, hours_left=left, hazards=hazards, found=find_footing)
     ended = outcomes.read(root, definition.name)
     listed = [replace(row, outcome=outcomes.newest(ended, row.settings, row.type)) for row in listed]
-    rows = ranking.every_option(whose, asked, catalog, hours_left=left, hazards=hazards, found=found)
+    rows = ranking.every_option(whose, asked, catalog, hours_left=left, hazards=hazards, found=find_footing)
     rows = ranking.refined(rows, hours_left=left)
     default = ranking.default_row(definition, variants, listed)
     name = scenario or default.scenario

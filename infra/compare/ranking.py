@@ -69,7 +69,7 @@ def scenarios(
             )
             drafts.append(row)
             continue
-        footing = found(_of(variant, fleet.instance_types[:1]))
+        footing = found(_on_types(variant, fleet.instance_types[:1]))
         option = options.type_costs(footing.definition, catalog, footing.calibrations)[0]
         drafted = draft(footing, name, option, fleet.capacity, catalog, hazards or {})
         rates = tuple(rate(drafted, option, region, catalog) for region in regions)
@@ -95,7 +95,7 @@ def every_option(
     drafts = []
     for work, name in _works(definition, variants):
         listed = tuple(types or catalog.instances)
-        footing = found(_of(work, listed))
+        footing = found(_on_types(work, listed))
         found_work, measured = footing.definition, footing.calibrations
         elsewhere = replace(found_work, estimate=replace(found_work.estimate, step_ms=None))
         own = {_device(found_work, type_, catalog) for type_ in work.fleet.instance_types}
@@ -184,7 +184,7 @@ def _device(definition: StackDefinition, type_: str, catalog: Catalog) -> tuple[
     return instance.gpu.name, instance.gpu_share, definition.job.parameters.ranks(instance.gpu_count)
 
 
-def _of(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:
+def _on_types(definition: StackDefinition, types: tuple[str, ...]) -> StackDefinition:
     """The same on these types."""
     return replace(definition, fleet=replace(definition.fleet, instance_types=types))
 

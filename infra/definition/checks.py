@@ -51,7 +51,7 @@ def check(
     _storage(s.storage, findings)
     _account(s.account, s.fleet, findings)
     _limits(s.limits, findings, now, past_deadline)
-    _kept(s, findings, now)
+    _check_keep(s, findings, now)
     if not unknown:
         _base_weights(s, findings)
         _estimate(s, findings)
@@ -182,7 +182,7 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
         findings.add("limits.deadline", "a time within a year: it is what stops the fleet when everything else failed")
 
 
-def _kept(s: StackDefinition, findings: Findings, now: datetime) -> None:
+def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
     """Refused rather than kept for longer in silence: what is kept is on the bill."""
     if "limits.max_hours" in findings.bad or "limits.deadline" in findings.bad:
         return

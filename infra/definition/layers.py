@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from infra.definition import checks
 from infra.definition.model import Interruptions, StackDefinition, Variant
 from infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of
-from infra.definition.yaml_tree import Mapping, Node, at, merge
+from infra.definition.yaml_tree import Mapping, Node, find_node, merge
 from infra.errors import Problem, of_form
 from infra.program.boot import user_data
 
@@ -38,7 +38,9 @@ def definition(
     findings = Findings(tree=tree)
     check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
     parts = {name: build(cls, tree.entries.get(name), name, findings) for name, cls in SECTIONS.items()}
-    interruptions = build(Interruptions, at(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings)
+    interruptions = build(
+        Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
+    )
     definition = StackDefinition(
         name=path.stem, source=path, purpose=purpose(text), interruptions=interruptions, tree=tree, **parts
     )
@@ -54,10 +56,10 @@ def definition(
 def rehearsed(tree: Mapping) -> Mapping:
     """The tree with the sections of `rehearsal` laid over; `rehearsal` itself stays, for its interruptions."""
     overlay = tree.entries.get("rehearsal")
-    return over(tree, overlay.entries) if isinstance(overlay, Mapping) else tree
+    return apply_overlay(tree, overlay.entries) if isinstance(overlay, Mapping) else tree
 
 
-def over(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
+def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
     """The tree with the sections that may be laid over it."""
     entries: dict[str, Node] = dict(tree.entries)
     for name in OVERLAID:
@@ -88,10 +90,10 @@ def variants(
         kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
         variant = build(Variant, kept, where, findings)
         sections = {key: node for key, node in entries.items() if key in OVERLAID}
-        laid = over(tree, sections)
+        laid = apply_overlay(tree, sections)
         merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog)
         problems += of_form(where, found)
-        own_data = at(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
+        own_data = find_node(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
         laid_over.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
     return laid_over, findings.problems + problems
 

@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
-from infra.definition.yaml_tree import Mapping, Scalar, at
+from infra.definition.yaml_tree import Mapping, Scalar, find_node
 from infra.errors import Problem
 from job.spec import JobConfig
 from job.text import stamp
@@ -245,7 +245,7 @@ class StackDefinition:
     @property
     def is_earlier_run(self) -> bool:
         """Whether it is a run that --run named, and not the one of its file: `pulumi destroy` is about the file's."""
-        own = at(self.tree, "run.id") if self.tree else None
+        own = find_node(self.tree, "run.id") if self.tree else None
         return isinstance(own, Scalar) and own.text != self.run.id
 
     @property
@@ -260,7 +260,7 @@ class StackDefinition:
 
     def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
         """What is wrong at `path`, with the line it was written at, under its own path where a scenario wrote it."""
-        node = at(self.tree, path) if self.tree else None
+        node = find_node(self.tree, path) if self.tree else None
         if node is None:
             return Problem(path=path, value=value, allowed=allowed, hint=hint)
         return Problem(path=node.path, value=value, allowed=allowed, hint=hint, line=node.line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.definition.yaml_tree import Mapping, Scalar, at, open_file, parse
+from infra.definition.yaml_tree import Mapping, Scalar, find_node, open_file, parse
 from infra.errors import DefinitionError, Problem
 from job import atomic
 
@@ -20,7 +20,7 @@ def pin(path: Path, *, ami: str, image: str) -> None:
     edits: list[tuple[int, int, str]] = []
     problems: list[Problem] = []
     for where, value, example in (("fleet.ami", ami, "unpinned"), ("job.image", image, "registry/repository:tag")):
-        node = at(tree, where)
+        node = find_node(tree, where)
         if where == "fleet.ami" and node is None and (line := _above_region(text, tree, value)):
             edits.append(line)
         elif not isinstance(node, Scalar):
@@ -41,7 +41,8 @@ def pin(path: Path, *, ami: str, image: str) -> None:
         pinned = pinned[:start] + value + pinned[end:]
     _, again = parse(pinned.encode(), path)
     written = [
-        node.text if isinstance(node, Scalar) else None for node in (at(again, "fleet.ami"), at(again, "job.image"))
+        node.text if isinstance(node, Scalar) else None
+        for node in (find_node(again, "fleet.ami"), find_node(again, "job.image"))
     ]
     assert written == [ami, image], written
     if pinned != text:
@@ -52,7 +53,7 @@ def pin(path: Path, *, ami: str, image: str) -> None:
 
 def _above_region(text: str, tree: Mapping, ami: str) -> tuple[int, int, str] | None:
     """The line that a file without `ami` gets; None where `region` is not on a line of its own in block style."""
-    region = at(tree, "fleet.region")
+    region = find_node(tree, "fleet.region")
     lines = text.splitlines(keepends=True)
     if region is None or region.line > len(lines):
         return None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from infra.definition.layers import definition, over, variants
+from infra.definition.layers import apply_overlay, definition, variants
 from infra.definition.loader import load
 from infra.definition.model import StackDefinition
 from infra.definition.schema import nearest
@@ -48,7 +48,7 @@ def scenario(
     assert isinstance(section, Mapping)
     entry = section.entries[name]
     entries = entry.entries if isinstance(entry, Mapping) else {}
-    judged, problems = definition(over(tree, entries), path, text, now, past_deadline)
+    judged, problems = definition(apply_overlay(tree, entries), path, text, now, past_deadline)
     if problems:
         raise DefinitionError(str(path), in_order(of_form(f"scenarios.{name}", problems)))
     return replace(judged, scenario=name, variant=variant)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from infra.definition.model import Account, Estimate, Fleet, Job, Limits, Run, Storage
 from infra.definition.rules import REQUIRED, RULES
-from infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, at
+from infra.definition.yaml_tree import MAX_DEPTH, Items, Mapping, Node, Scalar, find_node
 from infra.errors import Problem
 from job.spec import EXPERIMENTS, JobConfig
 from job.spec.convert import Rule, describe, rule_of, unwrap
@@ -76,7 +76,7 @@ class Findings:
         separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)  # a key may hold any number of them
         if path in self.found or any(path[: each.start()] in self.found for each in separators):
             return
-        node = node or at(self.tree, path)
+        node = node or find_node(self.tree, path)
         if node is not None:
             written = value if value is not None else _written(node)
             self.found[path] = Problem(
@@ -84,7 +84,7 @@ class Findings:
             )
             return
         above, _, key = path.rpartition(".")
-        parent = at(self.tree, above)
+        parent = find_node(self.tree, above)
         origin = f"{parent.path}.{key}".lstrip(".") if parent else path
         line = parent.line if parent else None
         written = value or (f"{default} (the default)" if default else "")
@@ -92,7 +92,7 @@ class Findings:
 
     def written_elsewhere(self, path: str) -> None:
         """That a problem already tells what belongs at `path`: where nothing stands, it is not missing as well."""
-        if at(self.tree, path) is None:
+        if find_node(self.tree, path) is None:
             self.found[path] = None
 
 
@@ -120,7 +120,7 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
     hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     hint_text = _as_section(cls, hints, node.text) if isinstance(node, Scalar) else ""
     entries = entries_of(node, path, f"a section with the keys {', '.join(names)}", findings, hint_text)
-    check_keys(entries, names, path, findings, None if cls is Job else _below(names, hints))
+    check_keys(entries, names, path, findings, None if cls is Job else _nested_keys(names, hints))
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
         hint, rule, where = hints[spec.name], _rule(cls, spec), f"{path}.{spec.name}"
@@ -164,7 +164,7 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
     return f"Write {{{takes[0]}: {plain}}}." if len(takes) == 1 and plain else ""
 
 
-def _below(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
+def _nested_keys(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
     """The keys of the sections `names`, each as it is called from above: `lr` is `optim.lr`."""
     found: dict[str, list[str]] = {}
     for name in names:
@@ -269,7 +269,7 @@ def _as_list(path: str, text: str, findings: Findings) -> str:
     """How one value is written where a list is expected: as many times as there are phases where each has its own."""
     if path not in ("job.parameters.optim.lr", "estimate.step_ms"):
         return f"Write [{text}]."
-    experiment = at(findings.tree, "job.experiment")
+    experiment = find_node(findings.tree, "job.experiment")
     name = experiment.text if isinstance(experiment, Scalar) else ""
     if name not in EXPERIMENTS:
         return ""

@@ -40,7 +40,7 @@ def instance_types(
         elif not launchable:
             continue
         elif kind.unusable:
-            instead = _instead(kind, config, current)
+            instead = _suggested_type(kind, config, current)
             use = f"Use {instead} instead." if instead else ""
             allowed = (
                 "a type that EC2 still offers" if kind.left_ec2 else "a type whose GPU the AMI and the image can use"
@@ -49,7 +49,7 @@ def instance_types(
         elif kind.regions is not None and fleet.region in catalog.regions() and fleet.region not in kind.regions:
             findings.add(path, f"a type offered in {fleet.region}", f"{name} is offered in {', '.join(kind.regions)}.")
         elif reason := _misfit(kind, config):
-            instead = _instead(kind, config, current)
+            instead = _suggested_type(kind, config, current)
             use = f"Nearest that fits: {instead}." if instead else "No type in the catalog fits."
             findings.add(path, f"a type on which every phase fits; {reason}", use)
 
@@ -117,7 +117,7 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
     return f"phase {phase_name} needs {need:.1f} GB at its smallest micro-batch, {has}"
 
 
-def _instead(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
+def _suggested_type(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
     """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits; one
     whose speed cannot be derived, so that it has no bill, only where there is no other.
     """

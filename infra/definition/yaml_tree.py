@@ -174,7 +174,7 @@ def merge(base: Node | None, overlay: Node) -> Node:
     return replace(base, entries=entries)
 
 
-def at(tree: Node, path: str) -> Node | None:
+def find_node(tree: Node, path: str) -> Node | None:
     """The node at `fleet.zones[1]`, or None."""
     node: Node | None = tree
     for part in path.replace("[", ".[").split("."):

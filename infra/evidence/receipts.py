@@ -48,7 +48,7 @@ class Receipt:
         return not self.rehearsal and self.reason in GRADED
 
     @property
-    def inside(self) -> bool | None:
+    def within_range(self) -> bool | None:
         """None for a bill without a range, as on demand: no run meets one figure to a hundredth of a cent."""
         return None if self.p10 == self.p90 else self.p10 <= self.actual <= self.p90
 
@@ -143,7 +143,7 @@ def grade(receipts: Sequence[Receipt]) -> Score | None:
     counted = [receipt for receipt in receipts if receipt.counts]
     if not counted:
         return None
-    ranged = [receipt.inside for receipt in counted if receipt.inside is not None]
+    ranged = [receipt.within_range for receipt in counted if receipt.within_range is not None]
     return Score(
         runs=len(counted),
         error_percent=median(abs(receipt.error_percent) for receipt in counted),

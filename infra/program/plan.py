@@ -61,7 +61,7 @@ class Plan:
         )
         return base64.b64encode(script.encode()).decode()
 
-    def kept(self) -> dict[str, str]:
+    def kept_after_destroy(self) -> dict[str, str]:
         """What a destroy will leave behind, and its price: destroy runs no program, so preview and up must say it."""
         kept = self.bill.kept
         return {"what": kept.what, "usd_per_month": f"${kept.usd_per_month:.4f}"}
@@ -81,7 +81,7 @@ class Plan:
             "bill": record.outputs(self.bill),
             "usd": {name: f"${amount:.2f}" for name, amount in asdict(self.bill.usd).items()},
             "hours": {name: f"{hours:.2f}" for name, hours in asdict(self.bill.hours).items()},
-            "kept": self.kept(),
+            "kept": self.kept_after_destroy(),
             "numbers": self.numbers(),
             "run": asdict(self.verdict.run),
             "runs": list(self.verdict.runs),
@@ -129,7 +129,7 @@ def make(root: Path, name: str, *, now: datetime, previous: Previous, preview: b
     if verdict.continues:  # it is where it is
         bill, options = bill_of(definition, root, catalog), None
     else:
-        bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=policy.of(root))
+        bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=policy.find_policy(root))
     found, late = problems(definition, bill), list[str]()
     far = ecr.abroad(definition.job.image, definition.fleet.region)
     if not verdict.continues:  # how much work is left of a run that has begun is not known here

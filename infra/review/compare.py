@@ -213,7 +213,7 @@ def _attribute(name: str, base: Side, head: Side, known: tuple[Known, Known], pr
     while going and pending:
         going, waiting = False, []
         for path, value, wanted in pending:
-            trial = _with(tree, path, wanted)
+            trial = _with_value(tree, path, wanted)
             moved = pricer.bill(name, trial, now)
             if moved is None:
                 waiting.append((path, value, wanted))
@@ -238,12 +238,14 @@ def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Nod
     found = [
         (path, old.get(path), node)
         for path, node in new.items()
-        if _plain(old.get(path)) != _plain(node) and not _above(path, old)
+        if _plain(old.get(path)) != _plain(node) and not _has_descendant(path, old)
     ]
-    return found + [(path, node, None) for path, node in old.items() if path not in new and not _above(path, new)]
+    return found + [
+        (path, node, None) for path, node in old.items() if path not in new and not _has_descendant(path, new)
+    ]
 
 
-def _above(path: Path_, others: Iterable[Path_]) -> bool:
+def _has_descendant(path: Path_, others: Iterable[Path_]) -> bool:
     """Whether one of them lies below `path`."""
     return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
@@ -258,7 +260,7 @@ def _leaves(tree: Mapping, above: Path_ = ()) -> Iterator[tuple[Path_, Node]]:
             yield (*above, key), node
 
 
-def _with(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
+def _with_value(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
     """The tree with one value set, or taken out with the sections that it leaves empty."""
     entries, key = dict(tree.entries), path[0]
     if len(path) == 1:
@@ -268,7 +270,7 @@ def _with(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
             entries[key] = node
     else:
         below = entries.get(key)
-        inner = _with(below if isinstance(below, Mapping) else Mapping(path="", line=0), path[1:], node)
+        inner = _with_value(below if isinstance(below, Mapping) else Mapping(path="", line=0), path[1:], node)
         if inner.entries:
             entries[key] = inner
         else:

@@ -106,17 +106,17 @@ def broken(policy: Policy, found: Facts) -> tuple[Broken, ...]:
     if policy.allowed_types is not None:
         others = [type_ for type_ in found.instance_types if not _matches(type_, policy.allowed_types)]
         if others:
-            said.append(_outside("allowed_types", "instance types", ", ".join(others), policy.allowed_types))
+            said.append(_not_allowed("allowed_types", "instance types", ", ".join(others), policy.allowed_types))
     if policy.allowed_regions is not None and not _matches(found.region, policy.allowed_regions):
-        said.append(_outside("allowed_regions", "region", found.region, policy.allowed_regions))
+        said.append(_not_allowed("allowed_regions", "region", found.region, policy.allowed_regions))
     if policy.spot_only and found.capacity != "spot":
         said.append(Broken(rule="spot_only", message=f"capacity is {found.capacity}, allowed is spot"))
     if policy.required_owner is not None and not _matches(found.owner, policy.required_owner):
-        said.append(_outside("required_owner", "owner", found.owner, policy.required_owner))
+        said.append(_not_allowed("required_owner", "owner", found.owner, policy.required_owner))
     return tuple(said)
 
 
-def of(folder: Path) -> Policy | None:
+def find_policy(folder: Path) -> Policy | None:
     """The rules of the policy.yaml in `folder`; None without one. Raises as load()."""
     return load(folder / "policy.yaml") if (folder / "policy.yaml").is_file() else None
 
@@ -166,5 +166,5 @@ def _matches(value: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(value, pattern) for pattern in patterns)
 
 
-def _outside(rule: str, what: str, value: str, allowed: Sequence[Any]) -> Broken:
+def _not_allowed(rule: str, what: str, value: str, allowed: Sequence[Any]) -> Broken:
     return Broken(rule=rule, message=f"{what} {value}, allowed: {', '.join(allowed)}")

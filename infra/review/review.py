@@ -33,7 +33,7 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
             )
         try:
             new, new_note = commits.catalog(folders[1])
-            chosen = policy.of(folders[1]) if rules is None else policy.load(rules)
+            chosen = policy.find_policy(folders[1]) if rules is None else policy.load(rules)
             hazards = learn(observations(folders[1]))
         except GpufleetError as error:
             raise GpufleetError(str(error).replace(f"{scratch}/", "")) from None

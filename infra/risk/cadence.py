@@ -59,7 +59,7 @@ def optimal(exposure: Exposure, save_cost_s: float) -> Cadence | None:
     present_s = exposure.interval_h * 3600
     if any(math.isinf(_hours(exposure, each, save_cost_s, hazards)) for each in (best_s, present_s)):
         return None
-    both = [_at(exposure.unlimited, each, save_cost_s) for each in (present_s, best_s)]
+    both = [_with_interval(exposure.unlimited, each, save_cost_s) for each in (present_s, best_s)]
     for attempts in (_ATTEMPTS, MAX_ATTEMPTS):
         present, best = simulate_each(both, runs=_RUNS, attempts=attempts)
         if (present.interruptions >= attempts).mean() < _CARRIED_ON:
@@ -78,11 +78,11 @@ def optimal(exposure: Exposure, save_cost_s: float) -> Cadence | None:
 
 def _hours(exposure: Exposure, interval_s: float, save_cost_s: float, hazards: tuple[float, ...]) -> float:
     """Mean node-hours with another interval, in closed form."""
-    changed = _at(exposure, interval_s, save_cost_s)
+    changed = _with_interval(exposure, interval_s, save_cost_s)
     return sum(expected_hours(changed, hazard) for hazard in hazards) / len(hazards)
 
 
-def _at(exposure: Exposure, interval_s: float, save_cost_s: float) -> Exposure:
+def _with_interval(exposure: Exposure, interval_s: float, save_cost_s: float) -> Exposure:
     """The run with another interval, the work's stalls exchanged for that interval's."""
     present_s, whole_s = exposure.interval_h * 3600, exposure.phase_ends_h[-1] * 3600
     stalls = (1 + save_cost_s / min(interval_s, whole_s)) / (1 + save_cost_s / min(present_s, whole_s))

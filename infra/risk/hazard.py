@@ -73,7 +73,7 @@ class Hazard:
         """The hazard that `share` of runs stay below."""
         return self.median * math.exp(self.sigma * NormalDist().inv_cdf(share))
 
-    def of(self, normals: Floats) -> Floats:
+    def per_run(self, normals: Floats) -> Floats:
         """The hazard of each run, from one standard normal number per run."""
         return self.median * np.exp(self.sigma * normals)
 

@@ -16,7 +16,7 @@ HELD = 0.75  # of replayed bills inside the stated p10-p90, which eight in ten a
 WIDE = 0.9
 
 
-def held(found: Sequence[Replayed]) -> bool:
+def interval_held(found: Sequence[Replayed]) -> bool:
     """Whether the stated interval held."""
     return contained(found) >= HELD
 
@@ -58,7 +58,7 @@ def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         lines.append(f"The bill is for {type_}; of another type: {', '.join(others)}.")
     low, high = _likely(contained(found), sum(each.independent for each in found))
     share = f"{contained(found):.0%} of replayed bills are inside, 75 to 90 % wanted"
-    if not held(found):
+    if not interval_held(found):
         said = f"The stated interval did not hold: {share}. Do not plan with it where nodes are taken as here."
     elif contained(found) > WIDE:
         said = (
@@ -71,7 +71,7 @@ def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         *wrap(said, indent=0),
         f"From that many independent runs the true share is likely between {low:.0%} and {high:.0%}.",
     ]
-    if not held(found) or contained(found) > WIDE:
+    if not interval_held(found) or contained(found) > WIDE:
         lines.append("Later bills learn from traces kept in traces/ (docs/risk.md).")
     return "\n".join(lines) + "\n"
 
@@ -115,7 +115,7 @@ def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         "stack": name,
         "type": type_,
         "work_hours": round(exposure.phase_ends_h[-1], 4),
-        "held": held(found),
+        "held": interval_held(found),
         "contained": round(contained(found), 4),
         "contained_likely": [round(low, 4), round(high, 4)],
         "traces": traces,

@@ -191,7 +191,7 @@ def _joined(parts: Sequence[Outcome]) -> Outcome:
 def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, attempts: int) -> list[Outcome]:
     """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on."""
     normals, first_wait = rng.standard_normal(runs), rng.standard_exponential(runs)
-    hazard = np.concatenate([each.chance.of(normals) * each.nodes for each in exposures])
+    hazard = np.concatenate([each.chance.per_run(normals) * each.nodes for each in exposures])
     first_wait_h = np.concatenate([first_wait * (each.wait_h if each.chance.median else 0.0) for each in exposures])
     wait_h = _of_each(exposures, runs, lambda each: each.wait_h)
     uneven = rng.spawn(1)[0]  # of its own: the other luck stays what it is for an even hazard
@@ -203,9 +203,11 @@ def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, a
         with np.errstate(divide="ignore"):
             life = life / hazard[active]
         if np.any(unevenness):
-            factor = of_node(Luck(uneven, runs, active, attempt).normal(), _at(unevenness, active), first=attempt == 0)
+            factor = of_node(
+                Luck(uneven, runs, active, attempt).normal(), _select(unevenness, active), first=attempt == 0
+            )
             life = life / factor
-        return Node(life_h=life, wait_h=wait * _at(wait_h, active), missed=missed, lost=lost)
+        return Node(life_h=life, wait_h=wait * _select(wait_h, active), missed=missed, lost=lost)
 
     return _account(exposures, runs, first_wait_h, fate, attempts)
 
@@ -221,17 +223,20 @@ def _account(
     count = len(first_wait_h)
     single = exposures[0] if len(exposures) == 1 else None
 
-    def of(get: Callable[[Exposure], float]) -> Floats | float:
+    def per_exposure(get: Callable[[Exposure], float]) -> Floats | float:
         return _of_each(exposures, runs, get)
 
-    work_h, cap_h = of(lambda e: e.phase_ends_h[-1]), of(lambda e: min(e.hours_at_cap()))
-    allowed_h, reserve_h = of(lambda e: min(e.hours_allowed())), of(lambda e: e.reserve_h)
-    free_h, charged = of(lambda e: e.free_h), of(lambda e: 1 - 1 / e.nodes)
-    interval_h, notice_missed = of(lambda e: e.interval_h), of(lambda e: e.notice_missed)
-    setup_h, restart_h = of(lambda e: e.setup_h), of(lambda e: e.restart_h)
+    work_h, cap_h = per_exposure(lambda e: e.phase_ends_h[-1]), per_exposure(lambda e: min(e.hours_at_cap()))
+    allowed_h, reserve_h = per_exposure(lambda e: min(e.hours_allowed())), per_exposure(lambda e: e.reserve_h)
+    free_h, charged = per_exposure(lambda e: e.free_h), per_exposure(lambda e: 1 - 1 / e.nodes)
+    interval_h, notice_missed = per_exposure(lambda e: e.interval_h), per_exposure(lambda e: e.notice_missed)
+    setup_h, restart_h = per_exposure(lambda e: e.setup_h), per_exposure(lambda e: e.restart_h)
     phases = range(max(len(e.phase_ends_h) for e in exposures))
-    begins_h = [of(lambda e, i=i: e.phase_ends_h[i - 1] if i < len(e.phase_ends_h) else math.inf) for i in phases]  # type: ignore[misc]
-    fits = [of(lambda e, i=i: e.saves_fit[min(i, len(e.saves_fit) - 1)]) for i in phases]  # type: ignore[misc]
+    begins_h = [
+        per_exposure(lambda e, i=i: e.phase_ends_h[i - 1] if i < len(e.phase_ends_h) else math.inf)  # type: ignore[misc]
+        for i in phases
+    ]
+    fits = [per_exposure(lambda e, i=i: e.saves_fit[min(i, len(e.saves_fit) - 1)]) for i in phases]  # type: ignore[misc]
 
     done = np.zeros(count)  # hours of work that survive
     hours, billed, wall = np.zeros(count), np.zeros(count), np.zeros(count)
@@ -245,35 +250,35 @@ def _account(
             break
         node = fate(active, attempt, wall[active])
         done_h, before_h = done[active], hours[active]
-        start_h = _at(restart_h if attempt else setup_h, active)
-        need = start_h + _at(work_h, active) - done_h
-        left = _left(single, wall[active], done_h, start_h)
-        room = np.maximum(np.minimum(_at(cap_h, active) - before_h, left), 0.0)
+        start_h = _select(restart_h if attempt else setup_h, active)
+        need = start_h + _select(work_h, active) - done_h
+        left = _hours_left(single, wall[active], done_h, start_h)
+        room = np.maximum(np.minimum(_select(cap_h, active) - before_h, left), 0.0)
         ends_h = np.minimum(node.life_h, need)
         node_h = np.minimum(ends_h, room)
         at_limit = room < ends_h
         interrupted = ~at_limit & (node.life_h < need)
 
-        allowed = np.maximum(_at(allowed_h, active) - before_h, 0.0)
+        allowed = np.maximum(_select(allowed_h, active) - before_h, 0.0)
         stops = at_limit & np.isfinite(allowed)  # an owner who leaves has no limits
-        spent_h = np.where(stops, np.minimum(node_h + _at(reserve_h, active), allowed), node_h)
+        spent_h = np.where(stops, np.minimum(node_h + _select(reserve_h, active), allowed), node_h)
         span = np.where(left > _EDGE_H, np.maximum(spent_h, MINIMUM_H), 0.0)
         hours[active] = before_h + span
-        free = interrupted & (node_h < _at(free_h, active))
-        billed[active] += np.where(free, span * _at(charged, active), span)
+        free = interrupted & (node_h < _select(free_h, active))
+        billed[active] += np.where(free, span * _select(charged, active), span)
         wall_h = wall[active] + spent_h
         interruptions[active] += interrupted
         stopped[active] |= at_limit
 
         trained = np.maximum(node_h - start_h, 0.0)
         saved = np.maximum(node_h - start_h - NOTICE_H, 0.0)
-        heard = node.missed >= _at(notice_missed, active)
+        heard = node.missed >= _select(notice_missed, active)
         # Who hears no notice goes on to the end.
-        torn = np.maximum(np.where(heard, saved, trained) - node.lost * _at(interval_h, active), 0.0)
-        fit = _at(fits[0], active)
+        torn = np.maximum(np.where(heard, saved, trained) - node.lost * _select(interval_h, active), 0.0)
+        fit = _select(fits[0], active)
         for index in phases[1:]:
             if fits[index] is not fits[index - 1]:
-                fit = np.where(done_h + saved >= _at(begins_h[index], active), _at(fits[index], active), fit)
+                fit = np.where(done_h + saved >= _select(begins_h[index], active), _select(fits[index], active), fit)
         kept = np.where(heard & np.asarray(fit, dtype=bool), saved, torn)
         done_h = done_h + np.where(interrupted, kept, trained)
         done[active] = done_h
@@ -283,7 +288,7 @@ def _account(
         active = active[interrupted]
 
     if active.size:  # the same again, to the end of the work or to the limit
-        work, cap = _at(work_h, active), _at(cap_h, active)
+        work, cap = _select(work_h, active), _select(cap_h, active)
         grow = work / np.maximum(done[active], work / _NOWHERE)
         at_limit = hours[active] * grow > cap
         grow = np.where(at_limit, cap / hours[active], grow)
@@ -292,8 +297,8 @@ def _account(
         done[active] = np.where(at_limit, done[active], work)
         stopped[active] |= at_limit
     # What does not depend on hours is that of the whole run: a limit below it ends the run before it can be spent.
-    fixed_usd = of(lambda e: e.fixed_usd if e.max_usd is None else min(e.fixed_usd, e.max_usd))
-    usd = fixed_usd + billed * of(lambda e: e.compute_usd_h) + hours * of(lambda e: e.extras_usd_h)
+    fixed_usd = per_exposure(lambda e: e.fixed_usd if e.max_usd is None else min(e.fixed_usd, e.max_usd))
+    usd = fixed_usd + billed * per_exposure(lambda e: e.compute_usd_h) + hours * per_exposure(lambda e: e.extras_usd_h)
     return [
         Outcome(
             usd=usd[part],
@@ -313,7 +318,7 @@ def _of_each(exposures: Sequence[Exposure], runs: int, get: Callable[[Exposure],
     return values[0] if values.count(values[0]) == len(values) else np.repeat(np.asarray(values, dtype=float), runs)
 
 
-def _at(values: Floats | float, active: Indices) -> Floats | float:
+def _select(values: Floats | float, active: Indices) -> Floats | float:
     return values[active] if isinstance(values, np.ndarray) else values
 
 
@@ -324,7 +329,7 @@ def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floa
     return np.clip(exposure.leave.at_h(1 - done / exposure.phase_ends_h[-1]) - wall, 0.0, wait_h)
 
 
-def _left(exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float) -> Floats | float:
+def _hours_left(exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float) -> Floats | float:
     """Hours until the owner ends the run, for a node launched now: while it works, what is left to do shrinks."""
     if exposure is None or exposure.leave is None:
         return math.inf

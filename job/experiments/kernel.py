@@ -54,7 +54,7 @@ class Kernel(Experiment):
         steps = self.batches.steps(self.per_step, self.config.epochs)
         sizes = [size for size in self.config.with_facts(self.manifest.facts).phases() if size.steps]
         self.phases = [
-            Phase.of(size, index=index, first=index * steps, steps=steps) for index, size in enumerate(sizes)
+            Phase.from_size(size, index=index, first=index * steps, steps=steps) for index, size in enumerate(sizes)
         ]
         self.params_total = sizes[0].params_total
         self.row_tasks = [] if self.config.data.curriculum == "off" else self._row_tasks()

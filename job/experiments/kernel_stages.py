@@ -147,7 +147,7 @@ def _written(
 
 def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
     """Those of these weights, from the files of all ranks."""
-    kept = [each for path in sorted(folder.glob(f"{file}*.jsonl")) for each in Ledger(path).kept(_candidate)]
+    kept = [each for path in sorted(folder.glob(f"{file}*.jsonl")) for each in Ledger(path).read(_candidate)]
     return {candidate.name: candidate for of, candidate in kept if of == weights}
 
 
@@ -199,7 +199,7 @@ def _as_kept(kernel: KernelRun, module: Decoder) -> Decoder:
     compute = DTYPES[kernel.config.precision.compute]
     model = decoder.build(kernel.config.model, compute=compute, dtype=compute, device=kernel.session.device.torch)
     for name, parameter in module.named_parameters():
-        model.get_parameter(name).copy_(parallel.whole(parameter).to(torch.bfloat16))
+        model.get_parameter(name).copy_(parallel.full_tensor(parameter).to(torch.bfloat16))
     return model
 
 

@@ -95,7 +95,7 @@ class Done:
     def __init__(self, path: Path, session: Session, weights: str) -> None:
         self._session, self._weights = session, weights
         self._ledger = ledger.Ledger(path) if session.world.first else None
-        entries = self._ledger.kept(_entry) if self._ledger is not None else []
+        entries = self._ledger.read(_entry) if self._ledger is not None else []
         self._kept = {name: value for name, of, value in entries if of == weights}
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
@@ -167,7 +167,7 @@ def _loss(sft: SftRun, module: Decoder, variant: Variant) -> dict[str, Any]:
     module.compute_dtype = variant.compute
     lora.set_mode(module, variant.mode)
     try:
-        sft.session.heed()
+        sft.session.check_stop()
         for micro in sft.session.evaluation(work):
             loss_sum = module(*micro.inputs).loss_sum
             assert loss_sum is not None
@@ -224,7 +224,7 @@ def _answers(sft: SftRun, module: Decoder, done: Done) -> list[dict[str, Any]]:
                 prompts,
                 config.eval.sample_tokens,
                 stop=stop,
-                heed=session.heed,
+                heed=session.check_stop,
                 agree=session.world.agree,
             )
             return [

@@ -48,7 +48,7 @@ class Pretrain(Experiment):
         self.train = Rows(session.data / characters.TRAIN, sequence=sequence, device=device)
         self.validated = Rows(session.data / characters.VALIDATION, sequence=sequence, device=device)
         self.size = self.config.phases()[0]
-        self.phases = [Phase.of(self.size)]
+        self.phases = [Phase.from_size(self.size)]
         self.progress: dict[str, Any] = {"evaluations": []}
         self._module: CharGpt | None = None
         self._weights = Weights(0, None)
@@ -100,12 +100,12 @@ class Pretrain(Experiment):
         """The weights, their continuations of the prompts, and the result table."""
         module, session = self._module, self.session
         assert module is not None
-        session.heed()
+        session.check_stop()
         samples: dict[str, str] = {}
         for prompt in self.config.eval.prompts:
             samples[prompt] = self._continue(module, prompt)
             session.say(f"  {prompt!r} -> {samples[prompt]!r}")
-            session.heed()
+            session.check_stop()
         self._leave(module, self._weights, samples, self.progress["evaluations"][-1]["step"])
 
     def cut(self, step: int, weights: Weights) -> None:

@@ -41,7 +41,7 @@ class Sft(Experiment):
         self.batches = self._opened()
         self.per_step = self.config.batch.tokens // self.config.data.row
         self.size = self.config.with_facts(self.manifest.facts).phases()[0]
-        self.phases = [Phase.of(self.size, steps=self.batches.steps(self.per_step, self.config.epochs))]
+        self.phases = [Phase.from_size(self.size, steps=self.batches.steps(self.per_step, self.config.epochs))]
         self.progress: dict[str, Any] = {}
         self.module: Decoder | None = None
         self.trained = Weights(0, None)

@@ -149,7 +149,7 @@ def gathered(session: Session, module: nn.Module, *, heed: bool = True) -> Itera
     """
     for name, parameter in module.named_parameters():
         if heed:
-            session.heed()
+            session.check_stop()
         yield from parallel.gather({name: parameter}, session.world).items()
 
 

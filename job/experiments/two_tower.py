@@ -229,7 +229,7 @@ class TwoTower(Experiment):
 
         def after_tree() -> None:
             nonlocal spoken, trees
-            self.session.heed()
+            self.session.check_stop()
             trees += 1
             now = time.monotonic()
             if now - spoken >= SPOKEN_S:

@@ -56,7 +56,7 @@ def verify(
     """Verdicts per row, in the order of the `candidates` that it judges. Those in the ledger are taken from it, new
     ones appended as they fall. `check` is called between candidates and may raise. `rows` begins with the full one.
     """
-    known = {(v.row, v.candidate, v.source_sha256): v for v in ledger.kept(Verdict.from_json)}
+    known = {(v.row, v.candidate, v.source_sha256): v for v in ledger.read(Verdict.from_json)}
 
     def keep(verdict: Verdict) -> None:
         ledger.append(verdict.to_json())

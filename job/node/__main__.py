@@ -121,7 +121,7 @@ class Node:
             if boots is None:
                 self._crash("the attempts cannot be read")
             if boots >= attempts.MOST_FUTILE:
-                self._over(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
+                self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
         machine = {"type": self.machine.type, "zone": self.machine.zone, "launched_at": self.machine.launched_at}
         if not self._record({**machine, "manifest_at_boot": self.manifest}):
             self._crash("the attempt cannot be recorded")
@@ -188,17 +188,17 @@ class Node:
         self._yield_to_timer()
         if code == AttemptExit.FINISHED:
             self._record_exit(code, "finished")
-            self._over(ends.FINISHED)
+            self._end_run(ends.FINISHED)
         if code == AttemptExit.FAILED:
             self._record_exit(code, "failed")
-            self._over(ends.FAILED, "the job failed for good")
+            self._end_run(ends.FAILED, "the job failed for good")
         if code == AttemptExit.INTERRUPTED:
             self._interrupted()
         dockers_own = 125 <= code <= 127  # the job never began
         why = last_line((self.folder / "container.log").read_text(errors="replace")) if dockers_own else ""
         self._crash(f"the container ended with {code}", code, why=why)
 
-    def _over(self, reason: str, detail: str = "") -> NoReturn:
+    def _end_run(self, reason: str, detail: str = "") -> NoReturn:
         """The run has ended."""
         self._ended = True
         say(f"the run is over: {reason}{detail and ': '}{detail}")
@@ -223,7 +223,7 @@ class Node:
             say("the attempt cannot be counted")
             self._stop_fleet()
         elif boots >= attempts.MOST_FUTILE:
-            self._over(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
+            self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         self._leave(reason)
 
     def _interrupted(self) -> NoReturn:
@@ -257,7 +257,7 @@ class Node:
         try:
             (self.folder / "timer").touch()
             call(*bounded(TIMER_STOP_S, *container.stop(self.machine)))
-            self._over(ends.TIMER, f"{self.settings.timer_s} s after boot")
+            self._end_run(ends.TIMER, f"{self.settings.timer_s} s after boot")
         finally:
             os._exit(1)
 
@@ -338,4 +338,4 @@ class Node:
 
 
 if __name__ == "__main__":
-    Node(Settings.of(os.environ), Machine.of(os.environ["IDENTITY"])).run()
+    Node(Settings.from_environment(os.environ), Machine.from_document(os.environ["IDENTITY"])).run()

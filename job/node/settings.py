@@ -33,7 +33,7 @@ class Settings:
         return self.root / "opt/gpufleet"
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Settings:
+    def from_environment(cls, environment: Mapping[str, str]) -> Settings:
         """Raises KeyError, ValueError."""
         return cls(
             stack=environment["STACK"],
@@ -63,7 +63,7 @@ class Machine:
     launched_at: str  # UTC, whole seconds, Z
 
     @classmethod
-    def of(cls, document: str) -> Machine:
+    def from_document(cls, document: str) -> Machine:
         """Raises KeyError, TypeError, ValueError."""
         told = json.loads(document)
         return cls(

@@ -100,7 +100,7 @@ class Supervisor:
     def run(self) -> int:
         """Until the attempt has ended, whatever way."""
         try:
-            if (over := self._over()) is not None:
+            if (over := self._read_done()) is not None:
                 self.say(f"the run is over already: {over.reason}")
                 return AttemptExit.FAILED if over.reason in ends.FAILURES else AttemptExit.FINISHED
             self._patiently(self._register, "what earlier attempts left")
@@ -136,7 +136,7 @@ class Supervisor:
 
     # Arriving ---------------------------------------------------------------------------------------------------------
 
-    def _over(self) -> ends.Done | None:
+    def _read_done(self) -> ends.Done | None:
         """done.json, where the run has ended already. Raises StoreError."""
         return ends.read(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
 
@@ -221,7 +221,7 @@ class Supervisor:
         return staging.retried(self.staging, act, what)
 
     def _check(self) -> None:
-        self._between()
+        self._keep_alive()
         if self._leaving() is not None:
             raise InterruptedEarlyError
 
@@ -283,7 +283,7 @@ class Supervisor:
             self._spent_at = now
             self._tell(Spent(spent_usd=str(self.meter.spent(now).usd), at=now))
         self._look()
-        self._between()
+        self._keep_alive()
         advice = self.world.metadata.save_wanted
         if advice is not None and advice != self._advised:
             self._advised = advice
@@ -388,7 +388,7 @@ class Supervisor:
         if code == AttemptExit.FINISHED and not all_sent:
             return self._crashed("the last checkpoints could not be uploaded")
         try:
-            self._insist(until, lambda: self._beside(self.publisher.outputs))
+            self._insist(until, lambda: self._in_upload_thread(self.publisher.outputs))
             done = ends.Done(reason, detail, self.node.instance, iso(self.clock()))
             self.record.update(exit={"code": code, "reason": reason, "notice": False, "at": done.at})
             self._insist(until, lambda: self.pulse.last(self.heartbeat()))
@@ -436,18 +436,18 @@ class Supervisor:
         """Uploads what is committed until there is no more, or no more time. True: nothing is left."""
         self.uploader.poll()
         while not self.uploader.idle and self.clock() < until:
-            self._between()
+            self._keep_alive()
             self.world.sleep(TICK_S)
             self.uploader.poll()
         return self.uploader.idle
 
-    def _beside(self, act: Callable[[], None]) -> None:
+    def _in_upload_thread(self, act: Callable[[], None]) -> None:
         """`act` in the thread of the uploads where that has no more to do, with heartbeats meanwhile."""
         if not self.uploader.idle:
             return act()
         doing = self.world.uploads.submit(act)
         while not doing.done():
-            self._between()
+            self._keep_alive()
             self.world.sleep(TICK_S)
         return doing.result()
 
@@ -463,7 +463,7 @@ class Supervisor:
                 self.say(f"{error}; again in {pause:.0f} s")
                 again = self.clock() + pause
                 while self.clock() < again:
-                    self._between()
+                    self._keep_alive()
                     self.world.sleep(TICK_S)
                 pause = min(2 * pause, 60.0)
 
@@ -472,7 +472,7 @@ class Supervisor:
         try:
             run, record = self.run_file, self.record.fields
             own = Record.from_json(record, lambda why: self.say(f"of this node's record: {why}"))
-            every = [*self.earlier, attempts.of(run, self.node.instance, own, self.heartbeat())]
+            every = [*self.earlier, attempts.attempt_from_record(run, self.node.instance, own, self.heartbeat())]
             measurement = receipt.measure(run, every, self.workdir, record, at=done.at)
             made = receipt.build(run, every, done, measurement=measurement)
             text = receipt.text(made)
@@ -506,7 +506,7 @@ class Supervisor:
             ceiling_s=spent.ceiling_s,
         )
 
-    def _between(self) -> None:
+    def _keep_alive(self) -> None:
         """While anything takes its time: heartbeats, and the first sign that the machine goes away is noted at once,
         though the run may be ending anyway; uploads hurry then too.
         """

@@ -142,16 +142,16 @@ def read(
     with ThreadPoolExecutor(8) as pool:
         texts = dict(zip(named, pool.map(store.get_bytes, named), strict=True))
 
-    def aside(key: str) -> Aside:
+    def set_aside(key: str) -> Aside:
         return lambda why: say(f"{key}: set aside: {why}")
 
     def recorded(name: str) -> attempt.Record:
         key = bucket.attempt_key(name)
-        return attempt.record(texts.get(key), aside(key))
+        return attempt.record(texts.get(key), set_aside(key))
 
     def beat(name: str) -> Beat | None:
         key = bucket.heartbeat_key(name)
-        return attempt.last_beat(texts.get(key), aside(key))
+        return attempt.last_beat(texts.get(key), set_aside(key))
 
     records = {name: recorded(name) for name in set(named.values()) - {but.instance if but else ""}}
     if done and (last := records.get(done.instance)):
@@ -161,11 +161,16 @@ def read(
     end = but.launched_at if but else (epoch(done.at) if done else None) or 0.0
     launches = [*(records[name].launched_at for name in ordered), end]
     known = {name: taken for each in records.values() for name, taken in each.reclaimed.items()}
-    found = [of(run, name, records[name], beat(name), until) for name, until in zip(ordered, launches[1:], strict=True)]
-    return told(found, known)
+    found = [
+        attempt_from_record(run, name, records[name], beat(name), until)
+        for name, until in zip(ordered, launches[1:], strict=True)
+    ]
+    return with_reclaims(found, known)
 
 
-def of(run: RunFile, name: str, record: attempt.Record, beat: Beat | None, until: float = 0.0) -> Attempt:
+def attempt_from_record(
+    run: RunFile, name: str, record: attempt.Record, beat: Beat | None, until: float = 0.0
+) -> Attempt:
     """What a node's record and its last heartbeat say. `until`: the launch of the node after it."""
     rates, launched, ended = run.rates(record.type, record.zone), record.launched_at, record.exit or {}
     last = beat or Beat()
@@ -203,9 +208,9 @@ def of(run: RunFile, name: str, record: attempt.Record, beat: Beat | None, until
     )
 
 
-def told(attempts: Iterable[Attempt], known: Mapping[str, bool]) -> list[Attempt]:
+def with_reclaims(attempts: Iterable[Attempt], known: Mapping[str, bool]) -> list[Attempt]:
     """With what is `known` of each, as `reclaimed` gives it."""
-    return [_taken(each, known[each.instance]) if each.instance in known else each for each in attempts]
+    return [_with_reclaim(each, known[each.instance]) if each.instance in known else each for each in attempts]
 
 
 def judged(attempts: Sequence[Attempt], changes: fleet.Changes, now: float) -> list[Attempt]:
@@ -221,7 +226,7 @@ def judged(attempts: Sequence[Attempt], changes: fleet.Changes, now: float) -> l
     if at is None:
         return list(attempts)
     return [
-        _taken(each, not any(each.launched_at <= change <= doubtful[each.instance] for change in at))
+        _with_reclaim(each, not any(each.launched_at <= change <= doubtful[each.instance] for change in at))
         if each.instance in doubtful
         else each
         for each in attempts
@@ -233,6 +238,6 @@ def reclaimed(attempts: Iterable[Attempt]) -> dict[str, bool]:
     return {each.instance: each.reclaimed for each in attempts if each.reclaimed is not None}
 
 
-def _taken(attempt: Attempt, by_aws: bool) -> Attempt:
+def _with_reclaim(attempt: Attempt, by_aws: bool) -> Attempt:
     free = attempt.compute_usd if by_aws and attempt.seconds < FREE_S else Decimal(0)
     return replace(attempt, reclaimed=by_aws, free_usd=free)

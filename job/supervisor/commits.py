@@ -19,7 +19,7 @@ def commits(workdir: Path) -> list[Commit]:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def upload_mark(folder: Path) -> Iterator[None]:
     """Marks a checkpoint as under way: the trainer, which prunes beside us, leaves it alone. Without the mark an upload
     slower than two saves would lose its files each time, and nothing would ever be published.
     """

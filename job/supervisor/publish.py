@@ -20,7 +20,7 @@ from job.contract.bucket import manifest_key
 from job.contract.commit import BEST, Best, Commit, Manifest
 from job.contract.inputs import InputFile
 from job.contract.workdir import CHECKPOINTS, EXPORTS, FINAL, METRICS, OWN, SCALARS, STEPS, step_of
-from job.supervisor.commits import commits, held
+from job.supervisor.commits import commits, upload_mark
 from job.supervisor.stages import Mirror, whole_lines
 from job.supervisor.store import GivenUpError, Store, StoreError
 
@@ -90,7 +90,7 @@ class Publisher:
     def publish(self, commit: Commit) -> None:
         """Raises StoreError (GivenUpError after `cancel`), or OSError when the files are not there as committed."""
         self._cancel.clear()
-        with held(self._path(commit)):
+        with upload_mark(self._path(commit)):
             self._publish(commit)
 
     def _publish(self, commit: Commit) -> None:
@@ -160,14 +160,14 @@ class Publisher:
         """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last."""
         entries = self._store.entries(bucket.CHECKPOINTS)
         steps = sorted(int(match[1]) for entry in entries if (match := bucket.MANIFEST_KEY.fullmatch(entry.key)))
-        keep = self._kept(steps)
+        keep = self._kept_steps(steps)
         old = [entry.key for entry in entries if self._is_old(entry.key.split("/")[1], keep)]
         self._store.delete(old)
         self._prune_disk(keep | {commit.step for commit in self.pending()})
         last = [commit for commit in commits(self._workdir) if commit.step == self.newest]
         if last and shutil.disk_usage(self._workdir).free < FREE_FACTOR * last[0].bytes:
             self._say("the disk is short of room for another checkpoint: only the last and the best stay on it")
-            self._prune_disk(self._kept([]))
+            self._prune_disk(self._kept_steps([]))
 
     def metrics(self, patience_s: float = -1) -> None:
         """What the stages after training appended, and metrics.jsonl as it is now, up to its last whole line. Where
@@ -263,7 +263,7 @@ class Publisher:
             self._store.put_bytes(atomic.json_bytes(best.to_json()), BEST)
             self._best = best
 
-    def _kept(self, steps: list[int]) -> set[int]:
+    def _kept_steps(self, steps: list[int]) -> set[int]:
         return {*steps[-2:], *([self._best.step] if self._best else []), self.newest}
 
     def _is_old(self, folder: str, keep: set[int]) -> bool:

@@ -80,7 +80,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
     world = parallel.expected()
     try:
         run = Task.read(workdir)
-        with alone(workdir):
+        with workdir_lock(workdir):
             world = parallel.join(run.config.device)
             experiment, session = start(run, workdir, rung, requests, world)
             while not Loop(session, experiment).run():
@@ -130,7 +130,7 @@ class WorkdirBusyError(Exception):
 
 
 @contextmanager
-def alone(workdir: Path) -> Iterator[None]:
+def workdir_lock(workdir: Path) -> Iterator[None]:
     """Within it no other trainer starts in this folder. Rank 0's lock counts for all. Raises WorkdirBusyError."""
     if os.environ.get("RANK", "0") != "0":
         yield

@@ -51,7 +51,7 @@ class Committed:
     def __iter__(self) -> Iterator[Found]:
         for path in sorted(self._folder.glob(STEPS)):
             commit = commits.read(path)
-            if commit is not None and commit.config_sha256 == self._config_sha256 and _whole(path, commit.files):
+            if commit is not None and commit.config_sha256 == self._config_sha256 and _is_complete(path, commit.files):
                 yield Found(path=path, commit=commit, progress=atomic.read_object(path / PROGRESS) or {})
 
     def newest(self) -> Found | None:
@@ -113,7 +113,7 @@ def _best(among: Iterable[Found], phase: str) -> Found | None:
     return min(evaluated, key=lambda pair: pair[0], default=(None, None))[1]
 
 
-def _whole(path: Path, files: Iterable[tuple[str, int]]) -> bool:
+def _is_complete(path: Path, files: Iterable[tuple[str, int]]) -> bool:
     try:
         return all((path / name).stat().st_size == size for name, size in files)
     except OSError:

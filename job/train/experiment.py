@@ -98,7 +98,7 @@ class Phase:
     validation: str | None = "val"  # what the console calls its validation figure; None: nothing is held out
 
     @classmethod
-    def of(cls, size: PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
+    def from_size(cls, size: PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
         """As it was sized, but for the steps where the data knows better."""
         return cls(
             index=index,
@@ -115,7 +115,7 @@ class Phase:
         """As they were sized, one after another."""
         found: list[Phase] = []
         for index, size in enumerate(sizes):
-            found.append(cls.of(size, index=index, first=found[-1].last if found else 0))
+            found.append(cls.from_size(size, index=index, first=found[-1].last if found else 0))
         return found
 
     @property
@@ -151,14 +151,14 @@ class Session:
         said, seen = time.monotonic(), 0
         for number, micro in enumerate(work.micros):
             if number:
-                self.heed()
+                self.check_stop()
             if number and time.monotonic() >= said + SPOKEN_S:
                 said = time.monotonic()
                 self.say(f"evaluation: {seen * self.world.size / work.total:.0%} of its tokens")
             seen += micro.tokens
             yield micro
 
-    def heed(self) -> None:
+    def check_stop(self) -> None:
         """Between the parts of what is no step, all ranks together. Raises Stopped."""
         stop = self.requests.stop() if self.world.first else None
         agreed = self.world.agree(None if stop is None else (stop.reason, stop.ends))

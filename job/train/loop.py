@@ -96,7 +96,7 @@ class Loop:
             self._journal.left_out += (phase.last - self.step) * phase.tokens_per_step
             found = None
             self.session.device.tidy()
-            self._heed(phase, None, self.world.agree(self._stop()))
+            self._handle_stop(phase, None, self.world.agree(self._stop()))
             weights = Weights(self.step, self.val_loss)
             if phase is self.experiment.phases[-1]:
                 weights = self._deliver(phase, module, weights)
@@ -174,7 +174,7 @@ class Loop:
     def _phase(self, phase: Phase, module: nn.Module, found: Found | None) -> None:
         """The steps of one phase that are left."""
         rung = rungs.choose(self.session, phase)
-        if found is not None and self._over(phase):
+        if found is not None and self._phase_ended(phase):
             self.session.checkpoints.load(found, {"model": self.experiment.weights(module)})
             self._make_up(phase, module, rung, found.val_loss)  # what follows may be kept under it: never twice
             return
@@ -194,13 +194,13 @@ class Loop:
         if hasattr(module, "checkpointing"):
             setattr(module, "checkpointing", rung.checkpointing)  # noqa: B010 - nn.Module's type takes no bool
         started = self.step
-        self._heed(phase, state, self.world.agree(self._stop()))
+        self._handle_stop(phase, state, self.world.agree(self._stop()))
         with step.compiled(module, self.session.device.torch, wanted=self.config.compiles()) as compiling:
             self._graphs = CompileCache(self.session, phase, rung) if compiling else None
             self._make_up(phase, module, rung)
-            while not self._over(phase):
+            while not self._phase_ended(phase):
                 val_loss = self._step(phase, module, opt, rung, first=self.step == started)
-                if not self._over(phase):
+                if not self._phase_ended(phase):
                     self._note(self.session.checkpoints.poll())
                 due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
                 self._look = due is not None and not self._judged
@@ -210,14 +210,14 @@ class Loop:
                         self._save(phase, state, due, val_loss if due == "best" else None)
                         if self.config.waits_for_saves():
                             self._note(self.session.checkpoints.wait())
-                self._heed(phase, state, stop, val_loss)
+                self._handle_stop(phase, state, stop, val_loss)
                 if self.step == started + 1:
                     gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
         self._journal.compare(phase)
         self._save(phase, state, "final" if phase is self.experiment.phases[-1] else "boundary", self.val_loss)
         gc.unfreeze()
 
-    def _over(self, phase: Phase) -> bool:
+    def _phase_ended(self, phase: Phase) -> bool:
         return self.step >= phase.last or self._ended is not None
 
     def _step(
@@ -253,7 +253,7 @@ class Loop:
                 step_s=step_s,
                 tok_s=tok_s,
                 shown_val_loss=self.val_loss,
-                over=self._over(phase),
+                over=self._phase_ended(phase),
             )
             if self._guard.see(values["loss"], self.step, val_loss):
                 self._judge(phase, module, rung, val_loss)
@@ -311,7 +311,7 @@ class Loop:
             self._cadence.recall()
             self._guard.evaluated(val_loss)
             self._journal.evaluated(self.step, val_loss)
-        self._heed(phase, None, self.world.agree(self._stop()))
+        self._handle_stop(phase, None, self.world.agree(self._stop()))
 
     def _read_back(self, result: step.StepResult) -> dict[str, Any]:
         """The figures for the log, over all ranks; waits for the device."""
@@ -326,7 +326,7 @@ class Loop:
         """Why this step is to be saved. What no loss was logged for waits for the next step, whose is: a save within a
         divergence would push out those from before. With an improvement there is none: its weights are better.
         """
-        if not self.world.first or self._over(phase):
+        if not self.world.first or self._phase_ended(phase):
             return None
         due = self._cadence.due(val_loss)
         return None if self._guard.suspicious else due
@@ -341,12 +341,12 @@ class Loop:
         self._require_finite()
         if val_loss is not None:
             self._cadence.improve(val_loss)
-        if self._over(phase):
+        if self._phase_ended(phase):
             state = {"model": state["model"]}
         commit = Commit(
             step=self.step,
             phase=phase.name,
-            goes_on_from=phase.last if self._over(phase) else self.step,
+            goes_on_from=phase.last if self._phase_ended(phase) else self.step,
             tokens=self._journal.tokens(self.step),
             val_loss=val_loss,
             config_sha256=self.session.config_sha256,
@@ -387,7 +387,7 @@ class Loop:
         stop = self.session.requests.stop() if self.world.first else None
         return None if stop is None else (stop.reason, stop.save, stop.ends)
 
-    def _heed(
+    def _handle_stop(
         self, phase: Phase, state: State | None, stop: tuple[str, bool, bool] | None, val_loss: float | None = None
     ) -> None:
         """Once per optimizer step. `state` None: this step's checkpoint is on its way already. `val_loss`: this step's

@@ -86,9 +86,9 @@ class OwnedMuon(torch.optim.Muon):
                 mesh = parameters[0].device_mesh
                 ranks, rank = mesh.size(), mesh.get_local_rank()
                 for start in range(0, len(parameters), ranks):
-                    self._together(parameters[start : start + ranks], group, rank, ranks)
+                    self._update_round(parameters[start : start + ranks], group, rank, ranks)
 
-    def _together(self, parameters: Sequence[DTensor], group: dict[str, Any], rank: int, ranks: int) -> None:
+    def _update_round(self, parameters: Sequence[DTensor], group: dict[str, Any], rank: int, ranks: int) -> None:
         """At most one matrix per rank. Every rank calls it with the same ones."""
         updates = []
         for parameter in parameters:

@@ -183,7 +183,7 @@ def reduce(parameters: Iterable[nn.Parameter], world: World) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of it, where it is, on every rank. Every rank calls it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -192,7 +192,7 @@ def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     """Whole tensors in host memory on rank 0, one at a time, and nothing on the others. Every rank calls it."""
     found = {}
     for name, tensor in tensors.items():
-        full = whole(tensor)
+        full = full_tensor(tensor)
         if world.first:
             found[name] = full.detach().cpu()
     return found

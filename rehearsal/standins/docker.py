@@ -58,12 +58,12 @@ def run(words: list[str]) -> int:
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
         **_environment(options.env, mounts),
     }
-    argv = [_inside(word, mounts) for word in options.command]
+    argv = [_to_host_path(word, mounts) for word in options.command]
     if argv[0] in ("python", "python3"):
         argv[0] = os.environ["GPUFLEET_PYTHON"]
     child = subprocess.Popen(
         argv,
-        cwd=_inside(options.workdir, mounts) if options.workdir else str(ROOT),
+        cwd=_to_host_path(options.workdir, mounts) if options.workdir else str(ROOT),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -201,7 +201,7 @@ def _mounts(volumes: list[str]) -> dict[str, str]:
     return dict(sorted(mounts.items(), key=lambda pair: -len(pair[0])))
 
 
-def _inside(text: str, mounts: dict[str, str]) -> str:
+def _to_host_path(text: str, mounts: dict[str, str]) -> str:
     """The text with a leading container path turned into the host's."""
     for container, host in mounts.items():
         if text == container or text.startswith(container + "/"):
@@ -214,7 +214,7 @@ def _environment(settings: list[str], mounts: dict[str, str]) -> dict[str, str]:
     for setting in settings:
         name, given, value = setting.partition("=")
         if given or name in os.environ:
-            result[name] = _inside(value if given else os.environ[name], mounts)
+            result[name] = _to_host_path(value if given else os.environ[name], mounts)
     return result
 
 

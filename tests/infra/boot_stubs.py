@@ -144,7 +144,7 @@ class Outcome:
     calls: list[str]
     log: str
 
-    def told(self, *beginnings: str) -> list[str]:
+    def calls_starting(self, *beginnings: str) -> list[str]:
         """The calls that begin with one of these, in order, cut to the beginning."""
         return [start for call in self.calls for start in beginnings if call.startswith(start)]
 

@@ -21,7 +21,7 @@ from rehearsal.cloud import Cloud
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 
 
-def left(stack: StackDefinition, now: datetime = NOW) -> dict[str, leftovers.Left]:
+def leftovers_by_kind(stack: StackDefinition, now: datetime = NOW) -> dict[str, leftovers.Left]:
     return {found.kind: found for found in leftovers.look(stack, aws.client, now)}
 
 
@@ -37,7 +37,7 @@ def test_sweep_walks_from_a_running_node_to_its_untagged_disk(
 ) -> None:
     declare_fleet(cloud)
     cloud.tick()
-    found = left(stack)
+    found = leftovers_by_kind(stack)
     assert {"fleet", "instance", "volume", "network interface", "launch template", "VPC"} <= set(found)
     assert found["volume"].usd_per_month == Decimal("8.00")
     assert found["instance"].usd_per_month >= Decimal("1.212") * 730
@@ -62,8 +62,8 @@ def test_an_expired_fleet_launches_nothing_though_aws_may_show_it_as_active(
 ) -> None:
     cloud.no_capacity()
     declare_fleet(cloud)
-    assert left(stack)["fleet"].launches
-    found = left(stack, EXPIRES)["fleet"]
+    assert leftovers_by_kind(stack)["fleet"].launches
+    found = leftovers_by_kind(stack, EXPIRES)["fleet"]
     assert (found.note, found.bills) == ("active, wants 1, expired", False)
 
 
@@ -88,7 +88,7 @@ def test_sweep_finds_a_node_by_its_fleet_when_its_own_tags_are_gone(cloud: Cloud
     cloud.tick()
     (node,) = cloud.instances()
     cloud.client("ec2").delete_tags(Resources=[node.id], Tags=[{"Key": key} for key in TAGS])
-    assert left(stack)["instance"].id == node.id
+    assert leftovers_by_kind(stack)["instance"].id == node.id
 
 
 def test_a_kept_bucket_is_no_leftover_and_shows_its_price(
@@ -108,9 +108,9 @@ def test_a_bucket_of_another_stack_with_a_like_name_is_not_ours(cloud: Cloud, st
     s3 = cloud.client("s3")
     name = "gpufleet-small-growth-two-0a1b2c3"
     s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": cloud.region})
-    assert left(stack) == {}
+    assert leftovers_by_kind(stack) == {}
     s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": [{"Key": "gpufleet:stack", "Value": "small-growth-two"}]})
-    assert left(stack) == {}
+    assert leftovers_by_kind(stack) == {}
 
 
 def test_a_bucket_that_was_just_deleted_and_is_still_listed_is_passed_over(
@@ -211,7 +211,7 @@ def test_after_the_fleet_is_deleted_only_what_is_free_remains(cloud: Cloud, stac
     cloud.tick()
     cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)
     cloud.tick()
-    found = left(stack)
+    found = leftovers_by_kind(stack)
     assert {"fleet", "instance", "volume"} & set(found) == set()
     assert all(not one.usd_per_month for one in found.values())
 
@@ -229,11 +229,11 @@ def test_instance_profiles_and_endpoints_are_found_until_they_are_deleted(cloud:
         ServiceName="com.amazonaws.us-east-2.s3",
         TagSpecifications=[{"ResourceType": "vpc-endpoint", "Tags": tags}],
     )["VpcEndpoint"]["VpcEndpointId"]
-    found = left(stack)
+    found = leftovers_by_kind(stack)
     assert {kind: one.id for kind, one in found.items()} == {
         "instance profile": "gpufleet-small-growth-0a1b2c3",
         "VPC endpoint": endpoint,
     }
     ec2.delete_vpc_endpoints(VpcEndpointIds=[endpoint])  # stays listed as deleted for a while
     iam.delete_instance_profile(InstanceProfileName="gpufleet-small-growth-0a1b2c3")
-    assert left(stack) == {}
+    assert leftovers_by_kind(stack) == {}

@@ -18,11 +18,11 @@ from infra.definition.model import StackDefinition
 from rehearsal.cloud import Cloud
 
 
-def found(cloud: Cloud, stack: StackDefinition) -> list[Left]:
+def list_leftovers(cloud: Cloud, stack: StackDefinition) -> list[Left]:
     return list(leftovers.look(stack, aws.client, cloud.clock.now()))
 
 
-def never(seconds: float) -> None:
+def fail_if_called(seconds: float) -> None:
     raise AssertionError("there was nothing to wait for")
 
 
@@ -45,13 +45,13 @@ def network(cloud: Cloud, owner: str = "you") -> dict[str, str]:
 
 def test_the_commands_stand_in_the_order_in_which_aws_takes_them(cloud: Cloud, stack: StackDefinition) -> None:
     network(cloud)
-    for left in found(cloud, stack):
+    for left in list_leftovers(cloud, stack):
         for step in left.steps:
             if cloud.instances()[0].ended_at and left.kind in ("instance", "volume"):
                 continue  # gone with their fleet
             step.do(lambda service: cloud.client(service))
         cloud.tick()
-    assert found(cloud, stack) == []
+    assert list_leftovers(cloud, stack) == []
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_bears_no_tag_of_the_stack_is_shown_and_never_touched(
     )["VpcEndpoint"]["VpcEndpointId"]
     bucket = "gpufleet-small-growth-1234567"
     cloud.client("s3").create_bucket(Bucket=bucket, CreateBucketConfiguration={"LocationConstraint": cloud.region})
-    monkeypatch.setattr("time.sleep", never)
+    monkeypatch.setattr("time.sleep", fail_if_called)
     assert main(["sweep", "small-growth", "--delete", "--yes"]) == 1
     said = capsys.readouterr().out
     assert f"VPC endpoint       {endpoint}, com.amazonaws.us-east-2.guardduty-data\n" in said
@@ -144,9 +144,9 @@ def test_another_owner_s_is_left_alone_but_for_what_is_in_the_stack_s_own_vpc(
 ) -> None:
     """An `up` under a new owner that was cut short has retagged the VPC and not yet replaced the fleet."""
     made = network(cloud, owner="bob")
-    assert {left.owner for left in found(cloud, stack) if left.kind in ("fleet", "instance", "volume")} == {""}
+    assert {left.owner for left in list_leftovers(cloud, stack) if left.kind in ("fleet", "instance", "volume")} == {""}
     cloud.client("ec2").create_tags(Resources=[made["vpc"]], Tags=[{"Key": "gpufleet:owner", "Value": "bob"}])
-    assert {left.owner for left in found(cloud, stack)} == {"bob"}
+    assert {left.owner for left in list_leftovers(cloud, stack)} == {"bob"}
     before = cloud.leftovers()
     assert main(["sweep", "small-growth", "--delete", "--yes"]) == 0
     assert cloud.leftovers() == before

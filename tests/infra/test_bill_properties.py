@@ -237,7 +237,7 @@ def test_a_run_split_in_two_pays_set_up_growth_and_the_end_twice_and_its_steps_o
     whole, half = prepared(with_steps(plan, 2 * steps)), prepared(with_steps(plan, steps))
     if isinstance(plan.job.parameters, GrowthConfig | PretrainConfig):  # epochs end in a part of a batch
         assert 2 * half.runtime.compute_s == pytest.approx(whole.runtime.compute_s)
-    whole_s, half_s = (_apart(found.runtime) for found in (whole, half))
+    whole_s, half_s = (_step_seconds(found.runtime) for found in (whole, half))
     assert 2 * half.runtime.total_s - whole.runtime.total_s == pytest.approx(
         half.runtime.setup_s + half.runtime.upload_s + half.runtime.growth_s + 2 * half_s - whole_s, abs=1e-6
     )
@@ -246,7 +246,7 @@ def test_a_run_split_in_two_pays_set_up_growth_and_the_end_twice_and_its_steps_o
         assert once[name] == twice[name]
 
 
-def _apart(runtime: Runtime) -> float:
+def _step_seconds(runtime: Runtime) -> float:
     """Seconds of steps, evaluations and saves: what follows from the steps."""
     return runtime.compute_s + runtime.evaluation_s + runtime.stalls_s
 

@@ -24,7 +24,7 @@ from job.spec import JobConfig, KernelConfig, PretrainConfig, SftConfig, TwoTowe
 CATALOG = load_catalog()
 
 
-def of(config: JobConfig, **changes: Any) -> StackDefinition:
+def definition_of(config: JobConfig, **changes: Any) -> StackDefinition:
     plan = definition(**{"types": ("p5.48xlarge",), "max_usd": "9000", "max_hours": "9000", **changes})
     return replace(plan, job=replace(plan.job, parameters=config))
 
@@ -44,7 +44,7 @@ LEAST = [
 
 @pytest.mark.parametrize("config", LEAST, ids=lambda config: type(config).__name__)
 def test_the_least_work_still_costs_its_set_up_and_what_it_keeps(config: JobConfig) -> None:
-    found = bill(of(config))
+    found = bill(definition_of(config))
     assert found.hours.p50 > Decimal("0.25")  # 15 min of set-up on a P type
     assert Decimal(0) < found.usd.p50 < 30
     assert json.loads(json.dumps(record.to_json(found)))["usd"]["p50"] == str(found.usd.p50)
@@ -100,7 +100,7 @@ def test_a_region_without_prices_is_named(capacity: str) -> None:
 
 
 def test_spot_at_the_price_of_on_demand_is_said() -> None:
-    plan = of(PretrainConfig(), region="us-east-1")  # p5.48xlarge: 55.04 in two zones, 17.63 in the cheapest
+    plan = definition_of(PretrainConfig(), region="us-east-1")  # p5.48xlarge: 55.04 in two zones, 17.63 in the cheapest
     found = bill(plan)
     assert found.chosen.price.amount == Decimal("55.04")
     assert found.break_even_hazard == pytest.approx(0, abs=0.01)

@@ -29,7 +29,7 @@ def test_a_crash_is_recorded_with_the_job_s_last_lines_and_leaves_the_fleet_alon
         "at": "",
     }
     assert attempt["manifest_at_boot"] is None
-    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(DELETE, SHUTDOWN) == [SHUTDOWN]
     assert not node.has("done.json")
     assert CONTAINER_LOG_LINE in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
 
@@ -62,7 +62,7 @@ def test_a_node_that_finds_three_dead_boots_does_not_start_the_job(node: Node) -
 
     outcome = node.boot()
 
-    assert outcome.told(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+    assert outcome.calls_starting(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "boot-loop"
 
 
@@ -71,26 +71,26 @@ def test_interruptions_with_a_notice_are_not_counted(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(RUN) == [RUN]
+    assert outcome.calls_starting(RUN) == [RUN]
 
 
 def test_a_node_lost_among_results_has_led_somewhere_and_one_that_crashed_there_has_not(node: Node) -> None:
     node.earlier_boots(3)
     attempt = node.stored("attempts/i-1.json") | {"results": True}
     node.put("attempts/i-1.json", {key: attempt[key] for key in attempt if key != "exit"})
-    assert node.boot().told(RUN) == [RUN]
+    assert node.boot().calls_starting(RUN) == [RUN]
 
     again = Node(node.world.parent / "again")
     again.earlier_boots(3)
     again.put("attempts/i-1.json", attempt)
-    assert again.boot().told(RUN) == []
+    assert again.boot().calls_starting(RUN) == []
 
 
 def test_a_node_that_left_results_before_its_notice_begins_a_new_count(node: Node) -> None:
     node.earlier_boots(4)
     attempt = node.stored("attempts/i-2.json")
     node.put("attempts/i-2.json", attempt | {"results": True, "exit": {"code": 75, "notice": True}})
-    assert node.boot().told(RUN) == [RUN]
+    assert node.boot().calls_starting(RUN) == [RUN]
 
 
 def test_boots_before_the_newest_manifest_are_not_counted(node: Node) -> None:
@@ -102,7 +102,7 @@ def test_boots_before_the_newest_manifest_are_not_counted(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(RUN, DELETE, SHUTDOWN) == [RUN, SHUTDOWN]
+    assert outcome.calls_starting(RUN, DELETE, SHUTDOWN) == [RUN, SHUTDOWN]
     newest = "r1/ckpt/step_00001200/manifest.json"
     assert node.stored(f"attempts/{INSTANCE}.json")["manifest_at_boot"] == newest
 
@@ -114,7 +114,7 @@ def test_a_crash_after_progress_is_the_first_of_a_new_count(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(DELETE, SHUTDOWN) == [SHUTDOWN]
     assert not node.has("done.json")
 
 
@@ -135,7 +135,7 @@ def test_a_machine_that_cannot_start_the_job_is_a_failed_attempt(
     outcome = node.boot()
 
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"] == reason
-    assert outcome.told(RUN, DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(RUN, DELETE, SHUTDOWN) == [SHUTDOWN]
 
 
 FULL = "failed to register layer: write /usr/lib/x.so: no space left on device"
@@ -155,7 +155,7 @@ def test_a_pull_is_tried_again_only_where_that_can_help_and_its_cause_is_in_the_
 
     outcome = node.boot()
 
-    assert outcome.told("docker pull") == ["docker pull"] * times
+    assert outcome.calls_starting("docker pull") == ["docker pull"] * times
     reason = node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
     assert reason.startswith(f"the image cannot be pulled: {why}")
 
@@ -165,7 +165,7 @@ def test_a_driver_that_does_not_answer_is_found_before_the_image_is_pulled(node:
 
     outcome = node.boot()
 
-    assert outcome.told("docker pull") == []
+    assert outcome.calls_starting("docker pull") == []
     reason = node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
     assert reason.startswith("no working GPU: NVIDIA-SMI has failed because it couldn't communicate")
 
@@ -188,7 +188,7 @@ def test_an_object_with_another_hash_is_not_run(node: Node, what: str) -> None:
 
     outcome = node.boot(script)
 
-    assert outcome.told(RUN, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(RUN, SHUTDOWN) == [SHUTDOWN]
     assert "cannot be had as declared" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
     assert "sha256 is" in outcome.log
 
@@ -206,7 +206,7 @@ def test_a_machine_that_cannot_record_its_attempt_stops_the_fleet(node: Node, br
 
     outcome = node.boot()
 
-    assert outcome.told(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+    assert outcome.calls_starting(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
 
 
 def test_an_error_nobody_thought_of_shuts_the_machine_down_and_counts(node: Node) -> None:
@@ -215,7 +215,7 @@ def test_an_error_nobody_thought_of_shuts_the_machine_down_and_counts(node: Node
     outcome = node.boot()
 
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"] == "the node script stopped unexpectedly"
-    assert outcome.told(RUN, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(RUN, SHUTDOWN) == [SHUTDOWN]
 
 
 def test_a_rebooted_machine_counts_as_failed_and_is_replaced(node: Node) -> None:
@@ -226,5 +226,5 @@ def test_a_rebooted_machine_counts_as_failed_and_is_replaced(node: Node) -> None
 
     outcome = node.boot(again)
 
-    assert outcome.told(RUN, DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(RUN, DELETE, SHUTDOWN) == [SHUTDOWN]
     assert "the machine was rebooted" in outcome.log

@@ -40,7 +40,7 @@ def test_what_the_ami_has_mounted_is_used_and_not_formatted(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told("mkfs.xfs", "mount", "systemctl start dlami-nvme") == ["systemctl start dlami-nvme"]
+    assert outcome.calls_starting("mkfs.xfs", "mount", "systemctl start dlami-nvme") == ["systemctl start dlami-nvme"]
     assert f"-v {node.root}/opt/dlami/nvme/gpufleet/run:/gpufleet/run" in "\n".join(outcome.calls)
 
 
@@ -56,7 +56,7 @@ def test_docker_moves_to_instance_store_and_keeps_its_other_settings(node: Node)
         "data-root": f"{node.root}/scratch/docker",
         "runtimes": {"nvidia": {"path": "nvidia-container-runtime"}},
     }
-    calls = outcome.told("systemctl restart docker", "docker pull")
+    calls = outcome.calls_starting("systemctl restart docker", "docker pull")
     assert calls == ["systemctl restart docker", "docker pull"]
 
 
@@ -67,7 +67,7 @@ def test_docker_that_does_not_restart_there_goes_back(node: Node) -> None:
     outcome = node.boot()
 
     assert json.loads((node.root / "etc/docker/daemon.json").read_text()) == {}
-    assert outcome.told("docker run") == ["docker run"]
+    assert outcome.calls_starting("docker run") == ["docker run"]
 
 
 @pytest.mark.parametrize("broken", ["mkfs.xfs", "mount"])
@@ -84,7 +84,7 @@ def test_instance_store_that_cannot_be_used_leaves_the_root_disk(node: Node, bro
 def test_disks_outside_the_nodes_own_root_are_never_touched(node: Node) -> None:
     (node.world / "lsblk").write_text(f"/dev/nvme1n1 {STORE}\n")
 
-    assert node.boot().told(*DISK_CALLS) == []
+    assert node.boot().calls_starting(*DISK_CALLS) == []
 
 
 def test_a_blank_data_volume_is_formatted_and_mounted(node: Node) -> None:
@@ -93,7 +93,7 @@ def test_a_blank_data_volume_is_formatted_and_mounted(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told("mkfs.xfs", "mount", "docker run") == ["mkfs.xfs", "mount", "docker run"]
+    assert outcome.calls_starting("mkfs.xfs", "mount", "docker run") == ["mkfs.xfs", "mount", "docker run"]
     assert f"-v {node.root}/data:/data" in "\n".join(outcome.calls)
 
 
@@ -102,14 +102,14 @@ def test_a_data_volume_with_something_on_it_is_not_formatted(node: Node) -> None
     (node.root / "dev/sdf").touch()
     (node.world / "has-filesystem").touch()
 
-    assert node.boot().told("mkfs.xfs", "mount") == ["mount"]
+    assert node.boot().calls_starting("mkfs.xfs", "mount") == ["mount"]
 
 
 def test_a_snapshot_is_never_formatted_even_when_it_looks_blank(node: Node) -> None:
     node.data_volume = "snapshot"
     (node.root / "dev/sdf").touch()
 
-    assert node.boot().told("mkfs.xfs", "mount") == ["mount"]
+    assert node.boot().calls_starting("mkfs.xfs", "mount") == ["mount"]
 
 
 def test_a_snapshot_that_cannot_be_mounted_is_a_failed_attempt(node: Node) -> None:
@@ -117,4 +117,4 @@ def test_a_snapshot_that_cannot_be_mounted_is_a_failed_attempt(node: Node) -> No
     (node.root / "dev/sdf").touch()
     node.fails("mount")
 
-    assert node.boot().told("mkfs.xfs", "docker run", "shutdown -h now") == ["shutdown -h now"]
+    assert node.boot().calls_starting("mkfs.xfs", "docker run", "shutdown -h now") == ["shutdown -h now"]

@@ -49,14 +49,14 @@ def test_an_image_of_a_private_ecr_is_pulled_with_the_login_of_the_node_s_role(n
     outcome = node.boot()
 
     ask = "aws ecr get-authorization-token --region eu-west-1"
-    assert outcome.told(ask, "docker pull", RUN) == [ask, "docker pull", RUN]
+    assert outcome.calls_starting(ask, "docker pull", RUN) == [ask, "docker pull", RUN]
     assert json.loads((node.world / "login").read_text()) == {"auths": {registry: {"auth": "token of eu-west-1"}}}
 
 
 def test_an_image_that_everybody_may_have_is_pulled_without_a_login(node: Node) -> None:
     outcome = node.boot()
 
-    assert outcome.told("aws ecr") == []
+    assert outcome.calls_starting("aws ecr") == []
     assert (node.world / "login").read_text() == ""
 
 
@@ -84,7 +84,7 @@ def test_a_job_that_failed_for_good_ends_the_run(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+    assert outcome.calls_starting(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "failed"
 
 
@@ -93,7 +93,7 @@ def test_an_interrupted_node_over_an_hour_old_shuts_down_at_once(node: Node) -> 
 
     outcome = node.boot()
 
-    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(DELETE, SHUTDOWN) == [SHUTDOWN]
     assert "waiting for AWS" not in outcome.log
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["code"] == 75
 
@@ -106,7 +106,7 @@ def test_an_interrupted_node_in_its_first_hour_waits_for_aws_but_not_for_ever(no
     outcome = node.boot()
 
     assert "waiting for AWS" in outcome.log
-    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(DELETE, SHUTDOWN) == [SHUTDOWN]
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["notice"] is True
 
 
@@ -125,7 +125,7 @@ def test_a_job_stopped_without_a_notice_is_replaced_at_once_even_in_the_first_ho
     outcome = node.boot()
 
     assert "waiting for AWS" not in outcome.log
-    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(DELETE, SHUTDOWN) == [SHUTDOWN]
 
 
 def test_the_deletion_leaves_the_node_alive_until_it_ends_itself_from_outside(node: Node) -> None:
@@ -135,7 +135,7 @@ def test_the_deletion_leaves_the_node_alive_until_it_ends_itself_from_outside(no
 
     deletion = f"{DELETE} --fleet-ids {FLEET} --no-terminate-instances"
     end = f"{TERMINATE} --instance-ids {INSTANCE}"
-    assert outcome.told(deletion, end, SHUTDOWN) == [deletion, end, SHUTDOWN]
+    assert outcome.calls_starting(deletion, end, SHUTDOWN) == [deletion, end, SHUTDOWN]
     assert node.has("done.json")
 
 
@@ -146,7 +146,7 @@ def test_a_refused_deletion_is_seen_although_the_call_succeeds(node: Node) -> No
 
     assert "its expiry ends it" in outcome.log
     assert "its expiry ends it" in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
-    assert outcome.told(DELETE, TERMINATE, SHUTDOWN) == [DELETE] * 3 + [SHUTDOWN]
+    assert outcome.calls_starting(DELETE, TERMINATE, SHUTDOWN) == [DELETE] * 3 + [SHUTDOWN]
 
 
 def test_without_tags_in_metadata_the_node_finds_its_fleet_by_describing_itself(node: Node) -> None:
@@ -165,7 +165,7 @@ def test_the_timer_stops_the_job_marks_the_run_and_ends_it(node: Node) -> None:
     outcome = node.boot()
 
     ends = [RUN, "docker stop -t 115", DELETE, SHUTDOWN]
-    assert outcome.told(*ends) == ends
+    assert outcome.calls_starting(*ends) == ends
     assert node.stored("done.json")["reason"] == "timer"
 
 
@@ -181,7 +181,7 @@ def test_a_docker_that_hangs_does_not_keep_the_timer_from_ending_the_run(node: N
 
     outcome = node.boot()
 
-    assert outcome.told(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+    assert outcome.calls_starting(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "timer"
 
 
@@ -192,33 +192,33 @@ def test_the_timer_ends_the_run_during_an_image_pull_too(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+    assert outcome.calls_starting(RUN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
     assert node.stored("done.json")["reason"] == "timer"
 
 
 def test_sigterm_stops_the_container_and_its_exit_code_decides(node: Node) -> None:
     node.job_ends_with(75, "while [[ ! -e $WORLD/stopped ]]; do /bin/sleep 0.02; done")
     process = node.start()
-    _until(lambda: (node.world / "running").exists())
+    _wait_until(lambda: (node.world / "running").exists())
 
     process.send_signal(signal.SIGTERM)
     outcome = node.outcome(process)
 
-    assert outcome.told("docker stop -t 115", DELETE, SHUTDOWN) == ["docker stop -t 115", SHUTDOWN]
+    assert outcome.calls_starting("docker stop -t 115", DELETE, SHUTDOWN) == ["docker stop -t 115", SHUTDOWN]
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["code"] == 75
 
 
 def test_sigterm_during_the_image_pull_is_recorded(node: Node) -> None:
     (node.bin / "docker").write_text('#!/bin/bash\ntouch "$WORLD/pulling"\nexec /bin/sleep 1\n')
     process = node.start()
-    _until(lambda: (node.world / "pulling").exists())
+    _wait_until(lambda: (node.world / "pulling").exists())
 
     process.send_signal(signal.SIGTERM)
     outcome = node.outcome(process)
 
     exit_ = node.stored(f"attempts/{INSTANCE}.json")["exit"]
     assert (exit_["code"], exit_["notice"]) == (143, False)
-    assert outcome.told(DELETE, SHUTDOWN) == [SHUTDOWN]
+    assert outcome.calls_starting(DELETE, SHUTDOWN) == [SHUTDOWN]
 
 
 def test_a_notice_during_the_image_pull_is_recorded_before_the_machine_is_gone(node: Node) -> None:
@@ -312,7 +312,7 @@ def test_the_container_is_told_who_and_where_it_is(node: Node) -> None:
     assert (node.root / "opt/gpufleet/app/job/__init__.py").exists()
 
 
-def _until(condition: Callable[[], bool]) -> None:
+def _wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline

@@ -35,7 +35,7 @@ def test_a_machine_on_which_the_node_breaks_deletes_the_fleet_and_shuts_down(nod
 
     outcome = node.boot()
 
-    assert outcome.told(RUN, DELETE, TERMINATE, SHUTDOWN) == [DELETE, TERMINATE, SHUTDOWN]
+    assert outcome.calls_starting(RUN, DELETE, TERMINATE, SHUTDOWN) == [DELETE, TERMINATE, SHUTDOWN]
     exit_ = node.stored(f"attempts/{INSTANCE}.json")["exit"]
     assert (exit_["code"], exit_["reason"], exit_["notice"]) == (1, f"job/node ended with {code}", False)
     assert f"job/node ended with {code}" in (node.s3 / f"r1/boot/{INSTANCE}.log").read_text()
@@ -46,7 +46,7 @@ def test_a_node_that_breaks_amid_its_attempt_keeps_what_it_recorded(node: Node) 
 
     outcome = node.boot()
 
-    assert outcome.told(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+    assert outcome.calls_starting(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
     assert node.stored(f"attempts/{INSTANCE}.json")["type"] == "g5.2xlarge"
 
 
@@ -55,7 +55,7 @@ def test_without_the_archive_no_other_machine_follows(node: Node) -> None:
 
     outcome = node.boot()
 
-    assert outcome.told(DELETE, TERMINATE, SHUTDOWN) == [DELETE, TERMINATE, SHUTDOWN]
+    assert outcome.calls_starting(DELETE, TERMINATE, SHUTDOWN) == [DELETE, TERMINATE, SHUTDOWN]
     reason = node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
     assert reason == "the job archive cannot be had as declared"
 
@@ -68,8 +68,8 @@ def test_a_shutdown_that_the_system_refuses_is_asked_for_until_the_timer_ends_th
     outcome = node.boot()
 
     assert node.stored("done.json")["reason"] == "timer"
-    assert outcome.told(DELETE) == [DELETE] * 2  # by the timer, then by the script
-    assert outcome.told(SHUTDOWN) == [SHUTDOWN] * 15
+    assert outcome.calls_starting(DELETE) == [DELETE] * 2  # by the timer, then by the script
+    assert outcome.calls_starting(SHUTDOWN) == [SHUTDOWN] * 15
 
 
 def test_sigterm_while_the_archive_is_fetched_shuts_down_and_leaves_the_fleet(node: Node) -> None:

@@ -33,7 +33,7 @@ def test_the_header_is_what_the_node_reads() -> None:
     header = user_data.render(**VALUES).split("# The node of one run")[0]
 
     shown = subprocess.run(["bash"], input=header + "exec env -0", capture_output=True, text=True)
-    settings = Settings.of(dict(line.split("=", 1) for line in shown.stdout.split("\0") if line))
+    settings = Settings.from_environment(dict(line.split("=", 1) for line in shown.stdout.split("\0") if line))
 
     assert (settings.run, settings.image, settings.bucket) == ("r1", KNOWN["image"], VALUES["bucket"])
     assert (settings.timer_s, settings.device, settings.container_options) == (9000, "cuda", "")

@@ -68,7 +68,7 @@ def kernel(root: Path) -> StackDefinition:
     return replace(definition(), job=Job(experiment="kernel-sft", image="i:t", parameters=KernelConfig()))
 
 
-def why(root: Path, wanted: StackDefinition | None = None) -> str:
+def refusal(root: Path, wanted: StackDefinition | None = None) -> str:
     found = find(root, wanted)
     assert isinstance(found, Refused)
     return found.why
@@ -115,7 +115,7 @@ def test_a_longer_run_or_another_seed_is_the_same_speed(tmp_path: Path, config: 
 
 def test_a_changed_setting_is_refused_by_its_name(tmp_path: Path) -> None:
     place(tmp_path, measurement())
-    said = why(tmp_path, definition(config=growth(sequences=12)))
+    said = refusal(tmp_path, definition(config=growth(sequences=12)))
     assert "calibrations/tinystories-growth/nvidia-a10g.json does not count any more" in said
     assert "job.parameters.batch.sequences was 16, is 12" in said
     assert "gpufleet calibrate" in said
@@ -125,28 +125,28 @@ def test_a_setting_that_did_not_exist_then_is_refused(tmp_path: Path) -> None:
     tree = measurement()
     del tree["settings"]["model.layers"]
     place(tmp_path, tree)
-    assert "job.parameters.model.layers was absent, is 7" in why(tmp_path)
+    assert "job.parameters.model.layers was absent, is 7" in refusal(tmp_path)
 
 
 def test_a_setting_that_is_no_more_is_a_change(tmp_path: Path) -> None:
     place(tmp_path, measurement(settings={**measurement()["settings"], "model.gone": 7}))
-    assert "job.parameters.model.gone was 7, is absent" in why(tmp_path)
+    assert "job.parameters.model.gone was 7, is absent" in refusal(tmp_path)
 
 
 def test_many_changes_are_counted_not_listed(tmp_path: Path) -> None:
     place(tmp_path, measurement(settings={}))
-    assert "more" in why(tmp_path)
+    assert "more" in refusal(tmp_path)
 
 
 def test_changed_job_code_is_refused(tmp_path: Path) -> None:
     place(tmp_path, measurement(code_sha256="0" * 64))
-    assert "the code that trains (job/train, job/models, job/experiments, job/spec) has changed" in why(tmp_path)
+    assert "the code that trains (job/train, job/models, job/experiments, job/spec) has changed" in refusal(tmp_path)
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     tree = measurement()
     place(tmp_path, {**tree, "device": {**tree["device"], "ranks": 4}})
-    assert "measured with 4 processes, g5.2xlarge would run 1" in why(tmp_path)
+    assert "measured with 4 processes, g5.2xlarge would run 1" in refusal(tmp_path)
     wanted = kernel(tmp_path)
     assert isinstance(find(tmp_path, wanted), Calibration)
     assert "measured with 1 processes, g5.12xlarge would run 4" in find(tmp_path, wanted, "g5.12xlarge").why
@@ -155,7 +155,7 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
 def test_a_phase_that_was_not_reached_is_refused(tmp_path: Path) -> None:
     tree = measurement()
     place(tmp_path, {**tree, "phases": tree["phases"][:2]})
-    assert "did not reach phase grown" in why(tmp_path)
+    assert "did not reach phase grown" in refusal(tmp_path)
 
 
 def test_the_newest_that_counts_is_taken(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_receipt_without_measured_steps_is_nothing(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_refused_by_name_and_never_a_crash(tmp_path: Path, content: str) -> None:
     place(tmp_path, content)
-    assert "calibrations/tinystories-growth/nvidia-a10g.json is damaged: delete it" in why(tmp_path)
+    assert "calibrations/tinystories-growth/nvidia-a10g.json is damaged: delete it" in refusal(tmp_path)
 
 
 def test_a_damaged_file_does_not_hide_a_sound_one(tmp_path: Path) -> None:

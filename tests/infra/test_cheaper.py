@@ -34,7 +34,7 @@ def shipped(stack: str) -> StackDefinition:
     return load(ROOT / "stacks" / f"{stack}.yaml", now=NOW)
 
 
-def found(asked: StackDefinition, hours_left: float | None = None) -> Cheaper:
+def cheaper_options(asked: StackDefinition, hours_left: float | None = None) -> Cheaper:
     options = cheaper(asked, price(asked, CATALOG), CATALOG, hours_left=hours_left)
     assert options is not None
     return options
@@ -49,7 +49,7 @@ def test_each_option_put_into_the_file_is_accepted_and_costs_what_was_said(stack
     asked = shipped(stack)
     mean = price(asked, CATALOG).chosen.needed_usd.mean
     text = (ROOT / "stacks" / f"{stack}.yaml").read_text()
-    options = found(asked)
+    options = cheaper_options(asked)
     for row in options.rows:
         file = tmp_path / f"{stack}.yaml"
         written = re.sub(r"(?m)^  instance_types: .*$", f"  instance_types: [{row.type}]", text, count=1)
@@ -66,7 +66,7 @@ def test_each_option_put_into_the_file_is_accepted_and_costs_what_was_said(stack
 
 
 def test_the_plan_of_sft_h100_has_options_at_half_its_price() -> None:
-    options = found(shipped("sft-h100"))
+    options = cheaper_options(shipped("sft-h100"))
     assert len(options.rows) == SHOWN
     means = [row.usd.mean for row in options.rows if row.usd]
     assert means == sorted(means)
@@ -75,7 +75,7 @@ def test_the_plan_of_sft_h100_has_options_at_half_its_price() -> None:
 
 def test_a_type_that_passes_a_limit_is_counted_and_not_named() -> None:
     asked = shipped("sft-h100")
-    held, free = found(asked), found(replace(asked, limits=WIDE))
+    held, free = cheaper_options(asked), cheaper_options(replace(asked, limits=WIDE))
     slow = "g6e.2xlarge"  # 39 hours, where 16 are allowed
     assert slow not in {row.type for row in held.rows}
     assert slow in {row.type for row in free.rows}
@@ -86,7 +86,7 @@ def test_a_type_that_passes_a_limit_is_counted_and_not_named() -> None:
 
 def test_a_type_that_misses_the_deadline_is_counted_and_not_named() -> None:
     asked = shipped("sft-h100")
-    soon, later = found(asked, hours_left=6.0), found(asked)
+    soon, later = cheaper_options(asked, hours_left=6.0), cheaper_options(asked)
     assert [row.type for row in soon.rows] == ["p6-b200.48xlarge"]  # p5en: 4.9 hours at p90, and waits for capacity
     assert len(soon.rows) + soon.more + soon.beyond == len(later.rows) + later.more + later.beyond
 
@@ -95,23 +95,23 @@ def test_one_that_misses_the_deadline_in_a_third_of_runs_is_not_named() -> None:
     """Its own bill, on demand, is in time whatever happens."""
     asked = replace(shipped("pretrain-d64"), limits=WIDE)
     asked = replace(asked, fleet=replace(asked.fleet, capacity="on-demand"))
-    assert {"p5.48xlarge"} <= {row.type for row in found(asked).rows}
-    named = {row.type: row.late for row in found(asked, hours_left=9.0).rows}
+    assert {"p5.48xlarge"} <= {row.type for row in cheaper_options(asked).rows}
+    named = {row.type: row.late for row in cheaper_options(asked, hours_left=9.0).rows}
     assert "p5.48xlarge" not in named
     assert max(named.values(), default=0.0) <= 0.1
 
 
 def test_what_the_fleet_may_pick_already_is_no_option() -> None:
     asked = definition(types=("g5.2xlarge", "g6.xlarge"))  # the bill stands on the dearer of the two
-    assert "g6.xlarge" in {row.type for row in found(definition()).rows}
-    assert "g6.xlarge" not in {row.type for row in found(asked).rows}
+    assert "g6.xlarge" in {row.type for row in cheaper_options(definition()).rows}
+    assert "g6.xlarge" not in {row.type for row in cheaper_options(asked).rows}
 
 
 def test_a_listed_type_is_one_with_the_other_capacity() -> None:
-    rows = found(definition(capacity="on-demand", max_usd="20")).rows
+    rows = cheaper_options(definition(capacity="on-demand", max_usd="20")).rows
     assert {row.capacity for row in rows} == {"spot"}
     asked = definition(capacity="on-demand", types=tuple(row.type for row in rows), max_usd="20")
-    assert {row.type for row in found(asked).rows} == {row.type for row in rows}
+    assert {row.type for row in cheaper_options(asked).rows} == {row.type for row in rows}
 
 
 def test_several_nodes_are_compared_with_nothing() -> None:
@@ -121,7 +121,7 @@ def test_several_nodes_are_compared_with_nothing() -> None:
 
 def test_the_bill_names_them_and_where_all_are() -> None:
     asked = shipped("sft-h100")
-    options = found(asked)
+    options = cheaper_options(asked)
     text = flat(price(asked, CATALOG), options)
     (first, *_), more = options.rows, options.more
     assert f"{first.type} on spot 8 x B200 4 " in text
@@ -132,7 +132,7 @@ def test_the_bill_names_them_and_where_all_are() -> None:
 
 def test_a_bill_without_any_says_so() -> None:
     asked = shipped("kernel-sft")
-    options = found(asked)
+    options = cheaper_options(asked)
     assert options.rows == ()
     said = "No other type does this work for less; all: `gpufleet compare kernel-sft`."
     assert said in flat(price(asked, CATALOG), options)
@@ -140,12 +140,12 @@ def test_a_bill_without_any_says_so() -> None:
 
 def test_a_scenarios_bill_names_the_comparison_of_that_scenario() -> None:
     asked = replace(shipped("kernel-sft"), scenario="ours")
-    assert found(asked).command == "gpufleet compare kernel-sft --scenario ours"
+    assert cheaper_options(asked).command == "gpufleet compare kernel-sft --scenario ours"
 
 
 def test_an_assumed_speed_beside_a_measured_one_is_marked() -> None:
     asked = definition(step_ms=("300", "600", "2000"), max_usd="20", max_hours="20")  # far slower than the data sheet
-    options = found(asked)
+    options = cheaper_options(asked)
     assert options.assumed == {row.type for row in options.rows if not row.type.startswith("g5.")} != set()
     text = flat(price(asked, CATALOG), options)
     assert all(f"{row.type} on spot *" in text for row in options.rows if row.type in options.assumed)
@@ -158,7 +158,7 @@ def test_what_is_only_priced_is_held_against_no_limit() -> None:
         "conservative"
     ]
     assert conservative.variant.only_priced
-    options = found(conservative, hours_left=-1.0)
+    options = cheaper_options(conservative, hours_left=-1.0)
     assert options.rows[0].capacity == "spot"
     assert options.beyond == 0
 

@@ -88,7 +88,7 @@ FILES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", FILES)
 def test_no_file_of_a_project_ends_a_command_with_a_traceback(name: str, tmp_path: Path) -> None:
     tree, read = FILES[name]
-    for content in mutations.of(tree):
+    for content in mutations.mutations(tree):
         said = ""
         try:
             read(content, tmp_path)

@@ -24,15 +24,15 @@ def of_zone(*observations: Observation, zone: str | None = "a") -> Hazard:
 
 
 def test_nothing_known_is_the_log_normal_of_the_public_traces() -> None:
-    drawn = Hazard().of(NORMALS)
+    drawn = Hazard().per_run(NORMALS)
     assert np.median(drawn) == pytest.approx(0.3, rel=0.01)
     assert np.log(drawn).std() == pytest.approx(0.9, rel=0.01)
     assert Hazard().quantile(0.9) == pytest.approx(0.3 * math.exp(0.9 * 1.2816), rel=1e-3)
 
 
 def test_a_fixed_hazard_is_drawn_as_it_is() -> None:
-    assert set(Hazard.fixed(0.2).of(NORMALS[:100])) == {0.2}
-    assert set(Hazard.fixed(0.0).of(NORMALS[:100])) == {0.0}
+    assert set(Hazard.fixed(0.2).per_run(NORMALS[:100])) == {0.2}
+    assert set(Hazard.fixed(0.0).per_run(NORMALS[:100])) == {0.0}
 
 
 def test_a_long_history_rules_and_a_short_one_hardly_counts() -> None:

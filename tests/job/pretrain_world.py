@@ -23,7 +23,7 @@ PARAMETERS: dict[str, Any] = {
 }
 
 
-def after(step: int, *, begun: int = 0) -> int:
+def look_after(step: int, *, begun: int = 0) -> int:
     """The look at the stop request that follows a step, of a start at `begun`: one before the first step, one after
     each, and in each evaluation four, between five micro-batches.
     """

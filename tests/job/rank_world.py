@@ -280,7 +280,7 @@ def one(
     sys.exit(trainer.train(workdir, 0, StopAt(workdir, looks[rank], saves=saves)))
 
 
-def alone(workdir: Path) -> None:
+def train_on_one_rank(workdir: Path) -> None:
     """A run on one rank, in a process that has nothing else to import."""
     torch.set_num_threads(1)
     sys.exit(trainer.main([str(workdir)]))

@@ -27,7 +27,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(condition: object, seconds: float = 20.0) -> None:
+def wait_until(condition: object, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, "it never happened"
@@ -42,7 +42,7 @@ def test_nothing_that_a_terminal_would_obey_is_logged(tmp_path: Path) -> None:
     stream, log = BytesIO(), tmp_path / "job.log"
     said = r"import sys; sys.stdout.buffer.write(b'\x1b[2J10 %\r20 %\ttwo\xff\x9b\n')"
     child = start(Log(log, stream), said)
-    until(lambda: child.poll() is not None)
+    wait_until(lambda: child.poll() is not None)
     assert log.read_bytes() == stream.getvalue() == "\\x1b[2J10 %\n20 %\ttwo\ufffd\ufffd\n".encode()
 
 
@@ -51,7 +51,7 @@ def test_output_goes_to_the_log_and_on_and_the_code_is_kept(tmp_path: Path) -> N
     child = start(
         Log(tmp_path / "job.log", stream), "import sys; print('out'); sys.stderr.write('err\\n'); sys.exit(69)"
     )
-    until(lambda: child.poll() is not None)
+    wait_until(lambda: child.poll() is not None)
     assert child.poll() == 69
     assert sorted((tmp_path / "job.log").read_text().splitlines()) == ["err", "out"]
     assert sorted(stream.getvalue().decode().splitlines()) == ["err", "out"]
@@ -72,14 +72,14 @@ def test_ranks_end_with_what_one_of_them_has_left_and_an_earlier_start_has_not(
     path.write_text('{"code": 0}')
     words = [sys.executable, "-c", code.format(path=str(path))]
     child = Child(words, os.environ, Log(tmp_path / "job.log", BytesIO()), time.time, path)
-    until(lambda: child.poll() is not None)
+    wait_until(lambda: child.poll() is not None)
     assert child.poll() == ends
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     stream = BytesIO()
     child = start(Log(tmp_path / "no" / "folder" / "job.log", stream), "print('out')")
-    until(lambda: child.poll() is not None)
+    wait_until(lambda: child.poll() is not None)
     assert child.poll() == 0
     assert stream.getvalue() == b"out\n"
 
@@ -91,12 +91,12 @@ def test_a_kill_ends_the_whole_group(tmp_path: Path) -> None:
     )
     stream = BytesIO()
     child = start(Log(tmp_path / "job.log", stream), code)
-    until(lambda: stream.getvalue().endswith(b"\n"))
+    wait_until(lambda: stream.getvalue().endswith(b"\n"))
     grandchild = int(stream.getvalue())
     assert alive(grandchild)
     child.kill()
     child.kill()
-    until(lambda: not alive(grandchild))
+    wait_until(lambda: not alive(grandchild))
     assert child.poll() == -signal.SIGKILL
 
 
@@ -129,7 +129,7 @@ def test_one_that_waits_says_nothing_until_it_is_let_go(tmp_path: Path) -> None:
     assert child.poll() is None
     assert not stream.getvalue()
     child.go(3)
-    until(lambda: child.poll() is not None)
+    wait_until(lambda: child.poll() is not None)
     assert child.poll() == 0
     assert stream.getvalue().split() == [b"imported", b'{"rung":', b"3}"]
 
@@ -147,7 +147,7 @@ def test_a_process_that_left_the_group_and_holds_the_output_does_not_hold_the_su
     code = "import subprocess, sys; subprocess.Popen(['sleep', '2'], start_new_session=True); print('out')"
     child = start(Log(tmp_path / "job.log", BytesIO()), code)
     began = time.monotonic()
-    until(lambda: child.poll() is not None)
+    wait_until(lambda: child.poll() is not None)
     assert child.poll() == 0
     assert time.monotonic() - began < 1.5
     child._reader.join()
@@ -170,7 +170,7 @@ def test_the_trainer_does_not_outlive_a_killed_supervisor() -> None:
     assert os.getpgid(pid) != os.getpgid(parent.pid)
     parent.kill()
     parent.wait()
-    until(lambda: not alive(pid))
+    wait_until(lambda: not alive(pid))
     parent.stdout.close()
 
 

@@ -98,7 +98,7 @@ def misses() -> int:
     return counters["inductor"]["fxgraph_cache_miss"]
 
 
-def kept(session: Session) -> Path:
+def compiled_graphs(session: Session) -> Path:
     (path,) = (session.workdir / GRAPHS).iterdir()
     return path
 
@@ -121,7 +121,7 @@ def test_a_node_with_an_empty_disk_compiles_nothing_that_another_has(session: Se
     assert later == [None, None]
     compiled = misses()
     assert compiled == before + 2  # forward and backward
-    written = kept(session).stat().st_mtime_ns
+    written = compiled_graphs(session).stat().st_mtime_ns
 
     traced = counters["aot_autograd"]["autograd_cache_hit"]
     again, *later = start(session, **named)
@@ -130,7 +130,7 @@ def test_a_node_with_an_empty_disk_compiles_nothing_that_another_has(session: Se
     assert again is not None
     assert again.endswith(" s, from the cache")
     assert later == [None, None]
-    assert kept(session).stat().st_mtime_ns == written  # nothing was new
+    assert compiled_graphs(session).stat().st_mtime_ns == written  # nothing was new
     noted = atomic.read_object(session.workdir / "compiled.json")
     assert noted is not None
     assert (noted["dense"]["graphs"], noted["dense"]["cached"]) == (2, 2)
@@ -152,14 +152,14 @@ def foreign(content: bytes) -> bytes:
 @pytest.mark.parametrize("harm", [cut, flipped, foreign])
 def test_a_damaged_or_foreign_file_is_named_and_replaced(session: Session, harm: Callable[[bytes], bytes]) -> None:
     start(session)
-    whole = kept(session).read_bytes()
-    kept(session).write_bytes(harm(whole))
+    whole = compiled_graphs(session).read_bytes()
+    compiled_graphs(session).write_bytes(harm(whole))
     before = misses()
     words = start(session)
     assert misses() == before + 2
     assert words[0] is not None
-    assert f"{kept(session).name} is of no use, graphs are compiled again" in said(session)
-    assert len(kept(session).read_bytes()) == pytest.approx(len(whole), rel=0.1)
+    assert f"{compiled_graphs(session).name} is of no use, graphs are compiled again" in said(session)
+    assert len(compiled_graphs(session).read_bytes()) == pytest.approx(len(whole), rel=0.1)
     before = misses()
     start(session)
     assert misses() == before

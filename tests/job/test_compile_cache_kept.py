@@ -28,7 +28,7 @@ def crash(trainer: FakeTrainer) -> int:
     return 1
 
 
-def kept(bench: Bench) -> dict[str, bytes]:
+def stored_graphs(bench: Bench) -> dict[str, bytes]:
     """What lies in the bucket, by name."""
     return {path.name: path.read_bytes() for path in (bench.bucket / GRAPHS).rglob("*") if path.is_file()}
 
@@ -109,7 +109,7 @@ def test_files_of_a_used_disk_are_not_believed(tmp_path: Path) -> None:
     atomic.write_bytes(left, b"whose?")
     assert bench.attempt("i-1").run() == 0
     assert not left.exists()
-    assert kept(bench) == {}
+    assert stored_graphs(bench) == {}
 
 
 class Deaf(FolderStore):
@@ -141,7 +141,7 @@ def test_a_folder_beyond_all_bounds_is_neither_fetched_nor_filled(
     bench = Bench(tmp_path)
     supervisor = bench.attempt("i-1", script={2: lambda trainer: compiles(trainer, "large.bin", b"x" * 11), 9: crash})
     assert supervisor.run() == 1
-    assert kept(bench) == {}
+    assert stored_graphs(bench) == {}
     assert "large.bin is not kept" in bench.said
     there = Path(place(supervisor.run_file, bench.store.uri))
     for name in ("a.bin", "b.bin"):

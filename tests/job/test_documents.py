@@ -220,7 +220,7 @@ def metrics_line(content: bytes, folder: Path) -> None:
 def ledger(read: Any) -> Any:
     def kept(content: bytes, folder: Path) -> None:
         (folder / "kept.jsonl").write_bytes(content.replace(b"\n", b" ") + b"\n")
-        Ledger(folder / "kept.jsonl").kept(read)
+        Ledger(folder / "kept.jsonl").read(read)
 
     return kept
 
@@ -295,7 +295,7 @@ REFUSED = (
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_no_document_ends_a_process_with_a_traceback(document: str, tmp_path: Path) -> None:
     tree, read = DOCUMENTS[document]
-    for number, content in enumerate(mutations.of(tree)):
+    for number, content in enumerate(mutations.mutations(tree)):
         folder = tmp_path / str(number)
         folder.mkdir()
         said = ""

@@ -105,7 +105,7 @@ def undisturbed(workdir: Path, run: dict[str, Any], bucket: Path) -> Iterator[Ca
     """A run in one piece, by the trainer alone, beside the others; asked for, it gives its final weights' sha256."""
     runs.place(workdir, run)
     (workdir / "data").symlink_to(bucket / "inputs" / run["inputs"]["dataset"]["sha256"])
-    process = rank_world.CONTEXT.Process(target=rank_world.alone, args=(workdir,), daemon=True)
+    process = rank_world.CONTEXT.Process(target=rank_world.train_on_one_rank, args=(workdir,), daemon=True)
     process.start()
 
     def weights() -> str:

@@ -63,7 +63,7 @@ def test_it_leaves_weights_candidates_verdicts_and_a_statement(finished: Path) -
     assert meta["files"][0]["sha256"] == found["weights_sha256"]
     weights = load_file(finished / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert world.left(finished) == (2 * 28_544, 2 * 28_544)
+    assert world.export_bytes(finished) == (2 * 28_544, 2 * 28_544)
 
 
 def test_the_log_says_how_far_the_funnel_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from job.dataset.prepare import DatasetManifest, describe, publish, read_manifes
 FACTS = {"train_characters": 1200, "validation_characters": 12, "vocab": 17}
 
 
-def made(folder: Path, content: bytes = b"abc") -> DatasetManifest:
+def published(folder: Path, content: bytes = b"abc") -> DatasetManifest:
     def write(temporary: Path) -> None:
         (temporary / "rows").mkdir()
         (temporary / "rows" / "train.bin").write_bytes(content)
@@ -29,7 +29,7 @@ def made(folder: Path, content: bytes = b"abc") -> DatasetManifest:
 
 
 def test_a_published_folder_reads_back_with_kind_facts_and_hashes(tmp_path: Path) -> None:
-    manifest = made(tmp_path / "data")
+    manifest = published(tmp_path / "data")
     assert read_manifest(tmp_path / "data") == manifest
     assert (manifest.kind, manifest.facts, manifest.train) == ("characters", FACTS, ("rows/train.bin",))
     assert [file.name for file in manifest.files] == ["rows/train.bin", "dataset.json"]
@@ -37,9 +37,9 @@ def test_a_published_folder_reads_back_with_kind_facts_and_hashes(tmp_path: Path
 
 
 def test_the_same_dataset_again_leaves_the_folder_alone(tmp_path: Path) -> None:
-    made(tmp_path / "data")
+    published(tmp_path / "data")
     before = (tmp_path / "data").stat().st_ino
-    made(tmp_path / "data")
+    published(tmp_path / "data")
     assert (tmp_path / "data").stat().st_ino == before
 
 
@@ -47,9 +47,9 @@ def test_the_same_dataset_again_leaves_the_folder_alone(tmp_path: Path) -> None:
 def test_a_link_to_another_disk_stays_a_link(there: bool, tmp_path: Path) -> None:
     place, link = tmp_path / "large" / "sets" / "data", tmp_path / "data"
     if there:
-        made(place, b"before")
+        published(place, b"before")
     link.symlink_to(place)
-    made(link)
+    published(link)
     assert link.readlink() == place
     assert (place / "rows" / "train.bin").read_bytes() == b"abc"
     assert [path.name for path in place.parent.iterdir()] == ["data"]
@@ -66,7 +66,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) -> None:
-    made(tmp_path / "data")
+    published(tmp_path / "data")
     path = tmp_path / "data" / "dataset.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "kind": "pictures"}))
     with pytest.raises(ValueError, match="windows, packed, characters, ranking"):
@@ -90,6 +90,8 @@ def test_a_manifest_written_before_there_were_kinds_is_one_of_windows(tmp_path: 
 
 
 def test_one_line_says_what_a_dataset_is(tmp_path: Path) -> None:
-    assert describe(made(tmp_path / "data")).startswith("characters from pairs.jsonl: train_characters 1,200, ")
-    long = replace(made(tmp_path / "data"), source=f"text: sha256 {'0a' * 32}, by words", facts={"by": "words", "n": 2})
+    assert describe(published(tmp_path / "data")).startswith("characters from pairs.jsonl: train_characters 1,200, ")
+    long = replace(
+        published(tmp_path / "data"), source=f"text: sha256 {'0a' * 32}, by words", facts={"by": "words", "n": 2}
+    )
     assert describe(long).startswith("characters from text: sha256 0a0a0a0a0a0a, by words: n 2; 0.0 MB")

@@ -71,7 +71,7 @@ def updated(number: int, size: int, port: int) -> None:
             opt.step()
     for before, one, part in zip(start, whole, cut, strict=True):
         assert (one - before).abs().max() > 0.1
-        assert (parallel.whole(part) - one).abs().max() < 2e-3  # a rate of 0.1 times what bf16 rounds off
+        assert (parallel.full_tensor(part) - one).abs().max() < 2e-3  # a rate of 0.1 times what bf16 rounds off
     ranks.close()
 
 

@@ -62,7 +62,7 @@ def test_the_result_table_says_what_was_predicted_measured_and_learned(finished:
 
 
 def test_the_export_is_served_and_continues_as_the_run_did(finished: Path) -> None:
-    found, sized = world.left(finished)
+    found, sized = world.export_bytes(finished)
     assert found == sized
     served = open_model(finished / "final")
     asked = Generation(prompt="1+2", max_tokens=4, temperature=0)
@@ -188,7 +188,7 @@ def test_the_last_weights_are_exported_where_they_are_the_best_and_could_not_be_
 def test_a_torn_checkpoint_is_never_the_best_that_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(9))) == TrainerExit.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(9))) == TrainerExit.STOPPED
     data = workdir / "ckpt" / "step_00000008" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
     assert world.train(workdir) == TrainerExit.FINISHED
@@ -200,7 +200,7 @@ def test_a_best_that_did_not_reach_the_next_node_is_not_what_it_must_beat(
 ) -> None:
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(9))) == TrainerExit.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(9))) == TrainerExit.STOPPED
     assert world.committed(workdir) == [8, 9]
     shutil.rmtree(workdir / "ckpt" / "step_00000008")
     assert world.train(workdir) == TrainerExit.FINISHED
@@ -213,7 +213,7 @@ def test_an_evaluation_that_is_stopped_is_made_up_for_by_the_next_start_or_the_o
 ) -> None:
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1})
     workdir = pretrain.make(tmp_path)
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(7) + 1)) == TrainerExit.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(7) + 1)) == TrainerExit.STOPPED
     assert "stopped after step 8: test" in capsys.readouterr().out
     (line,) = (record for record in world.records(workdir) if record["step"] == 8)
     assert line["val_loss"] is None
@@ -235,7 +235,7 @@ def test_where_the_disk_has_no_room_for_the_loss_of_an_evaluation_made_up_for_th
 
     planted(monkeypatch, {4: 1.2, 8: 1.0, 12: 1.1, 16: 1.3})
     workdir = pretrain.make(tmp_path, steps=16)
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(7) + 1)) == TrainerExit.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(7) + 1)) == TrainerExit.STOPPED
     monkeypatch.setattr(Committed, "evaluated", full)
     assert world.train(workdir) == TrainerExit.FINISHED
     assert results(workdir)["best_step"] == 12
@@ -244,7 +244,7 @@ def test_where_the_disk_has_no_room_for_the_loss_of_an_evaluation_made_up_for_th
 def test_an_evaluation_made_up_for_can_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(27) + 1)) == TrainerExit.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(27) + 1)) == TrainerExit.STOPPED
     assert world.train(workdir) == TrainerExit.FINISHED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (28, 12)
 
@@ -254,7 +254,7 @@ def test_an_end_by_early_stop_is_repeated_without_a_step_when_it_is_cut(
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(28) + 2)) == TrainerExit.STOPPED  # behind it
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(28) + 2)) == TrainerExit.STOPPED  # behind it
     assert max(world.committed(workdir)) == 28
     assert world.train(workdir) == TrainerExit.FINISHED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (28, 12)
@@ -265,7 +265,7 @@ def test_where_the_best_checkpoint_is_gone_what_is_exported_is_said_to_be_what_i
 ) -> None:
     monkeypatch.setattr("job.experiments.pretrain.Pretrain", Rising)
     workdir = pretrain.make(tmp_path, steps=200, early_stop={"patience": 4, "after": 8})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(22))) == TrainerExit.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(22))) == TrainerExit.STOPPED
     shutil.rmtree(workdir / "ckpt" / "step_00000012")  # as on another node, which has the newest alone
     assert world.train(workdir) == TrainerExit.FINISHED
     said, table = capsys.readouterr().out, results(workdir)
@@ -283,10 +283,12 @@ def test_a_run_that_a_limit_ends_leaves_its_best_checkpoint_to_be_served(
     assert world.train(workdir, world.StopAt(workdir, 3, ends=True)) == TrainerExit.STOPPED
     assert not (workdir / "final").exists()  # nothing was evaluated yet
     assert (
-        world.train(workdir, world.StopAt(workdir, pretrain.after(14, begun=3))) == TrainerExit.STOPPED
+        world.train(workdir, world.StopAt(workdir, pretrain.look_after(14, begun=3))) == TrainerExit.STOPPED
     )  # another start goes on
     assert not (workdir / "final").exists()
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(16, begun=14), ends=True)) == TrainerExit.STOPPED
+    assert (
+        world.train(workdir, world.StopAt(workdir, pretrain.look_after(16, begun=14), ends=True)) == TrainerExit.STOPPED
+    )
     table, meta = results(workdir), atomic.read_object(workdir / "final" / "meta.json") or {}
     assert (table["steps"], table["steps_planned"], table["best_step"]) == (max(world.committed(workdir)), 40, 8)
     assert (meta["step"], meta["val_loss"]) == (8, 1.0)
@@ -296,7 +298,7 @@ def test_a_run_that_a_limit_ends_leaves_its_best_checkpoint_to_be_served(
 def test_a_limit_met_by_a_node_before_its_first_step_counts_the_steps_of_those_before(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
     assert (
-        world.train(workdir, world.StopAt(workdir, pretrain.after(6))) == TrainerExit.STOPPED
+        world.train(workdir, world.StopAt(workdir, pretrain.look_after(6))) == TrainerExit.STOPPED
     )  # evaluated after step 4
     assert world.train(workdir, world.StopAt(workdir, 0, ends=True)) == TrainerExit.STOPPED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (6, 4)
@@ -304,7 +306,7 @@ def test_a_limit_met_by_a_node_before_its_first_step_counts_the_steps_of_those_b
 
 def test_a_limit_met_after_the_only_evaluation_was_made_up_for_exports_its_checkpoint(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(3) + 1)) == TrainerExit.STOPPED  # in it
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(3) + 1)) == TrainerExit.STOPPED  # in it
     assert world.train(workdir, world.StopAt(workdir, 1 + 4)) == TrainerExit.STOPPED  # after it, and before a step
     assert world.train(workdir, world.StopAt(workdir, 0, ends=True)) == TrainerExit.STOPPED
     assert (results(workdir)["steps"], results(workdir)["best_step"]) == (4, 4)
@@ -312,14 +314,14 @@ def test_a_limit_met_after_the_only_evaluation_was_made_up_for_exports_its_check
 
 def test_a_limit_met_after_the_last_step_costs_no_export(tmp_path: Path) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(12) + 2, ends=True)) == TrainerExit.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(12) + 2, ends=True)) == TrainerExit.STOPPED
     assert (results(workdir)["steps"], results(workdir)["samples"]) == (12, {})
     assert (workdir / "final" / "meta.json").is_file()
 
 
 def test_a_stop_is_heeded_between_two_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = pretrain.make(tmp_path, optim={"kind": "adamw", "lr": 0.003}, eval={"prompts": ["1+2", "3"]})
-    assert world.train(workdir, world.StopAt(workdir, pretrain.after(12) + 3)) == TrainerExit.STOPPED
+    assert world.train(workdir, world.StopAt(workdir, pretrain.look_after(12) + 3)) == TrainerExit.STOPPED
     said = capsys.readouterr().out
     assert "'1+2' -> " in said
     assert "'3' -> " not in said

@@ -115,7 +115,7 @@ def test_final_holds_the_merged_weights_whose_loss_was_reported(finished: Path) 
     assert meta["tokens"] == world.records(finished)[-1]["tokens"]
     assert Decoder(**meta["shape"]) == hf_config.read_shape(folder)
     assert (folder / "words.json").exists()
-    found, sized = world.left(finished)
+    found, sized = world.export_bytes(finished)
     merged = 2 * sum(layer.numel() for layer in module.parameters())
     assert found == sized - merged  # it is sized in fp32, which it could have had to be
 

@@ -76,13 +76,13 @@ def test_a_store_that_refuses_to_note_where_a_node_went_on_stops_nothing(tmp_pat
     bench = interrupted(tmp_path)
     refused: list[int] = []
 
-    def once(put: int, key: str) -> StoreError | None:
+    def refuse_once(put: int, key: str) -> StoreError | None:
         if key != "attempts/i-2.json" or refused or "resuming from step 5" not in bench.said:
             return None
         refused.append(put)
         return StoreError("503 slow down")
 
-    assert bench.attempt("i-2", store=FaultyStore(bench.store, once)).run() == 0
+    assert bench.attempt("i-2", store=FaultyStore(bench.store, refuse_once)).run() == 0
     assert refused
     assert bench.json("attempts/i-2.json")["resumed_step"] == 5
 
@@ -209,27 +209,31 @@ def test_the_best_checkpoint_is_kept_when_staging_it_is_cut_short(
 def test_a_machine_that_is_taken_later_than_it_was_said_goes_on_publishing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
 
-    def away(_: int, key: str) -> StoreError | None:
+    def refuse_until_gone(_: int, key: str) -> StoreError | None:
         notice = bench.metadata.notice
         there = notice is not None and bench.clock.now >= notice + 20
         return None if there or not key.startswith("ckpt/") else StoreError("503")
 
-    assert bench.attempt(store=FaultyStore(bench.store, away), script={5: notice_at(bench, 120)}).run() == 75
+    assert (
+        bench.attempt(store=FaultyStore(bench.store, refuse_until_gone), script={5: notice_at(bench, 120)}).run() == 75
+    )
     assert bench.manifests() == [5]
 
 
 def test_with_no_time_for_another_save_the_newest_commit_goes_first(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
 
-    def taken(trainer: FakeTrainer) -> None:
+    def commit_then_notice(trainer: FakeTrainer) -> None:
         trainer.commit("boundary")
         bench.notice(1)
 
-    def away(_: int, key: str) -> StoreError | None:
+    def refuse_before_notice(_: int, key: str) -> StoreError | None:
         return StoreError("503") if bench.metadata.notice is None and key.startswith("ckpt/") else None
 
-    script = {4: lambda t: t.commit("boundary"), 5: taken}
-    assert bench.attempt(store=FaultyStore(bench.store, away), script=script, commit_every=99).run() == 75
+    script = {4: lambda t: t.commit("boundary"), 5: commit_then_notice}
+    assert (
+        bench.attempt(store=FaultyStore(bench.store, refuse_before_notice), script=script, commit_every=99).run() == 75
+    )
     assert bench.manifests() == [5]
 
 

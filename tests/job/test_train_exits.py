@@ -72,7 +72,7 @@ def test_a_routers_load_is_that_of_its_busiest_expert_over_the_mean(tmp_path: Pa
 def test_the_final_model_is_the_last_phases(finished: Path) -> None:
     end = finished / "exports" / "phase3_end" / "model.safetensors"
     assert (finished / "final" / "model.safetensors").read_bytes() == end.read_bytes()
-    found, sized = world.left(finished)
+    found, sized = world.export_bytes(finished)
     assert found == sized
     assert world.committed(finished)[-1] == 3 * STEPS
 
@@ -478,7 +478,7 @@ def test_a_second_trainer_in_the_same_folder_ends_and_touches_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workdir = world.make(tmp_path)
-    with trainer.alone(workdir):
+    with trainer.workdir_lock(workdir):
         before = sorted(workdir.rglob("*"))
         assert world.train(workdir) == TrainerExit.CRASHED
         assert "belongs to another trainer that is still running" in capsys.readouterr().out

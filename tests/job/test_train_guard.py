@@ -38,7 +38,7 @@ GPU = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24.0, drive
 PREDICTED = {"phase": "dense", "tokens_per_s": 1000.0, "mfu": 0.4}
 
 
-def seen(losses: list[float], **config: Any) -> SpikeGuard:
+def guard_after(losses: list[float], **config: Any) -> SpikeGuard:
     guard = SpikeGuard(Guard(**config))
     for index, loss in enumerate(losses):
         guard.see(loss, index + 1)
@@ -136,12 +136,12 @@ def test_an_evaluation_in_its_range_clears_high_losses() -> None:
 
 
 def test_switched_off_it_suspects_nothing() -> None:
-    assert not seen([*falling(), *[9.0] * 50], divergence=False).suspicious
+    assert not guard_after([*falling(), *[9.0] * 50], divergence=False).suspicious
 
 
 @pytest.mark.parametrize("before", [0, 4])
 def test_a_guard_that_goes_on_judges_as_if_nothing_had_happened(before: int) -> None:
-    guard = seen([*falling(), *[9.0] * before])
+    guard = guard_after([*falling(), *[9.0] * before])
     on = SpikeGuard(Guard(), json.loads(json.dumps(guard.state)))
     asked = [on.see(9.0, 121 + at) for at in range(10 - before)]
     assert asked == [False] * (9 - before) + [True]

@@ -34,7 +34,7 @@ def commit(workdir: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_rank_workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One rank, uninterrupted."""
     workdir = world.make(tmp_path_factory.mktemp("alone"), sharded=False)
     assert world.train(1, workdir) == 0
@@ -49,13 +49,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, workdir
 
 
-def test_two_ranks_have_the_losses_and_weights_of_one(pair: tuple[bool, Path], alone: Path) -> None:
+def test_two_ranks_have_the_losses_and_weights_of_one(pair: tuple[bool, Path], one_rank_workdir: Path) -> None:
     _, two = pair
-    assert losses(two) == pytest.approx(losses(alone), rel=1e-6)
+    assert losses(two) == pytest.approx(losses(one_rank_workdir), rel=1e-6)
     assert [r["val_loss"] for r in records(two)] == [
-        None if r["val_loss"] is None else pytest.approx(r["val_loss"], rel=1e-6) for r in records(alone)
+        None if r["val_loss"] is None else pytest.approx(r["val_loss"], rel=1e-6) for r in records(one_rank_workdir)
     ]
-    for name, tensor in weights(alone).items():
+    for name, tensor in weights(one_rank_workdir).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-4, atol=1e-6)
 
 
@@ -73,14 +73,14 @@ def test_two_ranks_resumed_by_two_end_with_the_same_bits(pair: tuple[bool, Path]
 
 @SPREADS
 def test_a_run_goes_from_two_ranks_to_one_to_four_as_if_it_had_always_been_one(
-    sharded: bool, alone: Path, tmp_path: Path
+    sharded: bool, one_rank_workdir: Path, tmp_path: Path
 ) -> None:
     workdir = world.make(tmp_path, sharded=sharded)
     assert world.train(2, workdir, 4) == 75  # before the first step, and after each: four steps
     assert committed(workdir) == [4]
     assert world.train(1, workdir, 4) == 75
     assert world.train(4, workdir) == 0
-    assert losses(workdir) == pytest.approx(losses(alone), rel=1e-6)
+    assert losses(workdir) == pytest.approx(losses(one_rank_workdir), rel=1e-6)
     assert [commit(workdir, step)["world_size"] for step in committed(workdir)] == [1, 4]
 
 
@@ -122,7 +122,7 @@ def test_what_was_left_torn_is_gone_before_any_rank_writes(tmp_path: Path) -> No
     assert committed(workdir) == [2]
 
 
-def test_sharded_blocks_compile_without_a_break_and_change_nothing(alone: Path, tmp_path: Path) -> None:
+def test_sharded_blocks_compile_without_a_break_and_change_nothing(one_rank_workdir: Path, tmp_path: Path) -> None:
     workdir = world.make(tmp_path, sharded=True)
     assert world.train(2, workdir, broken="compiled") == 0
-    assert losses(workdir) == pytest.approx(losses(alone), rel=1e-6)
+    assert losses(workdir) == pytest.approx(losses(one_rank_workdir), rel=1e-6)

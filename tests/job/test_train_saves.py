@@ -54,7 +54,7 @@ class World:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> World:
+def timed_world(monkeypatch: pytest.MonkeyPatch) -> World:
     found, update, save = World(), step.update, Checkpoints.save
 
     def updated(*given: Any) -> step.StepResult:
@@ -81,99 +81,101 @@ def best(*steps: int) -> list[tuple[int, str]]:
     return [(number, "best") for number in steps]
 
 
-def run(told: World, workdir: Path, steps: int = 20, **changed: Any) -> list[tuple[int, str]]:
+def run(timed_world: World, workdir: Path, steps: int = 20, **changed: Any) -> list[tuple[int, str]]:
     """The saves of a phase of `steps` steps before its end, evaluated at every second one."""
     made = world.make(workdir, steps_per_phase=steps, **changed)
     assert world.train(made, StopAt(made, steps + 1)) == 75
-    *found, last = told.saves
+    *found, last = timed_world.saves
     assert last == (steps, "boundary")
     return found
 
 
-def held(workdir: Path, number: int) -> dict[str, Any]:
+def checkpoint_content(workdir: Path, number: int) -> dict[str, Any]:
     """What the checkpoint of a step holds, by name."""
     return FileSystemReader(workdir / "ckpt" / f"step_{number:08d}").read_metadata().state_dict_metadata
 
 
 def kinds(workdir: Path, number: int) -> set[str]:
-    return {name.split(".")[0] for name in held(workdir, number)}
+    return {name.split(".")[0] for name in checkpoint_content(workdir, number)}
 
 
 def numbers(workdir: Path, number: int) -> int:
-    return sum(tensor.size.numel() for tensor in held(workdir, number).values())
+    return sum(tensor.size.numel() for tensor in checkpoint_content(workdir, number).values())
 
 
-def test_every_improvement_is_saved_while_saves_cost_next_to_nothing(told: World, tmp_path: Path) -> None:
-    told.blocked_s = 0.05  # of the 10 s to the next evaluation
-    assert run(told, tmp_path) == best(2, 4, 6, 8, 10, 12, 14, 16, 18)
+def test_every_improvement_is_saved_while_saves_cost_next_to_nothing(timed_world: World, tmp_path: Path) -> None:
+    timed_world.blocked_s = 0.05  # of the 10 s to the next evaluation
+    assert run(timed_world, tmp_path) == best(2, 4, 6, 8, 10, 12, 14, 16, 18)
 
 
 def test_an_improvement_waits_where_the_last_save_cost_over_a_hundredth_of_the_time_since(
-    told: World, tmp_path: Path
+    timed_world: World, tmp_path: Path
 ) -> None:
-    told.blocked_s = 0.35  # 35 s
-    assert run(told, tmp_path) == best(2, 10, 18)
+    timed_world.blocked_s = 0.35  # 35 s
+    assert run(timed_world, tmp_path) == best(2, 10, 18)
     events = [record["event"] for record in world.records(tmp_path) if record["step"] == 5]
     assert events == ["an improvement not saved: 0.35 s of a save 10.0 s ago"]
 
 
 def test_what_steps_left_the_device_to_do_is_no_cost_of_a_save(
-    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def evaluate(*given: Any) -> float:
-        told.blocked_s = 0.35  # for whoever waits for the device first
-        return told.evaluate()
+        timed_world.blocked_s = 0.35  # for whoever waits for the device first
+        return timed_world.evaluate()
 
     def synchronize(device: Device) -> None:
-        told.now, told.blocked_s = told.now + told.blocked_s, 0.0
+        timed_world.now, timed_world.blocked_s = timed_world.now + timed_world.blocked_s, 0.0
 
     monkeypatch.setattr(TinystoriesGrowth, "evaluate", evaluate)
     monkeypatch.setattr(Device, "synchronize", synchronize)
-    assert run(told, tmp_path) == best(2, 4, 6, 8, 10, 12, 14, 16, 18)
+    assert run(timed_world, tmp_path) == best(2, 4, 6, 8, 10, 12, 14, 16, 18)
 
 
-def test_slower_steps_beside_a_save_count_as_its_cost(told: World, tmp_path: Path) -> None:
-    told.step_s, told.beside_s = 1.0, 0.5  # no step before the eleventh is timed
-    found = run(told, tmp_path, steps=40)
+def test_slower_steps_beside_a_save_count_as_its_cost(timed_world: World, tmp_path: Path) -> None:
+    timed_world.step_s, timed_world.beside_s = 1.0, 0.5  # no step before the eleventh is timed
+    found = run(timed_world, tmp_path, steps=40)
     assert found == best(2, 4, 6, 8, 10, 20, 30)  # at least 50 s apart once it is known
 
 
-def test_a_save_that_the_cadence_asks_for_is_the_improvements_where_there_is_one(told: World, tmp_path: Path) -> None:
-    told.blocked_s = 0.35
-    assert run(told, tmp_path, checkpoint={"interval_s": 25.0}) == best(2, 8, 14)
+def test_a_save_that_the_cadence_asks_for_is_the_improvements_where_there_is_one(
+    timed_world: World, tmp_path: Path
+) -> None:
+    timed_world.blocked_s = 0.35
+    assert run(timed_world, tmp_path, checkpoint={"interval_s": 25.0}) == best(2, 8, 14)
 
 
 def test_an_improvement_during_a_save_waits_for_the_next_one(
-    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def evaluate(*given: Any) -> float:
-        told.busy = told.evaluations == 2  # at step 6
-        return told.evaluate()
+        timed_world.busy = timed_world.evaluations == 2  # at step 6
+        return timed_world.evaluate()
 
     monkeypatch.setattr(TinystoriesGrowth, "evaluate", evaluate)
-    assert run(told, tmp_path, steps=10) == best(2, 4, 8)
+    assert run(timed_world, tmp_path, steps=10) == best(2, 4, 8)
 
 
 def test_what_a_run_exports_is_saved_during_a_save_and_whatever_it_costs(
-    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pretrain, "evaluate", told.evaluate)
-    told.busy, told.blocked_s = True, 5.0
+    monkeypatch.setattr(Pretrain, "evaluate", timed_world.evaluate)
+    timed_world.busy, timed_world.blocked_s = True, 5.0
     assert world.train(pretrain.make(tmp_path, steps=16)) == 0
-    assert told.saves == [*best(4, 8, 12), (16, "final")]
+    assert timed_world.saves == [*best(4, 8, 12), (16, "final")]
 
 
 def test_an_experiment_may_do_without_saves_of_improvements(
-    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TinystoriesGrowth, "saves_improvements", Kernel.saves_improvements)
-    assert run(told, tmp_path, checkpoint={"interval_s": 65.0}) == [(14, "timed")]
+    assert run(timed_world, tmp_path, checkpoint={"interval_s": 65.0}) == [(14, "timed")]
 
 
-def test_a_save_that_was_asked_for_is_made_once(told: World, tmp_path: Path) -> None:
+def test_a_save_that_was_asked_for_is_made_once(timed_world: World, tmp_path: Path) -> None:
     made = world.make(tmp_path, eval={"every": 100})
     assert world.train(made, StopAt(made, STEPS + 1, saves=(2,))) == 75
-    assert told.saves == [(2, "timed"), (STEPS, "boundary")]
+    assert timed_world.saves == [(2, "timed"), (STEPS, "boundary")]
 
 
 @pytest.mark.parametrize(("experiment", "to_beat"), [("tinystories-growth", [1.5, 1.5]), ("pretrain-d64", [None, 2.0])])
@@ -191,16 +193,16 @@ def test_an_earlier_nodes_best_is_to_be_beaten_unless_the_best_must_be_on_this_d
 
 
 def test_an_evaluation_as_good_as_the_best_is_no_improvement(
-    told: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timed_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TinystoriesGrowth, "evaluate", lambda *_: 1.0)
-    assert run(told, tmp_path, steps=8) == best(2)
+    assert run(timed_world, tmp_path, steps=8) == best(2)
 
 
-def test_a_stop_saves_no_step_that_is_saved_already(told: World, tmp_path: Path) -> None:
+def test_a_stop_saves_no_step_that_is_saved_already(timed_world: World, tmp_path: Path) -> None:
     made = world.make(tmp_path)
     assert world.train(made, StopAt(made, 2)) == 75
-    assert told.saves == best(2)
+    assert timed_world.saves == best(2)
 
 
 def test_what_steps_lost_is_measured_against_those_alone() -> None:
@@ -307,7 +309,7 @@ def test_a_stop_saves_its_step_again_where_the_save_on_its_way_fails(
 
     monkeypatch.setattr(Committed, "add", full_at_first)
     workdir = pretrain.make(tmp_path)
-    assert world.train(workdir, StopAt(workdir, pretrain.after(4))) == 75
+    assert world.train(workdir, StopAt(workdir, pretrain.look_after(4))) == 75
     assert tries == [4, 4]  # as the best so far, and as the last
     assert world.committed(workdir) == [4]
     assert world.train(workdir) == 0

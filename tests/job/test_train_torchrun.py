@@ -28,7 +28,7 @@ def launch(workdir: Path) -> Child:
     return Child(words, environment, Log(workdir / "job.log", BytesIO()), time.time, workdir / "ended.json")
 
 
-def until(condition: object, child: Child, workdir: Path, seconds: float = 90.0) -> None:
+def wait_until(condition: object, child: Child, workdir: Path, seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, (workdir / "job.log").read_text()
@@ -57,9 +57,9 @@ def test_a_stop_request_ends_all_ranks_with_a_save_and_the_code_of_a_stop(tmp_pa
     workdir = make(tmp_path, 1_000_000)
     child = launch(workdir)
     try:
-        until(lambda: records(workdir) if (workdir / "metrics.jsonl").exists() else False, child, workdir)
+        wait_until(lambda: records(workdir) if (workdir / "metrics.jsonl").exists() else False, child, workdir)
         (workdir / "stop.json").write_text('{"reason": "notice", "save": true}')
-        until(lambda: child.poll() is not None, child, workdir)
+        wait_until(lambda: child.poll() is not None, child, workdir)
     finally:
         child.kill()
     assert child.poll() == 75
@@ -73,11 +73,11 @@ def test_ranks_do_not_outlive_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     workdir = make(tmp_path, 1_000_000)
     child = launch(workdir)
     try:
-        until(lambda: records(workdir) if (workdir / "metrics.jsonl").exists() else False, child, workdir)
+        wait_until(lambda: records(workdir) if (workdir / "metrics.jsonl").exists() else False, child, workdir)
         assert len(ranks(workdir)) == 3
     finally:
         child.kill()
-    until(lambda: not ranks(workdir), child, workdir)
+    wait_until(lambda: not ranks(workdir), child, workdir)
     assert child.poll() == -signal.SIGKILL
 
 
@@ -87,7 +87,7 @@ def test_an_error_that_all_ranks_see_ends_with_its_own_code(tmp_path: Path) -> N
     (workdir / "data" / "dataset.json").unlink()
     child = launch(workdir)
     try:
-        until(lambda: child.poll() is not None, child, workdir)
+        wait_until(lambda: child.poll() is not None, child, workdir)
     finally:
         child.kill()
     assert child.poll() == 65

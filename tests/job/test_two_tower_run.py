@@ -97,7 +97,7 @@ def test_the_result_says_whether_the_tower_beats_what_it_must(finished: Path) ->
 def test_the_refit_is_one_model_with_its_shapes(finished: Path) -> None:
     weights, meta = load_file(finished / "final" / "model.safetensors"), world.read(finished, "final/meta.json")
     assert sum(tensor.size for tensor in weights.values()) == 1014
-    found, sized = train_world.left(finished)
+    found, sized = train_world.export_bytes(finished)
     found += (finished / "exports" / "scores.npz").stat().st_size
     assert found == pytest.approx(sized, rel=0.2)  # sized with the optimistic protocol's scores, which a save has
     assert meta["towers"]["model"] == [12, 8]

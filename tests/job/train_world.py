@@ -94,7 +94,7 @@ def final_hash(workdir: Path) -> str:
     return digest
 
 
-def left(workdir: Path) -> tuple[int, int]:
+def export_bytes(workdir: Path) -> tuple[int, int]:
     """Bytes of the weights that a run has left beside its checkpoints, headers apart; and what their sizing says."""
     paths = [path for name in ("exports", "final") for path in (workdir / name).rglob("*.safetensors")]
     found = sum(tensor.nbytes for path in paths for tensor in load_file(path).values())

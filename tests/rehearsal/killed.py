@@ -53,7 +53,7 @@ class Killer:
                 self.kill()
         return answer
 
-    def gone(self) -> None:
+    def detach(self) -> None:
         """Nothing of the program is left; whoever comes next is somebody else."""
         self._gate.app = self._app
 
@@ -68,7 +68,7 @@ def killed_standin(cloud: Cloud, project: Path, at: int | str) -> list[str]:
     killer = Killer(cloud, at)
     command = [sys.executable, "-m", "rehearsal.inprocess", "up", str(project), STACK, os.devnull]
     _run(killer, command, project, cloud.environment())
-    return _over(cloud, killer)
+    return _end_kill(cloud, killer)
 
 
 def killed_engine(cloud: Cloud, project: Path, at: int | str) -> list[str]:
@@ -79,7 +79,7 @@ def killed_engine(cloud: Cloud, project: Path, at: int | str) -> list[str]:
         Pulumi(project, environment, STACK, lambda line: None)  # makes the stack
         up = ["pulumi", "up", "--yes", "--skip-preview", "--non-interactive", "--stack", STACK]
         _run(killer, up, project, environment)
-    return _over(cloud, killer)
+    return _end_kill(cloud, killer)
 
 
 def _run(killer: Killer, command: list[str], project: Path, environment: Mapping[str, str]) -> None:
@@ -96,7 +96,7 @@ def _run(killer: Killer, command: list[str], project: Path, environment: Mapping
     process.wait()
 
 
-def _over(cloud: Cloud, killer: Killer) -> list[str]:
-    killer.gone()
+def _end_kill(cloud: Cloud, killer: Killer) -> list[str]:
+    killer.detach()
     cloud.tick()  # a fleet that was made has its node by now
     return killer.writes

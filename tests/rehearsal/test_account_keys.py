@@ -35,7 +35,7 @@ UNTAGGED = {"network-interface", "volume"}  # a maintained fleet tags neither
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cloud, InProcess]]:
+def declared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cloud, InProcess]]:
     """The stack after `up`, with its node."""
     folder = tmp_path_factory.mktemp("account")
     file = pinned(project(folder / "project"))
@@ -52,8 +52,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cloud, InProc
         yield cloud, engine
 
 
-def test_everything_made_carries_the_tags_but_what_no_fleet_can_tag(up: tuple[Cloud, InProcess]) -> None:
-    cloud, _ = up
+def test_everything_made_carries_the_tags_but_what_no_fleet_can_tag(declared_stack: tuple[Cloud, InProcess]) -> None:
+    cloud, _ = declared_stack
     made = cloud.leftovers()
     untagged = {kind for (kind, _), tags in made.items() if not TAGS.items() <= tags.items()}
     assert untagged == UNTAGGED
@@ -67,16 +67,16 @@ def test_everything_made_carries_the_tags_but_what_no_fleet_can_tag(up: tuple[Cl
         assert TAGS.items() <= {tag["Key"]: tag["Value"] for tag in found}.items()
 
 
-def test_nodes_run_in_the_network_that_was_there(up: tuple[Cloud, InProcess]) -> None:
-    cloud, _ = up
+def test_nodes_run_in_the_network_that_was_there(declared_stack: tuple[Cloud, InProcess]) -> None:
+    cloud, _ = declared_stack
     ec2 = cloud.client("ec2")
     (node,) = ec2.describe_instances(InstanceIds=[cloud.instances()[0].id])["Reservations"][0]["Instances"]
     assert (node["VpcId"], node["SubnetId"]) == (VPC, SUBNETS[node["Placement"]["AvailabilityZone"]])
     assert not {"vpc", "subnet", "internet-gateway", "route-table"} & {kind for kind, _ in cloud.leftovers()}
 
 
-def test_the_role_has_the_boundary_and_bucket_and_disk_the_key(up: tuple[Cloud, InProcess]) -> None:
-    cloud, _ = up
+def test_the_role_has_the_boundary_and_bucket_and_disk_the_key(declared_stack: tuple[Cloud, InProcess]) -> None:
+    cloud, _ = declared_stack
     names = dict(cloud.leftovers().keys())
     role = cloud.client("iam").get_role(RoleName=names["role"])["Role"]
     assert role["PermissionsBoundary"]["PermissionsBoundaryArn"] == BOUNDARY
@@ -88,8 +88,8 @@ def test_the_role_has_the_boundary_and_bucket_and_disk_the_key(up: tuple[Cloud, 
     assert (disk["Encrypted"], disk["KmsKeyId"]) == (True, KEY)
 
 
-def test_a_node_writes_with_the_file_s_key_and_no_other(up: tuple[Cloud, InProcess]) -> None:
-    cloud, engine = up
+def test_a_node_writes_with_the_file_s_key_and_no_other(declared_stack: tuple[Cloud, InProcess]) -> None:
+    cloud, engine = declared_stack
     bucket, s3 = engine.outputs()["bucket"], as_node(cloud, "s3")
     place = {"Bucket": bucket, "Key": "r1/attempts/i-1.json"}
     s3.put_object(**place, Body=b"{}")

@@ -23,7 +23,7 @@ def started(script: str) -> list[int]:
     return pids
 
 
-def gone(pid: int) -> bool:
+def process_ended(pid: int) -> bool:
     """Within a moment, that is."""
     for _ in range(100):
         try:
@@ -36,12 +36,12 @@ def gone(pid: int) -> bool:
 
 def test_it_is_asked_so_that_it_can_end_its_plugins() -> None:
     engine, plugin = started("setsid sleep 600 & trap 'kill $!; exit' INT; echo $$ $!; wait")
-    assert gone(engine)
-    assert gone(plugin)
+    assert process_ended(engine)
+    assert process_ended(plugin)
 
 
 def test_it_is_killed_with_its_group_when_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "END_S", 0.2)
     engine, child = started("trap '' INT; sleep 600 & echo $$ $!; wait")
-    assert gone(engine)
-    assert gone(child)
+    assert process_ended(engine)
+    assert process_ended(child)

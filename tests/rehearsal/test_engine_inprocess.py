@@ -37,11 +37,11 @@ class Story:
     left: dict[Any, dict[str, str]]
     kept_settings: dict[str, Any]
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of_type(self, kind: str) -> list[dict[str, Any]]:
         return [resource for resource in self.declared if resource["type"] == kind]
 
     def one(self, kind: str, name: str | None = None) -> dict[str, Any]:
-        (found,) = [resource for resource in self.of(kind) if name in (None, resource["name"])]
+        (found,) = [resource for resource in self.of_type(kind) if name in (None, resource["name"])]
         return found
 
     def names_before(self, resource: dict[str, Any]) -> set[str]:
@@ -125,7 +125,7 @@ def test_the_fleet_waits_for_everything_a_node_needs_at_boot(story: Story) -> No
     assert before >= {"network-route-out", "network-s3", "network-node-https", *(f"network-{z}-routes" for z in zones)}
     assert before >= {"storage-closed", "storage-encryption", "storage-tls-only", "storage-expiry"}
     assert before >= {"identity-rights", "gpufleet-tinystories-growth", "run-config", "job-archive"}
-    files = {each["name"] for each in story.of("aws:s3/bucketObjectv2:BucketObjectv2")}
+    files = {each["name"] for each in story.of_type("aws:s3/bucketObjectv2:BucketObjectv2")}
     assert len(files) >= 5
     assert before >= files
 
@@ -157,19 +157,21 @@ def test_the_rights_of_an_earlier_run_go_last(story: Story) -> None:
 
 
 def test_the_first_up_of_a_run_freezes_nothing(story: Story) -> None:
-    for each in story.of("aws:s3/bucketObjectv2:BucketObjectv2") + story.of("aws:ec2/launchTemplate:LaunchTemplate"):
+    for each in story.of_type("aws:s3/bucketObjectv2:BucketObjectv2") + story.of_type(
+        "aws:ec2/launchTemplate:LaunchTemplate"
+    ):
         assert each["options"]["ignore_changes"] == [], each["name"]
 
 
 def test_the_job_finds_archive_and_run_config_where_the_node_script_looks(story: Story) -> None:
-    keys = {each["inputs"]["key"] for each in story.of("aws:s3/bucketObjectv2:BucketObjectv2")}
+    keys = {each["inputs"]["key"] for each in story.of_type("aws:s3/bucketObjectv2:BucketObjectv2")}
     assert "r1/run.json" in keys
     assert f"inputs/{story.outputs['run']['code']}/job.tar.gz" in keys
     assert f"inputs/{story.outputs['run']['dataset']}/dataset.json" in keys
 
 
 def test_a_node_writes_into_its_run_and_the_compiled_graphs_and_nowhere_else(story: Story) -> None:
-    (policy,) = story.of("aws:iam/rolePolicy:RolePolicy")
+    (policy,) = story.of_type("aws:iam/rolePolicy:RolePolicy")
     statements = json.loads(policy["inputs"]["policy"])["Statement"]
     written = [
         each["Resource"] for each in statements if "s3:PutObject" in each["Action"] and each["Effect"] == "Allow"

@@ -228,7 +228,7 @@ def test_a_refresh_sees_what_was_changed_behind_the_program_s_back(story: Story)
 
 
 def test_an_up_after_that_declares_again_what_is_gone(story: Story) -> None:
-    assert "storage-expiry" in story.steps["refused"].done("create")
+    assert "storage-expiry" in story.steps["refused"].affected("create")
 
 
 def test_a_refused_fleet_leaves_the_run_unbegun(story: Story) -> None:

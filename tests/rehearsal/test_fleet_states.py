@@ -29,7 +29,7 @@ def cloud(tmp_path: Path, clock: ManualClock) -> Iterator[Cloud]:
         yield cloud
 
 
-def later(cloud: Cloud, clock: ManualClock, seconds: float) -> None:
+def advance(cloud: Cloud, clock: ManualClock, seconds: float) -> None:
     clock.advance(seconds)
     cloud.tick()
 
@@ -38,10 +38,10 @@ def test_a_terminated_node_is_replaced_after_the_delay(cloud: Cloud, clock: Manu
     fleet_id = fleet(cloud)
     first = cloud.client("ec2").describe_fleet_instances(FleetId=fleet_id)["ActiveInstances"][0]["InstanceId"]
     cloud.client("ec2").terminate_instances(InstanceIds=[first])
-    later(cloud, clock, 4)
+    advance(cloud, clock, 4)
     assert living(cloud) == []
     assert describe(cloud, fleet_id)["FulfilledCapacity"] == 0
-    later(cloud, clock, 1)
+    advance(cloud, clock, 1)
     assert len(living(cloud)) == 1
     assert living(cloud) != [first]
     assert describe(cloud, fleet_id)["FulfilledCapacity"] == 1
@@ -52,7 +52,7 @@ def test_a_shutdown_from_inside_terminates_and_is_replaced(cloud: Cloud, clock: 
     cloud.tick()
     first = living(cloud)[0]
     cloud.shut_down(first)
-    later(cloud, clock, 5)
+    advance(cloud, clock, 5)
     assert len(living(cloud)) == 1
     assert living(cloud) != [first]
 
@@ -70,11 +70,11 @@ def test_modify_fleet_to_zero_gives_a_notice_and_then_terminates_for_good(cloud:
     cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
     node = cloud.instances()[0]
     assert node.notice_at == clock.now()
-    later(cloud, clock, 119)
+    advance(cloud, clock, 119)
     assert living(cloud) == [node.id]
-    later(cloud, clock, 1)
+    advance(cloud, clock, 1)
     assert living(cloud) == []
-    later(cloud, clock, 3600)
+    advance(cloud, clock, 3600)
     assert living(cloud) == []
     assert describe(cloud, fleet_id)["FleetState"] == "active"
     assert describe(cloud, fleet_id)["TargetCapacitySpecification"]["TotalTargetCapacity"] == 0
@@ -89,8 +89,8 @@ def test_a_node_on_demand_goes_without_a_notice(cloud: Cloud, clock: ManualClock
     cloud.tick()
     if not expires:
         cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
-    later(cloud, clock, 60)
-    later(cloud, clock, 0)
+    advance(cloud, clock, 60)
+    advance(cloud, clock, 0)
     (node,) = cloud.instances()
     assert living(cloud) == []
     assert node.notice_at is None
@@ -102,7 +102,7 @@ def test_no_termination_neither_shrinks_nor_replaces(cloud: Cloud, clock: Manual
     cloud.tick()
     node = living(cloud)
     cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
-    later(cloud, clock, 3600)
+    advance(cloud, clock, 3600)
     assert living(cloud) == node
 
 
@@ -116,14 +116,14 @@ def test_expiry_terminates_and_launches_nothing_more(cloud: Cloud, clock: Manual
     until = ManualClock(clock.now())
     until.advance(3600)
     fleet_id = fleet(cloud, ValidUntil=stamp(until.now()))
-    later(cloud, clock, 3599)
+    advance(cloud, clock, 3599)
     node = cloud.instances()[0]
     assert node.notice_at is None
-    later(cloud, clock, 1)
+    advance(cloud, clock, 1)
     assert node.notice_at == clock.now()
-    later(cloud, clock, 121)
+    advance(cloud, clock, 121)
     assert living(cloud) == []
-    later(cloud, clock, 3600)
+    advance(cloud, clock, 3600)
     assert len(cloud.instances()) == 1
     assert ("fleetRequestChange", "expired") in events(cloud, fleet_id)
     assert describe(cloud, fleet_id)["FleetState"] == "deleted"
@@ -137,7 +137,7 @@ def test_an_expired_fleet_that_may_not_terminate_leaves_its_node_running(cloud: 
     other.advance(10)
     fleet(cloud, ValidUntil=stamp(other.now()), TerminateInstancesWithExpiration=False)
     cloud.tick()
-    later(cloud, clock, 3600)
+    advance(cloud, clock, 3600)
     assert len(living(cloud)) == 1
 
 
@@ -148,7 +148,7 @@ def test_deleting_settles_to_deleted_and_can_be_done_after_the_node_died(cloud: 
     answer = cloud.client("ec2").delete_fleets(FleetIds=[fleet_id], TerminateInstances=True)
     assert answer["SuccessfulFleetDeletions"][0]["CurrentFleetState"] == "deleted_terminating"
     assert describe(cloud, fleet_id)["FleetState"] == "deleted"
-    later(cloud, clock, 60)
+    advance(cloud, clock, 60)
     assert living(cloud) == []
 
 
@@ -157,11 +157,11 @@ def test_deleting_without_terminating_keeps_the_node_and_replaces_it_no_more(clo
     cloud.tick()
     node = living(cloud)
     cloud.client("ec2").delete_fleets(FleetIds=[fleet_id], TerminateInstances=False)
-    later(cloud, clock, 60)
+    advance(cloud, clock, 60)
     assert living(cloud) == node
     assert describe(cloud, fleet_id)["FleetState"] == "deleted_running"
     cloud.shut_down(node[0])
-    later(cloud, clock, 60)
+    advance(cloud, clock, 60)
     assert living(cloud) == []
     assert describe(cloud, fleet_id)["FleetState"] == "deleted"
 
@@ -173,7 +173,7 @@ def test_a_deleted_fleet_cannot_be_deleted_again_and_lingers_for_two_days(cloud:
     again = cloud.client("ec2").delete_fleets(FleetIds=[fleet_id, "fleet-none"], TerminateInstances=True)
     codes = [failed["Error"]["Code"] for failed in again["UnsuccessfulFleetDeletions"]]
     assert codes == ["fleetNotInDeletableState", "fleetIdDoesNotExist"]
-    later(cloud, clock, 49 * 3600)
+    advance(cloud, clock, 49 * 3600)
     with pytest.raises(ClientError, match="does not exist"):
         describe(cloud, fleet_id)
 
@@ -182,7 +182,7 @@ def test_the_history_tells_what_happened(cloud: Cloud, clock: ManualClock) -> No
     fleet_id = fleet(cloud)
     cloud.tick()
     cloud.interrupt(living(cloud)[0])
-    later(cloud, clock, 121)
+    advance(cloud, clock, 121)
     cloud.client("ec2").modify_fleet(FleetId=fleet_id, TargetCapacitySpecification={"TotalTargetCapacity": 0})
     assert events(cloud, fleet_id) == [
         ("fleetRequestChange", "submitted"),
@@ -204,8 +204,8 @@ def test_an_interrupted_pool_is_not_the_next_one(cloud: Cloud, clock: ManualCloc
     fleet(cloud)
     cloud.tick()
     cloud.interrupt(living(cloud)[0])
-    later(cloud, clock, 121)
-    later(cloud, clock, 6)
+    advance(cloud, clock, 121)
+    advance(cloud, clock, 6)
     first, second = cloud.instances()
     assert first.zone != second.zone
 
@@ -299,9 +299,9 @@ def test_capacity_that_comes_back_is_found(cloud: Cloud, clock: ManualClock) -> 
     fleet(cloud)
     cloud.tick()
     cloud.launcher.no_capacity.clear()
-    later(cloud, clock, 29)
+    advance(cloud, clock, 29)
     assert living(cloud) == []
-    later(cloud, clock, 1)
+    advance(cloud, clock, 1)
     assert len(living(cloud)) == 1
 
 
@@ -330,6 +330,6 @@ def test_a_terminated_node_takes_along_only_what_it_should(cloud: Cloud, clock: 
     fleet_id = fleet(cloud, template(cloud, BlockDeviceMappings=[kept]))
     cloud.tick()
     cloud.client("ec2").delete_fleets(FleetIds=[fleet_id], TerminateInstances=True)
-    later(cloud, clock, 1)
+    advance(cloud, clock, 1)
     left = [kind for kind, _ in cloud.leftovers() if kind in ("instance", "volume", "network-interface", "fleet")]
     assert left == ["volume"]

@@ -50,7 +50,7 @@ def boot(cloud: Cloud, tmp_path: Path) -> Iterator[Callable[..., Node]]:
     runner.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     """Waits for another process, at most 20 s."""
     deadline = time.monotonic() + 20
     while not condition():
@@ -83,7 +83,7 @@ echo
 shutdown -h now
 """)
     node.process.wait(timeout=20)
-    until(lambda: node.instance.ended_at is not None)
+    wait_until(lambda: node.instance.ended_at is not None)
     assert node.log.read_text().split() == [cloud.account, node.instance.id]
     assert cloud._gate is not None
     assert NODE_KEY in {key for key, action in cloud._gate.calls if action == "GetCallerIdentity"}
@@ -123,10 +123,10 @@ sleep 600 &
 "$GPUFLEET_PYTHON" -c 'import os, time; os.setsid(); open("away", "w").write(str(os.getpid())); time.sleep(600)' &
 echo $! $$ >started
 wait""")
-    until(lambda: (node.root / "away").exists() and (node.root / "started").exists())
+    wait_until(lambda: (node.root / "away").exists() and (node.root / "started").exists())
     pids = [int(word) for name in ("away", "started") for word in (node.root / name).read_text().split()]
     cloud.kill(node.instance.id)
-    until(lambda: not any(_alive(pid) for pid in pids))
+    wait_until(lambda: not any(_alive(pid) for pid in pids))
     assert living(cloud) == []
 
 

@@ -104,13 +104,13 @@ def test_a_rehearsal_that_has_held_replaces_the_one_before(root: Path, monkeypat
     finished = root / "rehearsals" / "tinystories-growth" / "r1"
     (finished / "results").mkdir(parents=True)
 
-    def held(path: Path, definition: object, folder: Path, *rest: object) -> int:
+    def successful_rehearsal(path: Path, definition: object, folder: Path, *rest: object) -> int:
         assert (finished / "results").is_dir()
         folder.mkdir()
         (folder / "receipt.json").write_text("{}")
         return 0
 
-    monkeypatch.setattr("rehearsal.rehearse._attempt", held)
+    monkeypatch.setattr("rehearsal.rehearse._attempt", successful_rehearsal)
     assert rehearse("tinystories-growth", root=root) == 0
     assert [path.name for path in finished.iterdir()] == ["receipt.json"]
     assert sorted(path.name for path in finished.parent.iterdir()) == [".lock", "r1"]
@@ -121,16 +121,16 @@ def test_a_stack_that_is_being_rehearsed_is_left_alone(root: Path) -> None:
     live = folder / "r1.unfinished" / "scratch" / "nodes"
     live.mkdir(parents=True)
     said = f"tinystories-growth is being rehearsed already, by process {os.getpid()}; wait for it or end it"
-    with scratch.held(folder), pytest.raises(GpufleetError, match=said):
+    with scratch.locked(folder), pytest.raises(GpufleetError, match=said):
         rehearse("tinystories-growth", root=root)
     assert live.is_dir()
 
 
 def test_a_lock_that_a_dead_rehearsal_left_holds_nobody_up(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("1\n")
-    with scratch.held(tmp_path):
+    with scratch.locked(tmp_path):
         assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
-    with scratch.held(tmp_path):
+    with scratch.locked(tmp_path):
         pass
 
 

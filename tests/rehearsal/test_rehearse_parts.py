@@ -81,7 +81,7 @@ def test_the_timeline_is_on_disk_as_it_grows(tmp_path: Path) -> None:
     ]
     assert lines[1]["t"] == pytest.approx(65, abs=2)
     assert printed == ["  0:00  node 1: AWS will take it back"]
-    assert [moment.what for moment in timeline.of("seen", "notice")] == ["notice", "seen"]
+    assert [moment.what for moment in timeline.select("seen", "notice")] == ["notice", "seen"]
 
 
 def test_what_is_learned_late_is_printed_in_its_turn_and_sorted_into_the_log(tmp_path: Path) -> None:

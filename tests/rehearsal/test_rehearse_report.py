@@ -34,7 +34,7 @@ TOWERS = [
 GROWTH = [line("dense", 1, 5.0), line("dense", 30, 2.0, 1.9), line("moe", 31, 2.5, 2.4)]
 
 
-def told(tmp_path: Path, stack: str, metrics: list[dict[str, Any]]) -> Evidence:
+def make_evidence(tmp_path: Path, stack: str, metrics: list[dict[str, Any]]) -> Evidence:
     """Of a run of `stack` that left these metrics and little else."""
     results = tmp_path / "results"
     results.mkdir()
@@ -56,33 +56,33 @@ def told(tmp_path: Path, stack: str, metrics: list[dict[str, Any]]) -> Evidence:
 
 
 def test_steps_are_those_that_were_done_not_those_that_were_planned(tmp_path: Path) -> None:
-    evidence = told(tmp_path, "two-tower", TOWERS)
+    evidence = make_evidence(tmp_path, "two-tower", TOWERS)
     assert evidence.total_steps == 300
     assert evidence.steps_done() == {"folds": 120, "refit": 140}
     assert report.summary(evidence, [])["steps"] == 260
 
 
 def test_a_validation_figure_stands_under_its_own_name_and_only_where_something_is_held_out(tmp_path: Path) -> None:
-    folds, refit = list(report.losses(told(tmp_path, "two-tower", TOWERS)))[1:]
+    folds, refit = list(report.losses(make_evidence(tmp_path, "two-tower", TOWERS)))[1:]
     assert folds.split()[-4:] == ["4.9000", "3.4000", "1-nDCG@10", "0.3392"]
     assert refit.split()[-4:] == ["140", "4.8000", "3.5496", "-"]
 
 
 def test_the_summary_names_the_newest_validation_figure(tmp_path: Path) -> None:
-    evidence = told(tmp_path, "two-tower", TOWERS)
+    evidence = make_evidence(tmp_path, "two-tower", TOWERS)
     found = report.summary(evidence, [])
     assert (found["validation"], found["val_loss"]) == ("1-nDCG@10", 0.3392)
 
 
 def test_a_loss_that_is_held_out_is_called_val(tmp_path: Path) -> None:
-    evidence = told(tmp_path, "tinystories-growth", GROWTH)
+    evidence = make_evidence(tmp_path, "tinystories-growth", GROWTH)
     assert [row.split()[-2:] for row in report.losses(evidence)][1:3] == [["val", "1.9000"], ["val", "2.4000"]]
     assert report.summary(evidence, [])["validation"] == "val"
 
 
 @pytest.mark.parametrize(("seconds", "held"), [(299.9, True), (300.0, True), (326.0, False)])
 def test_a_whole_rehearsal_has_five_minutes(seconds: float, held: bool) -> None:
-    check = report.whole(seconds)
+    check = report.duration_check(seconds)
     assert (check.held, check.required) == (held, False)
     assert report.closing([check], seconds).startswith("Everything held, in ") == held
 
@@ -91,7 +91,7 @@ def test_the_closing_line_names_each_bar_that_was_missed() -> None:
     started = Check(name="new node to first new step", figure="14.0 s (bar 10)", held=False, required=False)
     fine = Check(name="nodes", figure="3 launched", held=True)
     assert report.closing([fine], 80) == "Everything held, in 80 s."
-    assert report.closing([fine, started, report.whole(326)], 326) == (
+    assert report.closing([fine, started, report.duration_check(326)], 326) == (
         "Everything held but the time, 326 s in all. Slower than its bar: new node to first new step, 14.0 s (bar 10); "
         "the whole rehearsal, 326 s (bar 300)."
     )
@@ -99,7 +99,7 @@ def test_the_closing_line_names_each_bar_that_was_missed() -> None:
 
 @pytest.mark.parametrize(("slow", "held"), [([], "yes"), (["the whole rehearsal"], "slow")])
 def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow: list[str], held: str) -> None:
-    evidence = told(tmp_path, "two-tower", TOWERS)
+    evidence = make_evidence(tmp_path, "two-tower", TOWERS)
     checks = [Check(name=name, figure="", held=False, required=False) for name in slow]
     folder = tmp_path / "rehearsals" / "two-tower" / "r1"
     folder.mkdir(parents=True)
