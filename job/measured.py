@@ -16,7 +16,7 @@ from typing import Any
 
 import job
 from job.contract import metrics
-from job.spec import EXPERIMENTS
+from job.spec import KINDS
 
 SCHEMA = 1
 # Settings that leave the time of a step, an evaluation or a save as it is: how much is done, from which seed, at which
@@ -30,7 +30,7 @@ _BESIDE = ("timed", "best", "stop")  # saves beside the steps: that at a phase's
 
 def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that change speed, by dotted path, of `parameters` as in run.json's job.parameters."""
-    free = (*SPEED_LEFT, *EXPERIMENTS[experiment].leaves_speed)
+    free = (*SPEED_LEFT, *KINDS[experiment].leaves_speed)
     return {path: value for path, value in _flat(parameters, "") if path in _COUNTS or not _matches_any(path, free)}
 
 

@@ -74,6 +74,7 @@ class Bill:
     prices_as_of: date  # the oldest of its lines
     max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence
     calibrated: bool
+    buys: Quantiles | None  # hours of training that the limits buy, where nobody says how long the run is
     hourly_usd: Mapping[str, Decimal]  # per node-hour, by line: what a node costs beside compute
 
     @property

@@ -29,18 +29,28 @@ def warnings(
     definition: StackDefinition, bill: Bill, dataset_bytes: int | None, calibrations: Calibrations
 ) -> Iterator[str]:
     """In the order a reader needs them."""
-    if not bill.calibrated:
-        yield f"uncalibrated: {bill.chosen.runtime.basis}; p10 to p90 cover interruptions, not a wrong speed"
+    config = definition.job.parameters
+    if not bill.calibrated and not config.is_endless:
+        covered = "p10 to p90 cover interruptions, not a wrong speed"
+        if any(bill.chosen.exposure.work_spread):
+            covered = "p10 to p90 cover interruptions and how far that may be off"
+        yield f"uncalibrated: {bill.chosen.runtime.basis}; {covered}"
     for type_, calibration in calibrations.items():
         if isinstance(calibration, Refused):
             yield f"{type_}: {calibration.why}"
     yield from schedule(definition.job.parameters, bill.chosen.runtime)
     yield from _micro(definition, bill)
-    yield from _limits(bill)
+    if not config.is_endless:
+        yield from _limits(bill)
     yield from _free_hours(bill)
     yield from _types(definition, bill)
     for notice in bill.notice if bill.capacity == "spot" else ():
-        if not notice.fits:
+        if not notice.saves:
+            yield (
+                f"{notice.type}: nobody has shown that the command saves when a notice comes (job.stop.saves): up to"
+                " one checkpoint interval is lost at each interruption"
+            )
+        elif not notice.fits:
             yield (
                 f"{notice.type}, phase {notice.phase}: save and upload take {notice.total_s:.0f} s, a notice gives"
                 f" {NOTICE_S:.0f} s: up to one checkpoint interval is lost at each interruption"
@@ -51,7 +61,7 @@ def warnings(
             f"{storage / bill.usd.p50:.0%} of p50 is keeping the bucket for storage.keep.days: {bill.kept.days};"
             " delete what you do not need, or keep it for fewer days"
         )
-    if dataset_bytes is None and not definition.storage.dataset.startswith("s3://"):
+    if dataset_bytes is None and config.dataset_kind and not definition.storage.dataset.startswith("s3://"):
         yield "the size of the dataset is assumed from what job.parameters.data says of it"
     if definition.account.vpc:
         yield "not priced: what account.vpc has of its own, NAT gateways and endpoints and their traffic"

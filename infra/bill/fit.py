@@ -26,7 +26,7 @@ class Fit:
     type: str
     phase: str
     fits: bool
-    needs_gb: float  # predicted peak at the chosen rung, or at the last one when none fits
+    needs_gb: float  # predicted peak at the chosen rung, or at the last one when none fits; 0: not predicted
     has_gb: float
     micro: int
     checkpointing: bool
@@ -45,6 +45,7 @@ class Notice:
     save_s: float
     hash_s: float
     upload_s: float
+    saves: bool = True  # when it is told of a notice
 
     @property
     def total_s(self) -> float:
@@ -52,7 +53,7 @@ class Notice:
 
     @property
     def fits(self) -> bool:
-        return self.total_s <= NOTICE_S
+        return self.saves and self.total_s <= NOTICE_S
 
 
 def fits(
@@ -84,6 +85,7 @@ def notices(config: JobConfig, instance: Instance, runtime: Runtime, estimate: E
                 save_s=size_gb / scratch_rate(instance, root),
                 hash_s=size_gb / SHA256_GB_S,
                 upload_s=size_gb / upload_rate(instance, estimate),
+                saves=config.saves_on_notice,
             )
         )
     return found
@@ -106,7 +108,7 @@ def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, 
         type=instance.type,
         phase=config.phases()[index].name,
         fits=not why,
-        needs_gb=needs.total_gb + DEVICE_RESERVE_GB,
+        needs_gb=needs.total_gb + DEVICE_RESERVE_GB if config.memory_is_predicted else 0.0,
         has_gb=instance.gpu_memory_gb,
         micro=shown.micro,
         checkpointing=shown.checkpointing,
@@ -120,6 +122,8 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
         return ""  # a rehearsal on a laptop: no GPU is used
     if config.precision.compute == "bf16" and not instance.gpu.bf16:
         return f"{instance.gpu.name} has no bf16"
+    if rung is None and len(config.ladder()) == 1:
+        return f"needs {needs.total_gb + DEVICE_RESERVE_GB:.1f} GB per GPU, has {instance.gpu_memory_gb:.1f}"
     if rung is None:
         state = needs.weights_gb + needs.gradients_gb + needs.moments_gb
         return (
@@ -128,7 +132,7 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
             f" {instance.gpu_memory_gb:.1f}"
         )
     host_gb = instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
-    staged_gb = config.sizes().checkpoints[index] / 1e9
+    staged_gb = config.staged_in_host_memory(index) / 1e9
     if staged_gb > host_gb:
         return f"host memory: a checkpoint is staged there, {staged_gb:.1f} GB, {host_gb:.1f} GB are free"
     return ""
@@ -163,5 +167,5 @@ def _holds(config: JobConfig, instance: Instance) -> bool:
         return False
     if config.choose_rung(instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count)) is None:
         return False
-    largest = max(config.sizes().checkpoints[index] for index in range(len(config.phases())))
+    largest = max(config.staged_in_host_memory(index) for index in range(len(config.phases())))
     return largest / 1e9 <= instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB

@@ -26,6 +26,9 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     """A limit below p50 and what the job keeps to stop in, and each other listed type on which even an uninterrupted
     run passes a limit.
     """
+    if definition.job.parameters.is_endless:  # it trains until a limit, whichever that is
+        yield from _first_save(definition, bill)
+        return
     (stop_usd, stop_h), side = bill.chosen.reserve, bill.chosen
     for key, limit, need, stop, unit, as_counted in (
         ("max_usd", definition.limits.max_usd, side.metered_usd, stop_usd, "USD", f" {AS_COUNTED}"),
@@ -41,6 +44,21 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
         hint = f"{hint} {_own(definition, key)}".strip()
         yield definition.problem(f"limits.{key}", str(limit), allowed, hint)
     yield from _types(definition, bill)
+
+
+def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
+    """A limit that comes before the first checkpoint."""
+    exposure, (by_money, by_hours) = bill.chosen.exposure, bill.chosen.exposure.hours_at_cap()
+    needed_h = exposure.setup_h + exposure.interval_h
+    usd = enough(Decimal(exposure.metered(needed_h + exposure.reserve_h)))
+    hours = enough(Decimal(needed_h + exposure.reserve_h))
+    for key, limit, by_h, least in (
+        ("max_usd", definition.limits.max_usd, by_money, f"{usd} USD"),
+        ("max_hours", definition.limits.max_hours, by_hours, f"{hours} node-hours"),
+    ):
+        if by_h < needed_h:
+            allowed = f"at least {least}: set-up, one interval between checkpoints, and a stop"
+            yield definition.problem(f"limits.{key}", str(limit), allowed)
 
 
 def _own(definition: StackDefinition, key: str) -> str:

@@ -175,7 +175,8 @@ def bucket_lines(
     writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
     reads = (held.final + held.dataset) * 1e9 / PART_BYTES + 100
     reads += runtime.total_s / config.checkpoint.heartbeat_s  # whether somebody has asked it to stop
-    logs_gb = LOG_GB_PER_BOOT + config.total_steps() / config.log.every * LOG_LINE_BYTES / 1e9
+    steps = sum(phase.steps for phase in runtime.phases)
+    logs_gb = LOG_GB_PER_BOOT + steps / config.log.every * LOG_LINE_BYTES / 1e9
 
     def fixed(name: str, quantity: float, item: str) -> Line:
         return line(name, quantity, catalog.price(item, region), "fixed", item)

@@ -132,11 +132,17 @@ def type_cost(
     if instance is None:
         raise GpufleetError(catalog.unknown_type(type_))
     why, runtime = [], None
+    spot = catalog.spot_prices.get((type_, region), ())
+    on_demand = catalog.on_demand_prices.get((type_, region))
+    price = on_demand if definition.fleet.capacity == "on-demand" else spot[-1].price if spot else None
+    config = config.bounded(_most_hours(definition, price))
     try:  # the other price may be missing: it is only compared with
         (catalog.spot if definition.fleet.capacity == "spot" else catalog.on_demand)(type_, region)
     except PriceMissing as missing:
         why.append(str(missing))
     try:
+        if config.speed_is_of_listed_types and type_ not in definition.fleet.instance_types:
+            raise GpufleetError(f"{type_}: its speed is not known, {config.path}.work speaks of the listed types")
         runtime = runtimes.hours(
             config,
             instance,
@@ -155,7 +161,13 @@ def type_cost(
         runtime=runtime,
         fits=fit.fits(config, instance, catalog, region, holder=nearest),
         notices=tuple(fit.notices(config, instance, runtime, estimate, root)) if runtime else (),
-        spot=catalog.spot_prices.get((type_, region), ()),
-        on_demand=catalog.on_demand_prices.get((type_, region)),
+        spot=spot,
+        on_demand=on_demand,
         why="; ".join(why),
     )
+
+
+def _most_hours(definition: StackDefinition, price: Price | None) -> float:
+    """That the limits pay for at this price per node-hour."""
+    limits = definition.limits
+    return float(min(limits.max_hours, limits.max_usd / price.amount) if price else limits.max_hours)

@@ -47,6 +47,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         ],
         "usd": quantiles(bill.usd),
         "hours": quantiles(bill.hours.times(nodes)),
+        **({"buys_hours": quantiles(bill.buys)} if bill.buys else {}),
         "wall_hours": quantiles(bill.chosen.wall_hours),
         "needed": {
             "usd": quantiles(bill.chosen.needed_usd),

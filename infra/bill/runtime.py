@@ -46,6 +46,7 @@ class PhaseTime:
     tokens_per_s: float
     mfu: float | None  # useful FLOP over the dense bf16 peak of the GPUs used, fp32 too: as the job measures it
     saves: float  # checkpoints written: timed, one per evaluation at most, and the one at its end
+    counts_steps: bool  # else each "step" is a second
     seconds: float  # steps, evaluations, samples, checkpoint stalls, growth before it, final upload after the last
 
 
@@ -65,6 +66,7 @@ class Runtime:
     basis: str
     measured: bool  # step times come from a measurement, not from a roofline
     calibrated: bool  # from one of this job on this device, not from the definition
+    declared: bool = False  # they are the job's own parameters' word
 
     @property
     def compute_s(self) -> float:
@@ -146,6 +148,7 @@ def hours(
                 if peak is None or config.device == "cpu" or not size.steps
                 else flop / (step_ms / 1e3) / (peak * instance.gpu_share * ranks * 1e12),
                 saves=saves,
+                counts_steps=size.counts == "steps",
                 seconds=training_s + beside + blocked_s + growth + (upload_s if last else 0.0),
             )
         )
@@ -166,9 +169,10 @@ def hours(
         growth_s=growth_s,
         upload_s=upload_s,
         held_s=max(buffer * worked_s, 0.0 if hold_hours is None else hold_hours * 3600 - (setup_s + worked_s)),
-        basis=calibration.basis if calibration else _basis(config, estimate, launched),
+        basis=calibration.basis if calibration else _basis(config, instance, estimate, launched),
         measured=estimate.step_ms is not None or calibration is not None,
         calibrated=calibration is not None,
+        declared=calibration is None and config.declared_step_ms(instance.gpu.name) is not None,
     )
 
 
@@ -218,6 +222,13 @@ def _step_ms(
         return float(estimate.step_ms[len(training) - 1])
     if seen is not None:
         return seen.step_ms
+    if (declared := config.declared_step_ms(instance.gpu.name)) is not None:
+        return declared
+    if not sizes[index].flops_per_token and sizes[index].steps:
+        raise GpufleetError(
+            f"{instance.type}: nobody has said how long a step takes on its GPU: measure it (`gpufleet calibrate`), or"
+            f" write {config.path}.work.step_ms: {{{instance.gpu.name}: ...}}"
+        )
     if config.device == "cpu":
         raise GpufleetError(f"job.parameters.device: cpu has no roofline; give {_STEP_MS}")
     if limit_ms is None:
@@ -291,8 +302,10 @@ def _setup_s(instance: Instance, estimate: Estimate, calibration: Calibration | 
     return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0)
 
 
-def _basis(config: JobConfig, estimate: Estimate, launched: Sequence[str]) -> str:
+def _basis(config: JobConfig, instance: Instance, estimate: Estimate, launched: Sequence[str]) -> str:
     if estimate.step_ms is not None:
         return "step times from estimate.step_ms"
+    if config.declared_step_ms(instance.gpu.name) is not None:
+        return f"{config.path}.work as declared, not measured"
     said = f"roofline at efficiency {efficiency(config, estimate):g}"
     return f"{said}, but for {', '.join(launched)}: what the host needs to launch a step" if launched else said

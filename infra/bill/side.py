@@ -75,8 +75,15 @@ class Side(Prepared):
     metered_usd: Quantiles  # the same as the job's meter counts: interrupted first hours not credited
     interruptions: float  # expected
     probability_stopped: float  # by a limit, before the work is done
+    within: simulation.Outcome = field(repr=False, compare=False)  # the simulated runs behind usd
     needed: simulation.Outcome = field(repr=False, compare=False)  # the simulated runs behind needed_usd
     runs: int
+
+    @property
+    def trained_hours(self) -> Quantiles:
+        """Hours of work that survive, within the limits."""
+        p10, p50, p90, mean = map(exact, simulation.quantiles(self.within.done_h))
+        return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
 
     @property
     def reserve(self) -> tuple[Decimal, Decimal]:
@@ -128,7 +135,7 @@ def price_side(
     prepared = prepare(definition, catalog, types, capacity, dataset_bytes=dataset_bytes, hazards=hazards)
     if prepared is None:
         return None
-    runs = 1 if capacity == "on-demand" else runs  # nothing is drawn
+    runs = runs if capacity == "spot" or prepared.exposure.is_drawn else 1
     outcome, needed = simulation.simulate_each([prepared.exposure, prepared.exposure.unlimited], runs=runs)
     return settle(prepared, outcome, needed if outcome.stopped.any() else outcome)
 
@@ -154,6 +161,7 @@ def settle(prepared: Prepared, outcome: simulation.Outcome, needed: simulation.O
         metered_usd=metered_usd,
         interruptions=float(outcome.interruptions.mean()),
         probability_stopped=float(outcome.stopped.mean()),
+        within=outcome,
         needed=needed,
         runs=len(outcome.usd),
     )
@@ -223,6 +231,7 @@ def _exposure(
         max_usd=float(definition.limits.max_usd),
         max_hours=float(definition.limits.max_hours) / nodes,
         reserve_h=reserve_h(definition.job.parameters, option),
+        work_spread=definition.job.parameters.work_spread(declared=runtime.declared),
     )
 
 

@@ -10,6 +10,7 @@ from datetime import date
 from decimal import Decimal
 
 from infra.bill.bill import Bill
+from infra.bill.fit import Fit
 from infra.bill.limits import AS_COUNTED
 from infra.bill.lines import NOT_PRICED
 from infra.bill.side import Quantiles, Side
@@ -60,7 +61,9 @@ def _lines(bill: Bill) -> Iterator[str]:
         for line in bill.chosen.lines
     ]
     sums = [("interruptions", _interruptions_usd(bill))]
-    if bill.cap is not None and (cut := bill.usd.p50 - bill.chosen.needed_usd.p50):
+    if bill.buys is not None and bill.cap is not None:
+        sums = [(f"interruptions, and the stop at {bill.cap.first}", bill.usd.p50 - bill.chosen.total)]
+    elif bill.cap is not None and (cut := bill.usd.p50 - bill.chosen.needed_usd.p50):
         sums += [("total to finish = p50", bill.chosen.needed_usd.p50), (f"stopped by {bill.cap.first}", cut)]
     sums.append((f"total = p50{_limits_note(bill)}", bill.usd.p50))
     rows += [(name, "", "", "", f"{amount:.4f}") for name, amount in sums]
@@ -76,6 +79,14 @@ def _interruptions_usd(bill: Bill) -> Decimal:
 
 def _totals(bill: Bill) -> Iterator[str]:
     chosen = bill.chosen
+    if bill.buys is not None and bill.cap is not None:
+        rows = [figures("USD", bill.usd), figures("node-hours", bill.hours), figures("hours of training", bill.buys)]
+        yield from table(("", "p10", "p50", "p90", "mean"), rows, right=(1, 2, 3, 4))
+        yield from wrap(
+            f"Nobody says how long the run is (job.work), so this is what the money buys: {bill.buys.p10:.1f} to"
+            f" {bill.buys.p90:.1f} h of training (p10 to p90) until {bill.cap.first}, interruptions taken off."
+        )
+        return
     within = _limits_note(bill)
     rows = [figures(f"USD{within}, done or not" if within else "USD", bill.usd)]
     if within:
@@ -98,6 +109,8 @@ def _totals(bill: Bill) -> Iterator[str]:
 
 def _limits_note(bill: Bill) -> str:
     """What tells the p50 of a run that a limit may stop from the p50 of finishing it."""
+    if bill.buys is not None:
+        return ""
     stopped = bill.chosen.probability_stopped >= 0.01 or bill.usd.p50 != bill.chosen.needed_usd.p50
     return " within the limits" if stopped else ""
 
@@ -155,10 +168,10 @@ def _phases(bill: Bill) -> Iterator[str]:
                 fit.type,
                 fit.phase,
                 f"{time.seconds / 3600:.3f}" if time else "-",
-                f"{time.step_ms:.1f}" if time and time.steps else "-",
-                f"{time.tokens_per_s:,.0f}" if time and time.steps else "-",
+                f"{time.step_ms:.1f}" if time and time.steps and time.counts_steps else "-",
+                f"{time.tokens_per_s:,.0f}" if time and time.steps and time.flops_per_token else "-",
                 f"{time.mfu:.0%}" if time and time.mfu else "-",
-                f"{fit.needs_gb:.1f} of {fit.has_gb:g} GB" + ("" if fit.fits else " NO"),
+                _memory(fit),
                 f"{fit.micro}{' ckpt' if fit.checkpointing else ''}",
                 f"{notice.total_s:.0f} of {NOTICE_S:.0f} s{'' if notice.fits else ' NO'}" if notice else "-",
             )
@@ -169,6 +182,13 @@ def _phases(bill: Bill) -> Iterator[str]:
     for fit in bill.fits:
         if not fit.fits:
             yield from wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
+
+
+def _memory(fit: Fit) -> str:
+    """What one GPU needs of what it has."""
+    if not fit.needs_gb:
+        return "not predicted" if fit.fits else "NO"
+    return f"{fit.needs_gb:.1f} of {fit.has_gb:g} GB" + ("" if fit.fits else " NO")
 
 
 def _setup_and_idle(bill: Bill) -> str:
@@ -265,6 +285,8 @@ def _limits(bill: Bill) -> str:
         money += f" (comes first, at {cap.at_hours:.2f} node-hours)"
     else:
         hours += " (comes first)"
+    if bill.buys is not None:
+        return f"Limits: {money}, {hours}. The first one ends the run."
     chance = f"{cap.probability:.0%}" if cap.probability >= 0.005 or not cap.probability else "under 1%"
     said = f"Limits: {money}, {hours}; chance that one stops the run, if the speed is right: {chance}."
     if cap.deadline is None:

@@ -145,8 +145,8 @@ def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts:
     found: dict[simulation.Exposure, simulation.Outcome] = {}
     different = list(dict.fromkeys(exposures))
     for many, some in (
-        (runs, [each for each in different if each.chance.median]),
-        (1, [each for each in different if not each.chance.median]),
+        (runs, [each for each in different if each.is_drawn]),
+        (1, [each for each in different if not each.is_drawn]),
     ):
         outcomes = simulation.simulate_each(some, runs=many, attempts=attempts)
         found.update(zip(some, outcomes, strict=True))

@@ -94,6 +94,8 @@ class Exposure:
     max_hours: float | None = None
     reserve_h: float = 0.0  # before a limit the job begins to stop: to save, upload and export
     leave: Leave | None = None  # when its owner ends it, everything saved
+    # How far the work may be from `phase_ends_h`, log-normal: sigma below and above it; drawn once per run.
+    work_spread: tuple[float, float] = (0.0, 0.0)
 
     @property
     def chance(self) -> Hazard:
@@ -101,6 +103,11 @@ class Exposure:
         if isinstance(self.hazard, Hazard):
             return self.hazard
         return Hazard() if self.hazard is None else Hazard.fixed(self.hazard)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether two simulated runs differ."""
+        return bool(self.chance.median) or any(self.work_spread)
 
     @property
     def unlimited(self) -> Exposure:
@@ -197,6 +204,13 @@ def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, a
     uneven = rng.spawn(1)[0]  # of its own: the other luck stays what it is for an even hazard
     unevenness = _of_each(exposures, runs, lambda each: each.chance.unevenness)
 
+    below = _of_each(exposures, runs, lambda each: each.work_spread[0])
+    above = _of_each(exposures, runs, lambda each: each.work_spread[1])
+    stretch: Floats | float = 1.0
+    if np.any(below) or np.any(above):
+        speed = np.tile(rng.spawn(1)[0].standard_normal(runs), len(exposures))
+        stretch = np.exp(speed * np.where(speed < 0, below, above))
+
     def fate(active: Indices, attempt: int, wall_h: Floats) -> Node:
         luck = Luck(rng, runs, active, attempt)
         (life, wait), (missed, lost) = luck.exponential(), luck.uniform()
@@ -209,7 +223,7 @@ def _chunk(exposures: Sequence[Exposure], runs: int, rng: np.random.Generator, a
             life = life / factor
         return Node(life_h=life, wait_h=wait * _select(wait_h, active), missed=missed, lost=lost)
 
-    return _account(exposures, runs, first_wait_h, fate, attempts)
+    return _account(exposures, runs, first_wait_h, fate, attempts, stretch)
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> Outcome:
@@ -218,22 +232,28 @@ def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int 
 
 
 def _account(
-    exposures: Sequence[Exposure], runs: int, first_wait_h: Floats, fate: Fate, attempts: int
+    exposures: Sequence[Exposure],
+    runs: int,
+    first_wait_h: Floats,
+    fate: Fate,
+    attempts: int,
+    stretch: Floats | float = 1.0,
 ) -> list[Outcome]:
+    """`stretch`: how many times longer the work of each run takes."""
     count = len(first_wait_h)
     single = exposures[0] if len(exposures) == 1 else None
 
     def per_exposure(get: Callable[[Exposure], float]) -> Floats | float:
         return _of_each(exposures, runs, get)
 
-    work_h, cap_h = per_exposure(lambda e: e.phase_ends_h[-1]), per_exposure(lambda e: min(e.hours_at_cap()))
+    work_h, cap_h = per_exposure(lambda e: e.phase_ends_h[-1]) * stretch, per_exposure(lambda e: min(e.hours_at_cap()))
     allowed_h, reserve_h = per_exposure(lambda e: min(e.hours_allowed())), per_exposure(lambda e: e.reserve_h)
     free_h, charged = per_exposure(lambda e: e.free_h), per_exposure(lambda e: 1 - 1 / e.nodes)
     interval_h, notice_missed = per_exposure(lambda e: e.interval_h), per_exposure(lambda e: e.notice_missed)
     setup_h, restart_h = per_exposure(lambda e: e.setup_h), per_exposure(lambda e: e.restart_h)
     phases = range(max(len(e.phase_ends_h) for e in exposures))
     begins_h = [
-        per_exposure(lambda e, i=i: e.phase_ends_h[i - 1] if i < len(e.phase_ends_h) else math.inf)  # type: ignore[misc]
+        per_exposure(lambda e, i=i: e.phase_ends_h[i - 1] if i < len(e.phase_ends_h) else math.inf) * stretch  # type: ignore[misc]
         for i in phases
     ]
     fits = [per_exposure(lambda e, i=i: e.saves_fit[min(i, len(e.saves_fit) - 1)]) for i in phases]  # type: ignore[misc]
@@ -243,7 +263,7 @@ def _account(
     interruptions = np.zeros(count, dtype=np.int64)
     stopped = np.zeros(count, dtype=bool)
     active = np.arange(count)
-    wall += _patient(single, first_wait_h, wall, done)
+    wall += _patient(single, first_wait_h, wall, done, work_h)
 
     for attempt in range(attempts):
         if not active.size:
@@ -252,7 +272,7 @@ def _account(
         done_h, before_h = done[active], hours[active]
         start_h = _select(restart_h if attempt else setup_h, active)
         need = start_h + _select(work_h, active) - done_h
-        left = _hours_left(single, wall[active], done_h, start_h)
+        left = _hours_left(single, wall[active], done_h, start_h, _select(work_h, active))
         room = np.maximum(np.minimum(_select(cap_h, active) - before_h, left), 0.0)
         ends_h = np.minimum(node.life_h, need)
         node_h = np.minimum(ends_h, room)
@@ -283,7 +303,7 @@ def _account(
         done_h = done_h + np.where(interrupted, kept, trained)
         done[active] = done_h
 
-        wait_h = _patient(single, node.wait_h, wall_h, done_h)
+        wait_h = _patient(single, node.wait_h, wall_h, done_h, _select(work_h, active))
         wall[active] = wall_h + np.where(interrupted, wait_h, 0.0)
         active = active[interrupted]
 
@@ -322,19 +342,21 @@ def _select(values: Floats | float, active: Indices) -> Floats | float:
     return values[active] if isinstance(values, np.ndarray) else values
 
 
-def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floats) -> Floats:
+def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floats, work_h: Floats | float) -> Floats:
     """The wait for capacity, as long as the owner waits."""
     if exposure is None or exposure.leave is None:
         return wait_h
-    return np.clip(exposure.leave.at_h(1 - done / exposure.phase_ends_h[-1]) - wall, 0.0, wait_h)
+    return np.clip(exposure.leave.at_h(1 - done / work_h) - wall, 0.0, wait_h)
 
 
-def _hours_left(exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float) -> Floats | float:
+def _hours_left(
+    exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float, work_h: Floats | float
+) -> Floats | float:
     """Hours until the owner ends the run, for a node launched now: while it works, what is left to do shrinks."""
     if exposure is None or exposure.leave is None:
         return math.inf
-    work_h = exposure.phase_ends_h[-1]
     left = exposure.leave.at_h(1 - done / work_h) - wall
     falling = 1 - exposure.leave.work_h / work_h  # per hour of work
-    working = start_h + (left - start_h) / falling if falling > _EDGE_H else np.full_like(left, math.inf)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        working = np.where(np.greater(falling, _EDGE_H), start_h + (left - start_h) / falling, math.inf)
     return np.where(left > start_h, working, left)

@@ -7,9 +7,10 @@ What a format fills in stands in FORMATS, with what its framework does (docs/own
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -37,6 +38,9 @@ NAME = "command"  # in run.json, where ready-made jobs have the name of their ex
 PHASE = "train"
 SECOND_MS = 1000.0  # a "step" of a run that declares hours, or nothing, is one second
 ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
+# Log-normal, of the whole work. Both are assumptions: receipts of the same script will tell.
+DECLARED_SPREAD, MEASURED_SPREAD = 0.25, 0.05
+P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
 STEP = "{step}"
 
 FormatName = Literal["hf-trainer", "lightning", "litgpt", "nanochat", "dcp", "file"]
@@ -223,6 +227,9 @@ class CommandConfig(JobConfig):
     device: Literal["cuda", "cpu"] = "cuda"
     log: Log = Log()
 
+    def __hash__(self) -> int:
+        return hash(repr(self))  # it holds maps, which have none of their own
+
     # What the file means, with its format filled in ------------------------------------------------------------------
 
     @property
@@ -275,6 +282,7 @@ class CommandConfig(JobConfig):
                 optimizer_traffic_bytes_per_param=0,
                 steps=steps,
                 tokens_per_step=1,
+                counts="steps" if self.counts_steps else "seconds",
             ),
         )
 
@@ -287,6 +295,36 @@ class CommandConfig(JobConfig):
     def is_endless(self) -> bool:
         """Whether nobody says how long it is: it trains until a limit."""
         return self.work.steps is None and self.work.hours is None
+
+    @property
+    def speed_is_of_listed_types(self) -> bool:
+        return not self.counts_steps
+
+    @property
+    def memory_is_predicted(self) -> bool:
+        return self.memory_gb is not None
+
+    @property
+    def saves_on_notice(self) -> bool:
+        """Until a rehearsal has shown it, it does not."""
+        return self.stop.saves == "true"
+
+    def staged_in_host_memory(self, phase_index: int) -> int:
+        """None: snapshots go from disk to disk."""
+        return 0
+
+    def work_spread(self, *, declared: bool) -> tuple[float, float]:
+        if (hours := self.work.hours) is not None:
+            return math.log(hours.likely / hours.low) / P90_SIGMAS, math.log(hours.high / hours.likely) / P90_SIGMAS
+        if self.is_endless:
+            return 0.0, 0.0
+        sigma = DECLARED_SPREAD if declared else MEASURED_SPREAD
+        return sigma, sigma
+
+    def bounded(self, hours: float) -> CommandConfig:
+        if not self.is_endless:
+            return self
+        return self.changed(work=replace(self.work, hours=Hours(low=hours, likely=hours, high=hours)))
 
     def declared_step_ms(self, gpu: str) -> float | None:
         if not self.counts_steps:
@@ -381,6 +419,8 @@ class CommandConfig(JobConfig):
                 yield path, "names below checkpoint.folder"
         if saved.every.steps is not None and saved.every.minutes is not None:
             yield "checkpoint.every", "one of steps and minutes"
+        elif saved.every.steps is not None and not self.counts_steps:
+            yield "checkpoint.every.steps", "minutes, where work.steps does not say how many steps there are"
 
     def _progress_problems(self) -> Iterator[tuple[str, str]]:
         if not self.patterns and not self.progress.file:

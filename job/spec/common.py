@@ -175,6 +175,7 @@ class PhaseSize:
     growth_s: float = 0.0  # before its first step: a model that changes shape there is made and checked
     sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each
     attention: Literal["causal", "full"] | None = "causal"  # as flops_per_token counts it; None: there is none
+    counts: Literal["steps", "seconds"] = "steps"  # seconds: of a run whose steps nobody knows, each a second
     validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
 
     def evaluation_s(self, step_s: float) -> float:

@@ -148,6 +148,40 @@ class JobConfig(ABC):
         """Milliseconds of a step on this GPU, as its own parameters say; None: they do not."""
         return None
 
+    def work_spread(self, *, declared: bool) -> tuple[float, float]:
+        """How far its work may be from what is priced, as sigma of a log-normal below and above. `declared`: its speed
+        is what its own parameters say.
+        """
+        return 0.0, 0.0
+
+    def bounded(self: Self, hours: float) -> Self:
+        """The same, where nobody says how long it is, with so many hours of work."""
+        return self
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether nobody says how long it is: it trains until a limit."""
+        return False
+
+    @property
+    def speed_is_of_listed_types(self) -> bool:
+        """Whether its hours were given for the types that the file lists, and hold for no other."""
+        return False
+
+    @property
+    def memory_is_predicted(self) -> bool:
+        """Whether `memory` says anything."""
+        return True
+
+    @property
+    def saves_on_notice(self) -> bool:
+        """Whether it saves when it is told that the machine goes away."""
+        return True
+
+    def staged_in_host_memory(self, phase_index: int) -> int:
+        """Bytes of a checkpoint that the host holds while it is written."""
+        return self.sizes().checkpoints[phase_index]
+
     def compiles(self) -> bool:
         """Whether blocks and loss are compiled on a GPU."""
         return True
